@@ -44,7 +44,7 @@ docs: venv ## Generate the generated parts of docs/ and config/
 	$(BIN)/python -m docs.generate
 
 screenshots: venv ## Take the pictures of the status page in docs/images/ again (three minutes)
-	tests/monitoring/install_chromium.sh
+	tests/serve/install_chromium.sh
 	$(BIN)/python -m docs.make_screenshots
 
 coverage: venv ## Run the quick tests and report the lines that they do not reach
@@ -63,10 +63,10 @@ proof: venv ## Run everything that `make test` leaves out, for hours, or one par
 	@$(MAKE) --no-print-directory --keep-going $(addprefix proof-,$(or $(PART),$(PARTS)))
 
 # Tests that depend on the core: formats, planning, the live path, daemons, deaths, worlds and the demo.
-NATIVE_TESTS := tests/atproto tests/sync tests/pds tests/store/test_native_rows.py tests/service/live tests/daemon \
+NATIVE_TESTS := tests/atproto tests/sync tests/net/pds tests/db/test_native_rows.py tests/live tests/daemon \
 	tests/crashes tests/simulation tests/cli/test_demo.py
 # Tests whose result may differ on a cluster.
-CLUSTER_TESTS := tests/crashes/test_crash_points.py tests/daemon tests/service/background/test_shard_ownership.py
+CLUSTER_TESTS := tests/crashes/test_crash_points.py tests/daemon tests/tasks/test_shard_ownership.py
 
 proof-%: venv
 	$(PYTEST) --proof $*
@@ -95,8 +95,8 @@ proof-clients: venv
 
 proof-browser: venv
 	$(INSTALL) --editable '.[docs]'
-	tests/monitoring/install_prometheus.sh
-	tests/monitoring/install_chromium.sh
+	tests/serve/install_prometheus.sh
+	tests/serve/install_chromium.sh
 	$(PYTEST) --proof browser
 
 proof-deploy: venv

@@ -11,7 +11,7 @@ import asyncpg
 
 from benchmarks.harness import TIMEOUT_SECONDS, BenchmarkError, DaemonProcess
 from benchmarks.workload import SEQ_OFFSET, Workload
-from indexer.store.placement import load_placement
+from indexer.db.placement import load_placement
 from indexer.sync.shard import Placement, Shard
 
 CHANNEL = "atproto_changes"

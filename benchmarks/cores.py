@@ -22,7 +22,7 @@ from benchmarks.harness import Database
 from benchmarks.report import Figures, Report, generation_progress, machine, show
 from benchmarks.turns import MIN_COMMITS, RATE, MeasuredDaemons, filled_database, open_floor, overall_rate
 from benchmarks.workload import Workload, WorkloadSpec, load_workload
-from indexer.monitoring.log import configure_logging
+from indexer.telemetry.log import configure_logging
 
 NATIVE, PYTHON = "native", "python"
 

@@ -7,8 +7,8 @@ from time import time
 import asyncpg
 
 from benchmarks.workload import Workload, WorkloadAccount
+from indexer.db import Store
 from indexer.reasons import Desync
-from indexer.store import Store
 from indexer.sync.plans import Batch, RepoWrite
 from indexer.sync.repo_state import Head, Repo, SyncStatus
 from indexer.sync.stored_identity import StoredIdentity

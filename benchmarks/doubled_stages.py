@@ -14,12 +14,12 @@ from unittest.mock import patch
 
 from benchmarks import live_stages
 from indexer.atproto.crypto import PublicKey
-from indexer.pds import PdsClient, Spool
-from indexer.pds.export_download import ExportDownload
-from indexer.relay.subscription import Subscription
-from indexer.store import Store, new_repos_transaction, resync_transaction
-from indexer.store import store as store_module
-from indexer.store.columns import Connection
+from indexer.db import Store, new_repos_transaction, resync_transaction
+from indexer.db import store as store_module
+from indexer.db.columns import Connection
+from indexer.net.pds import PdsClient, Spool
+from indexer.net.pds.export_download import ExportDownload
+from indexer.net.relay.subscription import Subscription
 from indexer.sync import record_change
 from indexer.sync.export import ExportReader
 from indexer.sync.repo_state import Repo

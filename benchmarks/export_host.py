@@ -14,8 +14,8 @@ from aiohttp import hdrs, web
 
 from benchmarks.workload import Workload, WorkloadAccount
 from indexer.atproto.cid import cid_text
-from indexer.localnet.local_pds import CAR_TYPE, GET_LATEST_COMMIT, GET_REPO
-from indexer.localnet.local_plc import LocalIdentity, did_document
+from indexer.demo.local_pds import CAR_TYPE, GET_LATEST_COMMIT, GET_REPO
+from indexer.demo.local_plc import LocalIdentity, did_document
 from indexer.sync.shard import bucket_of
 
 HOSTS = 16

@@ -1,7 +1,7 @@
 """A Merkle search tree that is changed key by key, fast enough to generate thousands of commits in a minute.
 
 Nodes are immutable. Each is encoded when its CID is read for the first time. The module shares no code with the trees
-of the indexer or of `indexer.localnet`; a test compares it with the latter.
+of the indexer or of `indexer.demo`; a test compares it with the latter.
 """
 
 from bisect import bisect_left

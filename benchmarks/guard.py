@@ -26,7 +26,7 @@ from benchmarks import doubled_stages, guard_stages
 from benchmarks.doubled_stages import Doubling
 from benchmarks.guard_stages import GuardSizes, GuardWorkload, Round
 from benchmarks.report import MICRO
-from indexer.monitoring.log import configure_logging
+from indexer.telemetry.log import configure_logging
 
 SMOKE_SIZES = GuardSizes(repos=20, records=30, planned=20, received=100, export_records=50, exports=1, max_rounds=5)
 """The amount of work for `--smoke`."""

@@ -19,9 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import cpu_usage
 from benchmarks.workload import Workload
-from indexer.monitoring.health import DEFAULT_HTTP_LIMITS
-from indexer.store import embedded
-from indexer.store.migrate import migrate
+from indexer import embedded
+from indexer.db.migrate import migrate
+from indexer.serve.health import DEFAULT_HTTP_LIMITS
 
 T = TypeVar("T")
 

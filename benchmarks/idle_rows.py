@@ -15,7 +15,7 @@ from benchmarks.database_rows import BATCH_SIZE, COLUMNS, repo_before
 from benchmarks.signing_accounts import P256_EVERY
 from benchmarks.workload import Workload
 from indexer.atproto.crypto import PrivateKey
-from indexer.store import Store
+from indexer.db import Store
 from indexer.sync.plans import Batch, RepoWrite
 from indexer.sync.repo_state import SyncStatus
 from indexer.sync.shard import bucket_of

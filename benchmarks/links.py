@@ -19,17 +19,18 @@ from time import perf_counter, process_time
 
 import asyncpg
 
+from indexer import embedded
 from indexer.atproto.cid import cid_of
 from indexer.atproto.links import links_of
-from indexer.monitoring.conditions import Conditions
-from indexer.monitoring.metrics import Metrics
-from indexer.service.background.change_notifier import ChangeNotifier
-from indexer.service.background.link_reader import LinkReader
-from indexer.store import Store, embedded
-from indexer.store.link_session import LinkSession
-from indexer.store.migrate import migrate
+from indexer.db import Store
+from indexer.db.link_session import LinkSession
+from indexer.db.migrate import migrate
+from indexer.readers.links.reader import LinkReader
 from indexer.sync.plans import Batch, RecordChange, RepoWrite
 from indexer.sync.repo_state import Head, Repo, SyncStatus
+from indexer.tasks.notifications import ChangeNotifier
+from indexer.telemetry.conditions import Conditions
+from indexer.telemetry.metrics import Metrics
 
 LIKES_PER_REPO = 20
 COMMITS_PER_BATCH = 500

@@ -31,8 +31,8 @@ from benchmarks.report import MIB, MICRO, Figures, Report, costs, cpu_of, genera
 from benchmarks.turns import MIN_COMMITS, RATE, Floor, MeasuredDaemons, open_floor, overall_rate
 from benchmarks.workload import Workload, WorkloadSpec, load_workload
 from indexer.atproto.crypto import parse_did_key
-from indexer.monitoring.log import configure_logging
 from indexer.sync.repo_state import SyncStatus
+from indexer.telemetry.log import configure_logging
 
 _CACHED_IDENTITIES = "indexer_identity_cache_total database"
 """The metric of identities that were loaded from the database into memory, where up to 200,000 are cached."""

@@ -15,8 +15,8 @@ from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst import Inversion, invert
 from indexer.atproto.record import Value, decode_record
-from indexer.relay.subscription import Subscription
-from indexer.store import Store
+from indexer.db import Store
+from indexer.net.relay.subscription import Subscription
 from indexer.sync import record_change, verify
 from indexer.sync.events import CommitEvent
 from indexer.sync.fold_operations import fold_operations

@@ -13,7 +13,7 @@ from benchmarks.harness import DaemonProcess, Database, LoadProcess
 from benchmarks.peer_results import find_differences, truth_of
 from benchmarks.tap import Fetch, TapProcess, open_database
 from benchmarks.workload import Workload
-from indexer.store import Store
+from indexer.db import Store
 
 UNLIMITED = 100_000
 """Requests per second or at the same time. tap has no limits per host, which would be the whole network here."""

@@ -46,7 +46,7 @@ from benchmarks.peer_subjects import (
 )
 from benchmarks.report import Figures, generation_progress, machine
 from benchmarks.workload import Workload, WorkloadSpec, load_workload
-from indexer.monitoring.log import configure_logging
+from indexer.telemetry.log import configure_logging
 
 POLL_SECONDS = 0.05
 QUICK = {"repos": 20, "records": 30, "commits": 400, "exports": 10, "export_records": 100, "large": 2_000}

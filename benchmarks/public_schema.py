@@ -15,9 +15,10 @@ from time import perf_counter
 
 import asyncpg
 
+from indexer import embedded
 from indexer.atproto.cid import cid_of
-from indexer.store import Store, embedded
-from indexer.store.migrate import migrate
+from indexer.db import Store
+from indexer.db.migrate import migrate
 from indexer.sync.plans import Batch, RecordChange, RepoWrite
 from indexer.sync.repo_state import Head, Repo, SyncStatus
 

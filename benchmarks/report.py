@@ -11,9 +11,9 @@ from rich.progress import track
 from rich.table import Table
 
 import indexer
-from indexer.daemon_core import core_of
-from indexer.interpreter import interpreter_build
-from indexer.settings import load_demo_settings
+from indexer.app.core_choice import core_of
+from indexer.app.interpreter import interpreter_build
+from indexer.app.settings import load_demo_settings
 
 T = TypeVar("T")
 

@@ -29,9 +29,9 @@ from benchmarks.report import MIB, MICRO, Figures, Report, costs, cpu_of, genera
 from benchmarks.resync_stages import STAGES, timed_resyncs
 from benchmarks.workload import Workload, WorkloadAccount, WorkloadSpec, load_workload
 from indexer.atproto.crypto import parse_did_key
-from indexer.monitoring.log import configure_logging
-from indexer.store import Store
+from indexer.db import Store
 from indexer.sync.repo_state import SyncStatus
+from indexer.telemetry.log import configure_logging
 
 SIGMA = 1.5
 """Standard deviation of the logarithm of the sizes: half of the repos have less than a third of the mean."""

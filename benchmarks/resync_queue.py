@@ -16,9 +16,10 @@ from time import perf_counter, time
 
 import asyncpg
 
-from indexer.store import Store, embedded
-from indexer.store.migrate import migrate
-from indexer.store.resync_queue import DUE
+from indexer import embedded
+from indexer.db import Store
+from indexer.db.migrate import migrate
+from indexer.db.resync_queue import DUE
 from indexer.sync.shard import BUCKETS
 
 REPOS_PER_STATEMENT = 500_000

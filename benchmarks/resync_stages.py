@@ -11,18 +11,18 @@ from benchmarks.harness import BenchmarkError
 from benchmarks.live_stages import open_store
 from benchmarks.stage_clock import StageClock
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.identity import DidResolver, IdentityCache
-from indexer.monitoring.conditions import Conditions
-from indexer.monitoring.metrics import Metrics
-from indexer.outbound import OutboundClient, OutboundSettings, RateLimits
-from indexer.pds import ExportDownload, PdsClient, reader_factory
-from indexer.service.resync.attempt import ResyncAttempts
-from indexer.service.resync.phase import Phase
-from indexer.store import Store
+from indexer.db import Store
+from indexer.net.http import OutboundClient, OutboundSettings, RateLimits
+from indexer.net.identity import DidResolver, IdentityCache
+from indexer.net.pds import ExportDownload, PdsClient, reader_factory
+from indexer.resync.attempt import ResyncAttempts
+from indexer.resync.phase import Phase
 from indexer.sync.native_core import CoreChoice, load_core
 from indexer.sync.policy import Policy
 from indexer.sync.scope import Scope
 from indexer.sync.shard import BUCKETS
+from indexer.telemetry.conditions import Conditions
+from indexer.telemetry.metrics import Metrics
 
 STAGES = {"fetch": "fetch", "verify-export": "verify", "diff": "diff", "apply-export": "apply"}
 """The stages by their names in the metric `indexer_batch_seconds`."""

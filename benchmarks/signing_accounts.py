@@ -10,8 +10,8 @@ from indexer.atproto import cbor
 from indexer.atproto.cid import RAW, cid_of, cid_text
 from indexer.atproto.commit import encode_signed, encode_unsigned
 from indexer.atproto.crypto import PrivateKey
-from indexer.localnet.local_repo import LocalChange, LocalCommit, car, car_header, car_section
-from indexer.localnet.tid_clock import tid
+from indexer.demo.local_repo import LocalChange, LocalCommit, car, car_header, car_section
+from indexer.demo.tid_clock import tid
 
 T = TypeVar("T")
 

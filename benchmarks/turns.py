@@ -16,7 +16,7 @@ from benchmarks.harness import Database, LoadProcess
 from benchmarks.report import MICRO, Figures, cpu_of
 from benchmarks.workload import Workload
 from indexer.atproto.crypto import parse_did_key
-from indexer.service.live.batch_writer import BATCH_SIZE
+from indexer.live.batch_writer import BATCH_SIZE
 from indexer.sync.repo_state import SyncStatus
 
 MIN_COMMITS = 2 * BATCH_SIZE

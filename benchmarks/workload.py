@@ -29,8 +29,8 @@ from benchmarks.signing_accounts import SigningAccount
 from indexer.atproto.cid import cid_of
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.record import decode_record
-from indexer.localnet.local_relay import message_frame
-from indexer.localnet.local_repo import LocalChange, LocalCommit
+from indexer.demo.local_relay import message_frame
+from indexer.demo.local_repo import LocalChange, LocalCommit
 from indexer.sync.shard import bucket_of
 
 FORMAT = 4

@@ -1,15 +1,14 @@
 """Generate the parts of the documentation that repeat the code: `make docs`, or `python -m docs.generate --check`.
 
-Generated are the tables of docs/settings.md and config/indexer.example.toml (from indexer/settings.py),
+Generated are the tables of docs/settings.md and config/indexer.example.toml (from indexer/app/settings.py),
 docs/commands.md (from the commands), docs/reasons.md (from indexer/reasons.py and indexer/atproto/record.py),
-docs/metrics.md and docs/logs.md (from metric_definitions.py and log_events.py in indexer/monitoring),
-config/grafana/dashboards/indexer.json (from docs/dashboard_panels.py), the module lists and the transition table of
+docs/metrics.md and docs/logs.md (from metric_definitions.py and log_events.py in indexer/telemetry),
+config/grafana/dashboards/indexer.json (from docs/dashboard_panels.py), the transition table of
 docs/architecture.md, and from a migrated database the reference of docs/sql.md and the client types in
 examples/public_schema/ (docs/client_types.py).
 """
 
 import argparse
-import ast
 import asyncio
 import inspect
 import json
@@ -26,46 +25,22 @@ import asyncpg
 import click
 
 from docs.client_types import PublicColumn, load_public_columns, sqlalchemy_models, typescript_types
+from indexer.app.settings import Settings, allowed, variable
 from indexer.atproto.limits import Limits
 from indexer.atproto.record import Problem
 from indexer.cli.command import ExitCode
 from indexer.cli.json_fields import JSON_LINES
 from indexer.cli.main import COMMANDS, load_command
-from indexer.monitoring.log_events import LOG_EVENTS
-from indexer.monitoring.metric_definitions import METRIC_GROUPS, MetricDefinition
+from indexer.db.migrate import migrate
+from indexer.embedded import database
+from indexer.net.server.address import Address
 from indexer.reasons import Desync, FetchFailure, GapReason, OmittedValue, Rejection
-from indexer.setting_types import Address
-from indexer.settings import Settings, allowed, variable
-from indexer.store.embedded import database
-from indexer.store.migrate import migrate
 from indexer.sync.repo_state import SyncStatus
 from indexer.sync.repo_transitions import TRANSITIONS, Trigger
+from indexer.telemetry.log_events import LOG_EVENTS
+from indexer.telemetry.metric_definitions import METRIC_GROUPS, MetricDefinition
 
 PROJECT = Path(__file__).parents[1]
-LAYERS = (
-    ("cli", "Commands. Each family has a file, beside the modules with its logic."),
-    ("", "The composition root builds a running daemon from settings."),
-    ("localnet", "A small signed network on loopback, for the demo and the tests. Only the demo imports it."),
-    ("service", "The long-running stages."),
-    ("service/live", "From the firehose to committed rows."),
-    ("service/resync", "From a desynchronized repo to a synchronized one."),
-    ("service/crawl", "Read repo lists to their end."),
-    ("service/background", "Work that no event waits for."),
-    ("service/feed", "The change log over HTTP, for clients of other sync services."),
-    ("monitoring", "Logs, metrics and health."),
-    ("store", "Postgres: the only package that imports the database driver."),
-    ("store/embedded", "The embedded Postgres server."),
-    ("relay", "The websocket connection to a relay."),
-    ("pds", "Requests to PDSes and relays about repos."),
-    ("identity", "DIDs to signing keys, PDSes and handles."),
-    ("outbound", "Every outbound HTTP request, bounded in bytes, time and rate."),
-    ("sync", "The rules of the protocol. Pure: no I/O, clock, randomness or environment."),
-    ("atproto", "The data formats of the protocol. Pure."),
-    ("atproto/mst", "The Merkle Search Tree."),
-    ("concurrency", "Helpers for asyncio."),
-)
-"""The packages from the highest layer to the lowest, with what they contain."""
-
 VIEWS = (
     "repos",
     "records",
@@ -130,12 +105,7 @@ def generated(public_schema: str, columns: Sequence[PublicColumn]) -> dict[Path,
         docs / "metrics.md": metrics_page(),
         docs / "logs.md": logs_page(),
         docs / "commands.md": commands_page(),
-        docs / "architecture.md": _with_block(
-            docs / "architecture.md",
-            "transitions",
-            transition_table(),
-            _with_block(docs / "architecture.md", "modules", module_lists()),
-        ),
+        docs / "architecture.md": _with_block(docs / "architecture.md", "transitions", transition_table()),
         docs / "sql.md": _with_block(docs / "sql.md", "public schema", public_schema),
         examples / "atproto_models.py": sqlalchemy_models(columns),
         examples / "atproto.ts": typescript_types(columns),
@@ -336,26 +306,6 @@ def transition_table() -> str:
     return "\n".join(rows) + "\n"
 
 
-def module_lists() -> str:
-    """Return every module with the first line of its docstring, by package, from the highest layer to the lowest."""
-    parts = []
-    packages = {
-        str(path.parent.relative_to(PROJECT / "indexer")) for path in (PROJECT / "indexer").rglob("__init__.py")
-    }
-    assert {package or "." for package, _ in LAYERS} == packages
-    for package, content in LAYERS:
-        directory = PROJECT / "indexer" / package
-        rows = "".join(
-            f"| [`{path.name}`](../{path.relative_to(PROJECT)}) | {_summary(path)} |\n"
-            for path in sorted(directory.glob("*.py"))
-            if path.name not in {"__init__.py", "__main__.py"}
-        )
-        title = f"indexer/{package}/" if package else "indexer/"
-        paragraph = _wrapped(f"**`{title}`** {content}")
-        parts.append(f"\n{paragraph}\n\n| module | content |\n|---|---|\n{rows}")
-    return "".join(parts)
-
-
 def _wrapped(paragraph: str) -> str:
     return textwrap.fill(paragraph, 100, break_long_words=False, break_on_hyphens=False)
 
@@ -418,16 +368,9 @@ def _table(name: str, rows: list[tuple[Any, str]]) -> str:
     return f"| {name} | meaning |\n|---|---|\n" + "".join(f"| `{key}` | {text} |\n" for key, text in rows)
 
 
-def _summary(path: Path) -> str:
-    """Return the first line of a module's docstring."""
-    docstring = ast.get_docstring(ast.parse(path.read_text()))
-    assert docstring, f"{path} has no docstring"
-    return docstring.splitlines()[0]
-
-
-def _with_block(path: Path, name: str, content: str, text: str | None = None) -> str:
+def _with_block(path: Path, name: str, content: str) -> str:
     """Return the file's text with `content` between the comments `<!-- name: … -->` and `<!-- /name -->`."""
-    text = path.read_text() if text is None else text
+    text = path.read_text()
     block = re.compile(rf"(<!-- {name}: generated.*?-->\n).*?(<!-- /{name} -->)", re.DOTALL)
     assert block.search(text), f"{path} has no block {name!r}"
     return block.sub(lambda match: f"{match[1]}{content}{match[2]}", text)

@@ -1,7 +1,7 @@
 """Make the picture of the dashboard in docs/images/: `python -m docs.make_dashboard_picture`, some minutes.
 
 Prometheus scrapes a daemon that indexes a local network with faults. It needs Prometheus
-(tests/monitoring/install_prometheus.sh) and the extra `docs`.
+(tests/serve/install_prometheus.sh) and the extra `docs`.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ import asyncpg
 import httpx
 
 from docs.dashboard_picture import Span, draw
-from indexer.localnet.http_server import Fault
-from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.scenario import Scenario
-from indexer.monitoring.health import serve_health
-from indexer.monitoring.log import configure_logging
-from indexer.setting_types import Address
-from indexer.store.embedded import database
-from indexer.store.migrate import migrate
+from indexer.db.migrate import migrate
+from indexer.demo.http_server import Fault
+from indexer.demo.local_network import LocalNetwork
+from indexer.demo.scenario import Scenario
+from indexer.embedded import database
+from indexer.net.server.address import Address
+from indexer.serve.health import serve_health
+from indexer.telemetry.log import configure_logging
 from tests import waiting
 from tests.daemon.running_daemon import RunningDaemon, running_daemon
 from tests.waiting import until

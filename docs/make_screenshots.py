@@ -2,7 +2,7 @@
 
 A daemon indexes a local network that is as in `indexer demo`, but has more accounts, and faults: one host fails, one
 sends slowly, and the relay passes on forged and malformed messages. So there is something to see. Needs Chromium
-(tests/monitoring/install_chromium.sh).
+(tests/serve/install_chromium.sh).
 """
 
 import argparse
@@ -16,16 +16,16 @@ from time import monotonic
 
 import asyncpg
 
-from indexer.daemon import Daemon
-from indexer.localnet.http_server import Fault
-from indexer.localnet.local_account import LocalAccount
-from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.local_pds import GET_REPO
-from indexer.localnet.local_relay import message_frame
-from indexer.localnet.scenario import POST, Scenario
-from indexer.monitoring.log import configure_logging
-from indexer.store.embedded import database
-from indexer.store.migrate import migrate
+from indexer.app.daemon import Daemon
+from indexer.db.migrate import migrate
+from indexer.demo.http_server import Fault
+from indexer.demo.local_account import LocalAccount
+from indexer.demo.local_network import LocalNetwork
+from indexer.demo.local_pds import GET_REPO
+from indexer.demo.local_relay import message_frame
+from indexer.demo.scenario import POST, Scenario
+from indexer.embedded import database
+from indexer.telemetry.log import configure_logging
 from tests.chromium import Page, Scheme, open_browser
 from tests.daemon_harness import run_daemon, settings_for
 

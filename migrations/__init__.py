@@ -1,1 +1,1 @@
-"""The migrations of the database schema, for Alembic. `indexer.store.migrate` runs them."""
+"""The migrations of the database schema, for Alembic. `indexer.db.migrate` runs them."""

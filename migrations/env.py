@@ -1,6 +1,6 @@
 """Entry point of Alembic: run the migrations in the transaction of the caller.
 
-The caller (`indexer/store/migrate.py`) passes everything in `config.attributes`, so that this package imports nothing
+The caller (`indexer/db/migrate.py`) passes everything in `config.attributes`, so that this package imports nothing
 of the application.
 """
 

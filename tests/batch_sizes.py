@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from indexer.daemon import open_daemon
+from indexer.app.daemon import open_daemon
 from indexer.sync.plan_batch import ReceivedMessage
 from tests.daemon_harness import settings_for
 

@@ -16,7 +16,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from tests.waiting import until
 
 EXECUTABLE = shutil.which("chromium")
-INSTALL_COMMAND = "tests/monitoring/install_chromium.sh"
+INSTALL_COMMAND = "tests/serve/install_chromium.sh"
 END_SECONDS = 60.0
 CALL_SECONDS = 60.0
 

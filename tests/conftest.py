@@ -15,7 +15,7 @@ from contextlib import suppress
 import asyncpg
 import pytest
 
-from indexer.store import Store
+from indexer.db import Store
 from tests.citus_server import CitusServer
 from tests.database_server import DatabaseServer, memory_directory
 from tests.profiles import register_profiles

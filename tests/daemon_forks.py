@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from indexer import crash_points
+from indexer.app.process import run
+from indexer.app.settings import load_settings
+from indexer.app.tuning import Tuning
 from indexer.cli.command import ExitCode
 from indexer.cli.main import exit_code, main
-from indexer.daemon_process import run
-from indexer.daemon_tuning import Tuning
-from indexer.monitoring.log import configure_logging
-from indexer.settings import load_settings
+from indexer.telemetry.log import configure_logging
 from tests.background import running
 from tests.waiting import until
 
@@ -34,7 +34,7 @@ STACKS = signal.SIGUSR2
 RUN = ("run", "--no-migrate")
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["indexer.daemon_process", "indexer.cli.daemon_commands", __name__])
+_context.set_forkserver_preload(["indexer.app.process", "indexer.cli.daemon_commands", __name__])
 
 
 def start_fork_server() -> None:

@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from indexer.app.daemon import Daemon, open_daemon
+from indexer.app.process_setup import StopRequest
+from indexer.app.settings import Settings
+from indexer.app.tuning import Tuning
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.daemon import Daemon, open_daemon
-from indexer.daemon_tuning import Tuning
-from indexer.process_setup import StopRequest
-from indexer.settings import Settings
 from tests import waiting
 from tests.database_checks import stored_seq
 from tests.event_loop_watch import EventLoopWatch

@@ -6,8 +6,8 @@ from typing import Any
 import asyncpg
 
 from indexer.cli.demo import NetworkComparison, compare
-from indexer.localnet.local_network import LocalNetwork
-from indexer.store import Store
+from indexer.db import Store
+from indexer.demo.local_network import LocalNetwork
 from tests.waiting import until
 
 

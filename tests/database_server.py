@@ -16,7 +16,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import asyncpg
 
-from indexer.store import embedded
+from indexer import embedded
 
 T = TypeVar("T")
 
@@ -110,7 +110,7 @@ class DatabaseServer:
         return dsn_of(self.dsn, name)
 
     async def _migrate(self, dsn: str) -> None:
-        from indexer.store.migrate import migrate  # noqa: PLC0415 - only tests with a database import migrations
+        from indexer.db.migrate import migrate  # noqa: PLC0415 - only tests with a database import migrations
 
         await migrate(dsn)
 

@@ -2,10 +2,10 @@
 
 from random import Random
 
-from indexer.localnet.local_account import LocalAccount
-from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.local_repo import Write
-from indexer.localnet.scenario import NOTE
+from indexer.demo.local_account import LocalAccount
+from indexer.demo.local_network import LocalNetwork
+from indexer.demo.local_repo import Write
+from indexer.demo.scenario import NOTE
 
 
 def lose_commit(account: LocalAccount, collection: str = NOTE) -> None:

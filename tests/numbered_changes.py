@@ -2,11 +2,11 @@
 
 import asyncpg
 
-from indexer.monitoring.conditions import Conditions
-from indexer.monitoring.metrics import Metrics
-from indexer.service.background.change_numbering import ChangeNumbering
-from indexer.store import Store
+from indexer.db import Store
 from indexer.sync.shard import Placement
+from indexer.tasks.change_numbering import ChangeNumbering
+from indexer.telemetry.conditions import Conditions
+from indexer.telemetry.metrics import Metrics
 from tests.waiting import until
 
 

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from indexer.daemon_tuning import Tuning
-from indexer.outbound import HostPauses
-from indexer.relay.subscription import ConnectionSettings
-from indexer.service.crawl.reconcile import ReconciliationSettings
-from indexer.service.live.batch_writer import WriterSettings
-from indexer.service.resync.queue_maintenance import MaintenanceSettings
-from indexer.service.resync.worker_pool import WorkerPoolSettings
+from indexer.app.tuning import Tuning
+from indexer.live.batch_writer import WriterSettings
+from indexer.net.http import HostPauses
+from indexer.net.relay.subscription import ConnectionSettings
+from indexer.resync.queue_maintenance import MaintenanceSettings
+from indexer.resync.worker_pool import WorkerPoolSettings
+from indexer.tasks.reconcile import ReconciliationSettings
 
 QUICK = Tuning(
     connection=ConnectionSettings(first_delay=0.05, max_delay=0.2),

@@ -6,12 +6,12 @@ import asyncpg
 import pytest
 
 from indexer.atproto.cid import cid_of
-from indexer.localnet import dag_cbor
-from indexer.localnet.http_server import Fault
-from indexer.localnet.local_account import LocalAccount
-from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.local_pds import CAR_TYPE, GET_REPO
-from indexer.localnet.local_repo import Write, car
+from indexer.demo import dag_cbor
+from indexer.demo.http_server import Fault
+from indexer.demo.local_account import LocalAccount
+from indexer.demo.local_network import LocalNetwork
+from indexer.demo.local_pds import CAR_TYPE, GET_REPO
+from indexer.demo.local_repo import Write, car
 from tests.daemon_process import daemon_process, log_tail
 from tests.waiting import until
 

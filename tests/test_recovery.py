@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.scenario import Scenario
+from indexer.demo.local_network import LocalNetwork
+from indexer.demo.scenario import Scenario
 from tests.background import running
 from tests.cli.command_line import run_indexer
 from tests.daemon.running_daemon import running_daemon

@@ -12,10 +12,10 @@ from time import monotonic
 
 import pytest
 
-from indexer.localnet.local_account import LocalAccount
-from indexer.localnet.local_network import LocalNetwork
-from indexer.store import embedded
-from indexer.store.migrate import migrate
+from indexer import embedded
+from indexer.db.migrate import migrate
+from indexer.demo.local_account import LocalAccount
+from indexer.demo.local_network import LocalNetwork
 from tests.daemon_process import daemon_environment, log_tail
 from tests.database_checks import assert_change_log_consistent, wait_until_equal
 from tests.waiting import until

@@ -11,8 +11,8 @@ import click
 from indexer.atproto.crypto import PublicKey, parse_did_key
 from indexer.atproto.syntax import AtUri, is_account_did, is_did, is_nsid, normalize_account, normalize_nsid
 from indexer.errors import UpstreamError
+from indexer.net.relay.subscription import STREAM_PATH
 from indexer.reasons import Rejection
-from indexer.setting_types import STREAM_PATH
 from indexer.sync.frames import MAX_SEQ
 
 STDIN = "-"

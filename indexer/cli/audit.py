@@ -15,17 +15,17 @@ from itertools import islice
 from time import monotonic, time
 from typing import ParamSpec, TypeVar
 
+from indexer.app.clients import make_did_resolver, make_pds_client, open_outbound_client, stored_policy
+from indexer.app.settings import Settings
 from indexer.atproto.cid import cid_text
 from indexer.atproto.crypto import PublicKey, parse_did_key
 from indexer.cli.audit_comparison import RepoComparison
 from indexer.cli.audit_result import NOT_IN_DATABASE, RepoAudit
-from indexer.clients import make_did_resolver, make_pds_client, open_outbound_client, stored_policy
+from indexer.db import ConsistentRead, DatabaseError, Store
 from indexer.errors import BrokenInvariantError, UnavailableError, UpstreamError
-from indexer.identity import DidResolver
-from indexer.pds import PdsClient
+from indexer.net.identity import DidResolver
+from indexer.net.pds import PdsClient
 from indexer.reasons import FetchFailure, Rejection
-from indexer.settings import Settings
-from indexer.store import ConsistentRead, DatabaseError, Store
 from indexer.sync.policy import Policy, is_future
 from indexer.sync.repo_state import Head, Repo, SyncStatus
 from indexer.sync.verify import Snapshot, verify_snapshot

@@ -4,6 +4,7 @@ from contextlib import aclosing
 
 import click
 
+from indexer.app.settings import Settings
 from indexer.cli.arguments import DID, WholeNumber
 from indexer.cli.audit import audit_concurrency, open_auditor
 from indexer.cli.audit_result import AuditSummary, RepoAudit
@@ -11,8 +12,7 @@ from indexer.cli.command import ExitCode, command, json_lines_option, report_err
 from indexer.cli.database import open_store
 from indexer.cli.output import progress_console, to_json
 from indexer.cli.progress_bars import show_progress
-from indexer.monitoring.log import printable
-from indexer.settings import Settings
+from indexer.telemetry.log import printable
 
 DEFAULT_SAMPLE = 100
 

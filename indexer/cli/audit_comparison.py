@@ -9,8 +9,8 @@ from typing import Any
 from indexer.atproto.cid import CID_BYTES, cid_text
 from indexer.atproto.record import Problem, decode_record
 from indexer.cli.audit_result import BEING_DELETED, BEING_FETCHED, RepoAudit
+from indexer.db import RecordRow
 from indexer.reasons import FetchFailure
-from indexer.store import RecordRow
 from indexer.sync.policy import Policy
 from indexer.sync.record_change import selected_path
 from indexer.sync.scope import filter_of

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import click
 
+from indexer.app.settings import Settings
 from indexer.cli.arguments import OUTPUT_FILE
 from indexer.cli.command import ExitCode, command, json_option
 from indexer.cli.database import open_database
 from indexer.cli.output import echo_result, progress_console
 from indexer.cli.progress_bars import show_progress
-from indexer.settings import Settings
-from indexer.store.dump import dump, restore
-from indexer.store.schema_version import require_current_schema
+from indexer.db.dump import dump, restore
+from indexer.db.schema_version import require_current_schema
 
 
 @command("backup")

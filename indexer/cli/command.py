@@ -15,7 +15,7 @@ import click
 from indexer.redaction import without_secrets
 
 if TYPE_CHECKING:
-    from indexer.settings import Settings
+    from indexer.app.settings import Settings
 
 P = ParamSpec("P")
 Implementation = Callable[Concatenate["Settings", P], Coroutine[Any, Any, int]]
@@ -75,8 +75,8 @@ def command(
         def invoke(*args: P.args, **options: P.kwargs) -> int:
             import asyncio  # noqa: PLC0415
 
-            from indexer.monitoring.log import configure_logging  # noqa: PLC0415
-            from indexer.settings import load_settings  # noqa: PLC0415
+            from indexer.app.settings import load_settings  # noqa: PLC0415
+            from indexer.telemetry.log import configure_logging  # noqa: PLC0415
 
             options.pop("config")
             settings = (load or load_settings)(config_file())
@@ -114,7 +114,7 @@ def confirm(question: str) -> None:
 
 def report_error(message: str, code: ExitCode) -> int:
     """Write the message to stderr as one printable line without secrets, and return the exit code."""
-    from indexer.monitoring.log import printable  # noqa: PLC0415
+    from indexer.telemetry.log import printable  # noqa: PLC0415
 
     click.echo(f"indexer: {printable(without_secrets(' '.join(message.split())))}", err=True)
     return code

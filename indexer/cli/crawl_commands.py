@@ -4,24 +4,24 @@ from collections.abc import Callable
 
 import click
 
+from indexer.app.clients import http_origin, open_identities, open_outbound_client, stored_policy
+from indexer.app.settings import Settings
 from indexer.cli.arguments import NSID, ORIGIN
 from indexer.cli.command import ExitCode, command, json_lines_option, json_option
 from indexer.cli.database import open_store
 from indexer.cli.output import echo_result, progress_console
 from indexer.cli.progress_bars import show_progress
-from indexer.clients import http_origin, open_identities, open_outbound_client, stored_policy
+from indexer.db import Store
+from indexer.db.current_scope import CurrentScope
+from indexer.db.open_gaps import OpenGaps
 from indexer.errors import UnavailableError
-from indexer.monitoring.log import printable
-from indexer.monitoring.metrics import Metrics
-from indexer.outbound import OutboundClient
-from indexer.service.crawl.discover import Discovery
-from indexer.service.crawl.reconcile import Reconciliation, ReconciliationSettings
-from indexer.service.current_scope import CurrentScope
-from indexer.service.open_gaps import OpenGaps
-from indexer.settings import Settings
-from indexer.store import Store
+from indexer.net.http import OutboundClient
 from indexer.sync.crawl_progress import CrawlProgress
 from indexer.sync.shard import Shard
+from indexer.tasks.discover import Discovery
+from indexer.tasks.reconcile import Reconciliation, ReconciliationSettings
+from indexer.telemetry.log import printable
+from indexer.telemetry.metrics import Metrics
 
 
 @command("discover")

@@ -9,13 +9,13 @@ from typing import Any, Literal
 import click
 from rich.table import Table
 
+from indexer.app.settings import Settings
 from indexer.cli.arguments import START
 from indexer.cli.command import ExitCode, command, config_option, confirm, json_option, report_error
 from indexer.cli.database import open_store
 from indexer.cli.output import echo_result, literal_text, result_console, to_json
-from indexer.monitoring.readiness import describe_gap
-from indexer.relay.live_position import live_position
-from indexer.settings import Settings
+from indexer.net.relay.live_position import live_position
+from indexer.serve.readiness import describe_gap
 from indexer.sync.event_time import event_seconds
 from indexer.sync.gap import OpenGap
 from indexer.sync.shard import BUCKETS, Shard

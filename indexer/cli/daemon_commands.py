@@ -2,12 +2,12 @@
 
 import click
 
+from indexer.app.settings import Settings, load_demo_settings
 from indexer.cli.arguments import LISTEN_ADDRESS, Number, WholeNumber
 from indexer.cli.command import ExitCode, command, config_file, json_option
 from indexer.cli.output import echo_result, progress_console
 from indexer.cli.progress_bars import show_progress
-from indexer.monitoring.log import configure_logging
-from indexer.settings import Settings, load_demo_settings
+from indexer.telemetry.log import configure_logging
 
 
 @command("run")
@@ -26,7 +26,7 @@ async def run_command(settings: Settings, *, no_migrate: bool, processes: int) -
     On SIGTERM or SIGINT, the daemon stores the received messages and stops. A second signal stops at once.
     """
     if processes == 1:
-        from indexer.daemon_process import run  # noqa: PLC0415 - `migrate` and `demo` do not need it
+        from indexer.app.process import run  # noqa: PLC0415 - `migrate` and `demo` do not need it
 
         return await run(settings, migrate_first=not no_migrate)
     from indexer.cli.supervisor import supervise  # noqa: PLC0415
@@ -39,8 +39,8 @@ async def run_command(settings: Settings, *, no_migrate: bool, processes: int) -
 async def migrate_command(settings: Settings, *, as_json: bool) -> int:
     """Upgrade the database schema to the version of this release."""
     from indexer.cli.database import open_database  # noqa: PLC0415 - loads the database drivers
-    from indexer.store.migrate import migrate  # noqa: PLC0415
-    from indexer.store.schema_version import schema_state  # noqa: PLC0415
+    from indexer.db.migrate import migrate  # noqa: PLC0415
+    from indexer.db.schema_version import schema_state  # noqa: PLC0415
 
     async with open_database(settings) as dsn:
         with show_progress("versions of the schema", None, progress_console()) as progress:

@@ -3,10 +3,10 @@
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
-from indexer.settings import Settings
-from indexer.store import Store
-from indexer.store.embedded import database
-from indexer.store.schema_version import require_current_schema
+from indexer.app.settings import Settings
+from indexer.db import Store
+from indexer.db.schema_version import require_current_schema
+from indexer.embedded import database
 
 
 def open_database(settings: Settings) -> AbstractAsyncContextManager[str]:

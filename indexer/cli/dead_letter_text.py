@@ -4,12 +4,12 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
+from indexer.db import StoredDeadLetter
 from indexer.errors import UpstreamError
-from indexer.monitoring.log import printable
-from indexer.service.live.dead_letter_replay import ReplayResult
-from indexer.store import StoredDeadLetter
+from indexer.live.dead_letter_replay import ReplayResult
 from indexer.sync.feed_delivery import SetAside
 from indexer.sync.frames import frame_for_display
+from indexer.telemetry.log import printable
 
 MAX_DETAIL_CHARACTERS = 160
 

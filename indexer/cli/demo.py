@@ -1,6 +1,6 @@
 """Run the real daemon against a small signed network on loopback, and compare the two at the end.
 
-The network is `indexer.localnet`: its repos are really signed, and its trees are built by code that the indexer does
+The network is `indexer.demo`: its repos are really signed, and its trees are built by code that the indexer does
 not use. The daemon runs on its own embedded Postgres and uses real websockets and HTTP. The comparison reads the public
 schema `atproto`, as AppViews do.
 """
@@ -19,17 +19,17 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
+from indexer.app.daemon import Daemon, open_daemon
+from indexer.app.process_setup import StopRequest, stop_on_signals
+from indexer.app.settings import Settings
 from indexer.cli.command import ExitCode
-from indexer.daemon import Daemon, open_daemon
+from indexer.db import Store
+from indexer.db.migrate import migrate
+from indexer.db.schema_version import has_repos
+from indexer.demo.local_network import LocalNetwork
+from indexer.demo.scenario import Scenario, ScenarioReport
+from indexer.embedded import database
 from indexer.errors import SettingsError
-from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.scenario import Scenario, ScenarioReport
-from indexer.process_setup import StopRequest, stop_on_signals
-from indexer.settings import Settings
-from indexer.store import Store
-from indexer.store.embedded import database
-from indexer.store.migrate import migrate
-from indexer.store.schema_version import has_repos
 
 COMMITS_PER_SECOND = 40.0
 SETTLE_SECONDS = 30.0

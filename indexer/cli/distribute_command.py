@@ -4,13 +4,13 @@ from dataclasses import asdict
 
 import click
 
+from indexer.app.settings import Settings
 from indexer.cli.arguments import WholeNumber
 from indexer.cli.command import ExitCode, command, json_option
 from indexer.cli.database import open_database
 from indexer.cli.output import echo_result, progress_console
 from indexer.cli.progress_bars import show_progress
-from indexer.settings import Settings
-from indexer.store.distribute import Distribution, distribute
+from indexer.db.distribute import Distribution, distribute
 from indexer.sync.shard import BUCKETS
 
 

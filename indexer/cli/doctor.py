@@ -5,13 +5,13 @@ from pathlib import Path
 import click
 from rich.text import Text
 
+from indexer.app.settings import Settings, load_log_settings, load_settings
 from indexer.cli.command import ExitCode, command, config_file, json_option
 from indexer.cli.output import progress_console, result_console, to_json
 from indexer.cli.progress_bars import show_progress
 from indexer.errors import SettingsError
-from indexer.monitoring.log import printable
 from indexer.redaction import without_secrets
-from indexer.settings import Settings, load_log_settings, load_settings
+from indexer.telemetry.log import printable
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 

@@ -15,18 +15,18 @@ from time import time
 from typing import Any
 from urllib.parse import urlsplit
 
+from indexer.app.clients import http_origin, open_outbound_client
+from indexer.app.core_choice import core_of
+from indexer.app.daemon import connection_count
+from indexer.app.interpreter import SLOWDOWN, InterpreterBuild, interpreter_build
+from indexer.app.settings import Settings
 from indexer.cli.database import open_database
-from indexer.clients import http_origin, open_outbound_client
-from indexer.daemon import connection_count
-from indexer.daemon_core import core_of
+from indexer.db.server_facts import ServerFacts, load_server_facts
 from indexer.errors import SettingsError, UnavailableError
-from indexer.identity import HandleVerifier
-from indexer.interpreter import SLOWDOWN, InterpreterBuild, interpreter_build
-from indexer.outbound import OutboundClient
-from indexer.outbound.checked_connector import DnsResolver, resolve_with_system
-from indexer.relay.first_event import first_event
-from indexer.settings import Settings
-from indexer.store.server_facts import ServerFacts, load_server_facts
+from indexer.net.http import OutboundClient
+from indexer.net.http.checked_connector import DnsResolver, resolve_with_system
+from indexer.net.identity import HandleVerifier
+from indexer.net.relay.first_event import first_event
 from indexer.sync.events import InfoEvent, StreamError
 from indexer.sync.shard import Placement
 

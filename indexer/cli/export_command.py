@@ -6,13 +6,13 @@ from typing import Literal
 
 import click
 
+from indexer.app.clients import stored_policy
+from indexer.app.settings import Settings
 from indexer.cli.arguments import NSID, OUTPUT_FILE
 from indexer.cli.command import ExitCode, command, report_error
 from indexer.cli.database import open_store
 from indexer.cli.export_files import export, require_library
-from indexer.clients import stored_policy
-from indexer.settings import Settings
-from indexer.store import Store
+from indexer.db import Store
 
 
 @command("export")

@@ -13,8 +13,8 @@ import orjson
 
 from indexer.cli.output import progress_console
 from indexer.cli.progress_bars import show_progress
+from indexer.db import ExportedRecord, Store
 from indexer.errors import SettingsError
-from indexer.store import ExportedRecord, Store
 
 Format = Literal["jsonl", "parquet"]
 ROW_GROUP_BYTES = 16 * 1024 * 1024

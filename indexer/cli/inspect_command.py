@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from indexer.app.settings import Settings
 from indexer.atproto.cid import cid_text
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.record import Problem
@@ -15,9 +16,8 @@ from indexer.cli.inspect_car import InspectedExport, open_export
 from indexer.cli.output import echo_result, progress_console
 from indexer.cli.progress_bars import show_progress
 from indexer.errors import UnavailableError, UpstreamError
-from indexer.monitoring.log import printable
 from indexer.reasons import FetchFailure
-from indexer.settings import Settings
+from indexer.telemetry.log import printable
 
 
 @command("inspect")

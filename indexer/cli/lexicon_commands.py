@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import click
 from rich.table import Table
 
+from indexer.app.clients import stored_policy
+from indexer.app.settings import Settings
 from indexer.atproto.lexicon import Lexicon
 from indexer.atproto.syntax import is_nsid
 from indexer.cli.arguments import NSID, parse_nsid
@@ -17,10 +19,7 @@ from indexer.cli.database import open_store
 from indexer.cli.lexicon_sources import SourcedLexicon, open_resolver, read_directory, read_file, resolve_all
 from indexer.cli.output import duration_text, echo_result, literal_text, progress_console, result_console, to_json
 from indexer.cli.progress_bars import show_progress
-from indexer.clients import stored_policy
-from indexer.monitoring.log import printable
-from indexer.settings import Settings
-from indexer.store import (
+from indexer.db import (
     AddedLexicon,
     AddedState,
     LexiconIndex,
@@ -30,6 +29,7 @@ from indexer.store import (
     ViewInUseError,
 )
 from indexer.sync.scope import Scope
+from indexer.telemetry.log import printable
 
 T = TypeVar("T")
 

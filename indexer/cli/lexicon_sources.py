@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 import click
 
+from indexer.app.clients import make_did_resolver, make_pds_client, open_outbound_client
+from indexer.app.settings import Settings
 from indexer.atproto.crypto import parse_did_key
 from indexer.atproto.lexicon import Lexicon, has_levels, parse_lexicon, references
 from indexer.atproto.limits import Limits
 from indexer.atproto.record import decode_record
-from indexer.clients import make_did_resolver, make_pds_client, open_outbound_client
 from indexer.errors import UnavailableError, UpstreamError
-from indexer.identity import DidResolver, DnsRecords
-from indexer.pds import PdsClient
-from indexer.settings import Settings
+from indexer.net.identity import DidResolver, DnsRecords
+from indexer.net.pds import PdsClient
 from indexer.sync.verify import verify_record
 
 COLLECTION = "com.atproto.lexicon.schema"

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from indexer.monitoring.log import printable
+from indexer.telemetry.log import printable
 
 WIDE = 400  # columns of a console without a terminal: wide enough that no value is wrapped
 

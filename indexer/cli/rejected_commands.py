@@ -6,6 +6,7 @@ from typing import IO
 
 import click
 
+from indexer.app.settings import Settings
 from indexer.cli.arguments import DEAD_LETTER_ID, DID, REASON, WholeNumber
 from indexer.cli.command import ExitCode, command, config_option, json_lines_option, json_option, report_error
 from indexer.cli.database import open_store
@@ -19,9 +20,8 @@ from indexer.cli.dead_letter_text import (
     set_aside_lines,
 )
 from indexer.cli.output import echo_result, fact_table, result_console, to_json, to_readable_json
-from indexer.monitoring.log import printable
 from indexer.reasons import Rejection
-from indexer.settings import Settings
+from indexer.telemetry.log import printable
 
 
 class ListByDefaultGroup(click.Group):
@@ -138,7 +138,7 @@ async def replay_command(
 
     The exit code is 4 if an ID does not exist, otherwise 1 if a dead letter remains.
     """
-    from indexer.daemon_replay import open_replay  # noqa: PLC0415 - the other subcommands do not need it
+    from indexer.app.replay import open_replay  # noqa: PLC0415 - the other subcommands do not need it
 
     if [bool(numbers), reason is not None, feed].count(True) != 1 or (did is not None and not feed):
         raise click.UsageError("Give IDs, or --reason, or --feed with or without --did.")

@@ -6,12 +6,12 @@ from typing import IO
 
 import click
 
+from indexer.app.settings import Settings
 from indexer.cli.arguments import DID, NEW_DID_OR_STDIN, STDIN, parse_new_did, read_dids
 from indexer.cli.command import ExitCode, command, json_option, report_error
 from indexer.cli.database import open_store
 from indexer.cli.output import echo_result, progress_console
 from indexer.cli.progress_bars import show_progress
-from indexer.settings import Settings
 
 ADD_BATCH_SIZE = 10_000
 

@@ -10,15 +10,15 @@ from typing import IO, Any
 import click
 from rich.table import Table
 
+from indexer.app.settings import Settings
 from indexer.atproto.syntax import CollectionFilter, is_nsid
 from indexer.cli.arguments import DID_OR_STDIN, NEW_DID_OR_STDIN, STDIN, parse_did, parse_new_did, read_dids
 from indexer.cli.command import ExitCode, command, config_option, confirm, json_option
 from indexer.cli.database import open_store
 from indexer.cli.lexicon_sources import find_published
 from indexer.cli.output import echo_result, literal_text, result_console, to_json
+from indexer.db import CollectionProgress, Store
 from indexer.errors import InvalidScopeError
-from indexer.settings import Settings
-from indexer.store import CollectionProgress, Store
 from indexer.sync.scope import Scope, Track, filter_of
 
 BATCH_SIZE = 10_000

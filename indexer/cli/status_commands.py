@@ -10,6 +10,7 @@ from typing import NoReturn
 import click
 from rich.live import Live
 
+from indexer.app.settings import Settings
 from indexer.atproto.syntax import AtUri, is_did
 from indexer.cli.arguments import ACCOUNT, RECORD_URI
 from indexer.cli.command import ExitCode, command, json_option, report_error
@@ -17,10 +18,9 @@ from indexer.cli.database import open_store
 from indexer.cli.output import fact_table, result_console, to_json, to_readable_json
 from indexer.cli.status_report import Sample, Status, status_of
 from indexer.cli.status_tables import status_tables
+from indexer.db import Store
 from indexer.errors import SchemaVersionError
 from indexer.reasons import Desync
-from indexer.settings import Settings
-from indexer.store import Store
 from indexer.sync.shard import Shard
 
 SAMPLE_SECONDS = 1.0

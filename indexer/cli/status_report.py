@@ -6,9 +6,12 @@ from datetime import datetime
 from typing import Any, Literal
 
 from indexer.cli.output import duration_text
-from indexer.monitoring.backfill import ScopeStatus, backfill_of, scope_status_of
-from indexer.monitoring.readiness import ReadinessReason
-from indexer.monitoring.status_rows import (
+from indexer.db import Counts
+from indexer.db.shard_lock import ShardSession
+from indexer.live.event_clock import MAX_AHEAD
+from indexer.serve.backfill import ScopeStatus, backfill_of, scope_status_of
+from indexer.serve.readiness import ReadinessReason
+from indexer.serve.status_rows import (
     ConsumerStatus,
     GapStatus,
     LinkStatus,
@@ -16,9 +19,6 @@ from indexer.monitoring.status_rows import (
     gap_status,
     link_status,
 )
-from indexer.service.live.event_clock import MAX_AHEAD
-from indexer.store import Counts
-from indexer.store.shard_lock import ShardSession
 from indexer.sync.feed_delivery import RefusedEvent
 from indexer.sync.plans import Cursor
 from indexer.sync.shard import BUCKETS, Shard

@@ -18,15 +18,15 @@ from pathlib import Path
 
 import structlog
 
+from indexer.app.process_setup import PARENT_ENDED, StopRequest, available_cores, stop_on_signals
+from indexer.app.settings import Settings, variable
 from indexer.cli.command import ExitCode
 from indexer.cli.database import open_database
+from indexer.db.prepare_database import prepare_database
+from indexer.embedded.server_parent import end_with_parent
 from indexer.errors import SettingsError
-from indexer.monitoring.health import Listener
-from indexer.process_setup import PARENT_ENDED, StopRequest, available_cores, stop_on_signals
-from indexer.setting_types import Address
-from indexer.settings import Settings, variable
-from indexer.store.embedded.server_parent import end_with_parent
-from indexer.store.prepare_database import prepare_database
+from indexer.net.server.address import Address
+from indexer.serve.health import Listener
 from indexer.sync.shard import BUCKETS
 
 MIN_RESTART_SECONDS, MAX_RESTART_SECONDS = 1.0, 60.0

@@ -137,7 +137,7 @@ class Cursor:
             if the stream is open and no message has followed `seq` for a while. None if it is not known.
         epoch: The epoch of the relay's sequence: the number of times that it has started a new one.
         stored_until: Unix seconds until which everything is certainly stored: 35 % of the votes of the latest accounts
-            are earlier (`indexer.service.live.event_clock`), not later than the arrival of their messages. None if it
+            are earlier (`indexer.live.event_clock`), not later than the arrival of their messages. None if it
             is not known: the stored one stays.
     """
 

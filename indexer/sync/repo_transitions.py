@@ -2,7 +2,7 @@
 
 `move` is the only Python function that sets a sync status. `tests/sync/test_repo_transitions.py` compares plans with
 the table. Two SQL statements set it themselves: the claim of a resync worker and the function `atproto.request_resync`.
-`tests/store/test_sync_status_writes.py` compares them with it.
+`tests/db/test_sync_status_writes.py` compares them with it.
 """
 
 from enum import StrEnum

@@ -1,4 +1,4 @@
-"""Create the schema as the files in `indexer/store/schema/` have it now.
+"""Create the schema as the files in `indexer/db/schema/` have it now.
 
 Versions before 0100 were those of commits before the first release. A later migration changes a database of the
 version before it; an empty database gets the files, which have its effects, and is marked as upgraded.

@@ -4,8 +4,8 @@
 //! int16 number of fields, and for each field: int32 size (-1: null), bytes
 //! ```
 //!
-//! All numbers are big-endian. The columns are those of `indexer/store/copy_records.py`
-//! and `indexer/store/change_log.py`.
+//! All numbers are big-endian. The columns are those of `indexer/db/copy_records.py`
+//! and `indexer/db/change_log.py`.
 
 use crate::cid::Cid;
 

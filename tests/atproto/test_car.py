@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from indexer.atproto.car import CarReader, decode_header, read_header, split_car
 from indexer.atproto.cid import DAG_CBOR, RAW, cid_of
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
+from indexer.demo import dag_cbor
+from indexer.demo.local_repo import car, car_header, car_section
 from indexer.errors import UpstreamError
-from indexer.localnet import dag_cbor
-from indexer.localnet.local_repo import car, car_header, car_section
 from indexer.reasons import Rejection
 from tests.profiles import scaled
 

@@ -8,8 +8,8 @@ from indexer.atproto.cid import cid_of
 from indexer.atproto.commit import MAX_COMMIT_BYTES, Commit, decode_commit, encode_signed, encode_unsigned
 from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.mst import EMPTY_TREE
+from indexer.demo import dag_cbor
 from indexer.errors import UpstreamError
-from indexer.localnet import dag_cbor
 from indexer.reasons import Rejection
 
 DID = "did:plc:" + "a" * 24

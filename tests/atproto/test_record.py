@@ -22,7 +22,7 @@ from indexer.atproto.record import (
     Value,
     decode_record,
 )
-from indexer.localnet import dag_cbor
+from indexer.demo import dag_cbor
 
 NSID = "com.example.thing"
 

@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 import pytest
 
-from indexer.store.distribute import distribute
-from indexer.store.migrate import migrate
+from indexer.db.distribute import distribute
+from indexer.db.migrate import migrate
 from tests.citus_cluster import COORDINATOR, Cluster, running_cluster
 from tests.citus_server import SHARDS
 from tests.database_server import memory_directory

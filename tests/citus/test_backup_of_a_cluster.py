@@ -5,14 +5,14 @@ from pathlib import Path
 import asyncpg
 import pytest
 
+from indexer.db import Store
+from indexer.db.distribute import distribute
+from indexer.db.migrate import migrate
 from indexer.errors import SettingsError
-from indexer.store import Store
-from indexer.store.distribute import distribute
-from indexer.store.migrate import migrate
 from tests.cli.command_line import run_indexer
-from tests.store.change_log_helpers import connected
-from tests.store.filled_tables import contents, fill
-from tests.store.later_release import use_later_release
+from tests.db.change_log_helpers import connected
+from tests.db.filled_tables import contents, fill
+from tests.db.later_release import use_later_release
 
 pytestmark = [pytest.mark.proof("cluster"), pytest.mark.timeout(300)]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.scenario import Scenario
+from indexer.demo.local_network import LocalNetwork
+from indexer.demo.scenario import Scenario
 from tests.citus.own_cluster import distribute_new_schema, own_cluster
 from tests.citus_cluster import COORDINATOR, Cluster
 from tests.daemon.running_daemon import RunningDaemon, running_daemon

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from indexer.service.live.batch_writer import BATCH_SIZE, CLUSTER_BATCH_SIZE
+from indexer.live.batch_writer import BATCH_SIZE, CLUSTER_BATCH_SIZE
 from tests.batch_sizes import first_batch_size
 
 

@@ -12,18 +12,18 @@ from contextlib import asynccontextmanager, suppress
 import asyncpg
 import pytest
 
-from indexer.monitoring.conditions import CLUSTER_NODE_UNAVAILABLE, TRANSACTIONS_IN_DOUBT, Conditions
-from indexer.monitoring.metrics import Metrics
-from indexer.service.background.change_numbering import ChangeNumbering
-from indexer.store import Store
-from indexer.store.change_log import log_changes
-from indexer.store.change_log_segments import TrimPlan, trim
+from indexer.db import Store
+from indexer.db.change_log import log_changes
+from indexer.db.change_log_segments import TrimPlan, trim
 from indexer.sync.shard import bucket_of
+from indexer.tasks.change_numbering import ChangeNumbering
+from indexer.telemetry.conditions import CLUSTER_NODE_UNAVAILABLE, TRANSACTIONS_IN_DOUBT, Conditions
+from indexer.telemetry.metrics import Metrics
 from tests.background import running
 from tests.citus.own_cluster import own_distributed_cluster
 from tests.citus_cluster import COORDINATOR, WORKERS, Cluster
-from tests.store.change_log_helpers import after, change, connected, log, rkeys
-from tests.store.repo_rows import did, insert, synchronized
+from tests.db.change_log_helpers import after, change, connected, log, rkeys
+from tests.db.repo_rows import did, insert, synchronized
 from tests.waiting import until
 
 pytestmark = pytest.mark.proof("cluster")

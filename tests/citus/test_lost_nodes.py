@@ -7,15 +7,15 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from indexer.service.live.batch_size import MAX_FAILURES
-from indexer.store import DatabaseError, Store
-from indexer.store.database_errors import database_errors
+from indexer.db import DatabaseError, Store
+from indexer.db.database_errors import database_errors
+from indexer.live.batch_size import MAX_FAILURES
 from indexer.sync.shard import bucket_of
 from tests.citus.own_cluster import own_distributed_cluster
 from tests.citus_cluster import COORDINATOR, WORKERS, Cluster
 from tests.daemon.running_daemon import POST, post, running_daemon
 from tests.database_proxy import DatabaseProxy
-from tests.store.change_log_helpers import connected
+from tests.db.change_log_helpers import connected
 from tests.waiting import until
 
 pytestmark = [pytest.mark.proof("cluster"), pytest.mark.timeout(600)]

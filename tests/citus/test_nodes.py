@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.scenario import Scenario
-from indexer.store.distribute import distribute
-from indexer.store.distributed_tables import DISTRIBUTED
-from indexer.store.migrate import migrate
+from indexer.db.distribute import distribute
+from indexer.db.distributed_tables import DISTRIBUTED
+from indexer.db.migrate import migrate
+from indexer.demo.local_network import LocalNetwork
+from indexer.demo.scenario import Scenario
 from tests.citus.own_cluster import own_cluster
 from tests.citus_cluster import COORDINATOR, WORKERS, Cluster
 from tests.cli.command_line import environment_without_settings, run_indexer
 from tests.daemon_process import daemon_process, log_tail
 from tests.database_checks import assert_change_log_consistent, wait_until_equal
 from tests.database_server import dsn_of
-from tests.store.change_log_helpers import connected
-from tests.store.filled_tables import contents, fill
+from tests.db.change_log_helpers import connected
+from tests.db.filled_tables import contents, fill
 
 pytestmark = [pytest.mark.proof("cluster"), pytest.mark.timeout(600)]
 

@@ -6,17 +6,17 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from indexer.localnet.local_network import LocalNetwork
-from indexer.monitoring.conditions import TRANSACTIONS_IN_DOUBT, Conditions
-from indexer.monitoring.metrics import Metrics
-from indexer.service.background.change_numbering import IN_DOUBT_SECONDS, ChangeNumbering
-from indexer.store import Store
+from indexer.db import Store
+from indexer.demo.local_network import LocalNetwork
+from indexer.tasks.change_numbering import IN_DOUBT_SECONDS, ChangeNumbering
+from indexer.telemetry.conditions import TRANSACTIONS_IN_DOUBT, Conditions
+from indexer.telemetry.metrics import Metrics
 from tests.citus_cluster import WORKERS
 from tests.citus_server import CitusServer
 from tests.daemon_harness import run_daemon, settings_for, wait_for_cursor
 from tests.database_server import dsn_of
-from tests.store.change_log_helpers import after, connected
-from tests.store.repo_rows import did, insert, synchronized
+from tests.db.change_log_helpers import after, connected
+from tests.db.repo_rows import did, insert, synchronized
 from tests.waiting import until
 
 pytestmark = pytest.mark.proof("cluster")

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
+from indexer.db import DatabaseError, Store, crawl_rows, repo_requests
+from indexer.db.crawl_rows import ListDifferences
+from indexer.db.placement import divide_by_shard, shard_of
 from indexer.reasons import FetchFailure
-from indexer.store import DatabaseError, Store, crawl_rows, repo_requests
-from indexer.store.crawl_rows import ListDifferences
-from indexer.store.placement import divide_by_shard, shard_of
 from indexer.sync.crawl_progress import CrawlProgress
 from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import bucket_of
-from tests.store.change_log_helpers import connected
-from tests.store.repo_rows import did, head, insert, synchronized
+from tests.db.change_log_helpers import connected
+from tests.db.repo_rows import did, head, insert, synchronized
 
 pytestmark = pytest.mark.proof("cluster")
 

@@ -11,13 +11,13 @@ import pytest
 
 from docs.generate import VIEWS
 from indexer.atproto.syntax import CollectionFilter
-from indexer.store import Store
+from indexer.db import Store
 from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import bucket_of
 from tests.citus_server import SHARDS
+from tests.db.link_steps import LIKE, PATH, like, post, settle, turn_on
+from tests.db.repo_rows import did, insert, put, synchronized
 from tests.lexicons.samples import DEFS_DOCUMENT, REVIEW, REVIEW_DOCUMENT, REVIEW_VALUE, sourced
-from tests.store.link_steps import LIKE, PATH, like, post, settle, turn_on
-from tests.store.repo_rows import did, insert, put, synchronized
 
 pytestmark = pytest.mark.proof("cluster")
 

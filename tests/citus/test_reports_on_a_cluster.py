@@ -3,14 +3,14 @@
 import asyncpg
 import pytest
 
-from indexer.store import Store, feed_rows, report_queries, status_queries
-from indexer.store.table_parts import load_parts
+from indexer.db import Store, feed_rows, report_queries, status_queries
+from indexer.db.table_parts import load_parts
 from indexer.sync.repo_state import SyncStatus
 from indexer.sync.shard import BUCKETS, bucket_of
 from tests.citus.test_public_schema_on_a_cluster import plan_of, tasks_of
 from tests.citus_server import SHARDS
-from tests.store.repo_rows import did, insert, put, synchronized
-from tests.store.test_report_queries import MANY_REPOS, assert_about
+from tests.db.repo_rows import did, insert, put, synchronized
+from tests.db.test_report_queries import MANY_REPOS, assert_about
 
 pytestmark = pytest.mark.proof("cluster")
 

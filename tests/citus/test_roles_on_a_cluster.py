@@ -8,19 +8,19 @@ from urllib.parse import urlsplit
 import asyncpg
 import pytest
 
+from indexer.db.distribute import distribute
+from indexer.db.migrate import migrate
+from indexer.db.schema_version import require_privileges
+from indexer.demo.local_network import LocalNetwork
+from indexer.demo.scenario import Scenario
 from indexer.errors import SettingsError
-from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.scenario import Scenario
-from indexer.store.distribute import distribute
-from indexer.store.migrate import migrate
-from indexer.store.schema_version import require_privileges
 from tests.citus_cluster import WORKERS
 from tests.citus_server import SHARDS, CitusServer
 from tests.cli.command_line import error_line, run_indexer
 from tests.daemon_process import daemon_process
 from tests.database_checks import assert_change_log_consistent, wait_until_equal
-from tests.store.change_log_helpers import connected
-from tests.store.test_migrate import GRANTS, role, with_user
+from tests.db.change_log_helpers import connected
+from tests.db.test_migrate import GRANTS, role, with_user
 
 pytestmark = [pytest.mark.proof("cluster"), pytest.mark.timeout(300)]
 

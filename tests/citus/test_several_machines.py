@@ -13,9 +13,9 @@ import asyncpg
 import pytest
 
 from indexer.cli.demo import compare
-from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.scenario import Scenario
-from indexer.store import Store
+from indexer.db import Store
+from indexer.demo.local_network import LocalNetwork
+from indexer.demo.scenario import Scenario
 from indexer.sync.shard import BUCKETS, Shard
 from tests.background import running
 from tests.citus.own_cluster import own_distributed_cluster

@@ -8,13 +8,13 @@ from typing import Any
 
 import asyncpg
 
+from indexer.app.settings import Settings
 from indexer.cli.audit import AuditTimeouts, open_auditor
 from indexer.cli.audit_result import RepoAudit
-from indexer.localnet.local_account import LocalAccount
-from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.local_repo import Write
-from indexer.settings import Settings
-from indexer.store import Store
+from indexer.db import Store
+from indexer.demo.local_account import LocalAccount
+from indexer.demo.local_network import LocalNetwork
+from indexer.demo.local_repo import Write
 from tests.daemon_harness import run_daemon, settings_for
 from tests.database_checks import fetch
 from tests.waiting import until

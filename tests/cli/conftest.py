@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from indexer.localnet.local_account import LocalAccount
-from indexer.localnet.local_repo import Write
-from indexer.store import Store
+from indexer.db import Store
+from indexer.demo.local_account import LocalAccount
+from indexer.demo.local_repo import Write
 from indexer.sync.plans import Batch, Cursor, RecordChange, RepoWrite
 from indexer.sync.repo_state import Head, Repo, SyncStatus
 from indexer.sync.stored_identity import HandleCheck, HandleClaim, StoredIdentity
 from tests.cli.audit_world import POST, AuditWorld, audit_world
 from tests.cli.command_line import Session
 from tests.cli.stored_account import CID, DID, HANDLE, REV
-from tests.store.test_values import COLLECTION as UNUSUAL_COLLECTION
-from tests.store.test_values import ODD as UNUSUAL_RECORDS
+from tests.db.test_values import COLLECTION as UNUSUAL_COLLECTION
+from tests.db.test_values import ODD as UNUSUAL_RECORDS
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def session_without_database(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     for name in os.environ:
         if name.startswith("INDEXER_"):
             monkeypatch.delenv(name)
-    monkeypatch.setattr("indexer.monitoring.log.configure_logging", lambda *_: None)
+    monkeypatch.setattr("indexer.telemetry.log.configure_logging", lambda *_: None)
     session = Session(capsys, monkeypatch)
     session.configure(INDEXER_DATABASE_URL="postgresql://127.0.0.1:1/none", INDEXER_DNS_SERVERS="127.0.0.1:1")
     return session

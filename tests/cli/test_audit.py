@@ -14,15 +14,15 @@ from indexer.atproto.cid import cid_of, cid_text
 from indexer.atproto.syntax import tid_of
 from indexer.cli.audit import MAX_CONCURRENCY, AuditTimeouts, audit_concurrency
 from indexer.cli.audit_result import BEING_DELETED, BEING_FETCHED, RepoAudit
-from indexer.localnet.http_server import Fault
-from indexer.localnet.local_account import LocalAccount
-from indexer.localnet.local_pds import GET_REPO
-from indexer.pds import PdsClient, Spool
+from indexer.db import DatabaseError, Store
+from indexer.demo.http_server import Fault
+from indexer.demo.local_account import LocalAccount
+from indexer.demo.local_pds import GET_REPO
+from indexer.net.pds import PdsClient, Spool
 from indexer.reasons import FetchFailure
-from indexer.store import DatabaseError, Store
 from tests.cli.audit_world import LIKE, NO_WAIT, OF_POST, POST, AuditWorld, audit_world
 from tests.daemon_harness import run_daemon
-from tests.store.test_values import COLLECTION as UNUSUAL_COLLECTION
+from tests.db.test_values import COLLECTION as UNUSUAL_COLLECTION
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow

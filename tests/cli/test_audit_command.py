@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 
 from indexer.cli.audit_result import MAX_LISTED_DIFFERENCES
-from indexer.localnet.http_server import Fault
-from indexer.localnet.local_account import LocalAccount
-from indexer.localnet.local_pds import GET_REPO
+from indexer.demo.http_server import Fault
+from indexer.demo.local_account import LocalAccount
+from indexer.demo.local_pds import GET_REPO
 from tests.cli.audit_world import POST, UNKNOWN_DID, AuditWorld
 from tests.cli.command_line import PROJECT, Session, environment_without_settings, error_line
 from tests.waiting import until

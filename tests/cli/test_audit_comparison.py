@@ -16,8 +16,8 @@ from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import CollectionFilter
 from indexer.cli.audit_comparison import RepoComparison, equal_json
 from indexer.cli.audit_result import BEING_DELETED
-from indexer.localnet.local_repo import LocalRepo
-from indexer.store import RecordRow
+from indexer.db import RecordRow
+from indexer.demo.local_repo import LocalRepo
 from indexer.sync.policy import Policy
 from indexer.sync.record_change import RecordConverter
 from indexer.sync.scope import Scope

@@ -5,8 +5,8 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from indexer.localnet.local_network import LocalNetwork
-from indexer.store import Store
+from indexer.db import Store
+from indexer.demo.local_network import LocalNetwork
 from indexer.sync.frames import MAX_SEQ
 from indexer.sync.plans import Batch, Cursor
 from indexer.sync.shard import Shard

@@ -12,10 +12,10 @@ import asyncpg
 import httpx
 import pytest
 
-from indexer.store.embedded import database as embedded_database
+from indexer.embedded import database as embedded_database
 from tests.cli.command_line import PROJECT, Session, environment_without_settings, error_line, run_indexer
 from tests.cli.stored_account import DID
-from tests.store.change_log_helpers import connected
+from tests.db.change_log_helpers import connected
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from indexer.monitoring.log_events import LOG_EVENTS
+from indexer.telemetry.log_events import LOG_EVENTS
 from tests.cli.command_line import PROJECT, Session, environment_without_settings
 
 SETTINGS_FILE = "collections = ['com.example.none']\nshard = '1/2'\n"

@@ -13,6 +13,8 @@ from typing import Any
 import asyncpg
 import pytest
 
+from indexer.app.interpreter import InterpreterBuild
+from indexer.app.settings import Settings
 from indexer.cli.doctor_checks import (
     Finding,
     Level,
@@ -27,14 +29,12 @@ from indexer.cli.doctor_checks import (
     open_files_finding,
     run_checks,
 )
+from indexer.db import Store
+from indexer.db.schema_version import SchemaState
+from indexer.db.server_facts import ServerFacts, load_server_facts
+from indexer.demo.http_server import Fault
+from indexer.demo.local_network import LocalNetwork
 from indexer.errors import SettingsError
-from indexer.interpreter import InterpreterBuild
-from indexer.localnet.http_server import Fault
-from indexer.localnet.local_network import LocalNetwork
-from indexer.settings import Settings
-from indexer.store import Store
-from indexer.store.schema_version import SchemaState
-from indexer.store.server_facts import ServerFacts, load_server_facts
 from indexer.sync.events import InfoEvent, StreamError
 from indexer.sync.plans import Batch, Cursor
 from indexer.sync.shard import Placement

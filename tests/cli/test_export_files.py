@@ -15,12 +15,12 @@ from pyarrow.lib import ArrowInvalid
 from indexer.atproto.cid import cid_text
 from indexer.cli import export_files
 from indexer.cli.export_files import Format, JsonLinesWriter, ParquetWriter, export
+from indexer.db import DatabaseError, ExportedRecord, Store, collection_export
 from indexer.reasons import FetchFailure
-from indexer.store import DatabaseError, ExportedRecord, Store, collection_export
 from indexer.sync.plans import Batch, RecordChange, RepoWrite
 from indexer.sync.scope import Scope
 from tests.cli.command_line import Session, error_line
-from tests.store.repo_rows import delete, did, head, insert, put, synchronized
+from tests.db.repo_rows import delete, did, head, insert, put, synchronized
 
 pytestmark = pytest.mark.slow
 

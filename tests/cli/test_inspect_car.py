@@ -12,8 +12,8 @@ from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.atproto.mst import MissingNodeError
 from indexer.atproto.record import Problem
 from indexer.cli.inspect_car import InspectedRecord, open_export
+from indexer.demo.local_repo import LocalRepo, Write, car_header, car_section
 from indexer.errors import UnavailableError, UpstreamError
-from indexer.localnet.local_repo import LocalRepo, Write, car_header, car_section
 from indexer.reasons import FetchFailure, Rejection
 from tests.cli.command_line import PROJECT, Session, error_line
 from tests.vectors import vectors

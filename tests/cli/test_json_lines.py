@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from indexer.cli.json_fields import JSON_LINES
-from indexer.localnet.local_relay import message_frame
+from indexer.demo.local_relay import message_frame
 from indexer.reasons import Rejection
 from indexer.sync.plans import Batch, Cursor, DeadLetter
 from tests.cli.audit_world import POST, AuditWorld

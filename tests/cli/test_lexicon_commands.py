@@ -8,13 +8,12 @@ import asyncpg
 import pytest
 
 from indexer.atproto.lexicon import MAX_FIELDS, STRONG_REFERENCE
-from indexer.localnet.http_server import Fault
-from indexer.localnet.local_account import LocalAccount
-from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.local_pds import GET_RECORD
-from indexer.store import Store
+from indexer.db import Store
+from indexer.demo.http_server import Fault
+from indexer.demo.local_account import LocalAccount
+from indexer.demo.local_network import LocalNetwork
+from indexer.demo.local_pds import GET_RECORD
 from tests.cli.command_line import Session, error_line
-from tests.identity.name_server import NameServer
 from tests.lexicons.published import published_directory
 from tests.lexicons.samples import (
     DEFS,
@@ -27,6 +26,7 @@ from tests.lexicons.samples import (
     copy_of,
     properties_of,
 )
+from tests.net.identity.name_server import NameServer
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from indexer.atproto.cid import cid_text
-from indexer.localnet.local_relay import message_frame
+from indexer.db import Store
+from indexer.demo.local_relay import message_frame
 from indexer.reasons import Rejection
-from indexer.store import Store
 from indexer.sync.feed_delivery import DeliveryProgress, SetAside, SetAsideChanges
 from indexer.sync.plans import Batch, DeadLetter
 from tests.cli.command_line import Session, error_line

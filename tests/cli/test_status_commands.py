@@ -14,7 +14,7 @@ import pytest
 
 from indexer.atproto.cid import cid_text
 from indexer.cli.status_commands import sample_statuses
-from indexer.store import Counts
+from indexer.db import Counts
 from indexer.sync.plans import Cursor
 from indexer.sync.repo_state import SyncStatus
 from indexer.sync.shard import Shard

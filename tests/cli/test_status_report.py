@@ -9,13 +9,13 @@ from rich.console import Console, RenderableType
 from indexer.cli.output import duration_text, fact_table
 from indexer.cli.status_report import Sample, Status, status_of
 from indexer.cli.status_tables import status_tables
-from indexer.outbound import HostState
+from indexer.db import ConsumerState, Counts, LinkProgress
+from indexer.db.process_reports import ProcessReport
+from indexer.db.shard_lock import ShardSession
 from indexer.reasons import FetchFailure, GapReason
-from indexer.store import ConsumerState, Counts, LinkProgress
-from indexer.store.process_reports import ProcessReport
-from indexer.store.shard_lock import ShardSession
 from indexer.sync.feed_delivery import RefusedEvent
 from indexer.sync.gap import Gap, OpenGap
+from indexer.sync.host_state import HostState
 from indexer.sync.plans import Cursor
 from indexer.sync.repo_state import SyncStatus
 from indexer.sync.shard import Shard

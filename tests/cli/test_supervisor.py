@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from indexer.app.settings import Settings
 from indexer.cli.supervisor import process_environment, supervise
+from indexer.demo.local_network import LocalNetwork
+from indexer.demo.scenario import Scenario
 from indexer.errors import SettingsError
-from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.scenario import Scenario
-from indexer.settings import Settings
 from indexer.sync.shard import Shard
 from tests.daemon_process import daemon_environment
 from tests.database_checks import assert_change_log_consistent, wait_until_equal

@@ -9,11 +9,11 @@ from random import Random
 
 import asyncpg
 
-from indexer.daemon_tuning import Tuning
-from indexer.localnet.local_account import LocalAccount
-from indexer.localnet.local_network import LocalNetwork, did_of
-from indexer.localnet.scenario import NOTE, Scenario
-from indexer.store import Store
+from indexer.app.tuning import Tuning
+from indexer.db import Store
+from indexer.demo.local_account import LocalAccount
+from indexer.demo.local_network import LocalNetwork, did_of
+from indexer.demo.scenario import NOTE, Scenario
 from tests.background import running
 from tests.daemon_forks import DaemonFork, Death, do_not_prepare
 from tests.daemon_process import daemon_environment

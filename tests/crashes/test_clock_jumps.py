@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from indexer.localnet.http_server import Fault
-from indexer.localnet.local_pds import GET_REPO
-from indexer.localnet.scenario import NOTE
-from indexer.outbound.host_limits import FAILURE_THRESHOLD
+from indexer.demo.http_server import Fault
+from indexer.demo.local_pds import GET_REPO
+from indexer.demo.scenario import NOTE
+from indexer.net.http.host_limits import FAILURE_THRESHOLD
 from indexer.reasons import Rejection
 from tests.crashes.death_world import DeathWorld, death_world
 from tests.crashes.shifted_clock import Offset, read_wrong_clock

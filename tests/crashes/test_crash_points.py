@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 
 from indexer import crash_points
+from indexer.app.tuning import Tuning
 from indexer.atproto.syntax import CollectionFilter
-from indexer.daemon_tuning import Tuning
-from indexer.localnet.http_server import Fault
-from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.local_pds import GET_REPO
-from indexer.localnet.local_repo import Write
-from indexer.localnet.scenario import NOTE
-from indexer.service.resync.attempt import SMALL_BYTES
-from indexer.store import Store
-from indexer.store.schema_version import schema_is_current
+from indexer.db import Store
+from indexer.db.schema_version import schema_is_current
+from indexer.demo.http_server import Fault
+from indexer.demo.local_network import LocalNetwork
+from indexer.demo.local_pds import GET_REPO
+from indexer.demo.local_repo import Write
+from indexer.demo.scenario import NOTE
+from indexer.resync.attempt import SMALL_BYTES
 from indexer.sync.scope import Scope, Track
 from tests.background import running
 from tests.citus_server import CitusServer
@@ -34,10 +34,10 @@ from tests.daemon.running_daemon import FilteredNetwork, publish_key_silently
 from tests.daemon_forks import DaemonFork, Death
 from tests.daemon_process import daemon_environment
 from tests.database_checks import assert_change_log_consistent, wait_until_equal
+from tests.db.link_steps import turn_on
 from tests.passed_time import EXPIRE_LEASES
 from tests.quick_tuning import MORTAL
-from tests.service.feed.webhook_server import WebhookServer
-from tests.store.link_steps import turn_on
+from tests.readers.webhook_server import WebhookServer
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(300)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from indexer.localnet.local_network import LocalNetwork
+from indexer.demo.local_network import LocalNetwork
 from tests.crashes.death_world import DeathWorld, death_world
 from tests.database_proxy import DatabaseProxy
 from tests.http_proxy import HttpProxy

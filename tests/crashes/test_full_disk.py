@@ -12,8 +12,8 @@ from urllib.parse import parse_qs, urlsplit
 import asyncpg
 import pytest
 
-from indexer.localnet.local_account import LocalAccount
-from indexer.localnet.scenario import NOTE
+from indexer.demo.local_account import LocalAccount
+from indexer.demo.scenario import NOTE
 from tests.crashes.death_world import DeathWorld, death_world
 from tests.database_server import dsn_of
 from tests.lost_commits import lose_commit

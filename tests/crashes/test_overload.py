@@ -12,9 +12,9 @@ import asyncpg
 import httpx
 import pytest
 
-from indexer.daemon import INBOX_BYTES
-from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.scenario import NOTE
+from indexer.app.daemon import INBOX_BYTES
+from indexer.demo.local_network import LocalNetwork
+from indexer.demo.scenario import NOTE
 from tests.background import running
 from tests.daemon_forks import DaemonFork
 from tests.daemon_process import daemon_environment

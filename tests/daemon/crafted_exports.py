@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from indexer.atproto.cid import cid_of
 from indexer.atproto.crypto import PrivateKey
-from indexer.localnet import dag_cbor
-from indexer.localnet.local_repo import LocalRepo, Write, car, car_header, car_section
-from indexer.localnet.reference_tree import ReferenceNode, height
+from indexer.demo import dag_cbor
+from indexer.demo.local_repo import LocalRepo, Write, car, car_header, car_section
+from indexer.demo.reference_tree import ReferenceNode, height
 
 POST = "app.bsky.feed.post"
 RECORD = dag_cbor.encode({"$type": POST, "text": "in no real repo"})

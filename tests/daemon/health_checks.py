@@ -6,8 +6,8 @@ from typing import Any
 
 import aiohttp
 
-from indexer.monitoring.health import serve_health
-from indexer.setting_types import Address
+from indexer.net.server.address import Address
+from indexer.serve.health import serve_health
 from tests.daemon.running_daemon import RunningDaemon
 from tests.waiting import until
 

@@ -8,18 +8,18 @@ from typing import Any
 
 import asyncpg
 
+from indexer.app.daemon import Daemon
+from indexer.app.tuning import Tuning
 from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.limits import Limits
 from indexer.cli.demo import NetworkComparison, compare
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.daemon import Daemon
-from indexer.daemon_tuning import Tuning
-from indexer.localnet.local_account import LocalAccount
-from indexer.localnet.local_network import LocalNetwork, RecordsByRepo
-from indexer.localnet.local_pds import GET_REPO
-from indexer.localnet.local_relay import message_frame
-from indexer.localnet.local_repo import LocalChange
-from indexer.store import Store
+from indexer.db import Store
+from indexer.demo.local_account import LocalAccount
+from indexer.demo.local_network import LocalNetwork, RecordsByRepo
+from indexer.demo.local_pds import GET_REPO
+from indexer.demo.local_relay import message_frame
+from indexer.demo.local_repo import LocalChange
 from indexer.sync.events import MalformedEvent
 from indexer.sync.frames import decode_frame
 from tests.daemon_harness import run_daemon, settings_for, wait_for_cursor

@@ -8,9 +8,9 @@ from typing import Any
 import asyncpg
 import pytest
 
-from indexer.localnet.local_account import LocalAccount
-from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.local_repo import Write
+from indexer.demo.local_account import LocalAccount
+from indexer.demo.local_network import LocalNetwork
+from indexer.demo.local_repo import Write
 from tests.daemon.running_daemon import POST, post
 from tests.daemon_process import daemon_process, log_tail
 from tests.sync.test_planning_cost import ENDS, ITEMS, list_of

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from indexer.localnet.http_server import Fault
-from indexer.monitoring.health import MetricsPage
-from indexer.monitoring.metric_definitions import METRICS
+from indexer.demo.http_server import Fault
+from indexer.serve.health import MetricsPage
+from indexer.telemetry.metric_definitions import METRICS
 from tests.daemon.running_daemon import RunningDaemon, running_daemon
-from tests.monitoring.prometheus_programs import needs_promtool
+from tests.serve.prometheus_programs import needs_promtool
 from tests.waiting import until
 
 

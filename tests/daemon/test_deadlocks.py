@@ -5,14 +5,14 @@ from random import Random
 
 import pytest
 
-from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.scenario import Scenario
+from indexer.demo.local_network import LocalNetwork
+from indexer.demo.scenario import Scenario
 from tests.background import running
 from tests.daemon.running_daemon import running_daemon
 from tests.database_checks import assert_change_log_consistent
+from tests.db.change_log_helpers import connected
 from tests.lost_commits import active_account, lose_commit
 from tests.passed_time import EXPIRE_LEASES, expire_waits
-from tests.store.change_log_helpers import connected
 from tests.waiting import until
 
 pytestmark = [

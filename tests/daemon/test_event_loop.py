@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from indexer.localnet import dag_cbor
-from indexer.localnet.http_server import Fault
-from indexer.localnet.local_pds import GET_REPO
-from indexer.localnet.local_repo import Write
+from indexer.demo import dag_cbor
+from indexer.demo.http_server import Fault
+from indexer.demo.local_pds import GET_REPO
+from indexer.demo.local_repo import Write
 from indexer.sync.plan_batch import ReceivedMessage
 from indexer.sync.plan_resync import Completion
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
@@ -73,7 +73,7 @@ async def test_daemon_that_blocks_the_event_loop_fails_its_test(
             await daemon.wait_until_equal()
             before = delays_above(daemon, 0.25)
             with monkeypatch.context() as patched:
-                patched.setattr("indexer.service.live.firehose_consumer.ReceivedMessage", receive_slowly)
+                patched.setattr("indexer.live.firehose_consumer.ReceivedMessage", receive_slowly)
                 account.create(POST, post("costly"))
                 await daemon.wait_until_equal()
                 await until(lambda: delays_above(daemon, 0.25) > before)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from indexer.cli.demo import compare
-from indexer.localnet.local_account import LocalAccount
-from indexer.localnet.local_network import LocalNetwork
+from indexer.demo.local_account import LocalAccount
+from indexer.demo.local_network import LocalNetwork
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
 from tests.quick_tuning import QUICK
 from tests.waiting import until

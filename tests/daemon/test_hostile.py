@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from indexer.localnet.http_server import Fault
-from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.local_pds import GET_REPO
-from indexer.localnet.local_relay import message_frame
-from indexer.monitoring.conditions import NEW_ACCOUNTS_LIMITED
+from indexer.demo.http_server import Fault
+from indexer.demo.local_network import LocalNetwork
+from indexer.demo.local_pds import GET_REPO
+from indexer.demo.local_relay import message_frame
+from indexer.telemetry.conditions import NEW_ACCOUNTS_LIMITED
 from tests.daemon.running_daemon import POST, post, running_daemon
 from tests.waiting import until
 

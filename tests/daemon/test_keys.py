@@ -7,11 +7,11 @@ from time import monotonic
 
 import pytest
 
-from indexer.localnet.http_server import Fault
-from indexer.localnet.local_account import LocalAccount
-from indexer.localnet.local_network import LocalNetwork, did_of
-from indexer.localnet.local_repo import LocalChange, LocalRepo, Write
-from indexer.outbound import HostPauses
+from indexer.demo.http_server import Fault
+from indexer.demo.local_account import LocalAccount
+from indexer.demo.local_network import LocalNetwork, did_of
+from indexer.demo.local_repo import LocalChange, LocalRepo, Write
+from indexer.net.http import HostPauses
 from tests.background import running
 from tests.daemon.running_daemon import (
     POST,

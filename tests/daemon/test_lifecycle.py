@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from indexer.localnet.http_server import Fault
-from indexer.localnet.local_account import LocalAccount
-from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.local_pds import GET_REPO
-from indexer.localnet.scenario import Scenario
+from indexer.demo.http_server import Fault
+from indexer.demo.local_account import LocalAccount
+from indexer.demo.local_network import LocalNetwork
+from indexer.demo.local_pds import GET_REPO
+from indexer.demo.scenario import Scenario
 from tests.background import running
 from tests.daemon.running_daemon import POST, post, running_daemon
 from tests.database_checks import assert_change_log_consistent

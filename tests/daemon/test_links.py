@@ -5,10 +5,10 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from indexer.localnet.local_account import LocalAccount
+from indexer.demo.local_account import LocalAccount
 from tests.daemon.running_daemon import LIKE, POST, running_daemon
-from tests.store.change_log_helpers import connected
-from tests.store.link_checks import assert_links_exact, links_at_end
+from tests.db.change_log_helpers import connected
+from tests.db.link_checks import assert_links_exact, links_at_end
 from tests.waiting import until
 
 CID = "bafkreibme22gw2h7y2h7tg2fhqotaqjucnbc24deqo72b6mkl2egezxhvy"

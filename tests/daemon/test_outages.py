@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from indexer.localnet.http_server import Fault
+from indexer.demo.http_server import Fault
 from tests.daemon.health_checks import health_checks
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
 from tests.database_proxy import DatabaseProxy

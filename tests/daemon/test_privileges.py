@@ -5,14 +5,14 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.scenario import Scenario
-from indexer.store.distribute import distribute
-from indexer.store.placement import load_placement
+from indexer.db.distribute import distribute
+from indexer.db.placement import load_placement
+from indexer.demo.local_network import LocalNetwork
+from indexer.demo.scenario import Scenario
 from indexer.sync.shard import Placement
 from tests.daemon_process import daemon_process
 from tests.database_checks import wait_until_equal
-from tests.store.test_migrate import GRANTS, role, with_user
+from tests.db.test_migrate import GRANTS, role, with_user
 
 STEPS = 40
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from indexer.localnet.local_network import LocalNetwork, did_of
-from indexer.localnet.local_plc import LocalIdentity
-from indexer.localnet.local_repo import LocalRepo, Write
+from indexer.demo.local_network import LocalNetwork, did_of
+from indexer.demo.local_plc import LocalIdentity
+from indexer.demo.local_repo import LocalRepo, Write
 from tests.daemon.running_daemon import (
     POST,
     UNKNOWN_KEY,

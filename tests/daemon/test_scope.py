@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from indexer.localnet.local_account import LocalAccount
-from indexer.localnet.local_relay import LIST_REPOS_BY_COLLECTION
+from indexer.demo.local_account import LocalAccount
+from indexer.demo.local_relay import LIST_REPOS_BY_COLLECTION
 from indexer.sync.scope import Track
 from indexer.sync.shard import Shard
 from tests.daemon.running_daemon import LIKE, POST, FilteredNetwork, RunningDaemon, post, running_daemon
 from tests.database_checks import assert_change_log_consistent, assert_log_gives_records
+from tests.db.change_log_helpers import connected
 from tests.quick_tuning import QUICK
-from tests.store.change_log_helpers import connected
 from tests.waiting import until
 
 FOLLOW = "app.bsky.graph.follow"

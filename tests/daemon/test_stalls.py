@@ -12,20 +12,20 @@ from typing import Any
 import asyncpg
 import pytest
 
-from indexer.localnet.http_server import Fault
-from indexer.localnet.local_account import LocalAccount
-from indexer.service.resync.queue_maintenance import MaintenanceSettings
-from indexer.store.embedded import database as embedded_database
-from indexer.store.embedded import postgres_stage
-from indexer.store.migrate import migrate
+from indexer.db.migrate import migrate
+from indexer.demo.http_server import Fault
+from indexer.demo.local_account import LocalAccount
+from indexer.embedded import database as embedded_database
+from indexer.embedded import postgres_stage
+from indexer.resync.queue_maintenance import MaintenanceSettings
 from indexer.sync.scope import Track
 from indexer.sync.shard import BUCKETS, Placement
 from tests.daemon.health_checks import HealthChecks, health_checks
 from tests.daemon.running_daemon import LIKE, POST, RunningDaemon, post, running_daemon
-from tests.identity.name_server import NameServer
+from tests.net.identity.name_server import NameServer
 from tests.quick_tuning import QUICK
-from tests.service.feed.jetstream_client import subscribed
-from tests.service.feed.webhook_server import WebhookServer
+from tests.readers.jetstream_client import subscribed
+from tests.readers.webhook_server import WebhookServer
 from tests.waiting import until
 
 SHORT = 0.5

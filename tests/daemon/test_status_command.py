@@ -6,9 +6,9 @@ from time import monotonic
 import pytest
 
 from indexer.cli.status_report import Sample, Status, status_of
-from indexer.localnet.http_server import Fault
-from indexer.localnet.local_network import LocalNetwork
-from indexer.store import Store
+from indexer.db import Store
+from indexer.demo.http_server import Fault
+from indexer.demo.local_network import LocalNetwork
 from indexer.sync.shard import Shard
 from tests.daemon.health_checks import health_checks
 from tests.daemon.running_daemon import running_daemon

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from indexer.localnet.http_server import Fault
-from indexer.localnet.local_account import LocalAccount
-from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.local_pds import GET_REPO, LIST_REPOS
-from indexer.monitoring.conditions import HOST_FAILING
-from indexer.outbound import HostState
+from indexer.demo.http_server import Fault
+from indexer.demo.local_account import LocalAccount
+from indexer.demo.local_network import LocalNetwork
+from indexer.demo.local_pds import GET_REPO, LIST_REPOS
 from indexer.reasons import Desync, FetchFailure, GapReason, Rejection
 from indexer.sync.gap import Gap
+from indexer.sync.host_state import HostState
 from indexer.sync.plans import Batch, DeadLetter
 from indexer.sync.shard import Shard
+from indexer.telemetry.conditions import HOST_FAILING
 from tests import chromium
 from tests.chromium import Page, Scheme, open_browser
 from tests.daemon.running_daemon import LIKE, POST, FilteredNetwork, RunningDaemon, running_daemon

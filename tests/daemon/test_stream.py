@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from indexer.localnet import dag_cbor
-from indexer.localnet.local_relay import message_frame
-from indexer.localnet.local_repo import Write
-from indexer.localnet.scenario import Scenario
+from indexer.demo import dag_cbor
+from indexer.demo.local_relay import message_frame
+from indexer.demo.local_repo import Write
+from indexer.demo.scenario import Scenario
 from tests.daemon.running_daemon import POST, commit_payload, post, running_daemon
 from tests.database_checks import assert_change_log_consistent, stored_seq
 from tests.waiting import until

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from indexer.app.settings import OTHER_VARIABLES, Settings, variable
 from indexer.cli.command import ExitCode
 from indexer.cli.demo_network import daemon_variables
-from indexer.localnet.local_network import LocalNetwork
-from indexer.settings import OTHER_VARIABLES, Settings, variable
-from indexer.store.cluster_nodes import OLDEST_CITUS, ClusterNode, check_nodes, notices
+from indexer.db.cluster_nodes import OLDEST_CITUS, ClusterNode, check_nodes, notices
+from indexer.demo.local_network import LocalNetwork
 from indexer.sync.shard import Shard
 from tests.deploy.files import (
     BASE,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from indexer.monitoring.conditions import CONDITION_KINDS
+from indexer.app.settings import OTHER_VARIABLES, Settings, variable
 from indexer.reasons import Desync, FetchFailure, GapReason, Rejection
-from indexer.settings import OTHER_VARIABLES, Settings, variable
+from indexer.telemetry.conditions import CONDITION_KINDS
 from tests.source_code import source_files
 
 ROOT = Path(__file__).parents[2]

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from indexer.localnet.local_network import LocalNetwork
-from indexer.store.embedded.cluster import find_binaries
+from indexer.demo.local_network import LocalNetwork
+from indexer.embedded.cluster import find_binaries
 from tests.cli.command_line import PROJECT
 from tests.daemon_process import daemon_environment, daemon_process
 from tests.database_checks import wait_until_equal

@@ -13,10 +13,10 @@ from urllib.parse import urlsplit, urlunsplit
 import asyncpg
 import pytest
 
-from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.scenario import Scenario
+from indexer.demo.local_network import LocalNetwork
+from indexer.demo.scenario import Scenario
 from tests.daemon.running_daemon import LIKE, POST, post, running_daemon
-from tests.localnet.independent_decoder import decode_all
+from tests.demo.independent_decoder import decode_all
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]

@@ -15,12 +15,12 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
 from docs.generate import PROJECT
-from indexer.store import Store
+from indexer.db import Store
 from indexer.sync.scope import Scope
+from tests.db.repo_rows import did, insert, put, synchronized
 from tests.feed_clients.node_process import HERE as NPM_DIRECTORY
 from tests.feed_clients.node_process import needs_clients, node_process
 from tests.realnet.real_network import NODE
-from tests.store.repo_rows import did, insert, put, synchronized
 from tests.waiting import until
 
 CID = "bafkreihdwdcefgh4dqkjv67uzcmw7ojee6xedzdetojuzjevtenxquvyku"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from indexer.localnet import dag_cbor
+from indexer.demo import dag_cbor
 
 
 class Link(bytes):

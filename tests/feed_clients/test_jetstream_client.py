@@ -8,11 +8,11 @@ from typing import Any
 import orjson
 import pytest
 
-from indexer.localnet.local_network import LocalNetwork
+from indexer.demo.local_network import LocalNetwork
 from tests.crashes.shifted_clock import Offset
 from tests.daemon.running_daemon import LIKE, POST, post
 from tests.feed_clients.node_process import NodeProcess, needs_clients, node_process
-from tests.service.feed.jetstream_client import describe, feed
+from tests.readers.jetstream_client import describe, feed
 from tests.waiting import until
 
 pytestmark = [pytest.mark.proof("clients"), needs_clients]

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from indexer.localnet.local_network import LocalNetwork
-from indexer.service.feed.set_aside import RefusalLimits
+from indexer.demo.local_network import LocalNetwork
+from indexer.readers.tap.set_aside import RefusalLimits
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
 from tests.feed_clients.link_records import encode, link
 from tests.feed_clients.node_process import Line, needs_clients, node_process
-from tests.service.feed.tap_client import wait_until_delivered
+from tests.readers.tap_client import wait_until_delivered
 from tests.waiting import until
 
 pytestmark = [pytest.mark.proof("clients"), needs_clients]

@@ -12,8 +12,8 @@ from indexer.atproto.commit import MAX_COMMIT_BYTES, VERSION, decode_commit
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.atproto.mst.node import MAX_KEY_BYTES, Node, decode_node, encode_node, subtree_cid_offset
 from indexer.atproto.syntax import is_did, is_tid
+from indexer.demo.local_repo import car_header, car_section
 from indexer.errors import UpstreamError
-from indexer.localnet.local_repo import car_header, car_section
 from tests.atproto.dag_cbor_oracle import Cid
 from tests.atproto.dag_cbor_oracle import encode as reference_encode
 from tests.atproto.mst import oracle

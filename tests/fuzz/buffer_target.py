@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst import EMPTY_TREE
+from indexer.demo.local_repo import Write
 from indexer.errors import UpstreamError
-from indexer.localnet.local_repo import Write
 from indexer.sync.events import CommitEvent, SyncEvent
 from indexer.sync.frames import decode_frame
 from indexer.sync.plan_batch import BatchPlan, ReceivedMessage, plan_batch

@@ -12,8 +12,8 @@ from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst.inversion import invert_by_rebuilding
 from indexer.atproto.syntax import is_tid, tid_of
+from indexer.demo.local_repo import car_header, car_section
 from indexer.errors import UpstreamError
-from indexer.localnet.local_repo import car_header, car_section
 from indexer.sync.events import RepoOp
 from indexer.sync.fold_operations import LegacyOperationsError, fold_operations
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from indexer.store.change_log import COLUMNS, log_rows
-from indexer.store.copy_records import RECORD_COLUMNS
-from indexer.store.copy_records import record_rows as rows_of_records
+from indexer.db.change_log import COLUMNS, log_rows
+from indexer.db.copy_records import RECORD_COLUMNS
+from indexer.db.copy_records import record_rows as rows_of_records
 from indexer.sync.changes import record_entries
 from indexer.sync.plans import RecordChange
 

@@ -17,7 +17,7 @@ from indexer.atproto.lexicon import Lexicon, parse_lexicon
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.links import links_of
 from indexer.atproto.record import Problem, decode_record
-from indexer.store import Store
+from indexer.db import Store
 from indexer.sync.plans import Batch, RecordChange, RepoWrite
 from indexer.sync.policy import Policy
 from indexer.sync.record_change import RecordConverter
@@ -26,6 +26,8 @@ from indexer.sync.verify import VerifiedChange
 from tests.atproto.dag_cbor_oracle import Cid, canonical_value
 from tests.atproto.dag_cbor_oracle import encode as reference_encode
 from tests.database_server import DatabaseServer, memory_directory
+from tests.db.link_steps import settle, turn_on
+from tests.db.repo_rows import head, synchronized
 from tests.fuzz.comparison import DifferenceError
 from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes, canonical
 from tests.fuzz.json_mutation import mutate_json
@@ -33,8 +35,6 @@ from tests.fuzz.outcome_counts import OutcomeCounts
 from tests.fuzz.seed_files import seed_files
 from tests.fuzz.seeds import LINK, random_record, random_value
 from tests.lexicons.samples import DEFS_DOCUMENT, LIKE_DOCUMENT, QUERY_DOCUMENT, REVIEW_DOCUMENT, REVIEW_VALUE
-from tests.store.link_steps import settle, turn_on
-from tests.store.repo_rows import head, synchronized
 
 COLLECTION = "com.example.record"
 POLICY = Policy(Scope(), DEFAULT_LIMITS)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import CollectionFilter
 from indexer.errors import UnavailableError, UpstreamError
-from indexer.pds.native_reader import NativeReader, ProvenExport, ReadyChunk
-from indexer.pds.spool import DEFAULT_SIZES, Spool, SpoolSizes
+from indexer.net.pds.native_reader import NativeReader, ProvenExport, ReadyChunk
+from indexer.net.pds.spool import DEFAULT_SIZES, Spool, SpoolSizes
 from indexer.sync.export import ExportReader, RecordChunk
 from indexer.sync.native_core import NativeCore
 from indexer.sync.policy import Policy

@@ -11,9 +11,8 @@ from urllib.parse import urlencode
 
 from aiohttp import web
 
-from indexer.service.feed.access import Access
-from indexer.service.feed.delivery_window import DeliveryWindow
-from indexer.service.feed.jetstream_options import (
+from indexer.readers.access import Access
+from indexer.readers.jetstream.options import (
     ALL_EVENTS,
     MAX_COLLECTIONS,
     MAX_DIDS,
@@ -22,7 +21,8 @@ from indexer.service.feed.jetstream_options import (
     parse_message,
     parse_query,
 )
-from indexer.service.feed.tap_channel import acknowledged_seq
+from indexer.readers.tap.channel import acknowledged_seq
+from indexer.readers.tap.delivery_window import DeliveryWindow
 from indexer.sync.feed_delivery import DeliveryProgress, LoggedChange
 from tests.fuzz import syntax_reference as reference
 from tests.fuzz.comparison import DifferenceError

@@ -15,12 +15,12 @@ from backports import zstd
 from indexer.atproto.cid import cid_text
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.errors import UnavailableError
-from indexer.outbound.content_decoding import make_decoder
-from indexer.outbound.public_addresses import is_public, network_of
-from indexer.outbound.registered_domain import registered_domain
-from indexer.outbound.retry_after import MAX_SECONDS, retry_after_seconds
-from indexer.pds.pds_client import PdsClient
-from indexer.pds.repo_list import ListedAccount, RepoStatus, fetch_repo_status, list_repos
+from indexer.net.http.content_decoding import make_decoder
+from indexer.net.http.public_addresses import is_public, network_of
+from indexer.net.http.registered_domain import registered_domain
+from indexer.net.http.retry_after import MAX_SECONDS, retry_after_seconds
+from indexer.net.pds.pds_client import PdsClient
+from indexer.net.pds.repo_list import ListedAccount, RepoStatus, fetch_repo_status, list_repos
 from indexer.reasons import FetchFailure
 from indexer.sync.frames import MAX_STATUS_CHARACTERS, hosting_status
 from tests.fuzz import syntax_reference as reference

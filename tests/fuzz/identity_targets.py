@@ -17,8 +17,8 @@ from indexer.atproto.crypto import parse_did_key
 from indexer.atproto.did_document import MAX_URL_CHARACTERS
 from indexer.atproto.syntax import is_did, is_handle
 from indexer.errors import UnavailableError
-from indexer.identity.did_resolver import DidResolver, web_host
-from indexer.identity.handle_verifier import HandleVerifier
+from indexer.net.identity.did_resolver import DidResolver, web_host
+from indexer.net.identity.handle_verifier import HandleVerifier
 from indexer.reasons import FetchFailure
 from indexer.sync.stored_identity import INVALID_HANDLE, StoredIdentity
 from tests.atproto.plc_operations import current_form, document_of

@@ -13,8 +13,8 @@ from indexer.atproto.commit import decode_commit
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst import EMPTY_TREE, NetOp, Verdict, invert
 from indexer.atproto.mst.tree_builder import key_of
+from indexer.demo.reference_tree import ReferenceTree
 from indexer.errors import UpstreamError
-from indexer.localnet.reference_tree import ReferenceTree
 from indexer.sync.events import CommitEvent
 from indexer.sync.fold_operations import LegacyOperationsError, fold_operations
 from indexer.sync.frames import decode_frame

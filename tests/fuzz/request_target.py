@@ -12,8 +12,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from yarl import URL
 
-from indexer.service.feed.access import Access
-from indexer.service.feed.tap_routes import TapRoutes
+from indexer.readers.access import Access
+from indexer.readers.tap.routes import TapRoutes
 from indexer.sync.scope import Scope
 from tests.fuzz import syntax_reference as reference
 from tests.fuzz.comparison import DifferenceError

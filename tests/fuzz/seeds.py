@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from indexer.atproto.cbor import encode
 from indexer.atproto.crypto import Curve, PrivateKey
-from indexer.localnet.local_repo import Write
+from indexer.demo.local_repo import Write
 from tests.sync.signing_account import SigningAccount, encoded_frame
 
 CURVES: tuple[Curve, ...] = ("k256", "k256", "k256", "k256", "k256", "k256", "p256")

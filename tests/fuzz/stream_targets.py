@@ -3,7 +3,7 @@
 import asyncio
 from random import Random
 
-from indexer.relay.seek import TIMES_PER_SIGHTING, Sighting, seek
+from indexer.net.relay.seek import TIMES_PER_SIGHTING, Sighting, seek
 from indexer.sync.event_time import event_seconds
 from indexer.sync.frames import MAX_SEQ
 from tests.fuzz.comparison import DifferenceError

@@ -20,8 +20,8 @@ from aiohttp import web
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
-from indexer.localnet import dag_cbor
-from tests.localnet.independent_decoder import decode_frame
+from indexer.demo import dag_cbor
+from tests.demo.independent_decoder import decode_frame
 
 ARCHIVE = Path(__file__).parents[1] / "data" / "recording.tar.xz"
 FIRST_PDS_PORT = 46327

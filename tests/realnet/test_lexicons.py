@@ -9,11 +9,11 @@ import pytest
 
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.cli.lexicon_sources import COLLECTION, LexiconResolver
-from indexer.identity import DidResolver, DnsRecords
-from indexer.outbound import OutboundClient, OutboundSettings, RateLimits
-from indexer.pds import PdsClient
-from tests.identity.name_server import NameServer
+from indexer.net.http import OutboundClient, OutboundSettings, RateLimits
+from indexer.net.identity import DidResolver, DnsRecords
+from indexer.net.pds import PdsClient
 from tests.lexicons.samples import REVIEW, REVIEW_DOCUMENT
+from tests.net.identity.name_server import NameServer
 from tests.realnet.real_network import RealAccount, RealPds, real_network
 
 pytestmark = [pytest.mark.proof("realnet"), pytest.mark.timeout(300)]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from indexer.daemon import Daemon
-from indexer.daemon_tuning import Tuning
+from indexer.app.daemon import Daemon
+from indexer.app.tuning import Tuning
 from indexer.reasons import GapReason
 from indexer.sync.gap import Gap
 from tests.daemon_harness import run_daemon, settings_for, wait_for_cursor

@@ -8,12 +8,12 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from indexer.clients import http_origin, open_outbound_client
+from indexer.app.clients import http_origin, open_outbound_client
+from indexer.app.settings import Settings
+from indexer.app.tuning import Tuning
 from indexer.concurrency.stage_progress import Work
-from indexer.daemon_tuning import Tuning
-from indexer.pds.xrpc import MethodNotOfferedError
-from indexer.service.crawl.repo_list_pages import repo_list_pages
-from indexer.settings import Settings
+from indexer.net.pds.xrpc import MethodNotOfferedError
+from indexer.tasks.repo_list_pages import repo_list_pages
 from tests.daemon_harness import run_daemon, settings_for
 from tests.realnet.compare_with_pdses import records_of, visible_repos, wait_until_equal
 from tests.realnet.real_network import real_network

@@ -6,7 +6,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from indexer.daemon import Daemon
+from indexer.app.daemon import Daemon
 from tests.daemon_harness import run_daemon, settings_for, wait_for_cursor
 from tests.realnet.recording import FinalState, Recording, ReplayedNetwork, recording, replayed_network
 from tests.waiting import until

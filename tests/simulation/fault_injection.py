@@ -12,10 +12,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from copy import copy
 from typing import Any, TypeVar
 
-from indexer.localnet import http_server
-from indexer.localnet.local_relay import message_frame
-from indexer.localnet.local_repo import Write as RepoWrite
-from indexer.localnet.tid_clock import TidClock, tid
+from indexer.demo import http_server
+from indexer.demo.local_relay import message_frame
+from indexer.demo.local_repo import Write as RepoWrite
+from indexer.demo.tid_clock import TidClock, tid
 from tests.daemon.running_daemon import commit_payload
 from tests.daemon_forks import Death
 from tests.simulation.fault_schedule import (

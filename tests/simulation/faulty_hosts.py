@@ -8,11 +8,11 @@ from typing import Any
 from aiohttp import hdrs
 
 from indexer.atproto.crypto import PrivateKey
-from indexer.localnet.http_server import Fault
-from indexer.localnet.local_account import LocalAccount
-from indexer.localnet.local_pds import CAR_TYPE, GET_REPO
-from indexer.localnet.local_repo import LocalRepo, Write
-from indexer.localnet.tid_clock import tid
+from indexer.demo.http_server import Fault
+from indexer.demo.local_account import LocalAccount
+from indexer.demo.local_pds import CAR_TYPE, GET_REPO
+from indexer.demo.local_repo import LocalRepo, Write
+from indexer.demo.tid_clock import tid
 from tests.atproto.test_crypto import ORDERS
 from tests.simulation.fault_schedule import BEGINNING, FaultyExport, HostProblem
 

@@ -6,10 +6,10 @@ not answer, however slow the machine is. Waits of repos and identities end by `t
 
 from dataclasses import replace
 
-from indexer.identity import IdentityLifetimes
-from indexer.outbound import HostPauses, Timeouts
-from indexer.service.live.batch_writer import WriterSettings
-from indexer.service.resync.worker_pool import WorkerPoolSettings
+from indexer.live.batch_writer import WriterSettings
+from indexer.net.http import HostPauses, Timeouts
+from indexer.net.identity import IdentityLifetimes
+from indexer.resync.worker_pool import WorkerPoolSettings
 from tests.quick_tuning import QUICK
 
 RETRY = 0.05

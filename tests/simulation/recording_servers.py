@@ -8,9 +8,9 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from indexer.localnet.local_pds import GET_REPO, LocalPds
-from indexer.localnet.local_plc import LocalPlc
-from indexer.localnet.local_relay import LocalRelay, SentMessage, message_frame
+from indexer.demo.local_pds import GET_REPO, LocalPds
+from indexer.demo.local_plc import LocalPlc
+from indexer.demo.local_relay import LocalRelay, SentMessage, message_frame
 
 Damage = Callable[[dict[str, Any]], bytes]
 """Returns the frame of a damaged message, from the payload of the message."""

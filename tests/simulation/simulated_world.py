@@ -9,10 +9,10 @@ from pathlib import Path
 
 import asyncpg
 
-from indexer.localnet import local_repo
-from indexer.localnet.http_server import HttpServer
-from indexer.localnet.local_account import LocalAccount
-from indexer.localnet.tid_clock import TidClock
+from indexer.demo import local_repo
+from indexer.demo.http_server import HttpServer
+from indexer.demo.local_account import LocalAccount
+from indexer.demo.tid_clock import TidClock
 from tests.background import running
 from tests.daemon_forks import DaemonFork
 from tests.database_proxy import DatabaseProxy

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import click
 
-from indexer.store import embedded
-from indexer.store.migrate import migrate
+from indexer import embedded
+from indexer.db.migrate import migrate
 from tests import waiting
 from tests.daemon_forks import start_fork_server
 from tests.database_server import SERVER_SETTINGS

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from random import Random
 from typing import get_args
 
-from indexer.localnet.local_account import LocalAccount
+from indexer.demo.local_account import LocalAccount
 from tests.simulation.drawn_world import EVERYTHING, LIKE, NOTE
 from tests.simulation.fault_injection import inject
 from tests.simulation.fault_schedule import (

@@ -13,10 +13,10 @@ from time import monotonic, time_ns
 
 import asyncpg
 
-from indexer.daemon_tuning import Tuning
-from indexer.localnet.local_account import LocalAccount
-from indexer.outbound import HostPauses, Timeouts
-from indexer.service.resync.queue_maintenance import MaintenanceSettings
+from indexer.app.tuning import Tuning
+from indexer.demo.local_account import LocalAccount
+from indexer.net.http import HostPauses, Timeouts
+from indexer.resync.queue_maintenance import MaintenanceSettings
 from tests.background import running
 from tests.daemon_forks import DaemonFork
 from tests.passed_time import expire_waits

@@ -5,8 +5,8 @@ from dataclasses import replace
 from indexer.atproto.car import split_car
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst import NetOp, Verdict, invert
-from indexer.localnet.local_repo import LocalChange, car
-from indexer.localnet.reference_tree import height
+from indexer.demo.local_repo import LocalChange, car
+from indexer.demo.reference_tree import height
 
 
 def high_path(prefix: str) -> str:

@@ -5,9 +5,9 @@ from typing import Any
 from indexer.atproto.crypto import Curve, PrivateKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import tid_of
-from indexer.localnet import dag_cbor
-from indexer.localnet.local_network import did_of
-from indexer.localnet.local_repo import LocalChange, LocalRepo, Write
+from indexer.demo import dag_cbor
+from indexer.demo.local_network import did_of
+from indexer.demo.local_repo import LocalChange, LocalRepo, Write
 from indexer.reasons import Desync
 from indexer.sync.frames import decode_frame
 from indexer.sync.plan_batch import ReceivedMessage

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from indexer.atproto.cid import cid_text
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
+from indexer.demo import dag_cbor
+from indexer.demo.local_repo import Write
 from indexer.errors import UpstreamError
-from indexer.localnet import dag_cbor
-from indexer.localnet.local_repo import Write
 from indexer.reasons import Rejection
 from indexer.sync.events import (
     AccountEvent,

@@ -15,11 +15,11 @@ from indexer.atproto.cid import RAW, cid_of
 from indexer.atproto.crypto import Curve, PublicKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import CollectionFilter
+from indexer.demo import dag_cbor
+from indexer.demo.local_repo import Write, car, car_header, car_section
 from indexer.errors import UpstreamError
-from indexer.localnet import dag_cbor
-from indexer.localnet.local_repo import Write, car, car_header, car_section
-from indexer.pds.native_reader import NativeReader
-from indexer.pds.spool import SpoolSizes
+from indexer.net.pds.native_reader import NativeReader
+from indexer.net.pds.spool import SpoolSizes
 from indexer.reasons import Desync, Rejection
 from indexer.sync.events import CommitEvent, RepoOp
 from indexer.sync.native_core import NativeCore

@@ -16,7 +16,7 @@ from indexer.atproto.cid import DAG_CBOR, cid_of, is_cid
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst import NetOp, invert
 from indexer.atproto.record import MAX_DEPTH, Problem, Value, decode_record
-from indexer.localnet import dag_cbor
+from indexer.demo import dag_cbor
 from tests.atproto.generated_cbor import DATA
 from tests.atproto.mst import oracle
 from tests.atproto.mst.oracle import Blocks, Records

@@ -8,8 +8,8 @@ from indexer.atproto.car import split_car
 from indexer.atproto.cid import cid_of
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.record import Problem
+from indexer.demo.local_repo import Write
 from indexer.errors import BrokenInvariantError
-from indexer.localnet.local_repo import Write
 from indexer.sync.new_records import ConvertedChunk, ConvertedRecords, SnapshotExport
 from indexer.sync.plans import RecordChange
 from indexer.sync.record_change import RecordConverter

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
+from indexer.demo.local_repo import Write
 from indexer.errors import UpstreamError
-from indexer.localnet.local_repo import Write
 from indexer.reasons import Desync, Rejection
 from indexer.sync.events import CommitEvent, MalformedEvent, UnknownEvent
 from indexer.sync.plan_batch import (

@@ -6,7 +6,7 @@ import pytest
 
 from indexer.atproto.cid import cid_of
 from indexer.atproto.syntax import CollectionFilter, tid_of
-from indexer.localnet.local_repo import Write
+from indexer.demo.local_repo import Write
 from indexer.reasons import Desync, Rejection
 from indexer.sync.plans import Plan
 from indexer.sync.repo_state import Repo, SyncStatus

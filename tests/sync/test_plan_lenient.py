@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from indexer.atproto.car import split_car
-from indexer.localnet.local_repo import Write, car
+from indexer.demo.local_repo import Write, car
 from indexer.reasons import Desync
 from indexer.sync.repo_transitions import Outcome
 from tests.sync.hidden_deletion import high_path

@@ -5,8 +5,8 @@ import pytest
 
 from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.demo.local_repo import Write
 from indexer.errors import UnavailableError
-from indexer.localnet.local_repo import Write
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.plan_event import plan_event
 from indexer.sync.plan_resync import Completion, plan_failure

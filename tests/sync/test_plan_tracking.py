@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from indexer.atproto.syntax import CollectionFilter
-from indexer.localnet.local_repo import Write
+from indexer.demo.local_repo import Write
 from indexer.reasons import Desync
 from indexer.sync.plan_account import plan_active
 from indexer.sync.plan_event import plan_event

@@ -7,8 +7,8 @@ import pytest
 
 from indexer.atproto import cbor
 from indexer.atproto.cbor import decode_json
-from indexer.localnet import dag_cbor
-from indexer.localnet.local_repo import Write
+from indexer.demo import dag_cbor
+from indexer.demo.local_repo import Write
 from indexer.sync.plan_event import plan_event
 from indexer.sync.plans import NeedsKey
 from tests.sync.signing_account import CONTEXT, POST, SigningAccount, decoded_event, encoded_frame

@@ -8,8 +8,8 @@ from indexer.atproto.crypto import parse_did_key
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.record import ConvertedRecord
 from indexer.atproto.syntax import CollectionFilter
+from indexer.demo.local_repo import Write
 from indexer.errors import UpstreamError
-from indexer.localnet.local_repo import Write
 from indexer.sync.events import CommitEvent
 from indexer.sync.plan_batch import ReceivedMessage, is_quick
 from indexer.sync.policy import KeyState, Policy

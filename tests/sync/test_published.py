@@ -10,7 +10,7 @@ import pytest
 from indexer.atproto.cid import cid_text, parse_cid
 from indexer.atproto.crypto import parse_multikey
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.localnet import dag_cbor
+from indexer.demo import dag_cbor
 from indexer.sync.events import AccountEvent, CommitEvent, IdentityEvent, MalformedEvent
 from indexer.sync.frames import decode_frame
 from indexer.sync.plan_event import plan_event

@@ -6,7 +6,7 @@ from unittest.mock import patch
 from indexer.atproto.cid import cid_of
 from indexer.atproto.record import ConvertedRecord, Problem, decode_record
 from indexer.atproto.syntax import CollectionFilter
-from indexer.localnet import dag_cbor
+from indexer.demo import dag_cbor
 from indexer.sync.plans import RecordChange
 from indexer.sync.record_change import MAX_EXPANSION, MIN_VALUE_BYTES, RecordConverter
 from indexer.sync.scope import Scope

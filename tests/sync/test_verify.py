@@ -9,9 +9,9 @@ from indexer.atproto.cid import cid_of
 from indexer.atproto.crypto import PrivateKey, PublicKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst import EMPTY_TREE, MissingNodeError
+from indexer.demo import dag_cbor
+from indexer.demo.local_repo import Write, car, car_header, car_section
 from indexer.errors import UnavailableError, UpstreamError
-from indexer.localnet import dag_cbor
-from indexer.localnet.local_repo import Write, car, car_header, car_section
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.events import CommitEvent
 from indexer.sync.verify import VerifiedCommit, verify_commit, verify_record, verify_snapshot, verify_sync

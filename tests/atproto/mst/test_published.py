@@ -17,7 +17,7 @@ from indexer.errors import UpstreamError
 from tests.atproto.mst import oracle
 from tests.atproto.mst.oracle import Blocks, cid_from_text
 from tests.atproto.mst.random_trees import edited
-from tests.localnet.independent_decoder import decode_car
+from tests.demo.independent_decoder import decode_car
 from tests.vectors import vectors
 
 vectors()  # without them, the module is skipped

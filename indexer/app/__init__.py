@@ -1,0 +1,1 @@
+"""The settings, the stages, and the daemon that is put together from them."""

@@ -1,0 +1,127 @@
+"""Build the clients for outbound requests from the settings."""
+
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from time import time
+
+from indexer.app.settings import Settings, variable
+from indexer.db import Store
+from indexer.errors import SettingsError
+from indexer.net.http import HostPauses, OutboundClient, OutboundSettings, RateLimits, Timeouts, host_of
+from indexer.net.identity import DidResolver, IdentityCache, IdentityLifetimes
+from indexer.net.pds import PdsClient, reader_factory
+from indexer.readers.tap.webhook import CONCURRENCY
+from indexer.sync.native_core import NativeCore
+from indexer.sync.policy import Policy
+from indexer.telemetry.metrics import Metrics
+
+WEBHOOK_RATE = 10_000.0
+"""Maximum requests per second to the webhook."""
+
+
+@asynccontextmanager
+async def open_outbound_client(
+    settings: Settings,
+    on_request: Callable[[str], None] = lambda _result: None,
+    timeouts: Timeouts | None = None,
+    pauses: HostPauses | None = None,
+) -> AsyncIterator[OutboundClient]:
+    """Open the client for all outbound requests. It calls `on_request` with the result of each request.
+
+    `timeouts` are those of a request, `pauses` those of a host whose requests fail. Default: those of the classes.
+    """
+    outbound_settings = OutboundSettings(
+        settings.user_agent,
+        allow_private_hosts=settings.allow_private_hosts,
+        rates=_rate_limits(settings, pauses or HostPauses()),
+        timeouts=timeouts or Timeouts(),
+        dns_servers=settings.dns_servers,
+    )
+    async with OutboundClient(outbound_settings, on_request=on_request) as outbound:
+        yield outbound
+
+
+@asynccontextmanager
+async def open_webhook_client(
+    settings: Settings, url: str, on_request: Callable[[str], None], timeouts: Timeouts, pauses: HostPauses
+) -> AsyncIterator[OutboundClient]:
+    """Open the client for the webhook. The operator chose its URL, so it may have any address."""
+    rates = RateLimits(
+        total=WEBHOOK_RATE, total_concurrency=CONCURRENCY, host_concurrency=CONCURRENCY,
+        configured_hosts={host_of(url): WEBHOOK_RATE}, pauses=pauses,
+    )  # fmt: skip
+    outbound_settings = OutboundSettings(settings.user_agent, allow_private_hosts=True, rates=rates, timeouts=timeouts)
+    async with OutboundClient(outbound_settings, on_request=on_request) as outbound:
+        yield outbound
+
+
+def make_did_resolver(settings: Settings, outbound: OutboundClient) -> DidResolver:
+    """Return the resolver for did:plc and did:web."""
+    return DidResolver(
+        outbound,
+        settings.plc_url,
+        plc_rate=settings.plc_rate,
+        allow_private_hosts=settings.allow_private_hosts,
+        clock=time,
+    )
+
+
+@asynccontextmanager
+async def open_identities(
+    settings: Settings, store: Store, outbound: OutboundClient, metrics: Metrics
+) -> AsyncIterator[IdentityCache]:
+    """Open the identities for a command.
+
+    Only the operator causes lookups, so identities are refreshed without a limit, and missing keys are looked up again.
+    """
+    resolver, lifetimes = make_did_resolver(settings, outbound), IdentityLifetimes(missing_max_age=0.0)
+    identities = IdentityCache(resolver, store, metrics, clock=time, refresh_rate=math.inf, lifetimes=lifetimes)
+    try:
+        yield identities
+    finally:
+        await identities.close()
+
+
+def make_pds_client(settings: Settings, outbound: OutboundClient, core: NativeCore | None = None) -> PdsClient:
+    """Return the client that fetches exports into the spool directory. `core` reads them; None for the Python code.
+
+    Raises:
+        SettingsError: The spool directory cannot be created.
+    """
+    directory = settings.data_dir / "spool"
+    try:
+        return PdsClient(
+            outbound,
+            settings.limits,
+            directory,
+            export_timeout=settings.export_time,
+            export_min_rate=settings.export_rate,
+            reader=reader_factory(core),
+        )
+    except OSError as error:
+        raise SettingsError(f"{variable('data_dir')}: cannot create {directory}: {error.strerror}") from error
+
+
+def http_origin(relay: str) -> str:
+    """Return the HTTP base URL of a relay from the URL of its stream."""
+    return relay.replace("ws", "http", 1)
+
+
+def _rate_limits(settings: Settings, pauses: HostPauses) -> RateLimits:
+    return RateLimits(
+        host=settings.host_rate,
+        host_concurrency=settings.host_concurrency,
+        total=settings.outbound_rate,
+        total_concurrency=settings.outbound_concurrency,
+        configured_hosts={host_of(http_origin(relay)): settings.host_rate for relay in settings.relays}
+        | {host_of(url): settings.plc_rate for url in settings.plc_url},
+        pauses=pauses,
+    )
+
+
+async def stored_policy(settings: Settings, store: Store) -> Policy:
+    """Return the policy with the stored scope, or with that of the settings if none is stored yet."""
+    scope = await store.scope()
+    return settings.policy if scope is None else replace(settings.policy, scope=scope)

@@ -1,0 +1,552 @@
+"""The composition root: build the stages of the daemon from the settings, run them, and stop them in order.
+
+Every stage is a task. An unexpected exception in any stage stops the daemon. A request to stop drains: the stream is
+closed, received messages are written with their cursor, and running resyncs give their claims back. Messages that were
+not written are received again after the next start.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from time import time
+from typing import Any
+
+import structlog
+
+from indexer.app.clients import http_origin, make_did_resolver, make_pds_client, open_outbound_client
+from indexer.app.core_choice import DaemonCore, core_of
+from indexer.app.counts import DaemonCounts
+from indexer.app.feeds import DaemonFeeds, open_webhook
+from indexer.app.gauges import DaemonGauges
+from indexer.app.monitor import DaemonMonitor
+from indexer.app.probe import DaemonProbe
+from indexer.app.process_setup import StopRequest, collect_garbage
+from indexer.app.scope import DaemonScope
+from indexer.app.settings import Settings
+from indexer.app.status import DaemonStatus, ShownStages
+from indexer.app.tuning import Tuning
+from indexer.concurrency.event_loop_delay import measure_delays
+from indexer.concurrency.stage_progress import StageProgress
+from indexer.crash_points import crash_point
+from indexer.db import RESERVED_CONNECTIONS, RetentionPolicy, Store
+from indexer.db.current_scope import CurrentScope
+from indexer.db.open_gaps import OpenGaps
+from indexer.db.periodic import DatabaseAttempt, run_periodically
+from indexer.db.process_reports import ProcessReport
+from indexer.live.account_limits import AccountLimits
+from indexer.live.batch_writer import BATCH_SIZE, CLUSTER_BATCH_SIZE, BatchWriter
+from indexer.live.firehose_consumer import ConsumerSettings, FirehoseConsumer
+from indexer.live.inbox import Inbox
+from indexer.live.key_lookups import KeyLookups
+from indexer.live.stream_continuity import StreamContinuity
+from indexer.live.stream_entry import StreamEntries
+from indexer.live.stream_position import StreamPosition
+from indexer.net.http import OutboundClient
+from indexer.net.identity import HandleVerifier, IdentityCache
+from indexer.net.new_accounts import NewAccounts
+from indexer.net.pds import PdsClient
+from indexer.net.relay.stream_seek import StreamSeek
+from indexer.net.relay.subscription import Subscription
+from indexer.net.server.address import Address
+from indexer.readers.links.reader import LinkReader
+from indexer.resync.attempt import ResyncAttempts
+from indexer.resync.large_repo_slots import large_repo_slot_count
+from indexer.resync.queue_maintenance import QueueMaintenance
+from indexer.resync.worker_pool import WorkerPool, pool_settings
+from indexer.serve.database_monitor import DatabaseMonitor
+from indexer.serve.health import Listener, not_ready_reasons, serve_health
+from indexer.serve.status_page import status_routes
+from indexer.sync.repo_state import StreamPoint
+from indexer.sync.scope import Track
+from indexer.sync.shard import Placement
+from indexer.tasks.change_numbering import ChangeNumbering
+from indexer.tasks.erasure import AccountErasure
+from indexer.tasks.handles import HandleChecks
+from indexer.tasks.identities import IdentityRefresh
+from indexer.tasks.notifications import ChangeNotifier
+from indexer.tasks.reconcile import Reconciliation
+from indexer.tasks.retention import ChangeLogRetention
+from indexer.tasks.shard_ownership import ShardOwnership
+from indexer.telemetry.conditions import Conditions
+from indexer.telemetry.metrics import Metrics
+
+MAX_DRAIN_SHARE = 0.7
+"""Maximum share of `INDEXER_STOP_TIMEOUT` that is spent on writing the received messages after a signal."""
+FRAME_SIZE_MARGIN = 4
+"""Frames up to this multiple of `INDEXER_FRAME_BYTES` are received and rejected, so that the connection stays
+open. A larger frame ends the connection."""
+INBOX_BYTES = 64 * 1024 * 1024
+SILENCE_CHECK_SECONDS = 1.0
+FEED_STOP_SECONDS = 5.0
+"""Maximum time to store what clients of the feed have acknowledged before the process ends."""
+KEY_LOOKUP_CONCURRENCY = 64
+MAX_CONNECTIONS = 40
+"""Maximum size of the pool. Some stages have connections of their own, such as the shard lock. Postgres allows 100
+connections by default, for all processes and consumers together."""
+
+log = structlog.get_logger(__name__)
+
+
+@asynccontextmanager
+async def open_daemon(
+    settings: Settings,
+    dsn: str,
+    metrics: Metrics | None = None,
+    others: Sequence[StageProgress] = (),
+    core: DaemonCore | None = None,
+    tuning: Tuning | None = None,
+) -> AsyncIterator["Daemon"]:
+    """Build a daemon on a database with the current schema; `Daemon.run` starts it. Close its resources at the end.
+
+    Args:
+        settings: The settings.
+        dsn: The connection string of the database.
+        metrics: The metrics of the process, if there are any yet.
+        others: Stages of the process that run outside the daemon.
+        core: The core, if it is loaded already.
+        tuning: Intervals, timeouts and sizes. Default: those of `Tuning`.
+
+    Raises:
+        DatabaseError: The database does not answer.
+    """
+    async with AsyncExitStack() as stack:
+        metrics, tuning = metrics or Metrics(), tuning or Tuning()
+        store = await Store.open(dsn, connections=connection_count(settings.resync_workers))
+        stack.push_async_callback(store.close)
+        store.small_batch_pause = tuning.small_batch_pause
+        outbound = await stack.enter_async_context(
+            open_outbound_client(settings, metrics.outbound_request, tuning.timeouts, tuning.host_pauses)
+        )
+        outbound.hosts.restore(await store.load_hosts())
+        resolver = make_did_resolver(settings, outbound)
+        identities = IdentityCache(
+            resolver,
+            store,
+            metrics,
+            clock=time,
+            refresh_rate=settings.plc_rate / 2,
+            lifetimes=tuning.identities,
+            max_entries=tuning.max_identities,
+        )
+        stack.push_async_callback(identities.close)
+        core = core or core_of(settings)
+        pds = make_pds_client(settings, outbound, core.native)
+        webhook = await stack.enter_async_context(open_webhook(settings, metrics, tuning))
+        daemon = Daemon(settings, store, identities, pds, outbound, metrics, core, tuning, others, webhook)
+        await daemon.scope.begin()
+        yield daemon
+
+
+class Daemon:
+    """The stages of one process.
+
+    Attributes:
+        probe: The state of the stages, for the health checks.
+        status: The document of the status page.
+        core: The implementation of decoding and verification.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        identities: IdentityCache,
+        pds: PdsClient,
+        outbound: OutboundClient,
+        metrics: Metrics,
+        core: DaemonCore,
+        tuning: Tuning,
+        others: Sequence[StageProgress] = (),
+        webhook: OutboundClient | None = None,
+    ) -> None:
+        self._settings = settings
+        self._tuning = tuning
+        self._shard = settings.shard.placed(store.placement)
+        self.store = store
+        self.identities = identities
+        self.hosts = outbound.hosts
+        self.metrics = metrics
+        self.core = core
+        self.conditions = Conditions()
+        self.host_states = StageProgress("host states")
+        self.scope = CurrentScope(store, settings.policy, poll=tuning.scope_interval)
+        self._build_live_stages(outbound)
+        self._build_resync_stages(pds)
+        self._build_background_stages(outbound, pds)
+        self.feeds = DaemonFeeds(settings, store, identities, self.metrics, self.conditions, webhook)
+        self._build_monitors()
+        self.probe = self._make_probe([*self._stages_of_roles(), *others])
+        self.metrics.watch(self._make_gauges().readers())
+        self.status = self._make_status()
+
+    def _build_live_stages(self, outbound: OutboundClient) -> None:
+        settings, shard, tuning = self._settings, self._shard, self._tuning
+        new_accounts = settings.new_accounts_per_host / shard.count
+        self.new_accounts = NewAccounts(new_accounts)
+        self.shard_ownership = ShardOwnership(self.store, shard, retry=tuning.retry)
+        self.inbox = Inbox(INBOX_BYTES)
+        self.subscription = Subscription(
+            settings.relays, FRAME_SIZE_MARGIN * settings.frame_bytes, settings.user_agent, tuning.connection
+        )
+        self.stream_position = StreamPosition(
+            lambda: self.stream_continuity.is_known, upstream_is_pds=settings.upstream == "pds"
+        )
+        self.open_gaps = OpenGaps(self.store, shard, self.metrics, tuning.gap_refresh)
+        seek = StreamSeek(settings.limits, settings.user_agent)
+        entries = StreamEntries(self.store, seek, shard, settings.start)
+        self.stream_continuity = StreamContinuity(
+            entries,
+            self.open_gaps,
+            self.subscription,
+            str(shard),
+            proof_timeout=tuning.proof_timeout,
+            retry=tuning.retry,
+        )
+        self.firehose_consumer = FirehoseConsumer(
+            self.subscription,
+            self.stream_continuity,
+            self.inbox,
+            self.stream_position,
+            ConsumerSettings(shard, settings.limits, core=self.core.native),
+            self.metrics,
+        )
+        self.reconciliation = Reconciliation(
+            self.store,
+            outbound,
+            self.metrics,
+            self.open_gaps,
+            self._repo_list_sources,
+            self._stream_point,
+            self.scope,
+            replace(tuning.reconciliation, shard=shard, interval=settings.sweep_interval),
+            self.identities,
+            sources_are_hosts=settings.upstream == "pds",
+        )
+        self.key_lookups = KeyLookups(
+            self.identities, self.inbox, timeout=tuning.key_lookup_timeout, concurrency=KEY_LOOKUP_CONCURRENCY
+        )
+        self.batch_writer = BatchWriter(
+            self.store,
+            self.inbox,
+            self.key_lookups,
+            self.stream_position,
+            self.shard_ownership.owned,
+            replace(
+                tuning.writer, shard=shard, batch_size=BATCH_SIZE if self.store.shards == 1 else CLUSTER_BATCH_SIZE
+            ),
+            self.metrics,
+            self.conditions,
+            AccountLimits(self.new_accounts, NewAccounts(new_accounts), self.metrics, self.conditions),
+            self.scope,
+            self.core.native,
+        )
+
+    def _build_resync_stages(self, pds: PdsClient) -> None:
+        settings, shard = self._settings, self._shard
+        relay = http_origin(settings.relays[0])
+        sources = [relay if source == "relay" else None for source in settings.resync_source]
+        self.resync_pool = WorkerPool(
+            self.store,
+            self.identities,
+            ResyncAttempts(
+                self.store,
+                self.identities,
+                pds,
+                lambda: self.scope.policy,
+                self.metrics,
+                sources,
+                self.conditions,
+            ),
+            settings.deletion_grace,
+            shard,
+            self.metrics,
+            self.conditions,
+            pool_settings(
+                settings.resync_workers,
+                settings.resync_share,
+                settings.export_time,
+                self._tuning.pool,
+                distributed=self.store.shards > 1,
+            ),
+            self.new_accounts,
+        )
+        self.queue_maintenance = QueueMaintenance(
+            self.store,
+            shard,
+            self.metrics,
+            replace(self._tuning.maintenance, unpark_after=settings.sweep_interval),
+            may_forget=lambda: self.scope.scope.track is not Track.LISTED,
+        )
+
+    def _build_background_stages(self, outbound: OutboundClient, pds: PdsClient) -> None:
+        settings, shard, tuning = self._settings, self._shard, self._tuning
+        self.identity_refresh = IdentityRefresh(
+            self.store, self.identities, settings.deletion_grace, shard, interval=tuning.identity_refresh_interval
+        )
+        self.account_erasure = AccountErasure(
+            self.store,
+            self.identities,
+            pds,
+            settings.deletion_grace,
+            shard,
+            self.metrics,
+            interval=tuning.erasure_interval,
+        )
+        self.scope_stages = DaemonScope(
+            shard, self.store, outbound, self.metrics, self.scope, self._repo_list_sources, self._reconciled_at, tuning
+        )
+        self.links = LinkReader(self.store, wanted=settings.links)
+        self.change_log_retention = ChangeLogRetention(
+            self.store,
+            RetentionPolicy(settings.change_retention, settings.change_bytes, settings.consumer_lag_limit),
+            self.metrics,
+            lag_alarm=settings.consumer_lag_alarm,
+        )
+        self.change_notifier = ChangeNotifier(self.store, self.metrics, self.conditions)
+        self.change_numbering: ChangeNumbering | None = None
+        if self.store.placement is Placement.DISTRIBUTED:  # on a plain database, COMMIT numbers changes
+            self.change_numbering = ChangeNumbering(self.store, self.metrics, self.conditions)
+        self.handle_checks: HandleChecks | None = None
+        if settings.handle_rate:
+            handles = HandleVerifier(
+                outbound,
+                settings.dns_servers,
+                allow_private_hosts=settings.allow_private_hosts,
+                on_lookup=self.metrics.identity_lookup,
+            )
+            self.handle_checks = HandleChecks(self.store, handles, shard, rate=settings.handle_rate)
+
+    def _build_monitors(self) -> None:
+        self.repo_counts = DaemonCounts(
+            self.store, self.metrics, self._tuning.count_interval, self._tuning.max_count_share
+        )
+        self.database_monitor = DatabaseMonitor(self.store, self.conditions, self.metrics)
+        self.daemon_monitor = DaemonMonitor(
+            self.batch_writer.totals, self.identities.lookups, self.hosts, self.conditions
+        )
+
+    def _stages_of_roles(self) -> Iterator[StageProgress]:
+        """Yield the progress of all stages that `run` starts."""
+        yield from (self.repo_counts.stage, self.host_states, self.change_log_retention.stage, self.scope.stage)
+        yield self.change_notifier.stage
+        if self.change_numbering is not None:
+            yield self.change_numbering.stage
+        if "live" in self._settings.roles:
+            yield from (self.shard_ownership.stage, self.firehose_consumer.stage, self.inbox.stage)
+            yield from (self.key_lookups.stage, self.batch_writer.stage, self.open_gaps.stage)
+            yield from (self.reconciliation.stage, self.identity_refresh.stage, self.account_erasure.stage)
+            yield from self.scope_stages.progress()
+            yield self.links.stage
+        if "resync" in self._settings.roles:
+            maintenance = self.queue_maintenance
+            yield from (maintenance.lease_expiry, maintenance.parked_repos, maintenance.unproven_repos)
+            yield self.resync_pool.stage
+            if self.handle_checks is not None:
+                yield self.handle_checks.stage
+        if "feed" in self._settings.roles:
+            yield from self.feeds.progress()
+
+    def _make_probe(self, stages: Iterable[StageProgress]) -> DaemonProbe:
+        return DaemonProbe(
+            roles=self._settings.roles,
+            stages={stage.name: stage for stage in stages},
+            subscription=self.subscription,
+            firehose_consumer=self.firehose_consumer,
+            inbox=self.inbox,
+            key_lookups=self.key_lookups,
+            batch_writer=self.batch_writer,
+            shard_ownership=self.shard_ownership,
+            resync_pool=self.resync_pool,
+            reconciliation=self.reconciliation,
+            open_gaps=self.open_gaps,
+            database_monitor=self.database_monitor,
+            conditions=self.conditions,
+        )
+
+    def _make_gauges(self) -> DaemonGauges:
+        return DaemonGauges(
+            probe=self.probe,
+            feeds=self.feeds,
+            hosts=self.hosts,
+            stream_position=self.stream_position,
+            relays=self._settings.relays,
+            data_dir=self._settings.data_dir,
+            core=self.core,
+        )
+
+    def _make_status(self) -> DaemonStatus:
+        stages = ShownStages(
+            subscription=self.subscription,
+            stream_position=self.stream_position,
+            firehose_consumer=self.firehose_consumer,
+            inbox=self.inbox,
+            key_lookups=self.key_lookups,
+            batch_writer=self.batch_writer,
+            resync_pool=self.resync_pool,
+            reconciliation=self.reconciliation,
+            open_gaps=self.open_gaps,
+            change_log_retention=self.change_log_retention,
+            hosts=self.hosts,
+            repo_counts=self.repo_counts.newest,
+            database_monitor=self.database_monitor,
+            conditions=self.conditions,
+        )
+        reasons = partial(not_ready_reasons, self.probe)
+        return DaemonStatus(self.store, stages, reasons, str(self._shard), self._settings.roles)
+
+    def report(self) -> ProcessReport:
+        """Return what `indexer status` shows of this process: what `/readyz` answers now."""
+        roles = self._settings.roles
+        owns = "live" not in roles or self.shard_ownership.owned.is_set()
+        reasons = [asdict(reason) for reason in not_ready_reasons(self.probe)]
+        return ProcessReport(roles, self._shard.positions, owns, reasons)
+
+    def serve_http(self, listener: Listener | None = None) -> AbstractAsyncContextManager[Address]:
+        """Serve health checks, metrics, the status page and feeds during a block, which gets the address.
+
+        `listener` is the address of the settings, if it is bound already.
+        """
+        bind, registry = listener or self._settings.http_bind, self.metrics.registry
+        routes = [*status_routes(self.status)]
+        if "feed" in self._settings.roles:
+            routes += self.feeds.routes()
+        return serve_health(bind, self.probe, registry, self.conditions, routes=routes)
+
+    async def run(self, stop: StopRequest) -> int:
+        """Run all stages until `stop` is set, then drain. An exception of a stage is raised here.
+
+        Returns:
+            The number of received messages that could not be written in time.
+        """
+        tasks = {name: asyncio.create_task(stage, name=name) for name, stage in self._stages().items()}
+        stopped: asyncio.Task[Any] = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait([*tasks.values(), stopped], return_when=asyncio.FIRST_COMPLETED)
+            _raise_exceptions(tasks.values())
+            unwritten = await self._drain(tasks, stop)
+        finally:
+            for task in (*tasks.values(), stopped):
+                task.cancel()
+            await asyncio.gather(*tasks.values(), stopped, return_exceptions=True)
+            await self.key_lookups.close()
+            await self.resync_pool.close()
+        if self.change_numbering is not None:
+            stop.step = "number the last changes"
+            await self.change_numbering.finish()
+        return unwritten
+
+    def _stages(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """Return the stages of the roles of this process, by task name."""
+        stages: dict[str, Coroutine[Any, Any, None]] = {
+            "database monitor": self.database_monitor.run(self.report),
+            "daemon monitor": self.daemon_monitor.run(),
+            "garbage collection": collect_garbage(self._tuning.garbage_interval),
+            "event loop delay": measure_delays(self.metrics.event_loop_delay),
+            "repo counts": self.repo_counts.run(),
+            "status samples": self.status.run(),
+            "host states": run_periodically(
+                self._save_hosts, self._tuning.host_save_interval, self.host_states, wait_first=True
+            ),
+            "identity cache": self.identities.run(),
+            "change log retention": self.change_log_retention.run(),
+            "change notifier": self.change_notifier.run(),
+            "scope": self.scope.run(),
+        }
+        if self.change_numbering is not None:
+            stages |= {"change numbering": self.change_numbering.run()}
+        if "live" in self._settings.roles:
+            stages |= {
+                "shard ownership": self.shard_ownership.run(),
+                "firehose consumer": self._when_owned(self.firehose_consumer.run),
+                "key lookups": self.key_lookups.run(),
+                "batch writer": self.batch_writer.run(),
+                "identity refresh": self.identity_refresh.run(),
+                "account erasure": self.account_erasure.run(),
+                "links": self.links.run(),
+                "open gaps": self.open_gaps.run(),
+                "stream continuity": run_periodically(
+                    self.stream_continuity.check_silence, SILENCE_CHECK_SECONDS, self.open_gaps.stage.add()
+                ),
+                "reconciliation": self._when_owned(self.reconciliation.run),
+            }
+            stages |= {name: self._when_owned(run_stage) for name, run_stage in self.scope_stages.stages().items()}
+        if "resync" in self._settings.roles:
+            stages |= {"resync pool": self.resync_pool.run(), "queue maintenance": self.queue_maintenance.run()}
+            if self.handle_checks is not None:
+                stages |= {"handle checks": self.handle_checks.run()}
+        if "feed" in self._settings.roles:
+            stages |= self.feeds.stages()
+        return stages
+
+    def _repo_list_sources(self) -> Sequence[str]:
+        """Return the relay whose stream is open, then the others; none if no stream is open."""
+        if (connection := self.subscription.connection) is None:
+            return ()
+        return [http_origin(relay) for relay in dict.fromkeys([connection.relay, *self._settings.relays])]
+
+    def _stream_point(self, source: str) -> StreamPoint | None:
+        """Return the last stored message of the stream of this source; None if that is not known or not open."""
+        point = self.stream_position.last_stored()
+        return point if point is not None and http_origin(point.relay) == source else None
+
+    def _reconciled_at(self) -> float | None:
+        """Return when the last reconciliation of this process ended; None if none has ended."""
+        progress = self.reconciliation.crawl_progress
+        return progress.finished_at if progress else None
+
+    async def _when_owned(self, run_stage: Callable[[], Awaitable[None]]) -> None:
+        """Run a stage as soon as this process owns its shard."""
+        await self.shard_ownership.owned.wait()
+        await run_stage()
+
+    async def _drain(self, tasks: Mapping[str, asyncio.Task[None]], stop: StopRequest) -> int:
+        """Stop receiving, write the received messages, and give claims back. Raise the exceptions of the stages."""
+        log.info("daemon.draining", messages=self.inbox.unsettled, resyncs=len(self.resync_pool.running))
+        receiving = [tasks[name] for name in ("firehose consumer", "resync pool") if name in tasks]
+        for task in receiving:
+            task.cancel()
+        stop.step = "end the stream and the resyncs"
+        crash_point("daemon.draining")
+        await asyncio.gather(*receiving, return_exceptions=True)
+        stop.step = "write the received messages"
+        if writer := tasks.get("batch writer"):
+            settled = asyncio.create_task(self.inbox.wait_until_settled())
+            timeout = MAX_DRAIN_SHARE * self._settings.stop_timeout
+            await asyncio.wait([writer, settled], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            settled.cancel()
+        if feed := tasks.get("tap feed"):
+            stop.step = "store what clients of the feed have acknowledged"
+            await self.feeds.tap_feed.stop()
+            await asyncio.wait([feed], timeout=FEED_STOP_SECONDS)
+        if unwritten := self.inbox.unsettled:
+            log.error("daemon.drain-incomplete", messages=unwritten)
+        stop.step = "give back the claims of resyncs"
+        await self.resync_pool.give_back()
+        stop.step = "save the states of hosts"
+        with DatabaseAttempt():
+            await self._save_hosts()
+        _raise_exceptions(task for task in tasks.values() if not task.cancelled())
+        return unwritten
+
+    async def _save_hosts(self) -> None:
+        if not (states := self.hosts.unsaved()):
+            return
+        await self.store.save_hosts(states)
+        self.hosts.mark_saved(states)
+
+
+def _raise_exceptions(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Raise the exception of a stage that has ended. A stage ends only with an exception."""
+    for task in tasks:
+        if task.done():
+            task.result()
+
+
+def connection_count(workers: int) -> int:
+    """Return the size of the pool: a connection per possible resync, and the ones that resyncs do not use.
+
+    With more workers than `MAX_CONNECTIONS` allows, some resyncs wait for a connection before they write.
+    """
+    return min(workers + large_repo_slot_count(workers) + RESERVED_CONNECTIONS, MAX_CONNECTIONS)

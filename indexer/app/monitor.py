@@ -1,0 +1,97 @@
+"""Find conditions in the state of the running daemon: rejected messages, failing identity lookups, failing hosts."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping
+from time import monotonic
+from typing import NoReturn
+
+from indexer.live.settled_totals import SettledTotals
+from indexer.net.http import HostLimits
+from indexer.net.identity import LookupTotals, Method
+from indexer.reasons import Rejection
+from indexer.telemetry.conditions import (
+    HOST_FAILING,
+    IDENTITY_LOOKUPS_FAILING,
+    MESSAGES_REJECTED,
+    ConditionKind,
+    Conditions,
+)
+from indexer.telemetry.recent_totals import RecentTotals
+
+INTERVAL_SECONDS = 2.0
+MIN_MESSAGES = 20
+"""Settled messages within a minute that are enough to judge the share of one rejection reason."""
+MIN_LOOKUPS = 5
+"""Identity lookups within a minute that are enough to judge the share of failures."""
+
+
+class DaemonMonitor:
+    """Compares the totals of the stages with those of a minute ago; `run` does so every `INTERVAL_SECONDS`."""
+
+    def __init__(
+        self,
+        settled: SettledTotals,
+        lookups: Mapping[Method, LookupTotals],
+        hosts: HostLimits,
+        conditions: Conditions,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._settled = settled
+        self._directory = lookups["plc"]  # any host can serve a did:web, so its failures say nothing about this daemon
+        self._hosts = hosts
+        self._conditions = conditions
+        self._clock = clock
+        self._recent_messages = RecentTotals[Rejection | None](clock())
+        self._recent_lookups = RecentTotals[bool](clock())
+
+    async def run(self) -> NoReturn:
+        """Check forever."""
+        while True:
+            await asyncio.sleep(INTERVAL_SECONDS)
+            self.check()
+
+    def check(self) -> None:
+        """Report the conditions that hold now, and end those that are over."""
+        self._check_rejections()
+        self._check_lookups()
+        self._check_hosts()
+        self._conditions.update()
+
+    def _check_rejections(self) -> None:
+        totals = Counter[Rejection | None](self._settled.rejected)
+        totals[None] = self._settled.settled
+        recent = self._recent_messages.add(self._clock(), totals)
+        settled = recent[None]
+        for reason in self._settled.rejected:
+            message = (
+                f"{reason} rejects {recent[reason] / max(settled, 1):.0%} of {settled} messages of the last minute; "
+                f"example: {self._settled.examples.get(reason, '-')}"
+            )
+            self._judge(MESSAGES_REJECTED, reason, recent[reason], settled, MIN_MESSAGES, message)
+
+    def _check_lookups(self) -> None:
+        failed, answered = self._directory.failed, self._directory.answered
+        recent = self._recent_lookups.add(self._clock(), {False: failed, True: answered})
+        lookups = recent.total()
+        message = (
+            f"identity lookups fail: {recent[False] / max(lookups, 1):.0%} of {lookups} in the last minute; "
+            f"last error: {self._directory.last_error}; affected repos stay desynchronized and are retried"
+        )
+        self._judge(IDENTITY_LOOKUPS_FAILING, "", recent[False], lookups, MIN_LOOKUPS, message)
+
+    def _judge(self, kind: ConditionKind, subject: str, part: int, total: int, minimum: int, message: str) -> None:
+        """Begin a condition if `part` is most of at least `minimum`, and end it when it is no longer most of them.
+
+        Without anything in the last minute, the condition ends after the quiet time of its kind.
+        """
+        is_most = 2 * part > total
+        if is_most and (total >= minimum or self._conditions.is_active(kind, subject)):
+            self._conditions.report(kind, subject, message=message, value=round(part / total, 4), count=0)
+        elif total and not is_most:
+            self._conditions.end(kind, subject)
+
+    def _check_hosts(self) -> None:
+        for state in self._hosts.failing():
+            message = f"requests to {state.host} fail: {state.last_error}; it is asked again after growing pauses"
+            self._conditions.report(HOST_FAILING, state.host, message=message, count=0)

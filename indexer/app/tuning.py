@@ -1,0 +1,80 @@
+"""Intervals, timeouts and sizes of the stages of the daemon that no setting changes. Tests pass others."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from indexer.db.open_gaps import REFRESH_SECONDS
+from indexer.db.store import SMALL_BATCH_PAUSE
+from indexer.live.batch_writer import WriterSettings
+from indexer.live.stream_continuity import PROOF_TIMEOUT
+from indexer.net.http import HostPauses, Timeouts
+from indexer.net.identity import IdentityLifetimes
+from indexer.net.relay.subscription import ConnectionSettings
+from indexer.resync.queue_maintenance import MaintenanceSettings
+from indexer.resync.worker_pool import WorkerPoolSettings
+from indexer.tasks import scope_backfill, scope_narrowing, scope_untracking
+from indexer.tasks.reconcile import ReconciliationSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Intervals, timeouts and sizes. All times are seconds.
+
+    Attributes:
+        timeouts: Of outbound requests.
+        host_pauses: Of hosts whose requests fail.
+        connection: Of the stream.
+        identities: Ages and intervals of identities.
+        max_identities: Identities in memory.
+        reconciliation: Its times; shard and interval are those of the settings.
+        writer: The times of the batch writer; its shard is that of the settings.
+        pool: The times of the resync pool; workers, share and the timeout of an attempt follow from the settings.
+        maintenance: The times of the queue maintenance; `unpark_after` is that of the settings.
+        retry: Between two attempts to acquire the shard lock, to load the cursors, and to store a gap.
+        proof_timeout: After the connection, for the relay to send the message at the cursor again.
+        gap_refresh: Between two reads of the open gaps.
+        key_lookup_timeout: For a key, from the message that needs it.
+        small_batch_pause: See `Store.small_batch_pause`.
+        scope_interval: Between two reads of the scope, and two checks whether a change of it left work to do.
+        scope_settle: From a change of the scope to the reading of a list.
+        scope_rechecks: From the comparison with a list to each of its repetitions.
+        scope_recheck_poll: Between two checks whether a repetition is due.
+        narrowing_batch: Records out of scope that one transaction deletes.
+        untracking_batch: Repos that one transaction looks at to find those out of scope.
+        untracking_retry: Until repos are looked at again that were not complete.
+        erasure_interval: Between two searches for accounts to erase.
+        identity_refresh_interval: Between two batches of refreshes.
+        count_interval: Between two counts of the repos, at least.
+        max_count_share: The share of the time that counting them may take.
+        host_save_interval: Between two saves of the states of hosts, so that pauses survive a restart.
+        garbage_interval: Between two collections of all garbage. With a full cache of identities, one takes some tenths
+            of a second.
+    """
+
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    host_pauses: HostPauses = field(default_factory=HostPauses)
+    connection: ConnectionSettings = field(default_factory=ConnectionSettings)
+    identities: IdentityLifetimes = field(default_factory=IdentityLifetimes)
+    max_identities: int = 200_000
+    reconciliation: ReconciliationSettings = field(default_factory=ReconciliationSettings)
+    writer: WriterSettings = field(default_factory=WriterSettings)
+    pool: WorkerPoolSettings = field(default_factory=WorkerPoolSettings)
+    maintenance: MaintenanceSettings = field(default_factory=MaintenanceSettings)
+    retry: float = 1.0
+    proof_timeout: float = PROOF_TIMEOUT
+    gap_refresh: float = REFRESH_SECONDS
+    key_lookup_timeout: float = 15.0
+    small_batch_pause: float = SMALL_BATCH_PAUSE
+    scope_interval: float = 1.0
+    scope_settle: float = scope_backfill.SETTLE_SECONDS
+    scope_rechecks: Sequence[float] = scope_backfill.RECHECK_SECONDS
+    scope_recheck_poll: float = scope_backfill.RECHECK_POLL_SECONDS
+    narrowing_batch: int = scope_narrowing.BATCH_SIZE
+    untracking_batch: int = scope_untracking.BATCH_SIZE
+    untracking_retry: float = scope_untracking.RETRY_SECONDS
+    erasure_interval: float = 60.0
+    identity_refresh_interval: float = 10.0
+    count_interval: float = 10.0
+    max_count_share: float = 0.01
+    host_save_interval: float = 5.0
+    garbage_interval: float = 1_800.0

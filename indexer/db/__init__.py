@@ -1,0 +1,55 @@
+"""Access to Postgres: the schema of the tables, and every SQL statement of the program."""
+
+from indexer.db.change_log_segments import ChangeLogState, ConsumerState, RetentionPolicy, TrimPlan
+from indexer.db.collection_export import ExportedRecord
+from indexer.db.connections import RESERVED_CONNECTIONS
+from indexer.db.consistent_read import ConsistentRead, RecordRow
+from indexer.db.copy_records import NewRepoRecords, RecordsExistError
+from indexer.db.database_check import DatabaseCheck
+from indexer.db.database_errors import DatabaseError
+from indexer.db.dead_letters import DeadLetterGoneError, StoredDeadLetter
+from indexer.db.erase_records import ErasedBatch
+from indexer.db.lexicon_indexes import LexiconIndex, UnknownColumnError
+from indexer.db.lexicon_rows import AddedLexicon, AddedState, StoredLexicon, ViewInUseError
+from indexer.db.link_progress import LinkProgress, LinkProgressState
+from indexer.db.new_repos_transaction import NewReposTransaction
+from indexer.db.report_queries import Counts
+from indexer.db.resync_transaction import ResyncTransaction
+from indexer.db.scope_changes import NarrowedPage
+from indexer.db.scope_row import CollectionProgress
+from indexer.db.status_queries import DeliveryState, RejectionSummary
+from indexer.db.store import Store
+
+__all__ = [
+    "RESERVED_CONNECTIONS",
+    "AddedLexicon",
+    "AddedState",
+    "ChangeLogState",
+    "CollectionProgress",
+    "ConsistentRead",
+    "ConsumerState",
+    "Counts",
+    "DatabaseCheck",
+    "DatabaseError",
+    "DeadLetterGoneError",
+    "DeliveryState",
+    "ErasedBatch",
+    "ExportedRecord",
+    "LexiconIndex",
+    "LinkProgress",
+    "LinkProgressState",
+    "NarrowedPage",
+    "NewRepoRecords",
+    "NewReposTransaction",
+    "RecordRow",
+    "RecordsExistError",
+    "RejectionSummary",
+    "ResyncTransaction",
+    "RetentionPolicy",
+    "Store",
+    "StoredDeadLetter",
+    "StoredLexicon",
+    "TrimPlan",
+    "UnknownColumnError",
+    "ViewInUseError",
+]

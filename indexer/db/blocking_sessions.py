@@ -1,0 +1,186 @@
+"""Sessions whose open transactions hold what others need: locks, the queue of notifications, or dead rows.
+
+The trimming of the change log and a migration need locks.
+
+Each batch updates the row of its cursor. The former version of the row cannot be removed while a snapshot is open that
+may see it, and each batch reads all versions that are left. The same holds for the rows of repos.
+
+The functions of the public schema keep no lock on segments of the change log. A query of the view `atproto.changes`
+does, until the end of its transaction. A query of any view keeps the view and its tables from being replaced.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import asyncpg
+
+from indexer.db.columns import Connection
+
+END_WHEN_STOPPED = "set local idle_in_transaction_session_timeout = '5s'"
+"""A setting for transactions of this program that hold locks for which all its processes, or all consumers, wait.
+Postgres ends the transaction if its process is stopped, for example with SIGSTOP. The other transactions of a daemon
+end after a minute (`SERVER_SETTINGS`)."""
+
+# Consumers are neither superusers nor the role of the daemon: a backup may take hours. Nor may they create roles: from
+# Postgres 16 on, an administrator who is no superuser is a member of each role that they have created, without its
+# privileges. The age is hidden (null) from a role without the privileges of pg_read_all_stats.
+_COLUMNS = """
+    select a.pid, a.usename::text as role, date_part('epoch', clock_timestamp() - a.xact_start) as seconds,
+        coalesce(not r.rolsuper and not r.rolcreaterole and r.rolname <> current_user, false) and exists (
+            select from pg_roles g
+            where g.rolname in ('atproto_reader', 'atproto_operator') and pg_has_role(r.oid, g.oid, 'member')
+        ) as is_consumer
+    from pg_stat_activity a left join pg_roles r on r.oid = a.usesysid
+"""
+_SESSIONS = f"""
+    {_COLUMNS}
+    where a.pid <> pg_backend_pid() and a.pid = any(coalesce($2::int[], array[a.pid])) and a.pid in (
+        select l.pid from pg_locks l
+        where l.granted and l.locktype = 'relation' and l.relation = any($1::oid[])
+            and l.database = (select oid from pg_database where datname = current_database())
+    )
+    order by a.xact_start
+"""
+_OLDEST = f"""
+    select distinct on (is_consumer) pid, role, seconds, is_consumer
+    from (
+        select s.pid, s.role, s.seconds, s.is_consumer and a.datname = current_database() as is_consumer, a.xact_start
+        from ({_COLUMNS}) s join pg_stat_activity a on a.pid = s.pid
+        where a.pid <> pg_backend_pid() and a.backend_type = 'client backend' and a.xact_start is not null
+    ) session
+    order by is_consumer, xact_start
+"""
+_DEAD_CURSORS = "select pg_stat_get_dead_tuples('indexer.cursor'::regclass)"
+# The sessions of other databases keep no rows of this one, and a replication slot without a database keeps all.
+_OLD_SNAPSHOTS = f"""
+    select s.pid, s.role, s.seconds, s.is_consumer
+    from ({_COLUMNS}) s join pg_stat_activity a on a.pid = s.pid
+    where a.pid <> pg_backend_pid()
+        and (a.backend_type = 'client backend' and a.datname = current_database() or a.backend_type = 'walsender')
+        and greatest(age(a.backend_xid), age(a.backend_xmin)) >= $1
+    order by a.xact_start
+"""
+_OTHER_OLD_SNAPSHOTS = """
+    select 'prepared transaction ' || gid from pg_prepared_xacts
+    where database = current_database() and age(transaction) >= $1
+    union all
+    select 'replication slot ' || slot_name from pg_replication_slots where age(xmin) >= $1
+"""
+_OF_SEGMENTS = """
+    select format('indexer.%s_%s', name, segment)::regclass::oid
+    from unnest($1::integer[]) segment cross join unnest(array['change', 'change_batch']) name
+"""
+_OF_SCHEMAS = """
+    select oid from pg_class where relkind in ('r', 'p', 'v') and relnamespace in (
+        to_regnamespace('indexer'), to_regnamespace('atproto'), to_regnamespace('lexicon')
+    )
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockingSession:
+    """A session whose open transaction holds what others need.
+
+    Attributes:
+        role: The role that logged in; None for a process of Postgres, such as a VACUUM that prevents wraparound.
+        seconds: Age of the transaction; None if it is hidden from the daemon's role.
+        is_consumer: Its role is a member of a role of the public schema, and is neither that of the daemon nor an
+            administrator's.
+        ended: True if the session was ended; False if it is not old enough, or the daemon's role may not end it.
+    """
+
+    pid: int
+    role: str | None
+    seconds: float | None
+    is_consumer: bool
+    ended: bool = False
+
+    def is_old(self, min_seconds: float) -> bool:
+        """Return True unless its transaction is known to be younger."""
+        return self.seconds is None or self.seconds >= min_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class OldSnapshots:
+    """The holders of old snapshots, which keep dead rows.
+
+    Attributes:
+        dead_cursors: Versions of cursors that nothing has removed yet.
+        sessions: The sessions with old snapshots, the oldest transaction first; empty if few versions are left.
+        others: The other holders, each as text: prepared transactions and replication slots.
+    """
+
+    dead_cursors: int
+    sessions: Sequence[BlockingSession] = ()
+    others: Sequence[str] = ()
+
+
+async def end_blocking_sessions(
+    connection: Connection, segments: Sequence[int], min_seconds: float
+) -> list[BlockingSession]:
+    """End the sessions of consumers whose transactions lock one of the segments and are this old; return them."""
+    relations = await connection.fetch(_OF_SEGMENTS, segments)
+    sessions = await _load(connection, [oid for (oid,) in relations])
+    old = [session for session in sessions if session.is_consumer and session.is_old(min_seconds)]
+    return await _end(connection, old)
+
+
+async def end_sessions_before_migration(
+    connection: Connection, blocking: Sequence[int], min_seconds: float
+) -> list[BlockingSession]:
+    """Return the sessions among these process IDs that use a table or view; end those of consumers that are this old.
+
+    None is ended while an old session of another role blocks the migration, too: that would help nobody.
+    """
+    relations = await connection.fetch(_OF_SCHEMAS)
+    sessions = await _load(connection, [oid for (oid,) in relations], blocking)
+    old = [session for session in sessions if session.is_old(min_seconds)]
+    if not all(session.is_consumer for session in old):
+        return sessions
+    return [session for session in sessions if session not in old] + await _end(connection, old)
+
+
+async def end_oldest_transaction(connection: Connection, min_seconds: float) -> list[BlockingSession]:
+    """Return the sessions with the oldest transactions: of the consumers of this database, and of all others.
+
+    The session of the consumer is ended if its transaction is this old. A session that listens reads no notification
+    during its transaction, and the queue keeps what it has not read. Which sessions listen is not visible to others.
+    """
+    sessions = [BlockingSession(*row) for row in await connection.fetch(_OLDEST)]
+    old = [session for session in sessions if session.is_consumer and session.is_old(min_seconds)]
+    return [session for session in sessions if session not in old] + await _end(connection, old)
+
+
+async def end_old_snapshots(connection: Connection, max_dead_cursors: int, min_seconds: float) -> OldSnapshots:
+    """Return the old snapshots if so many dead cursors are left; end sessions of consumers that are this old."""
+    dead_cursors = await connection.fetchval(_DEAD_CURSORS)
+    if dead_cursors < max_dead_cursors:
+        return OldSnapshots(dead_cursors)
+    # Each dead cursor has been written by a transaction of its own.
+    sessions = [BlockingSession(*row) for row in await connection.fetch(_OLD_SNAPSHOTS, max_dead_cursors)]
+    old = [session for session in sessions if session.is_consumer and session.is_old(min_seconds)]
+    others = [name for (name,) in await connection.fetch(_OTHER_OLD_SNAPSHOTS, max_dead_cursors)]
+    sessions = [session for session in sessions if session not in old]
+    return OldSnapshots(dead_cursors, await _end(connection, old) + sessions, others)
+
+
+async def _load(
+    connection: Connection, relations: Sequence[int], pids: Sequence[int] | None = None
+) -> list[BlockingSession]:
+    """Return the sessions that have a lock on one of the relations, the oldest transaction first."""
+    return [BlockingSession(*row) for row in await connection.fetch(_SESSIONS, relations, pids)]
+
+
+async def _end(connection: Connection, sessions: Sequence[BlockingSession]) -> list[BlockingSession]:
+    """End the sessions whose age is known; return all of them."""
+    return [
+        replace(session, ended=session.seconds is not None and await _terminate(connection, session.pid))
+        for session in sessions
+    ]
+
+
+async def _terminate(connection: Connection, pid: int) -> bool:
+    try:
+        return await connection.fetchval("select pg_terminate_backend($1)", pid) is True
+    except asyncpg.InsufficientPrivilegeError:
+        return False

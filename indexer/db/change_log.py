@@ -1,0 +1,85 @@
+"""Append to the change log. COMMIT assigns the numbers of the changes (`seq`).
+
+    step                                   rows
+    log_changes inserts a batch            change_batch  id 7, size 3, first_seq null
+                and its changes            change        batch 7, ordinal 0
+                                           change        batch 7, ordinal 1
+                                           change        batch 7, ordinal 2
+    COMMIT runs the trigger `publish`:
+      1. lock the table numbering_lock     (waits for other commits that number changes)
+      2. take 3 numbers                    change_batch  id 7, size 3, first_seq 41
+    Postgres makes the commit visible
+    Postgres releases the lock             seq = first_seq + ordinal: 41, 42, 43
+
+The lock is released after the commit is visible. So the next transaction gets higher numbers, and a snapshot that shows
+a number shows all smaller ones. A consumer therefore needs one number to store its position. See
+docs/decisions/0005-number-changes-at-commit.md.
+
+On a distributed database, the numbers are assigned after the commit (`indexer.db.numbering`).
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from indexer.db.columns import Connection, columns_of, unnest
+from indexer.sync.changes import ChangeLogEntry
+from indexer.sync.shard import bucket_of
+
+COLUMNS = (
+    "segment", "batch", "ordinal", "bucket", "live", "action", "did", "collection", "rkey", "rev", "cid",
+)  # fmt: skip
+"""The columns of the table `change`, as COPY writes them."""
+
+_INSERT_BATCH = """
+    insert into indexer.change_batch (segment, size) select current_segment, $1 from indexer.change_log
+    returning segment, id
+"""
+
+
+_LOGGED = {  # in the order of `log_rows`, after the ordinal
+    "bucket": "smallint",
+    "live": "boolean",
+    "action": "text",
+    "did": "text",
+    "collection": "text",
+    "rkey": "text",
+    "rev": "text",
+    "cid": "bytea",
+}
+
+MIN_COPIED_CHANGES = 20
+"""The least number of changes that are written by COPY. Below, its additional round trips cost more than it saves."""
+
+_INSERT_CHANGES = f"""
+    with started as ({_INSERT_BATCH})
+    insert into indexer.change (segment, batch, ordinal, {", ".join(_LOGGED)})
+    select started.segment, started.id, w.ordinal - 1, {", ".join(f"w.{name}" for name in _LOGGED)}
+    from started, {unnest(_LOGGED, "w", 2)}
+"""
+
+
+async def log_changes(connection: Connection, changes: Sequence[ChangeLogEntry]) -> None:
+    """Append changes to the log, in this order, within the open transaction."""
+    if not changes:
+        return
+    if len(changes) < MIN_COPIED_CHANGES:
+        logged = [row for _, _, _, *row in log_rows(0, 0, 0, changes)]
+        await connection.execute(_INSERT_CHANGES, len(changes), *columns_of(logged, _LOGGED))
+        return
+    segment, batch = await begin_batch(connection, len(changes))
+    rows = log_rows(segment, batch, 0, changes)
+    await connection.copy_records_to_table("change", schema_name="indexer", columns=COLUMNS, records=rows)
+
+
+async def begin_batch(connection: Connection, size: int) -> tuple[int, int]:
+    """Insert a batch of `size` changes; return its segment and its ID. Its changes must follow in the transaction."""
+    [(segment, batch)] = await connection.fetch(_INSERT_BATCH, size)
+    return segment, batch
+
+
+def log_rows(segment: int, batch: int, first_ordinal: int, changes: Iterable[ChangeLogEntry]) -> list[tuple[Any, ...]]:
+    """Return the rows of changes, in the order of `COLUMNS`."""
+    return [
+        (segment, batch, ordinal, bucket_of(did), live, action, did, collection, rkey, rev, cid)
+        for ordinal, (did, action, rev, live, collection, rkey, cid) in enumerate(changes, first_ordinal)
+    ]

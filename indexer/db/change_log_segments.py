@@ -1,0 +1,305 @@
+"""Retention of the change log: eight segments that are reused. Whole segments are truncated, oldest first.
+
+A migration created the segments. One is the current segment, into which all changes are written. If no process trims
+the log, the current segment grows. A segment is not truncated while it has changes that a registered consumer has not
+received, unless the consumer is disconnected for being too far behind. See
+docs/decisions/0005-number-changes-at-commit.md.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import time
+from typing import Literal
+
+import asyncpg
+
+from indexer.crash_points import COMMITTED, crash_point
+from indexer.db.blocking_sessions import END_WHEN_STOPPED
+from indexer.db.columns import Connection
+
+SEGMENTS = 8
+"""The number of segments that the migration created."""
+RETAINED_SEGMENTS = SEGMENTS - 2
+"""Segments that share the retained time. Of the other two, one is the current segment and one is empty."""
+MAX_GROWTH_RATE = 100 * 10**6
+"""Bytes per second at which the change log is assumed to grow at most."""
+MIN_CHECK_SECONDS, MAX_CHECK_SECONDS = 0.2, 60.0
+LOCK_TIMEOUT = "200ms"
+"""Maximum time that a truncation waits for its lock. Consumers that come after it wait as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPolicy:
+    """The limits of the change log. Changes beyond `max_age` or `max_bytes` are trimmed.
+
+    A change that a registered consumer has not received is retained beyond these limits. The consumer is disconnected
+    when its lag exceeds `max_consumer_lag`, or when the log reaches twice `max_bytes`.
+
+    A trim leaves a reserve of `segment_bytes` below both limits, for what is written until the next trim. The next one
+    follows when half of the reserve is used.
+
+    Attributes:
+        max_age: Seconds; 0 means no limit.
+        max_bytes: Bytes of tables and indexes.
+        max_consumer_lag: Seconds; 0 means no limit.
+    """
+
+    max_age: float
+    max_bytes: int
+    max_consumer_lag: float
+
+    @property
+    def segment_bytes(self) -> int:
+        """The size at which the current segment is full."""
+        return self.max_bytes // SEGMENTS
+
+    @property
+    def check_seconds(self) -> float:
+        """The interval at which the size is checked, so that the log does not use up the reserve in between."""
+        return min(max(self.segment_bytes / 2 / MAX_GROWTH_RATE, MIN_CHECK_SECONDS), MAX_CHECK_SECONDS)
+
+    def is_overfull(self, size: int) -> bool:
+        """Return True if a log of this size disconnects the consumers and sessions that prevent trimming."""
+        return size > 2 * self.max_bytes - self.segment_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The state of one segment.
+
+    Attributes:
+        last_seq: The number of the newest change; None if the segment is empty.
+        last_time: Unix seconds of the newest change; None if the segment is empty.
+    """
+
+    number: int
+    bytes: int
+    last_seq: int | None
+    last_time: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerState:
+    """The state of a registered consumer.
+
+    Attributes:
+        seq: The number of the last change that it has received.
+        behind: The latest number minus `seq`.
+        behind_since: Unix seconds when its first unreceived change was committed; None if there is none.
+        seen_at: Unix seconds of its last request.
+        cut_off: True if it was disconnected.
+    """
+
+    name: str
+    seq: int
+    behind: int
+    behind_since: float | None
+    seen_at: float
+    cut_off: bool
+
+    def lag(self, now: float) -> float:
+        """Return the age in seconds of the oldest change that the consumer has not received."""
+        return 0.0 if self.behind_since is None else max(0.0, now - self.behind_since)
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeLogState:
+    """The state of the change log.
+
+    Attributes:
+        current: The number of the segment that is being written.
+        opened_at: Unix seconds at which it became the current segment.
+    """
+
+    current: int
+    opened_at: float
+    segments: Sequence[Segment]
+    consumers: Sequence[ConsumerState]
+
+    @property
+    def bytes(self) -> int:
+        """The size of all segments."""
+        return sum(segment.bytes for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class TrimPlan:
+    """The steps of one trim.
+
+    Attributes:
+        disconnect: Names of the consumers to disconnect.
+        truncate: Numbers of the segments to truncate.
+        next_segment: The segment that becomes the current one; None if the current one stays.
+        locked: Numbers of the segments that were not truncated because an open transaction has used them.
+    """
+
+    disconnect: tuple[str, ...]
+    truncate: tuple[int, ...]
+    next_segment: int | None
+    locked: tuple[int, ...] = ()
+
+
+def plan_trim(log: ChangeLogState, policy: RetentionPolicy, now: float) -> TrimPlan:
+    """Return the steps that bring the log within the policy."""
+    surplus = _surplus(log, policy, now)
+    overfull = policy.is_overfull(log.bytes)
+    connected = [consumer for consumer in log.consumers if not consumer.cut_off]
+    disconnect = [
+        consumer.name
+        for consumer in connected
+        if 0 < policy.max_consumer_lag < consumer.lag(now)
+        or (overfull and any(consumer.seq < (segment.last_seq or 0) for segment in surplus))
+    ]
+    positions = [consumer.seq for consumer in connected if consumer.name not in disconnect]
+    truncate = [
+        segment.number
+        for segment in surplus
+        if segment.last_seq is not None and all(position >= segment.last_seq for position in positions)
+    ]
+    return TrimPlan(tuple(disconnect), tuple(truncate), _next_segment(log, policy, now))
+
+
+def _surplus(log: ChangeLogState, policy: RetentionPolicy, now: float) -> list[Segment]:
+    """Return the segments beyond the limits, oldest first."""
+    rest = log.bytes
+    surplus: list[Segment] = []
+    for segment in sorted(log.segments, key=lambda segment: segment.last_seq or 0):
+        if segment.number == log.current or segment.last_time is None:
+            continue
+        if rest > policy.max_bytes - policy.segment_bytes or 0 < policy.max_age < now - segment.last_time:
+            surplus.append(segment)
+            rest -= segment.bytes
+    return surplus
+
+
+def _next_segment(log: ChangeLogState, policy: RetentionPolicy, now: float) -> int | None:
+    """Return an empty segment if the current one is full, by age or size."""
+    [current] = [segment for segment in log.segments if segment.number == log.current]
+    old = 0 < policy.max_age <= (now - log.opened_at) * RETAINED_SEGMENTS
+    large = current.bytes >= policy.segment_bytes
+    if current.last_seq is None or not (old or large):
+        return None
+    return min((segment.number for segment in log.segments if segment.last_seq is None), default=None)
+
+
+# The log has times of the database's clock. What is returned are the same times by the clock of this process, which it
+# gives as $1: `_SINCE` is before it by their age.
+_SINCE = "$1::float8 - date_part('epoch', clock_timestamp() - {})"
+
+_CURRENT = f"select current_segment, {_SINCE.format('opened_at')} from indexer.change_log"
+
+_SEGMENTS = f"""
+    select s.number, pg_total_relation_size(format('indexer.change_%s', s.number)::regclass)
+            + pg_total_relation_size(format('indexer.change_batch_%s', s.number)::regclass) as bytes,
+        b.last_seq, {_SINCE.format("b.time")} as last_time
+    from generate_series(0, $2::integer - 1) as s(number) left join lateral (
+        select first_seq + size - 1 as last_seq, time from indexer.change_batch
+        where segment = s.number and first_seq is not null order by first_seq desc limit 1
+    ) b on true
+    order by s.number
+"""
+
+_CONSUMERS = f"""
+    select name, seq, behind, {_SINCE.format("behind_since")} as behind_since,
+        {_SINCE.format("seen_at")} as seen_at, cut_off_at is not null as cut_off
+    from atproto.readers order by name
+"""
+
+_SIZE = """
+    select sum(pg_total_relation_size(format('indexer.change_%s', number)::regclass)
+        + pg_total_relation_size(format('indexer.change_batch_%s', number)::regclass))::bigint
+    from generate_series(0, $1::integer - 1) as number
+"""
+
+# Consumers lock their own rows for as long as they like, so disconnecting them does not write these.
+_DISCONNECT = """
+    with disconnected as (
+        insert into indexer.disconnected_consumer (id)
+        select id from indexer.consumer where name = any($1::text[]) on conflict do nothing returning id
+    )
+    select name from disconnected join indexer.consumer using (id)
+"""
+
+_FORGET_REMOVED = """
+    delete from indexer.disconnected_consumer d
+    where not exists (select from indexer.consumer c where c.id = d.id)
+"""
+
+_SET_CURRENT = """
+    update indexer.change_log set current_segment = $1, opened_at = now()
+    where singleton in (select singleton from indexer.change_log for update skip locked)
+"""
+
+_LAST_SEQ = """
+    select first_seq + size - 1 from indexer.change_batch where segment = $1 and first_seq is not null
+    order by first_seq desc limit 1
+"""
+
+_NEEDED = """
+    select exists (
+        select from indexer.consumer c
+        where c.seq < $1 and not exists (select from indexer.disconnected_consumer d where d.id = c.id)
+    )
+"""
+
+# Only on a distributed database: the others are numbered by COMMIT, which the lock of the segment waits for.
+_HAS_UNNUMBERED = "select exists (select from indexer.unnumbered_batch where segment = $1)"
+
+
+async def load_consumers(connection: Connection) -> list[ConsumerState]:
+    """Return the registered consumers, ordered by name."""
+    return [ConsumerState(**row) for row in await connection.fetch(_CONSUMERS, time())]
+
+
+async def load_state(connection: Connection) -> ChangeLogState:
+    """Return the state of the change log."""
+    [(current, opened_at)] = await connection.fetch(_CURRENT, time())
+    segments = [Segment(**row) for row in await connection.fetch(_SEGMENTS, time(), SEGMENTS)]
+    return ChangeLogState(current, opened_at, segments, await load_consumers(connection))
+
+
+async def load_size(connection: Connection) -> int:
+    """Return the bytes of all segments."""
+    size: int = await connection.fetchval(_SIZE, SEGMENTS)
+    return size
+
+
+async def trim(connection: Connection, plan: TrimPlan) -> TrimPlan:
+    """Execute the plan; return the steps that succeeded. A step that would have to wait for a lock is skipped."""
+    disconnected = [name for (name,) in await connection.fetch(_DISCONNECT, plan.disconnect)] if plan.disconnect else []
+    await connection.execute(_FORGET_REMOVED)
+    if plan.next_segment is not None:
+        await connection.execute(_SET_CURRENT, plan.next_segment)
+        crash_point("change-log.segment")
+    results = {segment: await _truncate(connection, segment) for segment in plan.truncate}
+    truncated = tuple(segment for segment, result in results.items() if result == "truncated")
+    locked = tuple(segment for segment, result in results.items() if result == "locked")
+    return TrimPlan(tuple(disconnected), truncated, plan.next_segment, locked)
+
+
+async def _truncate(connection: Connection, segment: int) -> Literal["truncated", "locked", "needed"]:
+    """Truncate a segment unless it is locked, is the current one, or has changes that a consumer has not received.
+
+    The conditions are checked again under the locks. `LOCK_TIMEOUT` limits the wait for an open transaction that used
+    the segment: a writer, a query of the view, or a backup.
+    """
+    try:
+        async with connection.transaction():
+            await connection.execute(f"set local lock_timeout = '{LOCK_TIMEOUT}'; {END_WHEN_STOPPED}")
+            current = await connection.fetchval("select current_segment from indexer.change_log for update")
+            tables = f"indexer.change_batch_{segment}, indexer.change_{segment}"
+            await connection.execute(f"lock table {tables} in access exclusive mode")
+            last = await connection.fetchval(_LAST_SEQ, segment)
+            if current == segment or last is None or await connection.fetchval(_NEEDED, last):
+                return "needed"
+            if await connection.fetchval(_HAS_UNNUMBERED, segment):
+                return "needed"
+            await connection.execute(
+                "select setval('indexer.trimmed_seq', greatest(last_value, $1)) from indexer.trimmed_seq", last
+            )
+            await connection.execute(f"truncate {tables}")
+            crash_point("change-log.truncated")
+        crash_point(COMMITTED)
+    except asyncpg.LockNotAvailableError:
+        return "locked"
+    return "truncated"

@@ -1,0 +1,153 @@
+"""The nodes of a Citus cluster, and what each of them must have before the tables are distributed over them."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from indexer.db.columns import Connection
+from indexer.db.requirements import unsupported_version
+
+OLDEST_CITUS = 12
+"""The oldest major version that this program accepts. The tests run with 13.2."""
+
+_CITUS = "select extversion from pg_extension where extname = 'citus'"
+_IS_COORDINATOR = "select groupid = 0 from pg_dist_local_group"
+_NODES = """
+    select nodeid, nodename || ':' || nodeport as name, groupid = 0 as is_coordinator, shouldhaveshards as holds_shards
+    from pg_dist_node where noderole = 'primary' and isactive and nodecluster = current_setting('citus.cluster_name')
+    order by groupid
+"""
+_FACTS = """
+    select nodeid, success, result from run_command_on_all_nodes($command$
+        select json_build_object(
+            'postgres', current_setting('server_version_num')::int,
+            'citus', (select extversion from pg_extension where extname = 'citus'),
+            'connections', current_setting('max_connections')::int,
+            'prepared', current_setting('max_prepared_transactions')::int,
+            'wal_level', current_setting('wal_level'),
+            'is_owner', (select pg_has_role(datdba, 'usage') from pg_database where datname = current_database())
+        )
+    $command$)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterNode:
+    """A node of a cluster.
+
+    Attributes:
+        name: Its address, as the coordinator knows it.
+        holds_shards: Shards may be placed on it.
+        postgres: `server_version_num`.
+        citus: The version of the extension, such as 13.2-1.
+        connections: `max_connections`.
+        prepared: `max_prepared_transactions`.
+        is_owner: The role of this session owns the database there, or is a superuser.
+    """
+
+    id: int
+    name: str
+    is_coordinator: bool
+    holds_shards: bool
+    postgres: int
+    citus: str
+    connections: int
+    prepared: int
+    wal_level: str
+    is_owner: bool
+
+
+class UnsuitableClusterError(Exception):
+    """The operator has to change something before the tables can be distributed. The message says what."""
+
+
+async def load_nodes(connection: Connection) -> list[ClusterNode]:
+    """Return the nodes of the cluster, the coordinator first.
+
+    Raises:
+        UnsuitableClusterError: There is no cluster, this is not its coordinator, or a node does not answer.
+    """
+    version = await connection.fetchval(_CITUS)
+    if version is None:
+        raise UnsuitableClusterError(
+            "it is a plain Postgres database without the extension citus: there are no nodes to distribute it over, "
+            "and it works as it is"
+        )
+    if _major(version) < OLDEST_CITUS:
+        raise UnsuitableClusterError(f"it has Citus {version}; this program needs Citus {OLDEST_CITUS} or newer")
+    if not await connection.fetchval(_IS_COORDINATOR):
+        raise UnsuitableClusterError("it is a worker of the cluster; use the URL of the coordinator")
+    nodes = await connection.fetch(_NODES)
+    if not any(node["is_coordinator"] for node in nodes):
+        raise UnsuitableClusterError(
+            "the coordinator is not a node of its cluster; run there: "
+            "select citus_set_coordinator_host('the address by which the workers reach it', its port)"
+        )
+    answers = {row["nodeid"]: row for row in await connection.fetch(_FACTS)}
+    silent = [f"{node['name']} ({row['result']})" for node in nodes if not (row := answers[node["nodeid"]])["success"]]
+    if silent:
+        raise UnsuitableClusterError(f"these nodes do not answer the coordinator: {', '.join(silent)}")
+    return [
+        ClusterNode(
+            node["nodeid"],
+            node["name"],
+            node["is_coordinator"],
+            node["holds_shards"],
+            **json.loads(answers[node["nodeid"]]["result"]),
+        )
+        for node in nodes
+    ]
+
+
+def check_nodes(nodes: Sequence[ClusterNode]) -> None:
+    """Check that the nodes can hold the tables.
+
+    Raises:
+        UnsuitableClusterError: They cannot. The message has everything that must be changed.
+    """
+    if problems := list(_problems(nodes)):
+        raise UnsuitableClusterError("; ".join(problems))
+
+
+def notices(nodes: Sequence[ClusterNode]) -> list[str]:
+    """Return what works now, and will be a limit later."""
+    without_logical = [node.name for node in nodes if node.wal_level != "logical"]
+    limit = (
+        f"wal_level is not logical on {', '.join(without_logical)}: citus_rebalance_start can move shards only with "
+        "shard_transfer_mode => 'block_writes', which lets the daemons wait"
+    )
+    return [limit] if without_logical else []
+
+
+def _problems(nodes: Sequence[ClusterNode]) -> Iterator[str]:
+    """Yield what must be changed.
+
+    Each session of the coordinator has at most one connection and one prepared transaction on a node at the end of its
+    transaction, so the nodes need at least as many of both as the coordinator has sessions.
+    """
+    coordinator = nodes[0]
+    if not any(node.holds_shards for node in nodes):
+        yield "no node may hold shards; add a worker with citus_add_node"
+    if not_owned := [node.name for node in nodes if not node.is_owner]:
+        yield (
+            f"the role must own the database on {', '.join(not_owned)}; let an administrator run on the coordinator: "
+            "alter database … owner to …"
+        )
+    for node in nodes:
+        if (problem := unsupported_version(node.postgres)) is not None:
+            yield f"{node.name}: {problem}"
+        if _major(node.citus) != _major(coordinator.citus):
+            yield f"{node.name} has Citus {node.citus}, and the coordinator Citus {coordinator.citus}"
+        if node.connections < coordinator.connections:
+            yield f"{node.name} needs max_connections = {coordinator.connections} or more; it has {node.connections}"
+        if node.prepared < coordinator.connections:
+            yield (
+                f"{node.name} needs max_prepared_transactions = {coordinator.connections} or more; "
+                f"it has {node.prepared}"
+            )
+
+
+def _major(version: str) -> int:
+    match = re.match(r"\d+", version)
+    return int(match[0]) if match else 0

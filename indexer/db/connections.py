@@ -1,0 +1,299 @@
+"""The connections of a store: a pool, and sessions on connections of their own."""
+
+from asyncio import CancelledError, Event, Semaphore, gather, timeout
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Self, TypeVar, cast
+
+import asyncpg
+
+from indexer.crash_points import COMMITTED, crash_point
+from indexer.db.columns import Connection
+from indexer.db.database_check import DatabaseCheck
+from indexer.db.database_errors import (
+    CONNECT_TIMEOUT,
+    DatabaseError,
+    database_errors,
+    opening,
+    without_password,
+)
+from indexer.db.kept_connection import KeptConnection, close_in_time
+from indexer.db.placement import divide_by_shard, load_placement, load_shards, require_complete
+from indexer.errors import RefusedWriteError
+from indexer.reasons import FetchFailure
+from indexer.sync.shard import Placement
+
+STATEMENT_TIMEOUT = 60.0
+"""Seconds after which a statement is cancelled."""
+ENDS_STATEMENT = (CancelledError, TimeoutError)
+"""With these errors, the driver cancels the running statement."""
+RESERVED_CONNECTIONS = 3
+"""Connections that resyncs leave to the live path, to lease heartbeats, and to reports."""
+MAX_SIDE_BY_SIDE = 2
+"""Statements of pages that run at the same time on a distributed database, each for one shard: less than
+`RESERVED_CONNECTIONS`, so that the live path has a connection."""
+SERVER_SETTINGS = {
+    "application_name": "indexer",
+    "jit": "off",  # compiling costs more than executing any of these statements
+    "max_parallel_workers_per_gather": "0",  # reports are not urgent, and other processes need the cores
+    "idle_in_transaction_session_timeout": "60s",  # a stopped process keeps its locks for so long
+}
+
+SMALL_BATCH_SETTINGS = SERVER_SETTINGS | {"plan_cache_mode": "force_generic_plan"}
+"""For the statement that writes a small batch. By default, Postgres may plan it at each call, which takes as long as to
+run it."""
+SMALL_BATCH_PLAN_SECONDS = 1
+"""Seconds after which this statement is planned again. A plan for small tables is slow once they have grown."""
+
+_EMPTY_BATCH = """
+    do $$
+    declare written indexer.change_batch;
+    begin
+        insert into indexer.change_batch (segment, size) select current_segment, 0 from indexer.change_log
+        returning * into written;
+        delete from indexer.change_batch b where b.segment = written.segment and b.id = written.id;
+    end $$
+"""
+_READ_ALL_NODES = "select count(*) from indexer.resync_queue where priority = 0"
+"""The table has one such row for each bucket, so that a part of it is on each node of a cluster."""
+
+T = TypeVar("T")
+
+
+class Connections:
+    """A pool of database connections, and connections outside it.
+
+    Attributes:
+        placement: The placement of the database when it was opened.
+        shards: The number of shards of each table of a distributed database; 1 on a plain one.
+        committed: Set after each transaction that may have written changes.
+        numbered: Set when changes may have got their numbers.
+        failed_operations: How many operations ended with a `DatabaseError`.
+        last_error: The last of these errors.
+    """
+
+    def __init__(self, pool: asyncpg.Pool, connections: int, dsn: str) -> None:
+        self.placement = Placement.PLAIN
+        self.shards = 1
+        self._pool = pool
+        self._dsn = dsn
+        self._resync_connections = Semaphore(max(1, connections - RESERVED_CONNECTIONS))
+        self._side_by_side = Semaphore(MAX_SIDE_BY_SIDE)
+        self._for_small_batches = KeptConnection(self._connect_for_small_batches)
+        self.committed, self.numbered = Event(), Event()
+        self.failed_operations = 0
+        self.last_error: str | None = None
+
+    @classmethod
+    async def open(cls, dsn: str, *, connections: int = 10, readonly: bool = False) -> Self:
+        """Connect to the database, which has a schema.
+
+        Args:
+            dsn: The database.
+            connections: The size of the pool. Resyncs use all but `RESERVED_CONNECTIONS` of them.
+            readonly: Let the server reject every write.
+
+        Raises:
+            SettingsError: The operator has to correct something, such as the URL or the password, or to complete an
+                interrupted distribution.
+        """
+        settings = SERVER_SETTINGS | ({"default_transaction_read_only": "on"} if readonly else {})
+        with opening(dsn):
+            pool = await asyncpg.create_pool(
+                dsn,
+                min_size=1,
+                max_size=connections,
+                timeout=CONNECT_TIMEOUT,
+                command_timeout=STATEMENT_TIMEOUT,
+                server_settings=settings,
+                reset=_keep_session,
+            )
+            opened = cls(pool, connections, dsn)
+            try:
+                opened.placement, opened.shards = await load_placement(pool), await load_shards(pool)
+                await require_complete(pool, dsn)
+            except BaseException:
+                pool.terminate()
+                raise
+        return opened
+
+    async def close(self) -> None:
+        """Close all connections."""
+        try:
+            await self._for_small_batches.close()
+        except BaseException:
+            self._pool.terminate()
+            raise
+        await self._pool.close()
+
+    @property
+    def address(self) -> str:
+        """The connection string without the password."""
+        return without_password(self._dsn)
+
+    def database_check(self) -> DatabaseCheck:
+        """Return a check whether the database answers."""
+        return DatabaseCheck(self._dsn)
+
+    @asynccontextmanager
+    async def _maintenance_connection(self) -> AsyncIterator[asyncpg.Connection]:
+        """Open a connection for statements that may take hours, or for a lock that is held meanwhile."""
+        settings = SERVER_SETTINGS | {
+            "statement_timeout": "0",
+            "lock_timeout": "0",
+            "idle_in_transaction_session_timeout": "0",
+        }
+        async with self._own_connection(settings, limited=False) as connection:
+            yield connection
+
+    @asynccontextmanager
+    async def _own_connection(
+        self, server_settings: dict[str, str], *, limited: bool = True
+    ) -> AsyncIterator[asyncpg.Connection]:
+        """Open a connection outside the pool; close it at the end. `limited` applies `STATEMENT_TIMEOUT`."""
+        with self._count_failures(), database_errors():
+            connection = await self._connect(server_settings, STATEMENT_TIMEOUT if limited else None)
+            try:
+                yield connection
+            finally:
+                await connection.close(timeout=CONNECT_TIMEOUT)
+
+    async def _connect(
+        self, server_settings: dict[str, str], statement_timeout: float | None, **options: Any
+    ) -> asyncpg.Connection:
+        return await asyncpg.connect(
+            self._dsn,
+            timeout=CONNECT_TIMEOUT,
+            command_timeout=statement_timeout,
+            server_settings=server_settings,
+            **options,
+        )
+
+    async def _connect_for_small_batches(self) -> asyncpg.Connection:
+        lifetime = SMALL_BATCH_PLAN_SECONDS
+        return await self._connect(SMALL_BATCH_SETTINGS, None, max_cached_statement_lifetime=lifetime)
+
+    async def accepts_writes(self) -> bool:
+        """Return True if the database commits an empty change batch, so that another write that fails is the cause.
+
+        All nodes of a cluster have to answer.
+        """
+        try:
+            async with self._transaction() as connection:
+                await connection.fetchval(_READ_ALL_NODES)
+                if self.placement is Placement.PLAIN:
+                    await connection.execute(_EMPTY_BATCH)
+        except (DatabaseError, asyncpg.PostgresError):
+            return False
+        return True
+
+    @asynccontextmanager
+    async def _refusals_checked(self) -> AsyncIterator[None]:
+        """Raise `DatabaseError` instead of a `RefusedWriteError` of the block if the database stores nothing else."""
+        try:
+            yield
+        except RefusedWriteError as error:
+            if await self.accepts_writes():
+                raise
+            with self._count_failures():
+                raise DatabaseError(FetchFailure.UNREACHABLE, f"the database stores nothing: {error}") from error
+
+    @asynccontextmanager
+    async def _small_batch_connection(self) -> AsyncIterator[asyncpg.Connection]:
+        """Use the connection for small batches, which stays open afterwards. One block has it at a time.
+
+        The block has the time of one statement. The time limit of the driver would not apply to the round trip that
+        closes a statement at the end of its lifetime.
+        """
+        with self._count_failures(), database_errors():
+            async with self._for_small_batches.use() as connection, timeout(STATEMENT_TIMEOUT):
+                yield connection
+
+    @asynccontextmanager
+    async def _transaction(self) -> AsyncIterator[Connection]:
+        async with self._connection() as connection:
+            async with connection.transaction():
+                yield connection
+            crash_point(COMMITTED)
+            self._note_commit()
+
+    def _note_commit(self) -> None:
+        self.committed.set()
+        if self.placement is Placement.PLAIN:
+            self.numbered.set()
+
+    async def _divided(self, dids: Sequence[str], work: Callable[[list[str]], Awaitable[T]]) -> list[T]:
+        """Call `work` with the DIDs of each shard, several calls side by side; return the results.
+
+        It is called once if there is one shard, or if the DIDs are few. An error is raised when all calls have ended.
+        """
+
+        async def limited(part: list[str]) -> T:
+            async with self._side_by_side:
+                return await work(part)
+
+        parts = divide_by_shard(dids, self.shards)
+        results = await gather(*[limited(part) for part in parts], return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return cast("list[T]", results)
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[Connection]:
+        """Acquire a connection for a block in which all transient errors come from the database."""
+        with self._count_failures(), database_errors():
+            async with self._acquired() as connection:
+                yield connection
+
+    @asynccontextmanager
+    async def _acquired(self) -> AsyncIterator[asyncpg.pool.PoolConnectionProxy]:
+        """Acquire a connection for a block that may raise other transient errors as well.
+
+        It is closed if the block is cancelled or a time limit ends it.
+        """
+        with database_errors():
+            connection = await self._acquire()
+        try:
+            async with _closed_after_cancellation(connection):
+                yield connection
+        finally:
+            with database_errors():
+                await self._pool.release(connection)
+
+    async def _acquire(self) -> asyncpg.pool.PoolConnectionProxy:
+        # `asyncio.timeout` never loses a cancellation. The timeout of `acquire` would apply to `release`, too.
+        async with timeout(CONNECT_TIMEOUT):
+            return await self._pool.acquire()
+
+    @contextmanager
+    def _count_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except DatabaseError as error:
+            self.failed_operations += 1
+            self.last_error = str(error)
+            raise
+
+
+@asynccontextmanager
+async def _closed_after_cancellation(connection: Connection) -> AsyncIterator[None]:
+    """Close the connection if the block is cancelled or a time limit ends it.
+
+    Postgres may receive the cancellation of a statement so late that it affects the next one.
+    """
+    try:
+        yield
+    except BaseException as error:
+        # An inner block may have turned the error of a time limit into a `DatabaseError`.
+        if isinstance(error, ENDS_STATEMENT) or isinstance(error.__cause__, ENDS_STATEMENT):
+            await close_in_time(connection)
+        raise
+
+
+async def _keep_session(_connection: asyncpg.Connection) -> None:
+    """Do nothing when a connection returns to the pool. The driver has ended its transaction, if one was open.
+
+    Sessions of the pool never change: every setting is local to a transaction, and listeners and locks of a session
+    have connections of their own. The usual reset of a session would be one more round trip in every operation.
+    """

@@ -1,0 +1,253 @@
+"""Sort errors of the database driver into transient ones, those that the operator has to correct, and bugs."""
+
+import socket
+import ssl
+from asyncio import CancelledError, current_task
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+import asyncpg
+from asyncpg import exceptions
+
+from indexer.errors import RefusedWriteError, SettingsError, UnavailableError
+from indexer.reasons import FetchFailure
+from indexer.redaction import is_secret_name, without_secrets
+
+CONNECT_TIMEOUT = 10.0
+"""Seconds to wait for a connection."""
+
+_TRANSIENT = (
+    OSError,  # includes TimeoutError
+    exceptions.PostgresConnectionError,
+    exceptions.InvalidAuthorizationSpecificationError,
+    exceptions.InvalidCatalogNameError,
+    exceptions.InsufficientResourcesError,
+    exceptions.OperatorInterventionError,
+    exceptions.TransactionRollbackError,
+    exceptions.LockNotAvailableError,
+    exceptions.ReadOnlySQLTransactionError,
+    exceptions.IdleInTransactionSessionTimeoutError,
+    exceptions.TransactionTimeoutError,
+    exceptions.SnapshotTooOldError,
+    exceptions.PostgresSystemError,
+    exceptions.InvalidCachedStatementError,
+    exceptions.OutdatedSchemaCacheError,
+    exceptions.TargetServerAttributeNotMatched,  # no primary at present: a failover
+)
+_TIMEOUTS = (
+    TimeoutError,
+    exceptions.QueryCanceledError,  # by `statement_timeout`, which the operator may set for the role
+    exceptions.LockNotAvailableError,  # after `lock_timeout`
+    exceptions.TransactionTimeoutError,
+)
+"""The database works, and did not finish in time: an attempt that fails so is no progress of its stage."""
+_REFUSALS = (
+    exceptions.DataError,
+    exceptions.IntegrityConstraintViolationError,
+    exceptions.ProgramLimitExceededError,
+    exceptions.PLPGSQLError,  # a trigger raised an exception
+    exceptions.InternalServerError,  # includes an allocation of 1 GiB
+    BufferError,  # the driver's message is too long
+    OverflowError,
+)
+"""Errors that the values of a write may cause. Others, such as a missing column, are bugs.
+
+The server may be the cause as well: it reports that no transaction ID is left, or that its queue of notifications is
+full, as a program limit (54000). So a write counts as refused only while the server commits others, see
+`Connections.accepts_writes`.
+"""
+_READ_ONLY = (exceptions.DiskFullError, exceptions.ReadOnlySQLTransactionError)
+"""Transient errors after which a database still answers queries."""
+_CONFLICTS = (exceptions.DeadlockDetectedError, exceptions.SerializationError)
+"""Transient errors of which other transactions are the cause, and never the values of the failed one.
+
+Unless a trigger raises them (`_is_raised_conflict`).
+"""
+_RAISE = "exec_stmt_raise"
+"""The function of the server that reports what the statement RAISE of PL/pgSQL raises.
+
+It reports no deadlock or serialization failure of its own: `DeadLockReport` and others do. On a cluster, errors of a
+worker come from a function of Citus, whatever caused them, and so they stay conflicts.
+"""
+_WRONG_ADDRESS = (
+    exceptions.InvalidAuthorizationSpecificationError,  # includes a wrong password
+    exceptions.InvalidCatalogNameError,
+    ssl.SSLCertVerificationError,
+)
+"""Transient in a running daemon, whose database worked before. When it is opened, the operator has to act."""
+_UNKNOWN_HOST = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
+"""The name server says that the host does not exist. `EAI_AGAIN` is transient: the name server does not answer."""
+
+_SESSION_ENDED = "another operation (2) is in progress"  # 2 is asyncpg's state `PROTOCOL_ERROR_CONSUME`
+_NODE_LOST = (
+    "postmaster was shut down",
+    "server closed the connection",
+    "connection not open",
+    "no connection to the server",
+    "could not send data to server",
+    "could not receive data from server",
+    "SSL SYSCALL error",
+    "SSL connection has been closed",
+    "SSL error: unexpected eof",
+    "failure on connection marked as essential",
+    "could not connect to any active placements",
+    "could not commit transaction for shard",
+)
+"""Texts of internal errors (XX000) with which Citus reports that it lost the connection to a node or is shut down."""
+
+
+class DatabaseError(UnavailableError):
+    """A transient error of the database. Its transaction took effect completely or not at all; retry later."""
+
+
+@contextmanager
+def database_errors() -> Iterator[None]:
+    """Raise `DatabaseError` for errors of the block that a retry may resolve.
+
+    Raises:
+        SettingsError: The database role lacks a privilege.
+        CancelledError: The task was cancelled, and the driver could not end the transaction of the block.
+    """
+    try:
+        yield
+    except Exception as error:
+        if _has_replaced_cancellation(error):
+            raise CancelledError from error
+        if _is_transient(error):
+            raise DatabaseError(_failure(error), _text(error)) from error
+        if isinstance(error, exceptions.InsufficientPrivilegeError):
+            raise SettingsError(f"The database role lacks a privilege: {error}") from error
+        raise
+
+
+def _has_replaced_cancellation(error: Exception) -> bool:
+    """Return True if the task was cancelled, and this error came from the end of the transaction.
+
+    The driver rolls back the transaction of a cancelled block. If the connection is lost, its error replaces the
+    cancellation. A loop that retries after errors of the database would never end.
+    """
+    context = error.__context__
+    while context is not None and not isinstance(context, CancelledError):
+        context = context.__context__
+    task = current_task() if context is not None else None
+    return task is not None and task.cancelling() > 0
+
+
+@contextmanager
+def refused_writes() -> Iterator[None]:
+    """Raise `RefusedWriteError` for errors of the block that the values of its writes may cause.
+
+    Use it around a block of `database_errors`, which the other errors have passed.
+    """
+    try:
+        yield
+    except _REFUSALS as error:
+        raise RefusedWriteError(_text(error)) from error
+    except DatabaseError as error:
+        if error.__cause__ is None or not _is_raised_conflict(error.__cause__):
+            raise
+        raise RefusedWriteError(_text(error.__cause__)) from error
+
+
+def is_read_only(error: DatabaseError) -> bool:
+    """Return True if the database answers queries, but can store nothing at present."""
+    return isinstance(error.__cause__, _READ_ONLY)
+
+
+def is_conflict(error: DatabaseError) -> bool:
+    """Return True if the transaction failed because of other transactions, as in a deadlock."""
+    return isinstance(error.__cause__, _CONFLICTS)
+
+
+class UnusableDatabaseError(SettingsError):
+    """This program cannot use the database until the operator corrects something.
+
+    Attributes:
+        problem: The database and the reason.
+    """
+
+    def __init__(self, setting: str, problem: str) -> None:
+        """Create the error. `setting` is the variable that says where the database is."""
+        super().__init__(f"{setting}: {problem}")
+        self.problem = problem
+
+
+@contextmanager
+def opening(dsn: str) -> Iterator[None]:
+    """Name the database in each error of the block, which connects to it, checks it or migrates it.
+
+    Raises:
+        SettingsError: The operator has to correct something, such as the URL, the password or a privilege.
+        DatabaseError: The database is unavailable.
+        CancelledError: The task was cancelled, and the driver could not end the connection of the block.
+    """
+    try:
+        yield
+    except Exception as error:
+        if _has_replaced_cancellation(error):
+            raise CancelledError from error
+        if reason := _reason_to_correct(error):
+            raise unusable(dsn, reason) from error
+        if _is_transient(error):
+            text = f"the database {without_password(dsn)} is unavailable: {_text(error)}"
+            raise DatabaseError(_failure(error), text) from error
+        raise
+
+
+async def connect(dsn: str) -> asyncpg.Connection:
+    """Connect to the database. Use it in a block of `opening`."""
+    try:
+        return await asyncpg.connect(dsn, timeout=CONNECT_TIMEOUT)
+    except ValueError as error:  # a part of the URL that the driver cannot read
+        raise unusable(dsn, str(error)) from error
+
+
+def without_password(dsn: str) -> str:
+    """Return the connection string without passwords."""
+    parts = urlsplit(dsn)
+    credentials, separator, hosts = parts.netloc.rpartition("@")
+    user = credentials.partition(":")[0]
+    parameters = [(name, without_secrets(value)) for name, value in parse_qsl(parts.query) if not is_secret_name(name)]
+    query = urlencode(parameters, safe="/*=")
+    return f"{parts.scheme}://{user}{separator}{hosts}{parts.path}{'?' if query else ''}{query}"
+
+
+def unusable(dsn: str, reason: str) -> UnusableDatabaseError:
+    """Return the error for a database that this program cannot use until the operator corrects something."""
+    text = without_secrets(" ".join(reason.split()))
+    problem = f"cannot use the database {without_password(dsn)}: {text}"
+    return UnusableDatabaseError("INDEXER_DATABASE_URL", problem)
+
+
+def _reason_to_correct(cause: BaseException) -> str | None:
+    """Return what is wrong if the operator has to correct it before the database can be opened; otherwise None."""
+    if isinstance(cause, socket.gaierror) and cause.errno in _UNKNOWN_HOST:
+        return f"its host name does not resolve ({cause.strerror})"
+    is_answer = isinstance(cause, asyncpg.PostgresError | asyncpg.InterfaceError) and not _is_transient(cause)
+    return str(cause) if is_answer or isinstance(cause, _WRONG_ADDRESS) else None
+
+
+def _is_transient(cause: BaseException) -> bool:
+    if isinstance(cause, asyncpg.InterfaceError):
+        # asyncpg has no class for the use of a connection that was closed before, only this text.
+        return "clos" in str(cause)
+    if isinstance(cause, _TRANSIENT):
+        return True
+    if isinstance(cause, exceptions.InternalServerError):
+        return any(text in str(cause) for text in _NODE_LOST)
+    # Nor has it one for a session that the server ended with an error message, while the socket is still open.
+    return isinstance(cause, exceptions.InternalClientError) and _SESSION_ENDED in str(cause)
+
+
+def _is_raised_conflict(cause: BaseException) -> bool:
+    """Return True if a trigger raised the error of a conflict, so that each attempt may fail as this one."""
+    return isinstance(cause, _CONFLICTS) and cause.server_source_function == _RAISE
+
+
+def _failure(cause: BaseException) -> FetchFailure:
+    return FetchFailure.TIMEOUT if isinstance(cause, _TIMEOUTS) else FetchFailure.UNREACHABLE
+
+
+def _text(cause: BaseException) -> str:
+    return f"{type(cause).__name__}: {str(cause) or 'no answer in time'}"[:500]

@@ -1,0 +1,408 @@
+"""The consumer of the change log that feeds clients of tap, what it has delivered, and what it delivers.
+
+One process at a time serves the feed. It owns the feed by its session, like a shard (`shard_lock`), and stores what was
+delivered in this session. So a process that lost the session cannot store anything any more.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import orjson
+from asyncpg import Record
+
+from indexer.crash_points import COMMITTED, crash_point
+from indexer.db.columns import Connection, buckets_of, columns_of, of_buckets, unnest
+from indexer.db.database_errors import database_errors
+from indexer.db.feed_page import LogTrimmedError, load_changes, load_latest_seq
+from indexer.db.shard_lock import ShardLock
+from indexer.db.table_parts import estimate_rows
+from indexer.sync.feed_delivery import (
+    SNAPSHOT_BEGIN,
+    DeliveryProgress,
+    LoggedChange,
+    RefusedEvent,
+    SetAside,
+    SetAsideChanges,
+    SnapshotPosition,
+    StoredAccount,
+    StoredRecord,
+)
+from indexer.sync.shard import bucket_of
+
+FEED_CONSUMER = "tap-feed"
+"""The name of the consumer in `atproto.readers`."""
+MAX_COUNTED_ROWS = 1_000_000
+"""Number of rows of a table from which it is estimated."""
+
+CountedTable = Literal["repo", "record", "buffered_event"]
+
+_COUNT_REPOS = "select count(*) from indexer.repo where tracked"
+_COUNT_RECORDS = "select count(*) from indexer.record"
+_COUNT_BUFFERED = "select count(*) from indexer.buffered_event"
+
+RecordKey = tuple[str, str, str]
+"""DID, collection and record key."""
+
+_IS_CUT_OFF = """
+    select d.id is not null from indexer.consumer c left join indexer.disconnected_consumer d on d.id = c.id
+    where c.name = $1
+"""
+_TRIMMED_SEQ = "select last_value from indexer.trimmed_seq"
+_REGISTER = "select atproto.register_reader($1, $2)"
+
+_LOAD_PROGRESS = """
+    select c.id, c.seq, f.delivered_to, f.undelivered, f.snapshot_did, f.snapshot_collection, f.snapshot_rkey,
+        f.behind::text as behind, d.id is not null as cut_off
+    from indexer.consumer c
+    left join indexer.feed_delivery f on f.consumer_id = c.id
+    left join indexer.disconnected_consumer d on d.id = c.id
+    where c.name = $1
+"""
+
+_FORGET_REMOVED = tuple(
+    f"delete from indexer.{table} f where not exists (select from indexer.consumer c where c.id = f.consumer_id)"
+    for table in ("feed_delivery", "feed_set_aside")
+)
+
+_SAVE_POSITION = "update indexer.consumer set seq = $2, seen_at = clock_timestamp() where name = $1 returning id"
+
+_SAVE_DELIVERED = """
+    insert into indexer.feed_delivery (
+        consumer_id, delivered_to, undelivered, snapshot_did, snapshot_collection, snapshot_rkey, refused, behind
+    )
+    values ($1, $2, $3, $4, $5, $6, $7::text::jsonb, $8::text::jsonb)
+    on conflict (consumer_id) do update
+    set delivered_to = excluded.delivered_to, undelivered = excluded.undelivered,
+        snapshot_did = excluded.snapshot_did, snapshot_collection = excluded.snapshot_collection,
+        snapshot_rkey = excluded.snapshot_rkey, refused = excluded.refused, behind = excluded.behind
+"""
+
+_LOAD_REFUSED = """
+    select f.refused::text from indexer.consumer c join indexer.feed_delivery f on f.consumer_id = c.id
+    where c.name = $1
+"""
+
+# Each repo, then its records. Both branches are read in the order of their primary keys.
+_SNAPSHOT_PAGE = """
+    select did, collection, rkey from (
+        (
+            select did, '' as collection, '' as rkey from indexer.repo where did > $1 and tracked
+            order by did limit $4
+        )
+        union all
+        (
+            select did, collection, rkey from indexer.record where (did, collection, rkey) > ($1, $2, $3)
+            order by did, collection, rkey limit $4
+        )
+    ) page
+    order by did, collection, rkey limit $4
+"""
+
+_RECORD_KEY = {"did": "text", "collection": "text", "rkey": "text"}
+
+# The first record is returned whatever its size.
+_LOAD_RECORDS = f"""
+    with found as materialized (
+        select r.did, r.collection, r.rkey, r.cid, r.rev, case when p.visible then r.value::text end as value,
+            p.visible, w.ordinal
+        from {unnest(_RECORD_KEY, "w", 2)}
+        join indexer.record r
+            on r.did = w.did and r.collection = w.collection and r.rkey = w.rkey and {of_buckets("r")}
+        join indexer.repo p on p.did = r.did and p.bucket = r.bucket and {of_buckets("p")}
+    ), summed as (
+        select *, sum(length(value)) over (order by ordinal) - coalesce(length(value), 0) as length_before from found
+    )
+    select did, collection, rkey, cid, rev, visible,
+        case when coalesce(length_before, 0) < $5 then value end as value, coalesce(length_before, 0) >= $5 as omitted
+    from summed
+"""
+
+_LOAD_ACCOUNTS = f"""
+    select r.did, i.handle, r.active, r.hosting_status, r.takedown
+    from indexer.repo r
+    left join indexer.identity i on i.did = r.did and i.bucket = r.bucket and {of_buckets("i", 2)}
+    where r.did = any($1::text[]) and r.bucket = any($2::smallint[]) and r.tracked
+"""
+
+_RECORDS_FROM_REV = """
+    select collection, rkey from indexer.record
+    where did = $1 and bucket = $2 and rev >= $3 and (collection, rkey) > ($4, $5) order by collection, rkey limit $6
+"""
+
+_SET_ASIDE = {
+    "reason": "text",
+    "did": "text",
+    "collection": "text",
+    "rkey": "text",
+    "rev": "text",
+    "action": "text",
+    "attempts": "integer",
+    "since": "float8",
+    "failure": "text",
+}
+_SET_ASIDE_KEY = {name: _SET_ASIDE[name] for name in ("reason", "did", "collection", "rkey")}
+_ADD_SET_ASIDE = f"""
+    insert into indexer.feed_set_aside as s (consumer_id, {", ".join(_SET_ASIDE)})
+    select $1, w.reason, w.did, w.collection, w.rkey, w.rev, w.action, w.attempts, to_timestamp(w.since), w.failure
+    from {unnest(_SET_ASIDE, "w", 2)}
+    on conflict (consumer_id, reason, did, collection, rkey) do update
+    set rev = least(s.rev, excluded.rev), action = excluded.action, attempts = s.attempts + excluded.attempts,
+        failure = excluded.failure, due = false
+"""
+_SET_VISIBLE = """
+    update indexer.feed_set_aside set due = true
+    where consumer_id = $1 and reason = 'hidden' and did = any($2::text[]) and not due
+"""
+_DELETE_DELIVERED = f"""
+    delete from indexer.feed_set_aside s using {unnest(_SET_ASIDE_KEY, "w", 2)}
+    where s.consumer_id = $1 and s.reason = w.reason and s.did = w.did and s.collection = w.collection
+        and s.rkey = w.rkey
+"""
+_READ_SET_ASIDE = f"""
+    select {", ".join("date_part('epoch', s.since)" if name == "since" else f"s.{name}" for name in _SET_ASIDE)}
+    from indexer.consumer c join indexer.feed_set_aside s on s.consumer_id = c.id
+    where c.name = $1
+"""
+_DUE = f"{_READ_SET_ASIDE} and s.due order by s.reason, s.did, s.collection, s.rkey limit $2"
+_REFUSED = f"""
+    {_READ_SET_ASIDE} and s.reason = 'refused' and ($2::text is null or s.did = $2) order by s.since desc limit $3
+"""
+_COUNT_REFUSED = """
+    select count(*) from indexer.consumer c join indexer.feed_set_aside s on s.consumer_id = c.id
+    where c.name = $1 and s.reason = 'refused'
+"""
+_SEND_AGAIN = """
+    update indexer.feed_set_aside s set due = true from indexer.consumer c
+    where c.name = $1 and s.consumer_id = c.id and s.reason = 'refused' and ($2::text is null or s.did = $2)
+    returning true
+"""
+
+_BEHIND = """
+    select r.behind, f.snapshot_did is not null as snapshot
+    from atproto.readers r
+    join indexer.consumer c on c.name = r.name
+    left join indexer.feed_delivery f on f.consumer_id = c.id
+    where r.name = $1
+"""
+
+
+async def count_rows(connection: Connection, table: CountedTable) -> int:
+    """Return the number of rows of the table. Above `MAX_COUNTED_ROWS`, it is an estimate."""
+    estimate = await estimate_rows(connection, f"indexer.{table}")
+    if estimate > MAX_COUNTED_ROWS:
+        return estimate
+    count: int
+    match table:
+        case "repo":
+            count = await connection.fetchval(_COUNT_REPOS)
+        case "record":
+            count = await connection.fetchval(_COUNT_RECORDS)
+        case "buffered_event":
+            count = await connection.fetchval(_COUNT_BUFFERED)
+    return count
+
+
+async def changes_behind(connection: Connection) -> int:
+    """Return how many changes the log has from the first one on that the feed has not delivered.
+
+    As long as there is a snapshot to deliver, all stored repos and records count as well.
+    """
+    row = await connection.fetchrow(_BEHIND, FEED_CONSUMER)
+    if row is None and await connection.fetchval(_TRIMMED_SEQ) == 0:
+        return await load_latest_seq(connection)
+    snapshot = row is None or row["snapshot"]
+    stored = await count_rows(connection, "repo") + await count_rows(connection, "record") if snapshot else 0
+    return stored + (row["behind"] if row is not None else 0)
+
+
+class FeedRecords(NamedTuple):
+    """Records that the feed has asked for.
+
+    Attributes:
+        shown: The records by key.
+        omitted: The keys of records whose values would have been too long together.
+        hidden: The keys of records whose repos are hidden.
+    """
+
+    shown: Mapping[RecordKey, StoredRecord]
+    omitted: frozenset[RecordKey]
+    hidden: frozenset[RecordKey]
+
+
+class FeedSession:
+    """The session of the process that serves the feed. Every method raises `DatabaseError` for a transient error.
+
+    Attributes:
+        lock: The ownership of the feed.
+    """
+
+    def __init__(self, connection: Connection, lock: ShardLock) -> None:
+        self._connection = connection
+        self.lock = lock
+
+    async def begin(self) -> DeliveryProgress | None:
+        """Register the consumer if it is not registered; return what was delivered.
+
+        A new consumer gets the whole log, if nothing of it was trimmed yet: then, each stored record is in it.
+        Otherwise, it gets a snapshot of the stored records, and the changes from now on.
+
+        Returns:
+            None if the consumer was disconnected, because it was too far behind.
+        """
+        with database_errors():
+            async with self._connection.transaction():
+                for statement in _FORGET_REMOVED:
+                    await self._connection.execute(statement)
+                if await is_cut_off(self._connection) is None:
+                    await self._register()
+                row = await self._connection.fetchrow(_LOAD_PROGRESS, FEED_CONSUMER)
+                crash_point("feed.begun")
+            crash_point(COMMITTED)
+        if row is None or row["cut_off"]:
+            return None
+        return _progress_of(row)
+
+    async def _register(self) -> None:
+        is_trimmed = await self._connection.fetchval(_TRIMMED_SEQ) > 0
+        await self._connection.fetchval(_REGISTER, FEED_CONSUMER, None if is_trimmed else 0)
+        row = await self._connection.fetchrow(_LOAD_PROGRESS, FEED_CONSUMER)
+        if row is not None and is_trimmed:
+            await self._save(row["id"], DeliveryProgress(row["seq"], row["seq"], snapshot=SNAPSHOT_BEGIN))
+
+    async def changes_after(self, seq: int, limit: int) -> list[LoggedChange] | None:
+        """Return the next changes of the log; None if some of them have been trimmed."""
+        try:
+            with database_errors():
+                return await load_changes(self._connection, seq, limit)
+        except LogTrimmedError:
+            return None
+
+    async def snapshot_after(self, position: SnapshotPosition, limit: int) -> list[SnapshotPosition]:
+        """Return the next repos and records that are stored."""
+        with database_errors():
+            rows = await self._connection.fetch(_SNAPSHOT_PAGE, *position, limit)
+        return [SnapshotPosition(*row) for row in rows]
+
+    async def records_from_rev(self, did: str, rev: str, after: tuple[str, str], limit: int) -> list[tuple[str, str]]:
+        """Return collection and record key of the next stored records of a repo that have this rev or a later one."""
+        with database_errors():
+            rows = await self._connection.fetch(_RECORDS_FROM_REV, did, bucket_of(did), rev, *after, limit)
+        return [(collection, rkey) for collection, rkey in rows]
+
+    async def due(self, limit: int) -> list[SetAside]:
+        """Return what is set aside and is to be sent now."""
+        with database_errors():
+            return [SetAside(*row) for row in await self._connection.fetch(_DUE, FEED_CONSUMER, limit)]
+
+    async def count_refused(self) -> int:
+        """Return the number of refused events that are set aside."""
+        with database_errors():
+            return await count_refused(self._connection)
+
+    async def save(
+        self,
+        progress: DeliveryProgress,
+        refused: Sequence[RefusedEvent] = (),
+        set_aside: SetAsideChanges = SetAsideChanges(),  # noqa: B008 - it is immutable
+    ) -> bool:
+        """Store what was delivered, so that it is not delivered again; return False if the consumer was removed."""
+        with database_errors():
+            async with self._connection.transaction():
+                id_ = await self._connection.fetchval(_SAVE_POSITION, FEED_CONSUMER, progress.position)
+                if id_ is not None:
+                    await self._save(id_, progress, refused)
+                    await self._save_set_aside(id_, set_aside)
+                crash_point("feed.saved")
+            crash_point(COMMITTED)
+        return id_ is not None
+
+    async def _save(self, id_: int, progress: DeliveryProgress, refused: Sequence[RefusedEvent] = ()) -> None:
+        delivered_to, undelivered, behind = progress.delivered_to, list(progress.undelivered), None
+        if progress.behind:
+            # The previous release ignores `behind`. So it delivers again what its columns do not name as delivered.
+            stored = {"delivered_to": delivered_to, "undelivered": undelivered, "repos": dict(progress.behind)}
+            delivered_to, undelivered, behind = progress.position, [], orjson.dumps(stored).decode()
+        await self._connection.execute(
+            _SAVE_DELIVERED,
+            id_,
+            delivered_to,
+            undelivered,
+            *(progress.snapshot or (None, None, None)),
+            orjson.dumps([event._asdict() for event in refused]).decode(),
+            behind,
+        )
+
+    async def _save_set_aside(self, id_: int, changes: SetAsideChanges) -> None:
+        """Store the changes in this order: what was delivered may be set aside again, and be visible again."""
+        if changes.delivered:
+            await self._connection.execute(_DELETE_DELIVERED, id_, *columns_of(changes.delivered, _SET_ASIDE_KEY))
+        if changes.added:
+            await self._connection.execute(_ADD_SET_ASIDE, id_, *columns_of(changes.added, _SET_ASIDE))
+        if changes.visible:
+            await self._connection.execute(_SET_VISIBLE, id_, list(changes.visible))
+
+
+def _progress_of(row: Record) -> DeliveryProgress:
+    """Return the stored progress, without the positions that the previous release has passed since."""
+    position = row["seq"]
+    if row["delivered_to"] is None:
+        return DeliveryProgress(position, position)
+    snapshot = row["snapshot_did"], row["snapshot_collection"], row["snapshot_rkey"]
+    stored = orjson.loads(row["behind"]) if row["behind"] else {**row, "repos": {}}
+    return DeliveryProgress(
+        position,
+        max(position, stored["delivered_to"]),
+        tuple(seq for seq in stored["undelivered"] if seq > position),
+        None if row["snapshot_did"] is None else SnapshotPosition(*snapshot),
+        tuple((did, max(seq, position + 1)) for did, seq in stored["repos"].items()),
+    )
+
+
+async def is_cut_off(connection: Connection) -> bool | None:
+    """Return True if the consumer was disconnected; None if it is not registered."""
+    cut_off: bool | None = await connection.fetchval(_IS_CUT_OFF, FEED_CONSUMER)
+    return cut_off
+
+
+async def load_refused(connection: Connection) -> list[RefusedEvent]:
+    """Return the events that clients refuse."""
+    refused: str | None = await connection.fetchval(_LOAD_REFUSED, FEED_CONSUMER)
+    return [RefusedEvent(**event) for event in orjson.loads(refused or "[]")]
+
+
+async def count_refused(connection: Connection) -> int:
+    """Return the number of refused events that are set aside."""
+    count: int = await connection.fetchval(_COUNT_REFUSED, FEED_CONSUMER)
+    return count
+
+
+async def load_set_aside(connection: Connection, did: str | None, limit: int) -> list[SetAside]:
+    """Return refused events that are set aside, the newest first, only those of the DID if it is given."""
+    return [SetAside(*row) for row in await connection.fetch(_REFUSED, FEED_CONSUMER, did, limit)]
+
+
+async def send_again(connection: Connection, did: str | None) -> int:
+    """Let the feed send refused events again, only those of the DID if it is given; return their number."""
+    return len(await connection.fetch(_SEND_AGAIN, FEED_CONSUMER, did))
+
+
+async def load_records(connection: Connection, keys: Sequence[RecordKey], max_length: int) -> FeedRecords:
+    """Return the stored records of visible repos.
+
+    Records are omitted from the first one on before which the values have `max_length` characters or more.
+    """
+    rows = await connection.fetch(
+        _LOAD_RECORDS, buckets_of(did for did, *_ in keys), *columns_of(keys, _RECORD_KEY), max_length
+    )
+    shown = [row for row in rows if row["visible"]]
+    return FeedRecords(
+        {row[:3]: StoredRecord(row["cid"], row["rev"], row["value"]) for row in shown if not row["omitted"]},
+        frozenset([row[:3] for row in shown if row["omitted"]]),
+        frozenset([row[:3] for row in rows if not row["visible"]]),
+    )
+
+
+async def load_accounts(connection: Connection, dids: Sequence[str]) -> Mapping[str, StoredAccount]:
+    """Return the states of accounts by DID; those that are not tracked are left out."""
+    rows = await connection.fetch(_LOAD_ACCOUNTS, list(dids), buckets_of(dids))
+    return {row["did"]: StoredAccount(*row[1:]) for row in rows}

@@ -1,0 +1,120 @@
+"""The tables of gaps and of cursors, as the firehose consumer reads and writes them."""
+
+from collections.abc import Sequence
+
+from indexer.db.columns import Connection, storable
+from indexer.reasons import GapReason
+from indexer.sync.gap import Gap, OpenGap
+from indexer.sync.repo_state import SyncStatus
+from indexer.sync.shard import Shard
+from indexer.sync.stored_cursor import StoredCursor
+from indexer.sync.watermark import Position
+
+_REASONS = {str(reason): reason for reason in GapReason}
+
+MAX_CLOSED_GAPS = 1_000
+"""Closed gaps that are retained; older ones are deleted."""
+
+_CURSORS = """
+    select relay, shard, epoch, seq, event_time, date_part('epoch', updated_at) as updated_at,
+        date_part('epoch', caught_up_at) as caught_up_at, date_part('epoch', stored_until) as stored_until
+    from indexer.cursor
+"""
+
+_OPEN = """
+    insert into indexer.gap (relay, shard, reason, first_seq, last_seq) values ($1, $2, $3, $4, $5)
+    returning id, date_part('epoch', opened_at) as opened_at
+"""
+
+_PRUNE = """
+    delete from indexer.gap where closed_at is not null and id <= (
+        select id from indexer.gap where closed_at is not null order by id desc offset $1 limit 1
+    )
+"""
+
+_LOAD_OPEN = """
+    select id, relay, shard, reason, first_seq, last_seq, date_part('epoch', opened_at) as opened_at, reconciled
+    from indexer.gap where closed_at is null order by id
+"""
+
+# Concurrent statements on one gap wait for each other, and each one sees what the others have compared.
+_CLOSE = """
+    with compared as (select int4range($1, $2) as range)
+    update indexer.gap set
+        reconciled = reconciled + range::int4multirange,
+        closed_at = case when positions <@ reconciled + range::int4multirange then now() end,
+        closed_by = case when positions <@ reconciled + range::int4multirange then $4 end
+    from compared
+    where closed_at is null and id <= $3 and positions && range
+"""
+
+# The epoch of a relay belongs to all its shards. Numbers of the old epoch, also those of #account messages, are not
+# compared with those of the new one.
+_RESET_CURSOR = """
+    insert into indexer.cursor (relay, shard, epoch, seq, event_time)
+    select $1, shard, (select coalesce(max(epoch), 0) + 1 from indexer.cursor where relay = $1), $3, $4
+    from unnest($2::text[]) shard
+    on conflict (relay, shard) do update
+    set epoch = excluded.epoch, seq = excluded.seq, event_time = excluded.event_time, caught_up_at = null,
+        stored_until = null, updated_at = now()
+"""
+
+# With a column, because Citus cannot pass on the rows of a sub-query that has none.
+_SYNCHRONIZED_REPO_EXISTS = f"""
+    select exists (
+        select 1 from indexer.repo where sync_status = '{SyncStatus.SYNCHRONIZED}' and bucket = any($1::smallint[])
+    )
+"""
+
+
+async def load_cursors(connection: Connection) -> list[StoredCursor]:
+    """Return the cursors of all relays and shards."""
+    return [StoredCursor(**{**row, "shard": Shard.parse(row["shard"])}) for row in await connection.fetch(_CURSORS)]
+
+
+async def open_gap(connection: Connection, gap: Gap) -> OpenGap:
+    """Store a gap, and delete the oldest closed ones."""
+    [row] = await connection.fetch(_OPEN, gap.relay, gap.shard, gap.reason, gap.first_seq, gap.last_seq)
+    await connection.execute(_PRUNE, MAX_CLOSED_GAPS)
+    return OpenGap(row["id"], gap, row["opened_at"])
+
+
+async def set_last_seq(connection: Connection, gap_id: int, last_seq: int) -> None:
+    """Store where a gap ends."""
+    await connection.execute("update indexer.gap set last_seq = $2 where id = $1", gap_id, last_seq)
+
+
+async def load_open(connection: Connection) -> list[OpenGap]:
+    """Return the open gaps of all shards, oldest first."""
+    return [
+        OpenGap(
+            id_,
+            Gap(relay, shard, _REASONS[reason], first_seq, last_seq),
+            opened_at,
+            frozenset(position for part in reconciled for position in range(part.lower, part.upper)),
+        )
+        for id_, relay, shard, reason, first_seq, last_seq, opened_at, reconciled in await connection.fetch(_LOAD_OPEN)
+    ]
+
+
+async def close_gaps(connection: Connection, positions: range, last_gap: int, closed_by: str) -> None:
+    """Close the open gaps up to the ID `last_gap` as far as they are about these positions.
+
+    A gap that other shards have to compare, too, is closed by the last of them.
+    """
+    await connection.execute(_CLOSE, positions.start, positions.stop, last_gap, closed_by)
+
+
+async def reset_cursor(connection: Connection, relay: str, shards: Sequence[Shard], position: Position) -> None:
+    """Store the position in a new epoch as the cursor of each shard, and open a gap for each shard."""
+    await connection.execute(
+        _RESET_CURSOR, relay, [str(shard) for shard in shards], position.seq or 0, storable(position.event_time)
+    )
+    for shard in shards:
+        await open_gap(connection, Gap(relay, str(shard), GapReason.CURSOR_RESET))
+
+
+async def has_synchronized_repo(connection: Connection, buckets: Sequence[int]) -> bool:
+    """Return True if at least one repo of the buckets is synchronized."""
+    exists: bool = await connection.fetchval(_SYNCHRONIZED_REPO_EXISTS, list(buckets))
+    return exists

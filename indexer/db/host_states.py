@@ -1,0 +1,99 @@
+"""The table of hosts: request statistics and the pause of each host, so that a pause survives a restart.
+
+Several processes share the table. Their counts are added. Of all other columns the last write wins. The ends of pauses
+are times of the clocks of these processes, not of the database's.
+"""
+
+from collections.abc import Sequence
+from time import time
+
+import asyncpg
+
+from indexer.db.columns import Connection, columns_of, storable, unnest
+from indexer.reasons import FetchFailure
+from indexer.sync.host_state import MAX_HOSTS, HostState
+
+REPORTED_HOSTS = 10
+"""Paused hosts that `load_paused` returns."""
+_FAILURES_EXPIRE_SECONDS = 86_400.0
+
+_COLUMNS = {
+    "host": "text",
+    "requests": "bigint",
+    "failures": "bigint",
+    "consecutive_failures": "integer",
+    "paused_until": "float8",
+    "pause_reason": "text",
+    "last_error": "text",
+    "last_success": "float8",
+}
+_REASONS = {str(reason): reason for reason in FetchFailure}
+_TIMES = ("paused_until", "last_success")
+_READ = ", ".join(f"date_part('epoch', {name}) as {name}" if name in _TIMES else name for name in _COLUMNS)
+
+_SAVE = f"""
+    insert into indexer.host as h ({", ".join(_COLUMNS)}, updated_at)
+    select host, requests, failures, consecutive_failures, to_timestamp(paused_until), pause_reason, last_error,
+        to_timestamp(last_success), now()
+    from {unnest(_COLUMNS, "w")} order by ordinal
+    on conflict (host) do update
+    set requests = h.requests + excluded.requests, failures = h.failures + excluded.failures,
+        consecutive_failures = excluded.consecutive_failures, paused_until = excluded.paused_until,
+        pause_reason = excluded.pause_reason, last_error = coalesce(excluded.last_error, h.last_error),
+        last_success = greatest(excluded.last_success, h.last_success), updated_at = excluded.updated_at
+    returning xmax = 0 as inserted
+"""
+
+# In the order in which `HostLimits` removes hosts from memory: hosts without a pause first, the least recently used
+# before others.
+_TRIM = """
+    delete from indexer.host where host in (
+        select host from indexer.host order by greatest(paused_until, now()) desc, updated_at desc offset $1
+    )
+"""
+
+_LOAD = f"""
+    select {_READ} from indexer.host
+    where paused_until > to_timestamp($2)
+        or (consecutive_failures > 0 and updated_at > now() - make_interval(secs => $1))
+"""
+
+_LOAD_PAUSED = f"""
+    select {_READ} from indexer.host
+    where paused_until > to_timestamp($2) order by consecutive_failures desc, paused_until desc limit $1
+"""
+
+
+async def save_states(connection: Connection, states: Sequence[HostState]) -> None:
+    """Add requests and failures to the stored counts, and store the rest. Limits the number of rows."""
+    rows = [
+        (
+            state.host,
+            state.requests,
+            state.failures,
+            state.consecutive_failures,
+            state.paused_until,
+            state.pause_reason,
+            storable(state.last_error),
+            state.last_success,
+        )
+        for state in sorted(states, key=lambda state: state.host)
+    ]
+    saved = await connection.fetch(_SAVE, *columns_of(rows, _COLUMNS))
+    if any(row["inserted"] for row in saved):
+        await connection.execute(_TRIM, MAX_HOSTS)
+
+
+async def load_states(connection: Connection) -> list[HostState]:
+    """Return the hosts that are paused, or whose last request failed less than a day ago."""
+    return [_state(row) for row in await connection.fetch(_LOAD, _FAILURES_EXPIRE_SECONDS, time())]
+
+
+async def load_paused(connection: Connection) -> list[HostState]:
+    """Return some of the paused hosts, those with the most consecutive failures first."""
+    return [_state(row) for row in await connection.fetch(_LOAD_PAUSED, REPORTED_HOSTS, time())]
+
+
+def _state(row: asyncpg.Record) -> HostState:
+    reason = row["pause_reason"]
+    return HostState(**{**row, "pause_reason": None if reason is None else _REASONS[reason]})

@@ -1,0 +1,286 @@
+"""The table of identities: the contents of DID documents, and the queue of handles to verify."""
+
+from collections.abc import Mapping, Sequence
+from time import time
+
+from indexer.crash_points import crash_point
+from indexer.db.change_log import log_changes
+from indexer.db.columns import Connection, buckets_of, columns_of, of_buckets, storable, unnest
+from indexer.sync.changes import ChangeLogEntry
+from indexer.sync.shard import bucket_of
+from indexer.sync.stored_identity import INVALID_HANDLE, DueIdentity, HandleCheck, HandleClaim, StoredIdentity
+
+MAX_LOCK_WAIT = 10
+"""Seconds that a statement may wait for a row before its parameter for the present time is too old. It is shorter than
+each postponement of a refresh."""
+
+MAX_INSERTED = 20
+"""The largest number of identities that are inserted one by one on a distributed database."""
+
+
+def is_postponed(now: str) -> str:
+    """Return the SQL condition that the refresh of identity `i` is postponed; `now` is SQL for Unix seconds.
+
+    `refresh_at` is the time of an announcement or of a postponed refresh. An announcement is not in the future, except
+    by the time that the statement has waited for the row.
+    """
+    return f"i.refresh_at > to_timestamp({now}::float8 + {MAX_LOCK_WAIT})"
+
+
+_COLUMNS = {
+    "did": "text",
+    "bucket": "smallint",
+    "claimed_handle": "text",
+    "pds": "text",
+    "signing_key": "text",
+    "fetched_at": "float8",
+    "stale": "boolean",
+    "problem": "text",
+    "denials": "integer",
+    "denied_at": "float8",
+    "refresh_at": "float8",
+}
+
+_LOAD = """
+    select did, claimed_handle as handle, pds, signing_key, date_part('epoch', fetched_at) as fetched_at, stale,
+        problem, denials, date_part('epoch', denied_at) as denied_at
+    from indexer.identity where did = any($1::text[]) and bucket = any($2::smallint[])
+"""
+
+# A handle that becomes null is not logged: its verification follows, and is.
+# If the claim is unchanged and verified, keep the time of its next check. If it is unchanged but not verified, check it
+# now: the document may have been read because something changed.
+_SAME_CLAIM = "i.claimed_handle is not distinct from excluded.claimed_handle"
+_RENAMED = "(saved.handle is not null and saved.handle is distinct from before.handle)"
+_NOW = f"${len(_COLUMNS) + 1}"
+# A change was announced after the lookup asked, so the answer may be from before it (see `apply_batch._MARK_STALE`).
+# The time of a postponed refresh is not that of an announcement, and without a time there was no announcement. During a
+# back-off the time of the latest announcement is unknown: the mark stays, and the identity is soon due once more.
+_CHANGED_SINCE = f"""
+    coalesce(i.stale and i.refresh_at > excluded.fetched_at and (i.refresh_failures > 0 or not {is_postponed(_NOW)}),
+        false)
+"""
+# The clock was set back since then: clocks of several machines differ by less.
+_FROM_THE_FUTURE = f"i.fetched_at > to_timestamp({_NOW}::float8 + 3600)"
+_SAVE = f"""
+    with before as materialized (
+        select did, bucket, pds, handle from indexer.identity
+        where did = any($1::text[]) and bucket = any($2::smallint[])
+    ), saved as (
+        insert into indexer.identity as i (
+            did, bucket, claimed_handle, pds, signing_key, fetched_at, stale, problem, denials, denied_at, refresh_at,
+            handle, handle_attempts, handle_due_at
+        )
+        select did, bucket, claimed_handle, pds, signing_key, to_timestamp(fetched_at), stale, problem,
+            denials, to_timestamp(denied_at), to_timestamp(refresh_at),
+            case when claimed_handle is null then '{INVALID_HANDLE}' end, 0,
+            case when claimed_handle is not null then to_timestamp(fetched_at) end
+        from {unnest(_COLUMNS, "w")} order by ordinal
+        on conflict (did, bucket) do update
+        set claimed_handle = excluded.claimed_handle, pds = excluded.pds, signing_key = excluded.signing_key,
+            fetched_at = excluded.fetched_at, stale = excluded.stale or {_CHANGED_SINCE}, problem = excluded.problem,
+            denials = excluded.denials, denied_at = excluded.denied_at,
+            refresh_at = case
+                when {_CHANGED_SINCE} then least(i.refresh_at, to_timestamp({_NOW}::float8 + {MAX_LOCK_WAIT}))
+                else excluded.refresh_at end,
+            refresh_failures = 0,
+            handle = case when {_SAME_CLAIM} then i.handle else excluded.handle end,
+            handle_attempts = case when {_SAME_CLAIM} then i.handle_attempts else 0 end,
+            handle_due_at = case when {_SAME_CLAIM} and i.handle = i.claimed_handle then i.handle_due_at
+                else excluded.handle_due_at end
+        where i.fetched_at <= excluded.fetched_at or {_FROM_THE_FUTURE}
+        returning did, bucket, pds, handle
+    )
+    select did, coalesce(saved.pds <> before.pds, false) as moved, {_RENAMED} as renamed
+    from saved join before using (did, bucket) where saved.pds <> before.pds or {_RENAMED} order by did
+"""
+
+# One row, because Citus plans this once for a session, and takes ten times as long for `_SAVE`.
+_INSERT_NEW = f"""
+    insert into indexer.identity (
+        did, bucket, claimed_handle, pds, signing_key, fetched_at, stale, problem, denials, denied_at, refresh_at,
+        handle, handle_attempts, handle_due_at
+    )
+    values (
+        $1, $2, $3, $4, $5, to_timestamp($6::float8), $7, $8, $9, to_timestamp($10::float8), to_timestamp($11::float8),
+        case when $3::text is null then '{INVALID_HANDLE}' end, 0,
+        case when $3::text is not null then to_timestamp($6::float8) end
+    )
+    on conflict (did, bucket) do nothing returning did
+"""
+
+CLAIM_HANDLES = f"""
+    with due as materialized (
+        select did, handle_due_at from indexer.identity
+        where bucket = any($1::smallint[]) and handle_due_at <= to_timestamp($3)
+        order by handle_due_at desc limit $2
+    )
+    update indexer.identity i set handle_due_at = to_timestamp($4)
+    from (select * from due order by did) d
+    where i.did = d.did and {of_buckets("i", 5)} and i.handle_due_at is not distinct from d.handle_due_at
+    returning i.did, i.claimed_handle as claimed, i.handle as known, i.handle_attempts as attempts
+"""
+"""Takes buckets, count, the present time, the end of the lease, and the buckets again.
+
+The handles that became due last come first, so that new handles do not wait for a backlog. Rows are locked in the order
+of DIDs, as in all statements (on a distributed database, within each shard). Of two concurrent claims the second one
+finds that `handle_due_at` changed. IS NOT DISTINCT, because no index supports it: thousands of rows may share one time.
+"""
+
+_POSTPONED = {"did": "text", "bucket": "smallint", "due_at": "float8"}
+
+# In the order of DIDs, like all statements. A row with another time is no longer claimed.
+_POSTPONE_HANDLES = f"""
+    update indexer.identity i set handle_due_at = to_timestamp(w.due_at)
+    from (select * from {unnest(_POSTPONED, "w")} order by did) w
+    where i.did = w.did and i.bucket = w.bucket and {of_buckets("i", 2)} and i.handle_due_at = to_timestamp($4)
+"""
+
+_SAVE_HANDLE_CHECK = f"""
+    with before as materialized (
+        select did, bucket, handle from indexer.identity where did = $1 and bucket = $2
+    ), saved as (
+        update indexer.identity
+        set handle = $4, handle_attempts = $5, handle_due_at = to_timestamp($6::float8)
+        where did = $1 and bucket = $2 and claimed_handle is not distinct from $3
+        returning did, bucket, handle
+    )
+    select {_RENAMED} from saved join before using (did, bucket)
+"""
+
+# A handle resolves to one DID, so other accounts for which it was verified before must be checked again.
+_OTHERS_WITH_HANDLE = f"""
+    select did from indexer.identity where handle = $2 and handle <> '{INVALID_HANDLE}' and did <> $1
+"""
+_RECHECK = """
+    update indexer.identity set handle_due_at = to_timestamp($4) where did = $1 and bucket = $2 and handle = $3
+"""
+
+# The oldest and the newest: the oldest, so that each has its turn; the newest, so that none waits for a long queue.
+DUE_IDENTITIES = """
+    (
+        select did, pds, refresh_failures as failures, refresh_at from indexer.identity
+        where starts_with(did, 'did:web:') = $1 and refresh_at <= to_timestamp($2) and bucket = any($3::smallint[])
+        order by refresh_at limit $4
+    ) union (
+        select did, pds, refresh_failures, refresh_at from indexer.identity
+        where starts_with(did, 'did:web:') = $1 and refresh_at <= to_timestamp($2) and bucket = any($3::smallint[])
+        order by refresh_at desc limit $4
+    ) order by refresh_at
+"""
+
+_POSTPONE = """
+    update indexer.identity set refresh_at = to_timestamp($3), refresh_failures = $4
+    where did = $1 and bucket = $2 and refresh_at is not null
+"""
+
+# Two accounts may have the handle until the earlier one is checked again.
+_DID_OF_HANDLE = f"""
+    select did from indexer.identity where handle = $1 and handle <> '{INVALID_HANDLE}'
+    order by handle_due_at desc limit 1
+"""
+
+
+async def load_identities(connection: Connection, dids: Sequence[str]) -> Mapping[str, StoredIdentity]:
+    """Return the stored identities by DID; unknown DIDs are left out."""
+    rows = await connection.fetch(_LOAD, list(dids), buckets_of(dids))
+    return {row["did"]: StoredIdentity(**row) for row in rows}
+
+
+async def save_identities(
+    connection: Connection, identities: Sequence[StoredIdentity], *, distributed: bool = False
+) -> None:
+    """Store identities, unless a later reading is stored. Of several for one DID the last one is stored.
+
+    Logs a change for each account that has another PDS or another handle. Run it in a transaction.
+
+    On a `distributed` database, a few new identities are inserted one by one, and rows of several shards are not locked
+    in the order of DIDs. If several processes save the same identities at once, this may be a deadlock. Then one of
+    the transactions fails, and `IdentityCache` saves its identities one by one.
+    """
+    latest = {identity.did: identity for identity in identities}
+    rows = [
+        (
+            did,
+            bucket_of(did),
+            storable(identity.handle),
+            storable(identity.pds),
+            storable(identity.signing_key),
+            identity.fetched_at,
+            identity.stale,
+            storable(identity.problem),
+            identity.denials,
+            identity.denied_at,
+            identity.refresh_at,
+        )
+        for did, identity in sorted(latest.items())
+    ]
+    if distributed and len(rows) <= MAX_INSERTED:
+        rows = [row for row in rows if await connection.fetchval(_INSERT_NEW, *row) is None]
+    saved = await connection.fetch(_SAVE, *columns_of(rows, _COLUMNS), time()) if rows else []
+    changes: list[ChangeLogEntry] = []
+    for did, moved, renamed in saved:
+        changes += [ChangeLogEntry(did, "moved", None, live=True)] if moved else []
+        changes += [ChangeLogEntry(did, "identity", None, live=True)] if renamed else []
+    await log_changes(connection, changes)
+    crash_point("identity.saved")
+
+
+async def claim_handles(
+    connection: Connection, count: int, buckets: Sequence[int], lease_until: float, now: float
+) -> list[HandleClaim]:
+    """Claim at most `count` handles that are due to be checked, with leases until `lease_until`."""
+    rows = await connection.fetch(CLAIM_HANDLES, list(buckets), count, now, lease_until, list(buckets))
+    return [HandleClaim(**row) for row in rows]
+
+
+async def postpone_handles(
+    connection: Connection, claims: Sequence[HandleClaim], due: Sequence[float], lease_until: float
+) -> None:
+    """Make claimed handles due again, each at its time in `due`, unless they changed since they were claimed."""
+    rows = sorted((claim.did, bucket_of(claim.did), at) for claim, at in zip(claims, due, strict=True))
+    if rows:
+        await connection.execute(_POSTPONE_HANDLES, *columns_of(rows, _POSTPONED), lease_until)
+
+
+async def save_handle_check(connection: Connection, check: HandleCheck) -> None:
+    """Store the result of a check, unless the account claims another handle now. Run it in a transaction.
+
+    Logs a change if the account has another handle.
+    """
+    claim = check.claim
+    dids, renamed = [claim.did], False
+    if check.handle is not None and check.handle == claim.claimed != claim.known:
+        dids += [did for (did,) in await connection.fetch(_OTHERS_WITH_HANDLE, claim.did, check.handle)]
+    # Rows are locked in the order of DIDs, as in all statements: `save_identities` may write the same rows.
+    for did in sorted(dids):
+        if did == claim.did:
+            result = (claim.claimed, check.handle, check.attempts, check.due_at)
+            renamed = await connection.fetchval(_SAVE_HANDLE_CHECK, did, bucket_of(did), *result)
+        else:
+            await connection.execute(_RECHECK, did, bucket_of(did), check.handle, time())
+    if renamed:
+        await log_changes(connection, [ChangeLogEntry(claim.did, "identity", None, live=True)])
+    crash_point("handle.saved")
+
+
+async def due_identities(
+    connection: Connection, buckets: Sequence[int], limit: int, now: float, *, web: bool
+) -> list[DueIdentity]:
+    """Return identities to refresh: those that became due first, and as many that became due last.
+
+    At most `limit` of each; with `web` only those of did:web, otherwise only the others.
+    """
+    rows = await connection.fetch(DUE_IDENTITIES, web, now, list(buckets), limit)
+    return [DueIdentity(row["did"], row["pds"], row["failures"]) for row in rows]
+
+
+async def postpone_refresh(connection: Connection, did: str, until: float, failures: int) -> None:
+    """Set the time of the next refresh and the number of failures, unless the identity was refreshed meanwhile."""
+    await connection.execute(_POSTPONE, did, bucket_of(did), until, failures)
+
+
+async def did_of_handle(connection: Connection, handle: str) -> str | None:
+    """Return the DID for which the handle was verified; None if there is none."""
+    did: str | None = await connection.fetchval(_DID_OF_HANDLE, handle)
+    return did

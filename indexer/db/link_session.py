@@ -1,0 +1,329 @@
+"""Read the change log for links: keep the links of stored records, and their counts by target.
+
+One process keeps the links of all shards. It owns them by its connection, like the feed (`shard_lock`), and writes them
+only over this connection. Each transaction reads what follows its position in the change log, replaces the links of the
+changed records by those of their stored values, and stores the new position. So a transaction that is repeated, and a
+value that is newer than the change, do no harm: the change that wrote it follows.
+
+The backfill adds the links of stored records in the order of their keys, in the same way. What changes meanwhile is in
+the log after the position with which the backfill began. See docs/decisions/0012-links.md.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from indexer.atproto.links import links_of
+from indexer.crash_points import COMMITTED, crash_point
+from indexer.db.change_signal import ChangeSignal
+from indexer.db.columns import Columns, Connection, buckets_of, columns_of, of_buckets, unnest
+from indexer.db.database_errors import database_errors
+from indexer.db.feed_page import LogTrimmedError, load_changes
+from indexer.db.shard_lock import ShardLock
+from indexer.sync.changes import RecordKey
+from indexer.sync.feed_delivery import LoggedChange
+from indexer.sync.shard import bucket_of, bucket_of_target
+
+LINK_CONSUMER = "links"
+"""The name of the consumer in `atproto.readers`."""
+MAX_CHANGES = 1_000
+"""Changes, or records of the backfill, of one transaction."""
+MAX_BYTES = 1 << 20
+"""Bytes of the values of one transaction, which bound its links, too. The last value may exceed them."""
+MAX_RECOUNTED = 100
+"""Records of one transaction that changes whether links count."""
+
+_LOCK_TIMEOUT = "set local lock_timeout = '2s'"
+_IS_ON = "select exists (select from indexer.link_reader)"
+_REMOVE = (
+    "truncate indexer.record_link, indexer.target_count, indexer.links_to_recount",
+    "delete from indexer.link_reader",
+    f"delete from indexer.consumer where name = '{LINK_CONSUMER}'",
+)
+_BEGIN = f"insert into indexer.link_reader (seq) select atproto.register_reader('{LINK_CONSUMER}')"
+_STATE = "select seq, did, collection, rkey, repos, done_at is not null from indexer.link_reader"
+# The row of the consumer only makes the log wait. It may be gone, and so may the changes after the position.
+_ADVANCE = f"""
+    with advanced as (update indexer.link_reader set seq = $2 where seq = $1 returning true)
+    update indexer.consumer c set seq = $2, seen_at = clock_timestamp()
+    where c.name = '{LINK_CONSUMER}' and exists (select from advanced)
+        and not exists (select from indexer.disconnected_consumer d where d.id = c.id)
+    returning true
+"""
+
+_KEY = {"did": "text", "collection": "text", "rkey": "text"}
+_NUMBERED_KEY = {**_KEY, "number": "integer"}
+# A value beyond the limit is null: its record is read again by the next transaction.
+_VALUES = f"""
+    with found as (
+        select w.number, p.visible, r.value::text as value
+        from {unnest(_NUMBERED_KEY, "w", 3)}
+        join indexer.record r
+            on r.did = w.did and r.collection = w.collection and r.rkey = w.rkey and {of_buckets("r")}
+        join indexer.repo p on p.did = r.did and p.bucket = r.bucket and {of_buckets("p")}
+        where r.value is not null
+    ), measured as (
+        select found.*, sum(octet_length(value)) over (order by number) - octet_length(value) as before from found
+    )
+    select number, visible, case when before < $2 then value end as value from measured order by number
+"""
+_NEXT_KEYS = """
+    select did, collection, rkey from indexer.record where (did, collection, rkey) > ($1, $2, $3)
+    order by did, collection, rkey limit $4
+"""
+_SAVE_BACKFILL = "update indexer.link_reader set did = $1, collection = $2, rkey = $3, repos = $4"
+_SAVE_DONE = "update indexer.link_reader set done_at = now()"
+
+_LINK: Columns = {
+    **_KEY, "bucket": "smallint", "target": "text", "kind": "text", "path": "text", "counted": "boolean"
+}  # fmt: skip
+_DELETE_LINKS = f"""
+    delete from indexer.record_link l using {unnest(_KEY, "w", 2)}
+    where l.did = w.did and l.collection = w.collection and l.rkey = w.rkey and {of_buckets("l")}
+    returning l.target, l.collection, l.path, l.counted
+"""
+_COUNT_KEY = {"target": "text", "collection": "text", "path": "text"}
+_COUNT: Columns = {**_COUNT_KEY, "bucket": "smallint", "count": "bigint"}
+_ADD_COUNTS = f"""
+    insert into indexer.target_count as c ({", ".join(_COUNT)}) select {", ".join(_COUNT)} from {unnest(_COUNT, "w")}
+    order by ordinal on conflict (target, collection, path, bucket) do update set count = c.count + excluded.count
+    returning target, collection, path, count
+"""
+_DELETE_COUNTS = f"""
+    delete from indexer.target_count c using {unnest(_COUNT_KEY, "w", 2)}
+    where c.target = w.target and c.collection = w.collection and c.path = w.path and {of_buckets("c")} and c.count = 0
+"""
+
+_RECOUNT = {"did": "text", "bucket": "smallint", "seq": "bigint"}
+_ADD_RECOUNTS = f"""
+    insert into indexer.links_to_recount ({", ".join(_RECOUNT)})
+    select {", ".join(_RECOUNT)} from {unnest(_RECOUNT, "w")}
+    on conflict (did, bucket) do update set seq = excluded.seq
+"""
+_NEXT_RECOUNT = "select did, seq from indexer.links_to_recount order by seq limit 1"
+_VISIBLE = "select visible from indexer.repo where did = $1 and bucket = $2"
+_SET_COUNTED = """
+    with changed as (
+        select distinct collection, rkey from indexer.record_link
+        where did = $1 and bucket = $2 and counted <> $3 and (collection, rkey) > ($4, $5)
+        order by collection, rkey limit $6
+    )
+    update indexer.record_link l set counted = $3 from changed w
+    where l.did = $1 and l.bucket = $2 and l.collection = w.collection and l.rkey = w.rkey and l.counted <> $3
+    returning l.target, l.collection, l.path, l.rkey
+"""
+_RECOUNTED = "delete from indexer.links_to_recount where did = $1 and bucket = $2 and seq = $3"
+
+
+class PositionLostError(Exception):
+    """Changes after the position may have been trimmed: the consumer was disconnected or removed."""
+
+
+class _Target(NamedTuple):
+    """The key of a count of links."""
+
+    target: str
+    collection: str
+    path: str
+
+
+@dataclass
+class _Recount:
+    """The recount of a repo that has begun: the change that caused it, and the record up to which it is done."""
+
+    did: str
+    seq: int
+    visible: bool
+    after: tuple[str, str] = ("", "")
+
+
+@dataclass
+class LinkSession:
+    """The session of the process that keeps links. Every method raises `DatabaseError` for a transient error.
+
+    Attributes:
+        lock: The ownership of the links.
+        signal: Is set when there are new changes.
+        seq: The position in the change log.
+        backfilled_to: The record up to which the backfill is done.
+        repos: The number of repos up to that record.
+        done: The backfill is complete.
+        links: The number of links that were added since it was opened.
+    """
+
+    connection: Connection
+    lock: ShardLock
+    signal: ChangeSignal
+    seq: int = 0
+    backfilled_to: RecordKey = ("", "", "")
+    repos: int = 0
+    done: bool = False
+    links: int = 0
+    _recount: _Recount | None = None
+
+    async def begin(self, *, anew: bool = False) -> None:
+        """Load the position. If there is none, or `anew`, remove all links, and begin at the end of the log.
+
+        Consumers may read the links, so their removal waits for them only for a moment.
+        """
+        with database_errors():
+            async with self.connection.transaction():
+                if anew or not await self.connection.fetchval(_IS_ON):
+                    await self._remove()
+                    await self.connection.execute(_BEGIN)
+                [row] = await self.connection.fetch(_STATE)
+                crash_point("links.begun")
+            crash_point(COMMITTED)
+        self.seq, did, collection, rkey, self.repos, self.done = row
+        self.backfilled_to = did, collection, rkey
+        self._recount = None
+
+    async def remove(self) -> None:
+        """Remove all links and the position."""
+        with database_errors():
+            async with self.connection.transaction():
+                await self._remove()
+                crash_point("links.removed")
+            crash_point(COMMITTED)
+
+    async def _remove(self) -> None:
+        await self.connection.execute(_LOCK_TIMEOUT)
+        for statement in _REMOVE:
+            await self.connection.execute(statement)
+
+    async def read_changes(self) -> bool:
+        """Follow the next changes of the log; return False if there are none.
+
+        Raises:
+            PositionLostError: Changes after the position may have been trimmed.
+        """
+        with database_errors():
+            async with self.connection.transaction():
+                try:
+                    changes = await load_changes(self.connection, self.seq, MAX_CHANGES)
+                except LogTrimmedError as error:
+                    raise PositionLostError(str(error)) from None
+                if not changes:
+                    return False
+                first = _first_changes(changes)
+                keys = list(first)
+                if (replaced := await self._replace(keys)) < len(keys):
+                    changes = changes[: first[keys[replaced]]]
+                await self._request_recounts(changes)
+                if not await self.connection.fetchval(_ADVANCE, self.seq, changes[-1].seq):
+                    raise PositionLostError("the consumer was disconnected or removed")
+                crash_point("links.read")
+            crash_point(COMMITTED)
+        self.seq = changes[-1].seq
+        return True
+
+    async def backfill(self) -> bool:
+        """Add the links of the next stored records; return False if the backfill is complete."""
+        if self.done:
+            return False
+        with database_errors():
+            async with self.connection.transaction():
+                rows = await self.connection.fetch(_NEXT_KEYS, *self.backfilled_to, MAX_CHANGES)
+                keys: list[RecordKey] = [(did, collection, rkey) for did, collection, rkey in rows]
+                if keys:
+                    keys = keys[: await self._replace(keys)]
+                    repos = self.repos + len({did for did, *_ in keys} - {self.backfilled_to[0]})
+                    await self.connection.execute(_SAVE_BACKFILL, *keys[-1], repos)
+                else:
+                    await self.connection.execute(_SAVE_DONE)
+                crash_point("links.backfilled")
+            crash_point(COMMITTED)
+        if keys:
+            self.backfilled_to, self.repos = keys[-1], repos
+        else:
+            self.done = True
+        return True
+
+    async def recount(self) -> bool:
+        """Change whether links of a repo count whose visibility changed; return False if there is none.
+
+        The links of each record that is written meanwhile count by the visibility of the repo at that time. If it
+        differs from the one that the recount uses, another change follows, which replaces `seq`.
+        """
+        with database_errors():
+            async with self.connection.transaction():
+                if (row := await self.connection.fetchrow(_NEXT_RECOUNT)) is None:
+                    self._recount = None
+                    return False
+                did, seq = row
+                key = did, bucket_of(did)
+                shown = bool(await self.connection.fetchval(_VISIBLE, *key))
+                now = _Recount(did, seq, shown)
+                if self._recount and (self._recount.did, self._recount.seq, self._recount.visible) == (did, seq, shown):
+                    now = self._recount
+                links = await self.connection.fetch(_SET_COUNTED, *key, shown, *now.after, MAX_RECOUNTED)
+                counts = Counter(_Target(target, collection, path) for target, collection, path, _ in links)
+                await self._add_counts(counts if shown else Counter({target: -n for target, n in counts.items()}))
+                if not links:
+                    await self.connection.execute(_RECOUNTED, *key, seq)
+                crash_point("links.recounted")
+            crash_point(COMMITTED)
+        now.after = max(((collection, rkey) for _, collection, _, rkey in links), default=now.after)
+        self._recount = now
+        return True
+
+    async def _replace(self, keys: Sequence[RecordKey]) -> int:
+        """Replace the links of the first records by those of their stored values; return how many they are."""
+        numbered = [(*key, number) for number, key in enumerate(keys)]
+        buckets = buckets_of(did for did, *_ in keys)
+        stored = await self.connection.fetch(_VALUES, buckets, MAX_BYTES, *columns_of(numbered, _NUMBERED_KEY))
+        within = [row for row in stored if row["value"] is not None]
+        replaced = len(keys) if len(within) == len(stored) else stored[len(within)]["number"]
+        # Not on the event loop: a value of hostile shape takes long.
+        links = await asyncio.to_thread(_link_rows, keys, within)
+        deleted = await self.connection.fetch(_DELETE_LINKS, buckets, *columns_of(keys[:replaced], _KEY))
+        if links:
+            await self.connection.copy_records_to_table(
+                "record_link", schema_name="indexer", columns=list(_LINK), records=links
+            )
+            self.links += len(links)
+        counts = Counter(_Target(target, key[0], path) for _, *key, _, target, _, path, counted in links if counted)
+        counts.subtract(_Target(target, collection, path) for target, collection, path, counted in deleted if counted)
+        await self._add_counts(counts)
+        return replaced
+
+    async def _add_counts(self, counts: Counter[_Target]) -> None:
+        rows = [(*key, bucket_of_target(key.target), count) for key, count in sorted(counts.items()) if count]
+        if not rows:
+            return
+        written = await self.connection.fetch(_ADD_COUNTS, *columns_of(rows, _COUNT))
+        if empty := [(target, collection, path) for target, collection, path, count in written if not count]:
+            buckets = sorted({bucket_of_target(target) for target, *_ in empty})
+            await self.connection.execute(_DELETE_COUNTS, buckets, *columns_of(empty, _COUNT_KEY))
+
+    async def _request_recounts(self, changes: Sequence[LoggedChange]) -> None:
+        seqs = {change.did: change.seq for change in changes if change.action in {"hidden", "visible"}}
+        if seqs:
+            rows = [(did, bucket_of(did), seq) for did, seq in seqs.items()]
+            await self.connection.execute(_ADD_RECOUNTS, *columns_of(rows, _RECOUNT))
+
+
+async def links_are_kept(connection: Connection) -> bool:
+    """Return True if links are stored, or were turned on."""
+    return bool(await connection.fetchval(_IS_ON))
+
+
+def _first_changes(changes: Sequence[LoggedChange]) -> dict[RecordKey, int]:
+    """Return the records of the changes, each with the index of its first change."""
+    first: dict[RecordKey, int] = {}
+    for index, change in enumerate(changes):
+        if change.collection is not None and change.rkey is not None:
+            first.setdefault((change.did, change.collection, change.rkey), index)
+    return first
+
+
+def _link_rows(keys: Sequence[RecordKey], values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return the values of `_LINK`. `values` has the rows of `_VALUES`."""
+    return [
+        (*key, bucket_of(key[0]), link.target, link.kind, link.path, shown)
+        for number, shown, value in values
+        for key in (keys[number],)
+        for link in links_of(value)
+    ]

@@ -1,0 +1,213 @@
+"""Number the changes of a distributed database, after their transactions are complete on all nodes.
+
+On a cluster, COMMIT prepares the transaction on each node that it wrote, commits it on the coordinator, and then
+commits it on the nodes. If a node is gone by then, it shows the effects only when it is back. So COMMIT puts change
+batches into a queue, the table `unnumbered_batch`, and a process numbers them:
+
+    1. read the queue
+    2. ask every node for the transactions that are prepared there
+    3. number the batches whose transaction is not prepared on any node, in the order of the queue; one that has
+       changes of the same bucket as an earlier batch that waits does so, too
+
+A transaction of the queue has committed on the coordinator, so it was prepared everywhere before step 1. If step 2 does
+not find it on a node, that node shows its effects. Citus stores a row in `pg_dist_transaction` for each transaction
+that it prepares on a node. This row says which transaction a prepared one belongs to, and which nodes a transaction
+has written if not all nodes answer.
+
+The order of the queue is that of the changes of each repo, because a transaction draws its place while it has the locks
+of the rows that it wrote. But a transaction of two nodes releases those of one node first. Another transaction may then
+write the same repo, and be complete earlier. Therefore the second part of step 3.
+See docs/decisions/0014-change-log-on-a-cluster.md.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import asyncpg
+import orjson
+
+from indexer.crash_points import crash_point
+from indexer.db.columns import Connection
+from indexer.db.database_errors import database_errors
+from indexer.sync.shard import BUCKETS
+
+CITUS_PREFIX = "citus_"
+"""The beginning of the names of transactions that Citus prepares on nodes."""
+ASK_SECONDS = 5.0
+"""Time limit for the answers of the nodes."""
+
+_DROP_PUBLISH = "drop trigger publish on indexer.change_batch"
+_QUEUE_BATCHES = """
+    create constraint trigger queue_batch after insert on indexer.change_batch
+    deferrable initially deferred for each row execute function indexer.queue_batch()
+"""
+_IS_QUEUED = """
+    select exists (select from pg_trigger where tgrelid = 'indexer.change_batch'::regclass and tgname = 'queue_batch')
+"""
+_CREATE_ON_NODES = "select create_distributed_function('indexer.prepared_transactions(smallint)')"
+_IS_ON_NODES = """
+    select exists (
+        select from pg_catalog.pg_dist_object
+        where classid = 'pg_proc'::regclass and objid = 'indexer.prepared_transactions(smallint)'::regprocedure
+    )
+"""
+
+# One bucket of each node. The answers say which nodes they are from, in case that a shard was moved meanwhile.
+_NODES = f"""
+    select n.groupid, format('%s:%s', n.nodename, n.nodeport) as address, min(bucket)::smallint as bucket
+    from generate_series(0, {BUCKETS - 1}) bucket
+    join pg_dist_placement p
+        on p.shardid = get_shard_id_for_distribution_column('indexer.resync_queue'::regclass, bucket::smallint)
+    join pg_dist_node n on n.groupid = p.groupid and n.noderole = 'primary'
+    group by 1, 2
+"""
+_QUEUE = """
+    select u.commit_order, u.age, pg_snapshot_xmin(s)::text::bigint as min_xid,
+        q.last_value - (not q.is_called)::integer as drawn
+    from pg_current_snapshot() s cross join indexer.unnumbered_batch_commit_order_seq q
+    left join indexer.unnumbered_batches($1) u on true
+"""
+_NEW_TRANSACTION = "select pg_current_xact_id()::text::bigint"
+# The table has one row for each bucket and priority.
+_PREPARED = """
+    select indexer.prepared_transactions(bucket) from indexer.resync_queue
+    where bucket = any($1::smallint[]) and priority = 0
+"""
+_NUMBER = "select commit_order, age from indexer.number_changes($1, $2, $3, $4)"
+
+
+class ClusterNode(NamedTuple):
+    """A node that has shards.
+
+    Attributes:
+        id: The number by which Citus knows it.
+        bucket: One of the buckets that it has.
+    """
+
+    id: int
+    address: str
+    bucket: int
+
+
+class Queue(NamedTuple):
+    """The state of the queue in one snapshot.
+
+    Attributes:
+        batches: The age of each committed batch in seconds, by its place in the queue; in the order of the queue.
+        min_xid: All transactions with a lower ID have ended.
+        drawn: A place in the queue. Places up to this one belong to transactions that have begun to write.
+    """
+
+    batches: Mapping[int, float]
+    min_xid: int
+    drawn: int
+
+
+Prepared = Mapping[int, Mapping[str, float]]
+"""For each node that has answered: the ages in seconds of the transactions that are prepared there, by their names."""
+
+
+class QueueStart:
+    """The place in the queue before which nothing will appear any more, computed from successive states of the queue.
+
+    Rows that were deleted stay in the table as long as a transaction may see them, such as a backup or an export of
+    hours. Without the start, each look at the queue would pass all of them.
+
+    Attributes:
+        place: All batches up to this place are numbered, or were rolled back.
+    """
+
+    def __init__(self) -> None:
+        self.place = 0
+        self._drawn = 0
+        self._mark: tuple[int, int] | None = None
+
+    @property
+    def needs_mark(self) -> bool:
+        """True if the start can move only after `mark`."""
+        return self._mark is None and self._drawn > self.place
+
+    def advance(self, queue: Queue) -> None:
+        """Note the state of the queue, which was read from this start on."""
+        if self._mark is not None and queue.min_xid >= self._mark[1]:
+            # Whoever had a place up to the mark has ended, so the queue shows all that will ever be there.
+            self.place = min([self._mark[0], *(first - 1 for first in list(queue.batches)[:1])])
+            self._mark = None
+        self._drawn = queue.drawn
+
+    def mark(self, xid: int) -> None:
+        """Note the ID of a transaction that began after the last noted state of the queue was read.
+
+        All transactions that had drawn a place by then have lower IDs. The end of a snapshot (`pg_snapshot_xmax`) says
+        less: it is after the last transaction that has ended, so transactions that run may have higher IDs.
+        """
+        self._mark = self._drawn, xid
+
+
+async def number_after_commit(connection: Connection) -> None:
+    """Let COMMIT queue change batches instead of numbering them, and give all nodes the function that this needs.
+
+    Nothing happens if that is so already.
+    """
+    if not await connection.fetchval(_IS_QUEUED):
+        async with connection.transaction():
+            await connection.execute(_DROP_PUBLISH)
+            await connection.execute(_QUEUE_BATCHES)
+    if not await connection.fetchval(_IS_ON_NODES):
+        await connection.execute(_CREATE_ON_NODES)
+
+
+class NumberingSession:
+    """The session of a process that numbers changes. Every method raises `DatabaseError` for a transient error."""
+
+    def __init__(self, connection: asyncpg.Connection) -> None:
+        self._connection = connection
+
+    async def nodes(self) -> list[ClusterNode]:
+        """Return the nodes that have shards."""
+        with database_errors():
+            return [ClusterNode(*row) for row in await self._connection.fetch(_NODES)]
+
+    async def queue(self, start: int) -> Queue:
+        """Return the queue after the place `start`."""
+        with database_errors():
+            rows = await self._connection.fetch(_QUEUE, start)
+        batches = {row["commit_order"]: row["age"] for row in rows if row["commit_order"] is not None}
+        return Queue(batches, rows[0]["min_xid"], rows[0]["drawn"])
+
+    async def new_transaction(self) -> int:
+        """Return the ID of a new transaction, which writes nothing. All that began to write before have lower IDs."""
+        with database_errors():
+            return int(await self._connection.fetchval(_NEW_TRANSACTION))
+
+    async def prepared(self, nodes: Iterable[ClusterNode]) -> Prepared:
+        """Ask these nodes for the transactions that Citus has prepared there, within `ASK_SECONDS`.
+
+        A node is missing in the result if its bucket was moved. Other programs may prepare transactions of their own.
+
+        Raises:
+            DatabaseError: One of the nodes does not answer, or the database is unavailable.
+        """
+        if not (buckets := [node.bucket for node in nodes]):
+            return {}
+        with database_errors():
+            rows = await self._connection.fetch(_PREPARED, buckets, timeout=ASK_SECONDS)
+        answers = [orjson.loads(answer) for (answer,) in rows]
+        return {
+            answer["node"]: {name: age for name, age in answer["ages"].items() if name.startswith(CITUS_PREFIX)}
+            for answer in answers
+        }
+
+    async def number(self, batches: Iterable[int], prepared: Prepared) -> dict[int, float]:
+        """Assign numbers to the batches at these places whose transactions are complete.
+
+        Returns:
+            The age of each numbered batch in seconds, by its place.
+        """
+        names = [(node, name) for node, ages in prepared.items() for name in ages]
+        arguments = list(batches), list(prepared), [node for node, _ in names], [name for _, name in names]
+        crash_point("numbering.begun")
+        with database_errors():
+            rows = await self._connection.fetch(_NUMBER, *arguments)
+        crash_point("numbering.done")
+        return {row["commit_order"]: row["age"] for row in rows}

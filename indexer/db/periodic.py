@@ -1,0 +1,76 @@
+"""The loop that background tasks share: do the work, suppress a database error, wait, repeat."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import NoReturn, Self
+
+import structlog
+
+from indexer.concurrency.stage_progress import Work
+from indexer.db import DatabaseError
+from indexer.reasons import FetchFailure
+
+log = structlog.get_logger(__name__)
+
+
+class DatabaseAttempt:
+    """Context manager that suppresses a database error in its block, so that the caller can continue.
+
+    Every other exception passes through. The error is logged only at the level debug, with the name of the current
+    task: many tasks meet the same outage, which `DatabaseMonitor` logs once. Usage::
+
+        with DatabaseAttempt() as attempt:
+            await store.save(row)
+        self.last_error = attempt.error
+
+    With `work`, the block is work of a stage. An error that the database answers with is reported as such, and is no
+    stall of the stage. After a timeout, the stage still waits: the next attempt does not begin anew.
+
+    Attributes:
+        error: The text of the database error, or None if the block raised none.
+    """
+
+    def __init__(self, work: Work | None = None) -> None:
+        self._work = work or Work()
+        self.error: str | None = None
+
+    def __enter__(self) -> Self:
+        self._work.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, DatabaseError):
+            self._work.idle()
+            self._work.failed(None)
+            return False
+        if error.reason is not FetchFailure.TIMEOUT:
+            self._work.idle()
+        self._work.failed(str(error))
+        self.error = str(error)
+        task = asyncio.current_task()
+        log.debug("database.operation-failed", task=task and task.get_name(), error=self.error)
+        return True
+
+
+async def run_periodically(
+    work: Callable[[], Awaitable[object]], interval: float, progress: Work, *, wait_first: bool = False
+) -> NoReturn:
+    """Call `work` repeatedly, with a pause of `interval` seconds after each call.
+
+    A database error is suppressed, and the next call follows after the same pause. Every other exception ends the loop.
+
+    Args:
+        work: The function to call. Its result is ignored.
+        interval: Seconds between the end of one call and the start of the next.
+        progress: Each call is work of this stage.
+        wait_first: Pause before the first call, too.
+    """
+    if wait_first:
+        await asyncio.sleep(interval)
+    while True:
+        with DatabaseAttempt(progress):
+            await work()
+        await asyncio.sleep(interval)

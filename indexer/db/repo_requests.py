@@ -1,0 +1,135 @@
+"""Requests of commands: track repos, request resyncs, take repos down."""
+
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import NamedTuple
+
+from indexer.db import scope_row
+from indexer.db.apply_batch import INSERT_REPOS
+from indexer.db.columns import Connection, buckets_of, repo_arrays
+from indexer.db.table_parts import estimate_rows
+from indexer.reasons import FetchFailure
+from indexer.sync.repo_state import CHOSEN, OUT_OF_SCOPE, Repo, SyncStatus
+from indexer.sync.scope import Scope
+
+BATCH_SIZE = 1_000
+"""Repos that one statement adds or requests. The live path waits for the rows of an open transaction."""
+
+_REQUEST_RESYNCS = "select count(*) filter (where atproto.request_resync(did)) from unnest($1::text[]) did"
+
+_PAGE = f"""
+    select did, not $3 or (sync_status = '{SyncStatus.DESYNCHRONIZED}' and last_error is not null) as selected
+    from indexer.repo where did > $1 order by did limit $2
+"""
+
+_REQUEST_TAKEDOWN = "select atproto.request_takedown($1, $2)"
+
+
+# Whatever was planned meanwhile is planned again, on the new version. The DIDs are sorted, as in batches.
+_MARK_LISTED = f"""
+    update indexer.repo
+    set from_stream = false, version = version + 1,
+        next_attempt_at = case when last_error like '{FetchFailure.NEW_ACCOUNTS}%' then null else next_attempt_at end,
+        last_error = case when last_error like '{FetchFailure.NEW_ACCOUNTS}%' then null else last_error end
+    where did = any($1::text[]) and bucket = any($2::smallint[]) and from_stream and rev is null
+"""
+
+
+_MARK_WANTED = """
+    update indexer.repo set wanted_in = $3, version = version + 1
+    where did = any($1::text[]) and bucket = any($2::smallint[]) and tracked and wanted_in < $4
+"""
+
+_OUT_OF_SCOPE = f"""
+    select did from indexer.repo
+    where did = any($1::text[]) and bucket = any($2::smallint[]) and not tracked and hosting_status = '{OUT_OF_SCOPE}'
+    order by did
+"""
+_TRACK_AGAIN = "select count(*) filter (where indexer.start_tracking(did, $2)) from unnest($1::text[]) did"
+
+
+async def add_repos(
+    connection: Connection, dids: Iterable[str], *, wanted_in: int = CHOSEN, wanted_before: int = CHOSEN
+) -> int:
+    """Start tracking repos; return how many were not tracked yet.
+
+    Repos that the stream added, and that were not fetched yet, no longer count as new accounts of their host. Repos
+    that an operator untracked stay untracked.
+
+    Args:
+        connection: The connection, within a transaction.
+        dids: The repos.
+        wanted_in: The version of the scope that wants them; by default a command does.
+        wanted_before: Also mark repos that are tracked already, if they were wanted only before this version.
+    """
+    repos = [Repo(did, version=1, wanted_in=wanted_in) for did in sorted(set(dids))]
+    added = 0
+    for start in range(0, len(repos), BATCH_SIZE):
+        batch = repos[start : start + BATCH_SIZE]
+        known = [repo.did for repo in batch]
+        added += len(await connection.fetch(INSERT_REPOS, *repo_arrays(batch)))
+        await connection.execute(_MARK_LISTED, known, buckets_of(known))
+        if wanted_before:
+            await connection.execute(_MARK_WANTED, known, buckets_of(known), wanted_in, wanted_before)
+        if dropped := [did for (did,) in await connection.fetch(_OUT_OF_SCOPE, known, buckets_of(known))]:
+            added += await connection.fetchval(_TRACK_AGAIN, dropped, wanted_in)
+    return added
+
+
+async def add_listed(
+    connection: Connection, dids: Iterable[str], scope: Scope | None, *, by_signal: bool
+) -> int | None:
+    """Add repos of a list, as `add_repos`; return None and add nothing if the scope has changed.
+
+    Args:
+        connection: The connection, within a transaction.
+        dids: The repos.
+        scope: The scope that wants them; None if a command does.
+        by_signal: The scope also wants those of them that are tracked already.
+    """
+    if scope is None:
+        return await add_repos(connection, dids)
+    if not await scope_row.holds(connection, scope.version):
+        return None
+    wanted_before = scope.repos_narrowed_in if by_signal else 0
+    return await add_repos(connection, dids, wanted_in=scope.version, wanted_before=wanted_before)
+
+
+async def request_resyncs(connection: Connection, dids: Sequence[str]) -> int:
+    """Request a resync of each repo; return how many of the repos exist."""
+    requested: int = await connection.fetchval(_REQUEST_RESYNCS, list(dids))
+    return requested
+
+
+class RequestedPage(NamedTuple):
+    """A page of repos of which resyncs were requested.
+
+    Attributes:
+        repos: Number of repos in the page.
+        requested: Number of those of which a resync was requested.
+    """
+
+    repos: int
+    requested: int
+
+
+async def request_resyncs_of_all(connection: Connection, *, errored: bool) -> AsyncGenerator[RequestedPage]:
+    """Request a resync of all repos, or of those whose last resync failed; yield each page.
+
+    Each page of `BATCH_SIZE` repos is one transaction.
+    """
+    page = await connection.fetch(_PAGE, "", BATCH_SIZE, errored)
+    while page:
+        requested = await request_resyncs(connection, [did for did, selected in page if selected])
+        yield RequestedPage(len(page), requested)
+        page = await connection.fetch(_PAGE, page[-1]["did"], BATCH_SIZE, errored)
+
+
+async def estimate_repos(connection: Connection) -> int:
+    """Return an estimate of the number of repos."""
+    return await estimate_rows(connection, "indexer.repo")
+
+
+async def set_takedown(connection: Connection, did: str, *, on: bool) -> bool:
+    """Hide the repo locally, or show it again; return False if the repo does not exist."""
+    known: bool = await connection.fetchval(_REQUEST_TAKEDOWN, did, on)
+    return known

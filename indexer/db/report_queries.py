@@ -1,0 +1,374 @@
+"""Read-only queries for commands, the status page and the demo. Most of them read the public schema `atproto`."""
+
+import json
+import random
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+import asyncpg
+
+from indexer.atproto.cid import cid_text
+from indexer.db import process_reports, scope_row
+from indexer.db.change_log_segments import ConsumerState, load_consumers
+from indexer.db.columns import Connection
+from indexer.db.database_errors import DatabaseError
+from indexer.db.feed_rows import count_refused, load_refused
+from indexer.db.gap_rows import load_open as load_open_gaps
+from indexer.db.host_states import load_paused
+from indexer.db.link_progress import LinkProgress, load_progress
+from indexer.db.process_reports import ProcessReport
+from indexer.db.shard_lock import ShardSession, load_sessions
+from indexer.db.table_parts import TablePart, estimate_rows, load_parts
+from indexer.reasons import FetchFailure
+from indexer.sync.feed_delivery import RefusedEvent
+from indexer.sync.gap import OpenGap
+from indexer.sync.host_state import HostState
+from indexer.sync.plans import Cursor
+from indexer.sync.repo_state import SyncStatus
+from indexer.sync.shard import BUCKETS, bucket_of
+
+FIRST_PAGES_PER_REPO = 4
+"""Pages of the table that a sample reads first, for each repo of the sample."""
+PAGES_FACTOR = 8
+"""Factor by which a sample reads more pages if too few repos qualify, and a count fewer if it takes too long."""
+MAX_SAMPLE_PAGES = 32_768
+"""Pages that a sample reads at most: a quarter of a gigabyte."""
+MAX_COUNTED_PAGES = 131_072
+"""Pages of the table that a count reads at most: a gigabyte, about three million repos. The numbers of repos in a
+larger table are estimated from this number of pages."""
+MAX_FEW = 100_000
+"""Repos of a kind that are counted exactly beside an estimate, because the estimate of few repos is bad."""
+COUNT_MILLISECONDS = 20_000
+"""Time limit of one attempt to count. The next attempt reads fewer pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """The numbers of the status report.
+
+    Attributes:
+        statuses: Repos by sync status.
+        reasons: Repos by sync reason, if they have one.
+        queued: Repos in the resync queue, due now or later.
+        parked: Repos that are tried again only after an event, or after `INDEXER_SWEEP_INTERVAL`.
+        records: An estimate by Postgres.
+        cursors: One per relay and shard.
+        failures: Repos by the first word of their last error, if they have one.
+        consumers: The registered consumers of the change log.
+        hosts: Some paused hosts, those with the most consecutive failures.
+        ended: Repos that left the resync queue since a given time: synchronized or parked.
+        unproven: Repos to which an undecidable commit was applied since their last complete export.
+        gaps: The open gaps of all shards, oldest first.
+        sessions: The sessions of processes that own a shard or wait for one.
+        reports: What the processes of the daemon report about themselves.
+        counted_share: The share of the table of repos that was read; 1.0 if all repos were counted. If it is smaller,
+            all numbers of repos are estimates, except small ones of `in-progress`, `queued`, `parked`, `unproven` and
+            `incomplete`.
+        links: The progress of links.
+        incomplete: Repos that were fetched before, and wait for the records of a collection that the scope added.
+    """
+
+    statuses: dict[SyncStatus, int]
+    reasons: dict[str, int]
+    queued: int
+    parked: int
+    records: int
+    cursors: list[Cursor]
+    failures: dict[str, int] = field(default_factory=dict)
+    consumers: list[ConsumerState] = field(default_factory=list)
+    refused_events: list[RefusedEvent] = field(default_factory=list)
+    set_aside_events: int = 0
+    hosts: list[HostState] = field(default_factory=list)
+    ended: int = 0
+    unproven: int = 0
+    gaps: list[OpenGap] = field(default_factory=list)
+    sessions: list[ShardSession] = field(default_factory=list)
+    reports: list[ProcessReport] = field(default_factory=list)
+    counted_share: float = 1.0
+    links: LinkProgress = field(default_factory=LinkProgress)
+    incomplete: int = 0
+
+
+_IS_INCOMPLETE = "active and priority <> 2 and parked_at is null"
+"""The condition beside a low `scope_version`. Repos that were never fetched wait in the resync queue as new ones."""
+
+_COUNTED = f"""
+    sync_status, sync_reason, split_part(last_error, ':', 1) as failure, count(*) as repos,
+    count(*) filter (where sync_status = '{SyncStatus.DESYNCHRONIZED}' and active) as waiting,
+    count(parked_at) as parked, count(unproven_since) as unproven,
+    count(*) filter (where greatest(synchronized_at, parked_at) >= to_timestamp($1)) as ended,
+    count(*) filter (where scope_version < $2 and {_IS_INCOMPLETE}) as incomplete
+"""
+_COUNT_REPOS = f"select {_COUNTED} from indexer.repo where tracked group by sync_status, sync_reason, failure"
+
+# Each of these kinds has an index of its own. $1 is the largest number. Citus needs a column in the inner query.
+_FEW_IN_PROGRESS = f"""
+    select count(*) from (select 1 from indexer.repo where sync_status = '{SyncStatus.IN_PROGRESS}' limit $1) found
+"""
+_FEW_WAITING = f"""
+    select count(*) from (
+        select 1 from indexer.repo where sync_status = '{SyncStatus.DESYNCHRONIZED}' and active limit $1
+    ) found
+"""
+_FEW_PARKED = "select count(*) from (select 1 from indexer.repo where parked_at is not null limit $1) found"
+_FEW_UNPROVEN = "select count(*) from (select 1 from indexer.repo where unproven_since is not null limit $1) found"
+# The index has the version, and not the rest of the condition. So the rows that it finds are limited.
+FEW_INCOMPLETE = f"""
+    select count(*) as found, count(*) filter (where tracked and {_IS_INCOMPLETE}) as incomplete from (
+        select active, tracked, priority, parked_at from indexer.repo
+        where bucket = any($2::smallint[]) and scope_version < $3 limit $1
+    ) found
+"""
+
+_CURSORS = """
+    select relay, shard, seq, event_time, date_part('epoch', caught_up_at) as caught_up_at
+    from atproto.cursors order by relay, shard
+"""
+
+# Without `atproto.cid_text`: on a cluster, its two calls take 3.5 ms to plan, and each execution is planned.
+REPO = """
+    select r.did, i.handle, i.pds, r.sync_status, r.sync_reason,
+        r.rev, r.data, r.commit, r.latest_verified_rev,
+        coalesce(r.hosting_status, case when r.active then 'active' else 'inactive' end) as hosting_status,
+        r.withheld_since, r.takedown, r.tracked, r.visible, r.attempts as resync_attempts,
+        nullif(r.next_attempt_at, 'infinity') as next_attempt_at,
+        coalesce(r.next_attempt_at = 'infinity', false) as parked,
+        r.last_error, r.synchronized_at, r.unproven_since, r.updated_at, r.lease_until, r.buffered_events,
+        r.buffered_bytes, r.bucket,
+        (select count(*) from indexer.record c where c.did = r.did and c.bucket = $2) as records
+    from indexer.repo r left join indexer.identity i using (did, bucket)
+    where r.did = $1 and r.bucket = $2
+"""
+
+# From the tables, because the view returns the CID as text.
+_RECORD = """
+    select c.cid, c.rev, c.value,
+        coalesce(c.value_problem, case when c.value is null then 'not-stored' end) as value_problem, c.indexed_at
+    from indexer.record c
+    where c.did = $1 and c.bucket = $2 and c.collection = $3 and c.rkey = $4 and exists (
+        select from indexer.repo r where r.did = c.did and r.bucket = c.bucket and r.visible
+    )
+"""
+
+_HAS_RECORDS = "select collection from indexer.record where collection = $1 limit 1"
+
+# From the tables, because the view returns CIDs as text.
+_RECORDS = """
+    select c.collection || '/' || c.rkey, c.cid from indexer.record c
+    where c.did = $1 and c.bucket = $2 and exists (
+        select from indexer.repo r where r.did = c.did and r.bucket = c.bucket and r.visible
+    )
+"""
+
+
+def count_sample(percentage: float) -> str:
+    """Return the statement that counts the repos in so many percent of the pages of one part of the table.
+
+    They are always the same pages: so the difference of two estimates is a change of the repos, and not of the sample.
+    The percentage is no parameter, because Citus sends null instead of a parameter of TABLESAMPLE to a shard.
+    """
+    return f"""
+        select {_COUNTED} from indexer.repo tablesample system ({percentage}) repeatable (0)
+        where tracked and bucket = any($3::smallint[])
+        group by sync_status, sync_reason, failure
+    """
+
+
+def sample(percentage: float) -> str:
+    """Return the statement that selects at most $1 repos from so many percent of the pages of one part of the table.
+
+    SYSTEM chooses whole pages and reads only those. The random order makes it unlikely that a sample has several repos
+    of one page.
+    """
+    return f"""
+        select did from indexer.repo tablesample system ({percentage})
+        where sync_status = '{SyncStatus.SYNCHRONIZED}' and active and bucket = any($2::smallint[])
+        order by random() limit $1
+    """
+
+
+async def counts(connection: Connection, since: float) -> Counts:
+    """Return the counts, with `ended` since the Unix time `since`.
+
+    The cost is bounded: all repos are counted only if the table is small enough (`MAX_COUNTED_PAGES`) and the database
+    fast enough (`COUNT_MILLISECONDS`). Otherwise the numbers of repos are estimated from a part of the table.
+    """
+    counted = await _count_repos(connection, since)
+    cursors = await connection.fetch(_CURSORS)
+    return Counts(
+        statuses=counted.statuses,
+        reasons=counted.reasons,
+        queued=max(0, counted.waiting - counted.parked),
+        parked=counted.parked,
+        records=await estimate_rows(connection, "indexer.record"),
+        cursors=[Cursor(**row) for row in cursors],
+        failures=counted.failures,
+        consumers=await load_consumers(connection),
+        refused_events=await load_refused(connection),
+        set_aside_events=await count_refused(connection),
+        hosts=await load_paused(connection),
+        ended=counted.ended,
+        unproven=counted.unproven,
+        gaps=await load_open_gaps(connection),
+        sessions=await load_sessions(connection),
+        reports=await process_reports.load(connection),
+        counted_share=counted.share,
+        links=await load_progress(connection),
+        incomplete=counted.incomplete,
+    )
+
+
+@dataclass(slots=True)
+class _RepoNumbers:
+    """The numbers of repos in `Counts`. `waiting` includes the parked ones."""
+
+    share: float
+    statuses: dict[SyncStatus, int] = field(default_factory=lambda: dict.fromkeys(SyncStatus, 0))
+    reasons: dict[str, int] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=dict)
+    waiting: int = 0
+    parked: int = 0
+    unproven: int = 0
+    ended: int = 0
+    incomplete: int = 0
+
+    def add(self, row: asyncpg.Record) -> None:
+        """Add a group of repos, of which `share` was read."""
+        repos = round(row["repos"] / self.share)
+        self.statuses[SyncStatus(row["sync_status"])] += repos
+        if (reason := row["sync_reason"]) is not None:
+            self.reasons[reason] = self.reasons.get(reason, 0) + repos
+        if (failure := row["failure"]) is not None:
+            self.failures[failure] = self.failures.get(failure, 0) + repos
+        self.waiting += round(row["waiting"] / self.share)
+        self.parked += round(row["parked"] / self.share)
+        self.unproven += round(row["unproven"] / self.share)
+        self.ended += round(row["ended"] / self.share)
+        self.incomplete += round(row["incomplete"] / self.share)
+
+    async def correct(self, connection: Connection, complete_from: int) -> None:
+        """Replace the estimates of kinds with few repos by exact numbers."""
+        if (in_progress := await connection.fetchval(_FEW_IN_PROGRESS, MAX_FEW)) < MAX_FEW:
+            self.statuses[SyncStatus.IN_PROGRESS] = in_progress
+        if (waiting := await connection.fetchval(_FEW_WAITING, MAX_FEW)) < MAX_FEW:
+            self.waiting = waiting
+        if (parked := await connection.fetchval(_FEW_PARKED, MAX_FEW)) < MAX_FEW:
+            self.parked = parked
+        if (unproven := await connection.fetchval(_FEW_UNPROVEN, MAX_FEW)) < MAX_FEW:
+            self.unproven = unproven
+        [(found, few)] = await connection.fetch(FEW_INCOMPLETE, MAX_FEW, list(range(BUCKETS)), complete_from)
+        if found < MAX_FEW:
+            self.incomplete = few
+        desynchronized = self.statuses[SyncStatus.DESYNCHRONIZED]
+        self.statuses[SyncStatus.DESYNCHRONIZED] = max(desynchronized, self.waiting)
+
+
+async def _count_repos(connection: Connection, since: float) -> _RepoNumbers:
+    """Count all repos, or those of a part of the table; the part becomes smaller until the time limit suffices."""
+    scope = await scope_row.load(connection)
+    complete_from = 0 if scope is None else scope.complete_from
+    async with connection.transaction():
+        await _limit_time(connection, _deadline())
+        parts = await load_parts(connection, "indexer.repo")
+    total = sum(part.pages for part in parts)
+    pages = min(total, MAX_COUNTED_PAGES)
+    share = pages / total if total else 1.0
+    while (numbers := await _count_pages(connection, parts, since, complete_from, share)) is None:
+        if pages <= 1:
+            raise DatabaseError(FetchFailure.TIMEOUT, f"no page of repos can be read in {COUNT_MILLISECONDS} ms")
+        pages = max(1, pages // PAGES_FACTOR)
+        share = pages / total
+    if numbers.share < 1.0:
+        with suppress(asyncpg.QueryCanceledError):  # then the estimates remain
+            async with connection.transaction():
+                await _limit_time(connection, _deadline())
+                await numbers.correct(connection, complete_from)
+    return numbers
+
+
+async def _count_pages(
+    connection: Connection, parts: Sequence[TablePart], since: float, complete_from: int, share: float
+) -> _RepoNumbers | None:
+    """Count the repos in a share of the table; return None if that takes too long."""
+    numbers = _RepoNumbers(share)
+    deadline = _deadline()
+    with suppress(asyncpg.QueryCanceledError):
+        async with connection.transaction():
+            if share < 1.0:
+                percentage, rows = 100.0 * share, []
+                for part in parts:
+                    await _limit_time(connection, deadline)
+                    rows += await connection.fetch(count_sample(percentage), since, complete_from, part.buckets)
+            else:
+                await _limit_time(connection, deadline)
+                rows = await connection.fetch(_COUNT_REPOS, since, complete_from)
+        for row in rows:
+            numbers.add(row)
+        return numbers
+    return None
+
+
+def _deadline() -> float:
+    """Return the end of the time limit of an attempt that begins now (monotonic seconds)."""
+    return monotonic() + COUNT_MILLISECONDS / 1000
+
+
+async def _limit_time(connection: Connection, deadline: float) -> None:
+    """Let Postgres cancel each statement of the transaction that takes as long as it is until the deadline now."""
+    milliseconds = max(1, round(1000 * (deadline - monotonic())))
+    await connection.execute(f"set local statement_timeout = {milliseconds}")
+
+
+async def repo_report(connection: Connection, did: str) -> dict[str, Any] | None:
+    """Return everything that is stored about a repo, by column; None if the repo is unknown."""
+    row = await connection.fetchrow(REPO, did, bucket_of(did))
+    if row is None:
+        return None
+    cids = {name: None if row[name] is None else cid_text(row[name]) for name in ("data", "commit")}
+    return {**row, **cids}
+
+
+async def record(connection: Connection, did: str, collection: str, rkey: str) -> dict[str, Any] | None:
+    """Return the row of `atproto.records` with its value decoded; None if there is none."""
+    row = await connection.fetchrow(_RECORD, did, bucket_of(did), collection, rkey)
+    if row is None:
+        return None
+    value = None if row["value"] is None else json.loads(row["value"])
+    return {"uri": f"at://{did}/{collection}/{rkey}", **row, "cid": cid_text(row["cid"]), "value": value}
+
+
+async def has_records(connection: Connection, collection: str) -> bool:
+    """Return True if a record of the collection is stored, visible or not."""
+    return await connection.fetchval(_HAS_RECORDS, collection) is not None
+
+
+async def sample_synchronized(connection: Connection, count: int) -> list[str]:
+    """Return the DIDs of at most `count` active synchronized repos, chosen at random.
+
+    Reads a part of the table, up to `MAX_SAMPLE_PAGES` (or `FIRST_PAGES_PER_REPO` per repo, if that is more). So it
+    returns fewer repos if very few qualify.
+    """
+    parts = await load_parts(connection, "indexer.repo")
+    total = sum(part.pages for part in parts)
+    pages = FIRST_PAGES_PER_REPO * count
+    while True:
+        percentage = 100.0 * min(1.0, pages / max(total, 1))
+        rows = [row for part in parts for row in await connection.fetch(sample(percentage), count, part.buckets)]
+        if len(rows) >= count or pages >= min(total, MAX_SAMPLE_PAGES):
+            return [did for (did,) in random.sample(rows, min(count, len(rows)))]
+        pages = min(PAGES_FACTOR * pages, MAX_SAMPLE_PAGES)
+
+
+async def visible_repos(connection: Connection) -> dict[str, tuple[str, str | None]]:
+    """Return sync status and sync reason of each visible repo, by DID."""
+    rows = await connection.fetch("select did, sync_status, sync_reason from atproto.repos where visible")
+    return {did: (status, reason) for did, status, reason in rows}
+
+
+async def visible_records(connection: Connection, did: str) -> dict[str, bytes]:
+    """Return the CID of each record of a visible repo, by path; empty if the repo is not visible."""
+    rows = await connection.fetch(_RECORDS, did, bucket_of(did))
+    return {path: cid for path, cid in rows}  # noqa: C416 - a row is no tuple for the type checker

@@ -1,0 +1,330 @@
+"""The queue of resyncs in the table `repo`: claim repos that are due, renew and expire leases, unpark repos."""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from random import choice
+from time import time
+
+from asyncpg import Record as Row
+
+from indexer.atproto.record import Problem
+from indexer.crash_points import crash_point
+from indexer.db.apply_batch import apply
+from indexer.db.change_log import log_changes
+from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
+from indexer.db.placement import shard_of
+from indexer.reasons import Desync, FetchFailure
+from indexer.sync.changes import ChangeLogEntry
+from indexer.sync.plans import Batch, RepoWrite
+from indexer.sync.repo_state import OUT_OF_SCOPE, Repo, SyncStatus
+from indexer.sync.repo_transitions import Trigger, amend, desynchronize, transition
+from indexer.sync.shard import bucket_of
+
+LONGEST_LEASE_SECONDS = 600
+"""A lease that ends later was written before the clock was set back."""
+BATCH_SIZE = 500
+"""Repos that one transaction expires, unparks or desynchronizes."""
+
+_WAITING = SyncStatus.DESYNCHRONIZED
+_, _CLAIMED = transition(_WAITING, Trigger.CLAIMED)
+# Leases are times of the database's clock, because processes of several machines compare them. The parameters are times
+# of the clock of this process: the one to translate, and the present one.
+_BY_DATABASE_CLOCK = "to_timestamp({}) + (statement_timestamp() - to_timestamp({}))"
+_DUE_AT = "coalesce(next_attempt_at, '-infinity'::timestamptz)"
+
+# Read only the head of each queue, and no more rows of it than may be claimed, so that the index scan stays short
+# whatever waits for later or for other shards. Repos that were synchronized before come first: their visible records
+# are wrong by now, not only missing. The exclusive or gives each caller its own order of buckets, so that concurrent
+# workers rarely find the same rows.
+DUE = f"""
+    select due.did, due.bucket
+    from (
+        select bucket, priority, bucket # $4::smallint as bucket_order from indexer.resync_queue
+        where bucket = any($2::smallint[]) order by priority, bucket_order
+    ) q, lateral (
+        select did, bucket, {_DUE_AT} as at from indexer.repo r
+        where r.bucket = q.bucket and r.priority = q.priority
+            and sync_status = '{_WAITING}' and active and {_DUE_AT} <= to_timestamp($3)
+        order by {_DUE_AT} limit $1
+    ) due
+    order by q.priority, q.bucket_order, due.at limit $1
+"""
+
+# The buckets of one shard, because a distributed database locks rows of only one shard at a time. SKIP LOCKED, because
+# a row may stay locked for long. IS NOT DISTINCT keeps the planner from scanning the index of due repos for each DID.
+CLAIM = f"""
+    with locked as materialized (
+        select did from indexer.repo r
+        where {of_buckets("r")} and did = any($2::text[]) and sync_status is not distinct from '{_WAITING}' and active
+            and {_DUE_AT} <= to_timestamp($3)
+        for update skip locked
+    ), claimed as (
+        update indexer.repo r
+        set sync_status = '{_CLAIMED}', lease = lease + 1, version = version + 1,
+            lease_until = {_BY_DATABASE_CLOCK.format("$4", "$5")}, updated_at = now()
+        where {of_buckets("r")} and did = any(array(select did from locked))
+        returning *
+    )
+    select {repo_columns("claimed")} from claimed order by priority, next_attempt_at nulls first
+"""
+
+_RENEW = f"""
+    update indexer.repo set lease_until = statement_timestamp() + make_interval(secs => $4)
+    where did = $1 and bucket = $2 and lease = $3 and sync_status = '{_CLAIMED}'
+    returning true
+"""
+
+# This statement and the next four lock nothing: `apply` compares versions, so rows that changed are skipped.
+_PRESENT = _BY_DATABASE_CLOCK.format("$1", "$4")
+_EXPIRED = f"""
+    select {repo_columns("r")} from indexer.repo r
+    where sync_status = '{_CLAIMED}' and bucket = any($2::smallint[])
+        and (lease_until < {_PRESENT} or lease_until > {_PRESENT} + interval '{LONGEST_LEASE_SECONDS} s')
+    order by lease_until limit $3
+"""
+
+# Read from the end of each queue, as `DUE` is from its beginning. Only new accounts of one host may wait for so long.
+LONG_WAITS = f"""
+    select {repo_columns("late")}
+    from indexer.resync_queue q, lateral (
+        select * from indexer.repo r
+        where r.bucket = q.bucket and r.priority = q.priority and sync_status = '{_WAITING}' and active
+            and {_DUE_AT} > to_timestamp($1) and {_DUE_AT} < 'infinity'
+            and coalesce(last_error, '') not like '{FetchFailure.NEW_ACCOUNTS}%'
+        order by {_DUE_AT} limit $3
+    ) late
+    where q.bucket = any($2::smallint[]) limit $3
+"""
+
+# Few records lack a value, and an index lists them. It is in a sub-query, so that the planner does not scan all repos.
+INCOMPLETE = f"""
+    select {repo_columns("r")}
+    from (
+        select distinct did, bucket from indexer.record
+        where value_problem = '{Problem.MISSING}' and bucket = any($2::smallint[])
+    ) c, indexer.repo r
+    where r.did = c.did and r.bucket = c.bucket and {of_buckets("r", 4)}
+        and r.sync_status = '{SyncStatus.SYNCHRONIZED}' and r.synchronized_at < to_timestamp($1)
+    order by r.synchronized_at limit $3
+"""
+
+# Few repos are marked, and an index lists them in this order.
+UNPROVEN = f"""
+    select {repo_columns("r")} from indexer.repo r
+    where r.unproven_since is not null and r.sync_status = '{SyncStatus.SYNCHRONIZED}' and r.active
+        and (r.attempts = 0 or r.synchronized_at < to_timestamp($1)) and r.bucket = any($2::smallint[])
+    order by r.unproven_since limit $3
+"""
+
+# In index order, so that no more rows are read than returned.
+PARKED = f"""
+    select {repo_columns("r")} from indexer.repo r
+    where r.parked_at < to_timestamp($1) and r.bucket = any($2::smallint[])
+    order by r.bucket, r.parked_at limit $3
+"""
+
+
+# A repo without a rev (priority 2) may have records: an account that becomes active, or a repo that is tracked again,
+# cancels the erasure. The next resync corrects them. A scalar sub-query with LIMIT, so that the planner looks into the
+# index for each repo, and does not read all records.
+_STORED = "select true from indexer.record c where c.did = r.did and c.bucket = r.bucket"
+_NOTHING_STORED = f"({_STORED} and {of_buckets('c', 4)} limit 1) is null"
+_NOTHING_STORED_IN_BUCKET = f"({_STORED} and c.bucket = $1 limit 1) is null"
+
+# Repos without stored records that were parked: because their DID has no usable identity, and no authentic message of
+# them was received; or for any permanent failure, if only the stream has named them. An index lists them.
+DENIED = f"""
+    select r.did, r.bucket from indexer.repo r
+    where r.parked_at < to_timestamp($1) and r.bucket = any($2::smallint[]) and not r.takedown
+        and r.priority = 2 and (r.from_stream or r.last_error like 'identity-%')
+        and (r.from_stream or r.latest_verified_rev is null) and {_NOTHING_STORED}
+    order by r.bucket, r.parked_at limit $3
+"""
+
+# Accounts that upstream hides and of which nothing is stored. An index lists them: they are few, as most are deleted.
+# Repos that an operator untracked stay.
+HIDDEN = f"""
+    select r.did, r.bucket from indexer.repo r
+    where r.updated_at < to_timestamp($1) and r.bucket = any($2::smallint[])
+        and not r.active and r.priority = 2 and r.erase_at is null and not r.takedown
+        and (r.tracked or r.hosting_status = '{OUT_OF_SCOPE}')
+        and r.sync_status = '{_WAITING}' and {_NOTHING_STORED}
+    order by r.bucket limit $3
+"""
+
+# One bucket per statement, because a distributed database locks rows of only one shard at a time. SKIP LOCKED, because
+# a row may stay locked for long.
+_FORGET = f"""
+    with locked as materialized (
+        select did from indexer.repo r
+        where bucket = $1 and did = any($2::text[]) and parked_at < to_timestamp($3)
+            and (from_stream or latest_verified_rev is null) and {_NOTHING_STORED_IN_BUCKET}
+        for update skip locked
+    )
+    delete from indexer.repo where bucket = $1 and did = any(array(select did from locked)) returning did
+"""
+
+_FORGET_HIDDEN = f"""
+    with locked as materialized (
+        select did from indexer.repo r
+        where bucket = $1 and did = any($2::text[]) and updated_at < to_timestamp($3) and not active and rev is null
+            and erase_at is null and not takedown and (tracked or hosting_status = '{OUT_OF_SCOPE}')
+            and {_NOTHING_STORED_IN_BUCKET}
+        for update skip locked
+    )
+    delete from indexer.repo where bucket = $1 and did = any(array(select did from locked)) returning did
+"""
+
+_FORGET_IDENTITIES = "delete from indexer.identity where bucket = $1 and did = any($2::text[])"
+
+
+async def claim(
+    connection: Connection, count: int, buckets: Sequence[int], until: float, now: float, shards: int = 1
+) -> list[Repo]:
+    """Claim at most `count` repos that are due at `now`, with leases until `until`. Run it in a transaction.
+
+    Args:
+        connection: The connection.
+        count: The maximum number of repos.
+        buckets: The buckets to claim from.
+        until: The end of the leases.
+        now: The time.
+        shards: The number of shards of each table, if it is a distributed database. Then the repos of a random shard
+            are claimed, if there are enough, because each further shard costs as much. So the order of the queue holds
+            within a shard.
+    """
+    first = choice(buckets)  # noqa: S311 - spreads the load
+    shard = shard_of(first, shards)
+    one_shard = buckets if shards == 1 else [bucket for bucket in buckets if shard_of(bucket, shards) == shard]
+    due = await connection.fetch(DUE, count, list(one_shard), now, first)
+    if len(due) < count and len(one_shard) < len(buckets):
+        due = await connection.fetch(DUE, count, list(buckets), now, first)
+    return await _claim_those_due(connection, due, now, until, shards)
+
+
+def _by_shard(due: Iterable[Row | tuple[str, int]], shards: int) -> list[list[str]]:
+    """Return the DIDs of each shard that has some."""
+    dids: list[list[str]] = [[] for _ in range(shards)]
+    for did, bucket in due:
+        dids[shard_of(bucket, shards)].append(did)
+    return [of_shard for of_shard in dids if of_shard]
+
+
+async def claim_early(
+    connection: Connection, dids: Iterable[str], latest: float, until: float, shards: int = 1
+) -> list[Repo]:
+    """Claim those of these repos that are due at `latest`, with leases until `until`. Run it in a transaction."""
+    return await _claim_those_due(connection, [(did, bucket_of(did)) for did in dids], latest, until, shards)
+
+
+async def _claim_those_due(
+    connection: Connection, repos: Iterable[Row | tuple[str, int]], now: float, until: float, shards: int
+) -> list[Repo]:
+    claimed: list[Repo] = []
+    for dids in _by_shard(repos, shards):
+        claimed += [repo_of(row) for row in await connection.fetch(CLAIM, buckets_of(dids), dids, now, until, time())]
+        crash_point("claim.written")
+    return claimed
+
+
+async def renew(connection: Connection, did: str, lease: int, seconds: float) -> bool:
+    """Extend a lease to `seconds` from now; return False if the claim is lost."""
+    return await connection.fetchval(_RENEW, did, bucket_of(did), lease, seconds) is not None
+
+
+async def expire_leases(connection: Connection, buckets: Sequence[int], now: float) -> int:
+    """End claims whose lease expired; return how many. Run it in a transaction.
+
+    The back-off grows as with any other failure. A renewal does not change the version, so one that arrives at the same
+    moment has no effect: its worker finds the claim lost.
+    """
+    rows = await connection.fetch(_EXPIRED, now, list(buckets), BATCH_SIZE, time())
+    expire = _desynchronization(Trigger.LEASE_EXPIRED, Desync.LEASE_EXPIRED, now)
+    return await _write_repos(connection, [repo_of(row) for row in rows], expire)
+
+
+async def end_long_waits(connection: Connection, buckets: Sequence[int], after: float, now: float) -> int:
+    """Make repos due now whose next attempt is later than `after`; return how many. Run it in a transaction.
+
+    No wait is so long, unless the clock was set back after the wait began.
+    """
+    rows = await connection.fetch(LONG_WAITS, after, list(buckets), BATCH_SIZE)
+    return await _write_repos(connection, [repo_of(row) for row in rows], lambda repo: amend(repo, next_attempt_at=now))
+
+
+async def request_missing_values(connection: Connection, buckets: Sequence[int], before: float, now: float) -> int:
+    """Desynchronize repos that lack record values and became synchronized before `before`; return how many.
+
+    Run it in a transaction.
+    """
+    rows = await connection.fetch(INCOMPLETE, before, list(buckets), BATCH_SIZE, list(buckets))
+    request = _desynchronization(Trigger.VALUES_MISSING, Desync.RECORD_MISSING, now)
+    return await _write_repos(connection, [repo_of(row) for row in rows], request)
+
+
+async def request_unproven(
+    connection: Connection, buckets: Sequence[int], before: float, now: float, limit: int
+) -> int:
+    """Desynchronize repos to which undecidable commits were applied; return how many. Run it in a transaction.
+
+    At most `limit`, the oldest marks first. Repos that broke before and became synchronized at `before` or later are
+    skipped: their back-off has not started from the beginning again.
+    """
+    rows = await connection.fetch(UNPROVEN, before, list(buckets), limit)
+    request = _desynchronization(Trigger.UNPROVEN, Desync.LENIENT_COMMIT, now)
+    return await _write_repos(connection, [repo_of(row) for row in rows], request)
+
+
+async def unpark(connection: Connection, buckets: Sequence[int], before: float, now: float) -> int:
+    """Make repos due now that were parked before `before`; return how many. Run it in a transaction."""
+    rows = await connection.fetch(PARKED, before, list(buckets), BATCH_SIZE)
+    return await _write_repos(connection, [repo_of(row) for row in rows], lambda repo: amend(repo, next_attempt_at=now))
+
+
+async def forget_denied(connection: Connection, buckets: Sequence[int], before: float) -> int:
+    """Delete repos that cannot be fetched and were parked before `before`; return how many.
+
+    Either their DIDs never existed, as far as is known, or only the stream has named them. Run it in a transaction.
+    """
+    every, forgotten = list(buckets), 0
+    denied = await connection.fetch(DENIED, before, every, BATCH_SIZE, every)
+    for bucket, rows in groupby(denied, lambda row: row["bucket"]):
+        deleted = await connection.fetch(_FORGET, bucket, [row["did"] for row in rows], before)
+        forgotten += len(await _forget_identities(connection, bucket, deleted))
+    return forgotten
+
+
+async def forget_hidden(connection: Connection, buckets: Sequence[int], before: float) -> int:
+    """Delete repos of inactive accounts of which nothing is stored, unchanged since `before`; return how many.
+
+    Consumers may have been told that such a repo is hidden. A repo that is added later begins visible, so they are told
+    that it is visible again. Run it in a transaction.
+    """
+    every, forgotten = list(buckets), list[str]()
+    hidden = await connection.fetch(HIDDEN, before, every, BATCH_SIZE, every)
+    for bucket, rows in groupby(hidden, lambda row: row["bucket"]):
+        deleted = await connection.fetch(_FORGET_HIDDEN, bucket, [row["did"] for row in rows], before)
+        forgotten += await _forget_identities(connection, bucket, deleted)
+    await log_changes(connection, [ChangeLogEntry(did, "visible", None, live=True) for did in forgotten])
+    return len(forgotten)
+
+
+async def _forget_identities(connection: Connection, bucket: int, repos: Sequence[Row]) -> list[str]:
+    """Delete the identities of repos that were deleted; return the DIDs."""
+    dids = [row["did"] for row in repos]
+    await connection.execute(_FORGET_IDENTITIES, bucket, dids)
+    crash_point("repo.forgotten")
+    return dids
+
+
+def _desynchronization(trigger: Trigger, reason: Desync, now: float) -> Callable[[Repo], Repo]:
+    return lambda repo: desynchronize(repo, trigger, reason, now)
+
+
+async def _write_repos(connection: Connection, repos: Sequence[Repo], change: Callable[[Repo], Repo]) -> int:
+    """Write the changed rows; return how many were still at the version that was read."""
+    writes = tuple([RepoWrite(repo.version, change(repo)) for repo in repos])
+    written = len(writes) - len((await apply(connection, Batch(writes))).skipped)
+    if written:
+        crash_point("queue.written")
+    return written

@@ -1,0 +1,194 @@
+"""The transaction that ends a resync: compare, write the differences, drain the resync buffer, update the repo."""
+
+from collections import Counter
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
+
+from asyncpg import Record as Row
+
+from indexer.atproto.record import Problem
+from indexer.crash_points import crash_point
+from indexer.db import scope_row
+from indexer.db.apply_batch import apply, write_records
+from indexer.db.change_log import log_changes
+from indexer.db.columns import Connection, repo_columns, repo_of
+from indexer.db.consistent_read import in_chunks
+from indexer.db.copy_records import NewRepoRecords, copy_chunks
+from indexer.db.database_errors import database_errors, refused_writes
+from indexer.errors import BrokenInvariantError
+from indexer.sync.changes import effective_changes, record_entries
+from indexer.sync.export import RecordChunk
+from indexer.sync.plans import Action, Batch, BufferedEvent, RecordChange
+from indexer.sync.repo_state import Repo, SyncStatus
+from indexer.sync.shard import bucket_of
+
+CHUNK_SIZE = 5_000
+"""Stored records in memory at a time."""
+
+_STORES_RECORDS = "select exists (select from indexer.record where did = $1 and bucket = $2)"
+
+_HOLDS = f"""
+    select exists (
+        select from indexer.repo
+        where did = $1 and bucket = $2 and lease = $3 and sync_status = '{SyncStatus.IN_PROGRESS}'
+    )
+"""
+
+# A lost claim is recognized without the lock: its new owner may hold the lock, and wait for a record that this
+# transaction has written.
+_LOCK = f"""
+    select {repo_columns("r")} from indexer.repo r
+    where did = $1 and bucket = $2 and lease = $3 and sync_status = '{SyncStatus.IN_PROGRESS}' for update
+"""
+
+# A transaction that buffers an event locks the row of its repo, so the events of a repo are committed in the order of
+# their IDs.
+_BUFFERED = """
+    select id, relay, seq, frame from indexer.buffered_event where did = $1 and bucket = $2 and id > $3 order by id
+"""
+
+# The CID of a record without its value gets a zero byte appended, so that it differs from every CID of an export.
+# Earlier releases stored no value for the other two problems.
+_STORED = f"""
+    select collection, rkey, case
+        when value_problem = '{Problem.MISSING}'
+            or value is null and value_problem in ('{Problem.NUL}', '{Problem.RESERVED_KEY}')
+        then cid || '\\x00' else cid end
+    from indexer.record
+    where did = $1 and bucket = $2 and collection >= $3 and collection <= $4 order by collection, rkey
+"""
+
+
+class ResyncTransaction:
+    """The writes of one resync: the differences to the export, then the buffered events, then the row.
+
+    `Store.resync` begins and ends the transaction. The isolation level is READ COMMITTED, so that `lock` and `buffered`
+    see events that were buffered meanwhile. No other process writes the records of a repo that is in progress. Every
+    method raises `DatabaseError`, and those that write also raise `RefusedWriteError`.
+
+    Attributes:
+        connection: The connection, within the transaction.
+        finished: True after `finish`; then the transaction is committed.
+    """
+
+    def __init__(self, connection: Connection, claimed: Repo, scope_version: int) -> None:
+        self.connection = connection
+        self._claimed = claimed
+        self._scope_version = scope_version
+        self._key = (claimed.did, bucket_of(claimed.did))
+        self._last_buffered = 0
+        self.finished = False
+
+    async def stores_records(self) -> bool:
+        """Return True if a record of the repo is stored.
+
+        While the claim holds, only this transaction adds records. So if there are none, there is nothing to compare.
+        """
+        with database_errors():
+            stores: bool = await self.connection.fetchval(_STORES_RECORDS, *self._key)
+        return stores
+
+    async def create(self, chunk: RecordChunk) -> None:
+        """Write a chunk of records of a repo that had no stored records before this transaction, without a comparison.
+
+        Raises:
+            RecordsExistError: One of them is stored. The claim has been lost, and the transaction has failed.
+        """
+        with refused_writes(), database_errors():
+            await copy_chunks(self.connection, [NewRepoRecords(self._claimed.did, chunk)])
+        crash_point("resync.copied")
+
+    async def stored(self) -> AsyncIterator[list[tuple[bytes, bytes]]]:
+        """Yield the stored records as (path, CID) in path order, in chunks; one chunk is in memory at a time.
+
+        Records that this transaction writes meanwhile are not returned: a cursor shows the state at its opening, and
+        writes happen at paths that were read before.
+        """
+
+        def rows(first: str, last: str) -> AsyncIterable[Row]:
+            return self.connection.cursor(_STORED, *self._key, first, last, prefetch=CHUNK_SIZE)
+
+        async for chunk in in_chunks(self.connection, self._key, rows, CHUNK_SIZE):
+            yield [(f"{collection}/{rkey}".encode(), cid) for collection, rkey, cid in chunk]
+
+    async def holds_claim(self) -> bool:
+        """Return True if the claim still holds at this moment."""
+        with database_errors():
+            held: bool = await self.connection.fetchval(_HOLDS, *self._key, self._claimed.lease)
+        return held
+
+    async def write(self, changes: Sequence[RecordChange]) -> None:
+        """Write differences between the stored records and the export.
+
+        If the claim is lost, another worker may have changed the records. Then `lock` returns None, and the transaction
+        is rolled back.
+
+        Raises:
+            BrokenInvariantError: The records are not those that were compared, although the claim holds.
+        """
+        with refused_writes(), database_errors():
+            effective = await self._write(changes)
+            await log_changes(self.connection, list(record_entries(self._claimed.did, effective, live=False)))
+        crash_point("resync.written")
+        if effective != tuple(changes) and await self.lock() is not None:
+            unexpected = next(change for change in changes if change not in effective)
+            raise BrokenInvariantError(
+                f"{self._claimed.did}: the stored records changed since they were compared: "
+                f"{unexpected.action} of {unexpected.collection}/{unexpected.rkey}"
+            )
+
+    async def _write(self, changes: Sequence[RecordChange]) -> tuple[RecordChange, ...]:
+        """Write the changes; return them as they happened."""
+        did = self._claimed.did
+        written = await write_records(self.connection, [(did, change) for change in changes])
+        return tuple(changes) if written.as_planned else effective_changes(did, changes, written.existed)
+
+    async def lock(self) -> Repo | None:
+        """Lock and return the row until the end of the transaction; None if the claim is lost."""
+        with database_errors():
+            row = await self.connection.fetchrow(_LOCK, *self._key, self._claimed.lease)
+        crash_point("resync.locked")
+        return None if row is None else repo_of(row)
+
+    async def holds_scope(self) -> bool:
+        """Return True if the scope is the one that this resync was planned with; it stays until the transaction ends.
+
+        Otherwise records of collections that are no longer selected could be written after the others were deleted.
+        """
+        with database_errors():
+            return await scope_row.holds(self.connection, self._scope_version)
+
+    async def buffered(self) -> list[BufferedEvent]:
+        """Return the events that were buffered since the last call, in order of arrival.
+
+        Sequence numbers of different relays are not comparable.
+        """
+        with database_errors():
+            rows = await self.connection.fetch(_BUFFERED, *self._key, self._last_buffered)
+        if rows:
+            self._last_buffered = rows[-1]["id"]
+        return [BufferedEvent(self._claimed.did, relay, seq, frame) for _, relay, seq, frame in rows]
+
+    async def write_drained(self, changes: Sequence[RecordChange]) -> Counter[Action]:
+        """Write record changes of buffered events; return how many records were created, updated and deleted.
+
+        The row need not be locked: no other process writes the records of a repo that is in progress.
+        """
+        did = self._claimed.did
+        with refused_writes(), database_errors():
+            effective = await self._write(changes)
+            await log_changes(self.connection, list(record_entries(did, effective, live=True)))
+        crash_point("resync.drained")
+        return Counter([change.action for change in effective])
+
+    async def finish(self, batch: Batch) -> None:
+        """Write the new row of the repo, and dead letters of buffered events.
+
+        Raises:
+            BrokenInvariantError: The row was not locked.
+        """
+        with refused_writes(), database_errors():
+            applied = await apply(self.connection, batch)
+        if applied.skipped:
+            raise BrokenInvariantError(f"{self._claimed.did}: the row changed while it was locked")
+        self.finished = True
+        crash_point("resync.finished")

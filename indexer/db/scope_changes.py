@@ -1,0 +1,213 @@
+"""The effects of a changed scope: records that it no longer selects are deleted, repos that lack records fetched."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+from indexer.atproto.syntax import CollectionFilter
+from indexer.crash_points import crash_point
+from indexer.db import scope_row
+from indexer.db.apply_batch import apply
+from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
+from indexer.sync.narrowing import plan_narrowing
+from indexer.sync.plans import Batch, RepoWrite
+from indexer.sync.repo_state import Repo, SyncStatus
+from indexer.sync.repo_transitions import amend, widen
+from indexer.sync.scope import Scope
+
+# One step along the index for each collection: there are some thousands at most.
+NEXT_COLLECTION = "select collection from indexer.record where collection > $1 order by collection limit 1"
+
+# The index has collection and indexed_at. The rest orders records that were written by one statement.
+UNSELECTED = """
+    select did, rkey, indexed_at from indexer.record
+    where collection = $1 and bucket = any($2::smallint[]) and indexed_at >= coalesce($3, '-infinity'::timestamptz)
+        and ($3::timestamptz is null or (indexed_at, did, rkey) > ($3, $4, $5))
+    order by indexed_at, did, rkey limit $6
+"""
+
+# No more records are counted than a person tells apart. Citus needs a column in the inner query.
+_COUNT_OF_COLLECTIONS = """
+    select count(*) from (select collection from indexer.record where collection = any($1::text[]) limit $2) found
+"""
+
+_REPOS = f"""
+    select {repo_columns("r")} from indexer.repo r where did = any($1::text[]) and bucket = any($2::smallint[])
+"""
+
+INCOMPLETE = f"""
+    select {repo_columns("r")} from indexer.repo r
+    where r.bucket = any($1::smallint[]) and r.scope_version < $2 and r.sync_status = '{SyncStatus.SYNCHRONIZED}'
+        and r.active
+    order by r.bucket, r.scope_version limit $3
+"""
+
+# Rows leave the set when they are marked, and the others stay. So the pages follow the primary key. A list may lack an
+# inactive account, so its repo keeps its version, and needs an export when it is active again.
+INCOMPLETE_AFTER = f"""
+    select {repo_columns("r")} from indexer.repo r
+    where r.did > $3 and r.bucket = any($1::smallint[]) and r.scope_version < $2
+        and r.sync_status = '{SyncStatus.SYNCHRONIZED}' and r.active
+    order by r.did limit $4
+"""
+
+# Repos that were not fetched since then, and of which no record of the collection is stored.
+NOT_FETCHED = f"""
+    select {repo_columns("r")} from indexer.repo r
+    where r.did = any($1::text[]) and r.bucket = any($2::smallint[]) and r.active and r.scope_version >= $3
+        and r.sync_status = '{SyncStatus.SYNCHRONIZED}' and r.synchronized_at < to_timestamp($4)
+        and not exists (
+            select from indexer.record c
+            where c.did = r.did and c.bucket = r.bucket and {of_buckets("c", 6)} and c.collection = $5
+        )
+"""
+
+WAITING = f"""
+    select count(*) from (
+        select 1 from indexer.repo
+        where bucket = any($1::smallint[]) and sync_status = '{SyncStatus.DESYNCHRONIZED}' and active and priority = 0
+            and coalesce(next_attempt_at, '-infinity'::timestamptz) <= to_timestamp($2)
+        limit $3
+    ) waiting
+"""
+
+
+class RecordPosition(NamedTuple):
+    """The position of a record among those of its collection, in the order in which they were written."""
+
+    indexed_at: datetime
+    did: str
+    rkey: str
+
+
+class UnselectedRecords(NamedTuple):
+    """The records that a change of the scope would delete.
+
+    Attributes:
+        stored: All collections of stored records.
+        unselected: Those that the scope would not select.
+        records: The number of their records, at most the limit.
+    """
+
+    stored: list[str]
+    unselected: list[str]
+    records: int
+
+
+class NarrowedPage(NamedTuple):
+    """A page of records that the scope does not select.
+
+    Attributes:
+        deleted: The number of records that were deleted.
+        skipped: The number of records of repos that change at the moment; a later pass deletes them.
+        last: The last record of the page; None if it was the last page.
+    """
+
+    deleted: int
+    skipped: int
+    last: RecordPosition | None
+
+
+async def next_collection(connection: Connection, after: str) -> str | None:
+    """Return the next collection of stored records; None if there is none. Begin with an empty string."""
+    collection: str | None = await connection.fetchval(NEXT_COLLECTION, after)
+    return collection
+
+
+async def count_unselected(connection: Connection, collections: CollectionFilter, limit: int) -> UnselectedRecords:
+    """Return the stored collections that a scope with these collections would not select, and count their records."""
+    stored, after = list[str](), ""
+    while (collection := await next_collection(connection, after)) is not None:
+        stored.append(collection)
+        after = collection
+    unselected = [collection for collection in stored if not collections.matches(collection)]
+    return UnselectedRecords(stored, unselected, await connection.fetchval(_COUNT_OF_COLLECTIONS, unselected, limit))
+
+
+async def delete_page(
+    connection: Connection,
+    scope: Scope,
+    collection: str,
+    buckets: Sequence[int],
+    after: RecordPosition | None,
+    limit: int,
+) -> NarrowedPage | None:
+    """Delete at most `limit` records of a collection that the scope does not select. Run it in a transaction.
+
+    Return None if the scope has changed: it may select the collection again.
+    """
+    if not await scope_row.holds(connection, scope.version):
+        return None
+    position = after or (None, None, None)
+    rows = await connection.fetch(UNSELECTED, collection, list(buckets), *position, limit)
+    keys = [(row["did"], collection, row["rkey"]) for row in rows]
+    dids = sorted({did for did, *_ in keys})
+    found = [repo_of(row) for row in await connection.fetch(_REPOS, dids, list(buckets))]
+    applied = await apply(connection, Batch(plan_narrowing({repo.did: repo for repo in found}, keys)))
+    deleted = applied.changes["delete"]
+    if deleted:
+        crash_point("scope.narrowed")
+    last = RecordPosition(rows[-1]["indexed_at"], rows[-1]["did"], rows[-1]["rkey"]) if len(rows) == limit else None
+    return NarrowedPage(deleted, len(rows) - deleted, last)
+
+
+async def incomplete_repos(
+    connection: Connection, scope: Scope, buckets: Sequence[int], after: str, limit: int
+) -> list[Repo]:
+    """Return the next synchronized repos of active accounts after this DID that may lack records of the scope."""
+    rows = await connection.fetch(INCOMPLETE_AFTER, list(buckets), scope.complete_from, after, limit)
+    return [repo_of(row) for row in rows]
+
+
+async def mark_complete(connection: Connection, repos: Sequence[Repo], scope: Scope) -> int:
+    """Note that these repos lack no records; return how many did not change meanwhile. Run it in a transaction."""
+    writes = [RepoWrite(repo.version, amend(repo, scope_version=scope.version)) for repo in repos]
+    skipped = (await apply(connection, Batch(tuple(writes)))).skipped
+    crash_point("scope.marked")
+    return len(writes) - len(skipped)
+
+
+async def mark_incomplete(
+    connection: Connection, dids: Sequence[str], collection: str, added_in: int, fetched_before: float
+) -> int:
+    """Note that listed repos lack records of an added collection; return how many. Run it in a transaction.
+
+    Repos with such a record, and those that were fetched since `fetched_before`, lack none.
+    """
+    buckets = buckets_of(dids)
+    rows = await connection.fetch(NOT_FETCHED, dids, buckets, added_in, fetched_before, collection, buckets)
+    writes = [RepoWrite(repo.version, amend(repo, scope_version=added_in - 1)) for repo in map(repo_of, rows)]
+    return len(writes) - len((await apply(connection, Batch(tuple(writes)))).skipped)
+
+
+async def request_incomplete(
+    connection: Connection, scope: Scope, buckets: Sequence[int], max_waiting: int, now: float
+) -> int:
+    """Desynchronize repos that may lack records, while fewer than `max_waiting` are due; return how many.
+
+    The others wait, synchronized: their commits are applied until their turn comes. Run it in a transaction.
+    """
+    waiting = await connection.fetchval(WAITING, list(buckets), now, max_waiting)
+    if waiting >= max_waiting:
+        return 0
+    rows = await connection.fetch(INCOMPLETE, list(buckets), scope.complete_from, max_waiting - waiting)
+    return await _widen(connection, [repo_of(row) for row in rows])
+
+
+async def request_listed(
+    connection: Connection, repos: Sequence[Repo], buckets: Sequence[int], max_waiting: int, now: float
+) -> int:
+    """Desynchronize these synchronized repos, while fewer than `max_waiting` are due; return how many.
+
+    Those that changed meanwhile stay as they are. Run it in a transaction.
+    """
+    waiting = await connection.fetchval(WAITING, list(buckets), now, max_waiting)
+    return await _widen(connection, repos[: max(0, max_waiting - waiting)])
+
+
+async def _widen(connection: Connection, repos: Sequence[Repo]) -> int:
+    writes = [RepoWrite(repo.version, widen(repo)) for repo in repos]
+    skipped = (await apply(connection, Batch(tuple(writes)))).skipped
+    if writes:
+        crash_point("scope.requested")
+    return len(writes) - len(skipped)

@@ -1,0 +1,154 @@
+"""The table of the scope: read it, store the first one, change it, and hold it until the end of a transaction."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from asyncpg import Record as Row
+from asyncpg import exceptions
+
+from indexer.atproto.syntax import CollectionFilter
+from indexer.db.columns import Connection
+from indexer.errors import BrokenInvariantError, InvalidScopeError
+from indexer.sync.scope import Scope, Track, filter_of
+
+BATCH_SIZE = 1_000
+"""Repos that one statement tracks or untracks. The live path waits for the rows of an open transaction."""
+
+_LOAD = """
+    select version, track, collections, added_in, signal_collections, repos_narrowed_in, earlier_repos_stay
+    from indexer.scope
+"""
+
+# An earlier release stored its collections as a setting. What it stored is complete for those.
+_INSERT_FIRST = """
+    insert into indexer.scope (version, track, collections, added_in, signal_collections, earlier_repos_stay)
+    select 1, $1, s.collections, array_fill(0::bigint, array[cardinality(s.collections)]),
+        indexer.checked_patterns($3), $1 = 'listed'
+    from (
+        select coalesce(
+            (
+                select indexer.checked_patterns(string_to_array(value, ','))
+                from indexer.stored_setting where name = 'collections'
+            ),
+            indexer.checked_patterns($2)
+        ) as collections
+    ) s
+    on conflict (singleton) do nothing returning version
+"""
+
+_CHANGE = "select indexer.change_scope($1, $2, $3)"
+_TRACK = "select atproto.track($1)"
+_UNTRACK = "select atproto.untrack($1)"
+# SHARE does not conflict with itself, and a change of the scope waits for it.
+_HOLD = "select version from indexer.scope for share"
+_PROGRESS = "select collection, added_in, newest, repos, complete from atproto.scope_progress order by collection"
+
+
+class CollectionProgress(NamedTuple):
+    """The progress of the backfill of one pattern: a row of `atproto.scope_progress`.
+
+    Attributes:
+        added_in: The version of the scope that added the pattern.
+        newest: True if the latest change of the scope added it.
+        repos: The number of tracked repos of active accounts.
+        complete: The number of those that have all records of the collection.
+    """
+
+    collection: str
+    added_in: int
+    newest: bool
+    repos: int
+    complete: int
+
+
+async def load(connection: Connection) -> Scope | None:
+    """Return the stored scope; None before the first daemon has stored one."""
+    row = await connection.fetchrow(_LOAD)
+    return None if row is None else _scope_of(row)
+
+
+async def begin(connection: Connection, first: Scope) -> Scope:
+    """Store the first scope, unless there is one; return the stored one. Run it in a transaction."""
+    patterns = list(first.collections.patterns)
+    inserted = await connection.fetchval(_INSERT_FIRST, first.track, patterns, list(first.signal_patterns))
+    if inserted is not None:
+        await connection.fetchval(_CHANGE, None, patterns, None)
+    stored = await load(connection)
+    if stored is None:
+        raise BrokenInvariantError("the scope was stored, and there is none")
+    return stored
+
+
+async def change(
+    connection: Connection,
+    track: Track | None = None,
+    collections: Sequence[str] | None = None,
+    signal_collections: Sequence[str] | None = None,
+) -> None:
+    """Change the given parts of the scope; the others stay.
+
+    Raises:
+        InvalidScopeError: A pattern is invalid, or the scope would name no collection.
+    """
+    with _invalid_arguments():
+        await connection.fetchval(_CHANGE, track, collections, signal_collections)
+
+
+async def track(connection: Connection, dids: Iterable[str]) -> int:
+    """Start tracking repos; return how many were not tracked.
+
+    Raises:
+        InvalidScopeError: One of them is not a DID.
+    """
+    with _invalid_arguments():
+        return sum([await connection.fetchval(_TRACK, part) for part in _parts(dids)])
+
+
+async def untrack(connection: Connection, dids: Iterable[str]) -> int:
+    """Stop tracking repos; return how many were tracked.
+
+    Raises:
+        InvalidScopeError: One of them is not a DID.
+    """
+    with _invalid_arguments():
+        return sum([await connection.fetchval(_UNTRACK, part) for part in _parts(dids)])
+
+
+async def holds(connection: Connection, version: int) -> bool:
+    """Return True if the scope has this version, 0 if there is none; it cannot change before the transaction ends."""
+    return (await connection.fetchval(_HOLD) or 0) == version
+
+
+async def progress(connection: Connection) -> list[CollectionProgress]:
+    """Return the progress of the backfill, by pattern. Reads the row of every repo."""
+    return [CollectionProgress(**row) for row in await connection.fetch(_PROGRESS)]
+
+
+def _scope_of(row: Row) -> Scope:
+    return Scope(
+        version=row["version"],
+        track=Track(row["track"]),
+        collections=CollectionFilter(row["collections"]),
+        added_in=tuple(row["added_in"]),
+        signal_collections=filter_of(row["signal_collections"]),
+        repos_narrowed_in=row["repos_narrowed_in"],
+        earlier_repos_stay=row["earlier_repos_stay"],
+    )
+
+
+def _parts(dids: Iterable[str]) -> list[list[str]]:
+    ordered = sorted(set(dids))
+    return [ordered[start : start + BATCH_SIZE] for start in range(0, len(ordered), BATCH_SIZE)]
+
+
+@contextmanager
+def _invalid_arguments() -> Iterator[None]:
+    try:
+        yield
+    except (
+        exceptions.InvalidParameterValueError,
+        exceptions.ObjectNotInPrerequisiteStateError,
+        exceptions.CharacterNotInRepertoireError,
+    ) as error:
+        raise InvalidScopeError(str(error)) from error

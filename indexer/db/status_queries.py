@@ -1,0 +1,103 @@
+"""Queries of the status page. Each one is cheap however many repos and records the database has."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from indexer.atproto.syntax import is_did
+from indexer.db.change_log_segments import ConsumerState, load_consumers
+from indexer.db.columns import Connection
+from indexer.db.identities import did_of_handle
+from indexer.sync.shard import bucket_of
+
+TIMEOUT_SECONDS = 2
+"""Seconds after which the server cancels a query of the status page."""
+MAX_COUNTED_RECORDS = 10_000
+"""Records of one repo that are counted at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class RejectionSummary:
+    """The stored dead letters with one reason.
+
+    Attributes:
+        stored: How many are stored. `indexer.db.dead_letters` removes the oldest ones.
+        last_hour: How many of them were rejected within the last hour.
+        newest_at: Unix seconds when the newest one was rejected.
+        did: The account of the newest one; None if the message names none.
+        detail: The detail of the newest one.
+    """
+
+    reason: str
+    stored: int
+    last_hour: int
+    newest_at: float
+    relay: str
+    seq: int | None
+    did: str | None
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveryState:
+    """The parts of the status page that only the database knows.
+
+    Attributes:
+        rejections: The dead letters by reason, the reason with the newest one first.
+        consumers: The registered consumers of the change log, by name.
+    """
+
+    rejections: list[RejectionSummary]
+    consumers: list[ConsumerState]
+
+
+# The table has a bounded number of rows per relay and reason, and frames are not read.
+REJECTIONS = """
+    select d.reason, n.stored, n.last_hour, date_part('epoch', d.time) as newest_at, d.relay, d.seq, d.did, d.detail
+    from (
+        select reason, count(*) as stored, count(*) filter (where time > now() - interval '1 hour') as last_hour,
+            max(id) as newest
+        from indexer.dead_letter group by reason
+    ) n join indexer.dead_letter d on d.id = n.newest
+    order by d.time desc, d.reason
+"""
+
+ACCOUNT = """
+    select r.did, i.handle, i.pds, r.sync_status, r.sync_reason, r.rev, r.active, r.hosting_status, r.takedown,
+        date_part('epoch', r.withheld_since) as withheld_since, r.tracked, r.visible, r.attempts,
+        r.last_error,
+        nullif(date_part('epoch', r.next_attempt_at), 'infinity') as next_attempt_at,
+        coalesce(r.next_attempt_at = 'infinity', false) as parked,
+        date_part('epoch', r.synchronized_at) as synchronized_at, date_part('epoch', r.updated_at) as updated_at,
+        r.buffered_events, (
+            select count(*) from (
+                select from indexer.record c where c.did = r.did and c.bucket = $2 limit $3
+            ) counted
+        ) as records
+    from indexer.repo r left join indexer.identity i using (did, bucket)
+    where r.did = $1 and r.bucket = $2
+"""
+
+
+async def load_delivery_state(connection: Connection) -> DeliveryState:
+    """Return dead letters and consumers. Run it in a transaction."""
+    await _limit_time(connection)
+    rejections = [RejectionSummary(**row) for row in await connection.fetch(REJECTIONS)]
+    return DeliveryState(rejections, await load_consumers(connection))
+
+
+async def load_account(connection: Connection, account: str) -> dict[str, Any] | None:
+    """Return the state of a DID or of a verified handle, with times as Unix seconds; None if it is unknown.
+
+    At most `MAX_COUNTED_RECORDS` of its records are counted, plus one if there are more. Run it in a transaction.
+    """
+    await _limit_time(connection)
+    did = account if is_did(account) else await did_of_handle(connection, account)
+    if did is None:
+        return None
+    row = await connection.fetchrow(ACCOUNT, did, bucket_of(did), MAX_COUNTED_RECORDS + 1)
+    return None if row is None else dict(row)
+
+
+async def _limit_time(connection: Connection) -> None:
+    """Limit the time of each statement until the end of the transaction."""
+    await connection.execute(f"set local statement_timeout = '{TIMEOUT_SECONDS}s'")

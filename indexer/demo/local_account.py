@@ -1,0 +1,187 @@
+"""An account of the local network, with the actions of its owner and its PDS. Each action emits its events."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from indexer.atproto.crypto import Curve, PrivateKey
+from indexer.demo.local_pds import HostedRepo, LocalPds
+from indexer.demo.local_plc import LocalIdentity, LocalPlc
+from indexer.demo.local_repo import LocalChange, LocalRepo, Record, Write
+from indexer.demo.tid_clock import TidClock
+
+
+class LocalAccount:
+    """An account.
+
+    Attributes:
+        did: The DID. All keys of the account are derived from it.
+        handle: The handle.
+        pds: The current PDS.
+        key: The key that signs commits. It differs from the key in the directory between `swap_key` and `publish_key`.
+        repo: The repo.
+    """
+
+    def __init__(self, did: str, handle: str, *, curve: Curve, pds: LocalPds, plc: LocalPlc, clock: TidClock) -> None:
+        self.did = did
+        self.handle = handle
+        self.pds = pds
+        self._plc = plc
+        self._clock = clock
+        self._keys = 0
+        self.key = self._next_key(curve)
+        self.repo = LocalRepo(did, self.key, clock.tid())
+        self._publish_identity()
+        pds.hosted[did] = HostedRepo(self.repo, handle, self.apply_writes)
+        self._emit_identity(handle=handle)
+        self._emit_account()
+        self._emit_commit(self.repo.first)
+        self._emit_sync()
+
+    @property
+    def status(self) -> str | None:
+        """The hosting status at the current PDS; None: active."""
+        return self.pds.hosted[self.did].status
+
+    @property
+    def rev(self) -> str:
+        """The rev of the latest commit."""
+        return self.repo.head.rev
+
+    @property
+    def records(self) -> dict[str, bytes]:
+        """The record blocks by path."""
+        return self.repo.records
+
+    def create(self, collection: str, record: Record, rkey: str | None = None) -> str:
+        """Create a record and return its path. Without `rkey` the record key is a TID."""
+        path = f"{collection}/{rkey or self._clock.tid()}"
+        self.apply_writes([Write.create(path, record)])
+        return path
+
+    def update(self, path: str, record: Record) -> None:
+        """Update a record."""
+        self.apply_writes([Write.update(path, record)])
+
+    def delete(self, path: str) -> None:
+        """Delete a record."""
+        self.apply_writes([Write.delete(path)])
+
+    def apply_writes(self, writes: Sequence[Write], *, lost: bool = False) -> LocalChange:
+        """Make one commit of all writes, which may be none. If `lost`, emit no event for it."""
+        change = self.repo.write(writes, self.key, self._clock.tid())
+        if not lost:
+            self._emit_commit(change)
+        return change
+
+    def set_handle(self, handle: str) -> None:
+        """Change the handle."""
+        self.handle = self.pds.hosted[self.did].handle = handle
+        self._publish_identity()
+        self._emit_identity(handle=handle)
+
+    def swap_key(self, curve: Curve | None = None) -> None:
+        """Sign with a new key from now on, without publishing it: the first half of a key rotation."""
+        self.key = self._next_key(curve or self.key.curve)
+
+    def publish_key(self) -> None:
+        """Publish the current key in the directory and emit `#identity`: the second half of a key rotation."""
+        self._publish_identity()
+        self._emit_identity()
+
+    def rotate_key(self, curve: Curve | None = None) -> None:
+        """Rotate the key. As on a reference PDS, the new commit appears only in the `#sync` that follows."""
+        self.swap_key(curve)
+        self.apply_writes([], lost=True)
+        self.publish_key()
+        self._emit_sync()
+
+    def deactivate(self) -> None:
+        """Deactivate the account."""
+        self._set_status("deactivated")
+
+    def activate(self) -> None:
+        """Activate the account again."""
+        self._set_status(None)
+        self._emit_identity(handle=self.handle)
+        self._emit_sync()
+
+    def takedown(self) -> None:
+        """Take the account down."""
+        self._set_status("takendown")
+
+    def suspend(self) -> None:
+        """Suspend the account."""
+        self._set_status("suspended")
+
+    def reinstate(self) -> None:
+        """End a takedown or a suspension."""
+        self._set_status(None)
+
+    def delete_account(self) -> None:
+        """Delete the account at its PDS. The identity remains in the directory."""
+        self._set_status("deleted")
+
+    def migrate(self, to: LocalPds, *, sign_again: bool = True) -> None:
+        """Move to another PDS, with a new key.
+
+        Args:
+            to: The new PDS.
+            sign_again: The new PDS makes a commit with the new key at once. Reference PDSes do not: there, `#sync` and
+                exports contain the commit of the old PDS, signed with the old key, until the next write.
+        """
+        old, self.pds = self.pds, to
+        to.hosted[self.did] = HostedRepo(self.repo, self.handle, self.apply_writes)
+        self.swap_key()
+        if sign_again:
+            self.apply_writes([], lost=True)
+        self.publish_key()
+        self._emit_account()
+        self._emit_identity(handle=self.handle)
+        self._emit_sync(rev=self.rev if sign_again else self._clock.tid())
+        old.hosted[self.did].status = "deactivated"
+        old.emit(self.did, "#account", self._event(active=False, status="deactivated"))
+
+    def announce(self) -> None:
+        """Emit a `#sync` of the current commit."""
+        self._emit_sync()
+
+    def _next_key(self, curve: Curve) -> PrivateKey:
+        self._keys += 1
+        return PrivateKey.from_seed(curve, f"{self.did} key {self._keys}".encode())
+
+    def _set_status(self, status: str | None) -> None:
+        self.pds.hosted[self.did].status = status
+        self._emit_account()
+
+    def _publish_identity(self) -> None:
+        self._plc.identities[self.did] = LocalIdentity(self.handle, self.key.public.did_key(), self.pds.url)
+
+    def _event(self, **fields: Any) -> dict[str, Any]:
+        return {"did": self.did, "time": self._clock.now(), **fields}
+
+    def _emit_identity(self, **handle: str) -> None:
+        self.pds.emit(self.did, "#identity", self._event(**handle))
+
+    def _emit_account(self) -> None:
+        state = {"active": False, "status": self.status} if self.status else {"active": True}
+        self.pds.emit(self.did, "#account", self._event(**state))
+
+    def _emit_sync(self, rev: str | None = None) -> None:
+        self.pds.emit(self.did, "#sync", self._event(rev=rev or self.rev, blocks=self.repo.sync()))
+
+    def _emit_commit(self, change: LocalChange) -> None:
+        payload: dict[str, Any] = {
+            "repo": self.did,
+            "commit": change.commit.cid,
+            "rev": change.commit.rev,
+            "since": change.since,
+            "ops": change.ops,
+            "blocks": change.blocks,
+            "time": self._clock.now(),
+            "blobs": [],
+            "rebase": False,
+            "tooBig": False,
+        }
+        if change.prev_data is not None:
+            payload["prevData"] = change.prev_data
+        self.pds.emit(self.did, "#commit", payload)

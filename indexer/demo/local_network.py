@@ -1,0 +1,115 @@
+"""A local AT Protocol network: a PLC directory, PDSes and relays, usually on loopback, with signed repos."""
+
+from base64 import b32encode
+from hashlib import sha256
+from types import TracebackType
+from typing import Self
+
+from indexer.atproto import cid
+from indexer.atproto.crypto import Curve
+from indexer.demo.http_server import LOOPBACK, HttpServer
+from indexer.demo.local_account import LocalAccount
+from indexer.demo.local_pds import LocalPds
+from indexer.demo.local_plc import LocalPlc
+from indexer.demo.local_relay import LocalRelay
+from indexer.demo.tid_clock import TidClock
+
+RecordsByRepo = dict[str, dict[str, bytes]]
+"""DID to path to record CID."""
+
+RELAY_SEQ_DISTANCE = 1_000
+"""The sequence of relay number n begins after n times this number."""
+
+
+class LocalNetwork:
+    """The network, serving inside `async with LocalNetwork() as net:`.
+
+    All servers listen on `host`. The relays use `first_port` and the following ports, then come the PLC directory and
+    the PDSes. Without `first_port`, the system chooses all ports.
+
+    Attributes:
+        clock: Makes the TIDs and timestamps of all accounts.
+        plc: The PLC directory.
+        pdses: The PDSes.
+        relays: The relays. Each one receives the events of all PDSes and numbers them in a sequence of its own.
+        relay: The first relay.
+        accounts: The accounts by DID.
+    """
+
+    def __init__(
+        self,
+        *,
+        pds: int = 2,
+        relays: int = 1,
+        clock: TidClock | None = None,
+        relay_window: int | None = None,
+        host: str = LOOPBACK,
+        first_port: int = 0,
+    ) -> None:
+        self.clock = clock or TidClock()
+        self.plc = LocalPlc()
+        self.pdses = [LocalPds() for _ in range(pds)]
+        self.relays = [
+            LocalRelay(self.plc, first_seq=number * RELAY_SEQ_DISTANCE, window=relay_window) for number in range(relays)
+        ]
+        self.relay = self.relays[0]
+        self.accounts: dict[str, LocalAccount] = {}
+        for pds_server in self.pdses:
+            pds_server.listeners += [relay.receive for relay in self.relays]
+        servers: list[HttpServer] = [*self.relays, self.plc, *self.pdses]
+        for number, server in enumerate(servers):
+            server.host = host
+            server.port = first_port + number if first_port else 0
+
+    async def __aenter__(self) -> Self:
+        for server in self._servers():
+            await server.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for server in self._servers():
+            await server.stop()
+
+    def _servers(self) -> list[HttpServer]:
+        return [self.plc, *self.pdses, *self.relays]
+
+    @property
+    def relay_url(self) -> str:
+        """The websocket URL of the first relay."""
+        return self.relay_urls[0]
+
+    @property
+    def relay_urls(self) -> list[str]:
+        """The websocket URLs of the relays, in the order of `relays`."""
+        return [relay.url.replace("http", "ws", 1) for relay in self.relays]
+
+    @property
+    def plc_url(self) -> str:
+        """The URL of the PLC directory."""
+        return self.plc.url
+
+    def create_account(
+        self, handle: str | None = None, *, curve: Curve = "k256", pds: int | None = None
+    ) -> LocalAccount:
+        """Create an account, on PDS number `pds` or else on the PDSes in turn. Its DID is derived from the handle."""
+        number = len(self.accounts)
+        handle = handle or f"account{number}.test"
+        host = self.pdses[number % len(self.pdses) if pds is None else pds]
+        account = LocalAccount(did_of(handle), handle, curve=curve, pds=host, plc=self.plc, clock=self.clock)
+        self.accounts[account.did] = account
+        return account
+
+    def expected_records(self) -> RecordsByRepo:
+        """Return the records of all active accounts: exactly these an indexer of this network must show."""
+        return {
+            account.did: {path: cid.cid_of(block) for path, block in account.records.items()}
+            for account in self.accounts.values()
+            if account.status is None
+        }
+
+
+def did_of(handle: str) -> str:
+    """Return a did:plc derived from the handle, so that the same scenario always creates the same accounts."""
+    return "did:plc:" + b32encode(sha256(handle.encode()).digest()[:15]).decode().lower()

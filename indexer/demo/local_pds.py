@@ -1,0 +1,242 @@
+"""A PDS of the local network: serves the repos of its accounts, accepts records, and emits events."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from aiohttp import hdrs, web
+
+from indexer.atproto import cid
+from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.atproto.record import decode_record
+from indexer.demo.http_server import HttpServer, ServerResponse, XrpcError, json_response
+from indexer.demo.local_repo import LocalChange, LocalRepo, Record, Write
+from indexer.demo.tid_clock import TidClock
+
+CAR_TYPE = "application/vnd.ipld.car"
+GET_REPO = "/xrpc/com.atproto.sync.getRepo"
+GET_RECORD = "/xrpc/com.atproto.sync.getRecord"
+GET_LATEST_COMMIT = "/xrpc/com.atproto.sync.getLatestCommit"
+GET_REPO_STATUS = "/xrpc/com.atproto.sync.getRepoStatus"
+LIST_REPOS = "/xrpc/com.atproto.sync.listRepos"
+LIST_RECORDS = "/xrpc/com.atproto.repo.listRecords"
+CREATE_RECORD = "/xrpc/com.atproto.repo.createRecord"
+PUT_RECORD = "/xrpc/com.atproto.repo.putRecord"
+DELETE_RECORD = "/xrpc/com.atproto.repo.deleteRecord"
+
+_STATUS_ERRORS = {
+    "deactivated": "RepoDeactivated",
+    "takendown": "RepoTakendown",
+    "suspended": "RepoSuspended",
+}
+
+
+@dataclass
+class HostedRepo:
+    """The state of one account on one PDS.
+
+    Attributes:
+        repo: The repo of the account.
+        handle: The handle for which the PDS serves `/.well-known/atproto-did`.
+        apply_writes: Makes a commit, for clients that write records.
+        status: The hosting status; None: active.
+    """
+
+    repo: LocalRepo
+    handle: str
+    apply_writes: Callable[[Sequence[Write]], LocalChange]
+    status: str | None = None
+
+
+class LocalPds(HttpServer):
+    """A PDS. It accepts records from everybody, without a password.
+
+    Attributes:
+        hosted: The accounts by DID. One that migrated away stays as `deactivated`, a deleted one as `deleted`.
+        listeners: Called for each event with this PDS, the DID, the message type (`#commit`, …) and the payload
+            without `seq`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hosted: dict[str, HostedRepo] = {}
+        self.listeners: list[Callable[[LocalPds, str, str, dict[str, Any]], None]] = []
+        self._rkeys = TidClock()
+        self.route(GET_REPO, self._get_repo)
+        self.route(GET_RECORD, self._get_record)
+        self.route(GET_LATEST_COMMIT, self._get_latest_commit)
+        self.route(GET_REPO_STATUS, self._get_repo_status)
+        self.route(LIST_REPOS, self._list_repos)
+        self.route(LIST_RECORDS, self._list_records)
+        self.route_post(CREATE_RECORD, self._create_record)
+        self.route_post(PUT_RECORD, self._put_record)
+        self.route_post(DELETE_RECORD, self._delete_record)
+        self.route("/.well-known/atproto-did", self._resolve_handle)
+
+    def emit(self, did: str, kind: str, payload: dict[str, Any]) -> None:
+        """Pass an event to all listeners."""
+        for listener in self.listeners:
+            listener(self, did, kind, payload)
+
+    def _get_repo(self, request: web.Request) -> ServerResponse:
+        return ServerResponse(
+            self._active(request.query.get("did")).repo.export(), headers={hdrs.CONTENT_TYPE: CAR_TYPE}
+        )
+
+    def _get_record(self, request: web.Request) -> ServerResponse:
+        path = f"{request.query.get('collection', '')}/{request.query.get('rkey', '')}"
+        proof = self._active(request.query.get("did")).repo.record_proof(path)
+        return ServerResponse((proof,), headers={hdrs.CONTENT_TYPE: CAR_TYPE})
+
+    def _get_latest_commit(self, request: web.Request) -> ServerResponse:
+        head = self._active(request.query.get("did")).repo.head
+        return json_response({"cid": cid.cid_text(head.cid), "rev": head.rev})
+
+    def _get_repo_status(self, request: web.Request) -> ServerResponse:
+        hosted = self._hosted(request.query.get("did"))
+        state = {"did": hosted.repo.did, "active": hosted.status is None}
+        detail = {"status": hosted.status} if hosted.status else {"rev": hosted.repo.head.rev}
+        return json_response(state | detail)
+
+    def _list_repos(self, request: web.Request) -> ServerResponse:
+        entries = [
+            None
+            if hosted.status == "deleted"
+            else repo_entry(did, hosted.repo.head.cid, hosted.repo.head.rev, hosted.status)
+            for did, hosted in self.hosted.items()
+        ]
+        return page_response(request, entries, cursor_on_last_page=True)
+
+    def _resolve_handle(self, request: web.Request) -> ServerResponse:
+        for did, hosted in self.hosted.items():
+            if hosted.handle == request.url.host and hosted.status is None:
+                return ServerResponse((did.encode(),), headers={hdrs.CONTENT_TYPE: "text/plain"})
+        return ServerResponse((b"User not found",), 404, {hdrs.CONTENT_TYPE: "text/plain"})
+
+    def _list_records(self, request: web.Request) -> ServerResponse:
+        """Return a page of a collection, the greatest record keys first, as reference PDSes do."""
+        repo = self._active(request.query.get("repo")).repo
+        collection, cursor = request.query.get("collection", ""), request.query.get("cursor")
+        limit = _parse_limit(request.query.get("limit", "50"), 100)
+        rkeys = [path.partition("/")[2] for path in repo.records if path.startswith(f"{collection}/")]
+        before = sorted((rkey for rkey in rkeys if cursor is None or rkey < cursor), reverse=True)
+        page = before[:limit]
+        body: dict[str, Any] = {"records": [_record_entry(repo, collection, rkey) for rkey in page]}
+        return json_response(body | {"cursor": page[-1]} if page else body)
+
+    def _create_record(self, _request: web.Request, body: bytes) -> ServerResponse:
+        hosted, path, fields = self._written(body)
+        if path in hosted.repo.records:
+            raise XrpcError("InvalidRequest", f"Record already exists: {path}")
+        return _apply(hosted, path, fields, Write.create)
+
+    def _put_record(self, _request: web.Request, body: bytes) -> ServerResponse:
+        hosted, path, fields = self._written(body)
+        return _apply(hosted, path, fields, Write.update if path in hosted.repo.records else Write.create)
+
+    def _delete_record(self, _request: web.Request, body: bytes) -> ServerResponse:
+        """Delete a record; do nothing if it does not exist."""
+        hosted, path, _ = self._written(body)
+        if path not in hosted.repo.records:
+            return json_response({})
+        return json_response({"commit": _commit(hosted.apply_writes([Write.delete(path)]))})
+
+    def _written(self, body: bytes) -> tuple[HostedRepo, str, dict[str, Any]]:
+        """Return the repo and the path that a request writes, and the fields of the request."""
+        try:
+            fields = orjson.loads(body)
+        except orjson.JSONDecodeError as error:
+            raise XrpcError("InvalidRequest", f"the body is not JSON: {error}") from None
+        if not isinstance(fields, dict) or not isinstance(fields.get("collection"), str):
+            raise XrpcError("InvalidRequest", "the body must be an object with repo, collection and record")
+        path = f"{fields['collection']}/{fields.get('rkey') or self._rkeys.tid()}"
+        return self._active(fields.get("repo")), path, fields
+
+    def _hosted(self, did: str | None) -> HostedRepo:
+        hosted = self.hosted.get(did or "")
+        if hosted is None or hosted.status == "deleted":
+            raise XrpcError("RepoNotFound", f"Could not find repo for DID: {did}")
+        return hosted
+
+    def _active(self, did: str | None) -> HostedRepo:
+        hosted = self._hosted(did)
+        if hosted.status is not None:
+            raise XrpcError(_STATUS_ERRORS[hosted.status], f"Repo has been {hosted.status}: {hosted.repo.did}")
+        return hosted
+
+
+def _record_entry(repo: LocalRepo, collection: str, rkey: str) -> dict[str, Any]:
+    """Return an entry of `listRecords`. The value is null if JSON cannot represent the record."""
+    block = repo.records[f"{collection}/{rkey}"]
+    value = decode_record(block, collection, DEFAULT_LIMITS).json
+    return {
+        "uri": f"at://{repo.did}/{collection}/{rkey}",
+        "cid": cid.cid_text(cid.cid_of(block)),
+        "value": None if value is None else orjson.loads(value),
+    }
+
+
+def _apply(
+    hosted: HostedRepo, path: str, fields: dict[str, Any], write: Callable[[str, Record], Write]
+) -> ServerResponse:
+    record = fields.get("record")
+    if not isinstance(record, dict):
+        raise XrpcError("InvalidRequest", "record must be an object")
+    collection = path.partition("/")[0]
+    try:
+        written = write(path, {"$type": collection, **record})
+    except (TypeError, OverflowError) as error:
+        raise XrpcError("InvalidRequest", f"record has a value without a DAG-CBOR form: {error}") from None
+    change = hosted.apply_writes([written])
+    block = hosted.repo.records[path]
+    uri = f"at://{hosted.repo.did}/{path}"
+    return json_response({"uri": uri, "cid": cid.cid_text(cid.cid_of(block)), "commit": _commit(change)})
+
+
+def _commit(change: LocalChange) -> dict[str, str]:
+    return {"cid": cid.cid_text(change.commit.cid), "rev": change.commit.rev}
+
+
+def _parse_limit(text: str, max_limit: int) -> int:
+    if not text.isdecimal() or not 0 < int(text) <= max_limit:
+        raise XrpcError("InvalidRequest", f"limit must be 1 to {max_limit}")
+    return int(text)
+
+
+def repo_entry(did: str, head: bytes, rev: str, status: str | None) -> dict[str, Any]:
+    """Return an entry of `listRepos`."""
+    entry = {"did": did, "head": cid.cid_text(head), "rev": rev, "active": status is None}
+    return entry | {"status": status} if status else entry
+
+
+def page_response(
+    request: web.Request,
+    entries: Sequence[dict[str, Any] | None],
+    *,
+    cursor_on_last_page: bool,
+    max_limit: int = 1_000,
+) -> ServerResponse:
+    """Return one page of a list.
+
+    Args:
+        request: The request with `cursor` and `limit`.
+        entries: The whole list; None for an entry that no longer exists.
+        cursor_on_last_page: Send a cursor until a page is empty, as reference PDSes do. Relays omit the cursor on the
+            last page.
+        max_limit: The highest `limit` that is accepted.
+
+    Raises:
+        XrpcError: `cursor` or `limit` is invalid.
+    """
+    try:
+        start, limit = int(request.query.get("cursor", "0")), int(request.query.get("limit", "500"))
+    except ValueError:
+        raise XrpcError("InvalidRequest", "cursor and limit must be integers") from None
+    if start < 0 or not 0 < limit <= max_limit:
+        raise XrpcError("InvalidRequest", f"limit must be 1 to {max_limit}")
+    end = start + limit
+    body: dict[str, Any] = {"repos": [entry for entry in entries[start:end] if entry is not None]}
+    if end < len(entries) or (cursor_on_last_page and start < len(entries)):
+        body["cursor"] = str(min(end, len(entries)))
+    return json_response(body)

@@ -1,0 +1,196 @@
+"""A repo of the local network: records, tree, signed commits, and their CAR files."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import starmap
+from typing import Any, Literal, Self
+
+from indexer.atproto import cid
+from indexer.atproto.crypto import PrivateKey
+from indexer.demo import dag_cbor
+from indexer.demo.reference_tree import ReferenceNode, ReferenceTree
+
+Record = Mapping[str, Any] | bytes
+"""A record as a map in which the 36 bytes of a CID are a link, or its DAG-CBOR, which is used without a check."""
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One write of a batch.
+
+    Attributes:
+        action: The action.
+        path: The path of the record: collection and record key.
+        block: The DAG-CBOR of the record; None for a delete.
+    """
+
+    action: Literal["create", "update", "delete"]
+    path: str
+    block: bytes | None
+
+    @classmethod
+    def create(cls, path: str, record: Record) -> Self:
+        """Return the creation of a record."""
+        return cls("create", path, _encode(record))
+
+    @classmethod
+    def update(cls, path: str, record: Record) -> Self:
+        """Return the update of a record."""
+        return cls("update", path, _encode(record))
+
+    @classmethod
+    def delete(cls, path: str) -> Self:
+        """Return the deletion of a record."""
+        return cls("delete", path, None)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCommit:
+    """A signed commit.
+
+    Attributes:
+        rev: The rev.
+        data: The CID of the tree's root node.
+        cid: The CID of the commit.
+        block: The DAG-CBOR of the commit.
+    """
+
+    rev: str
+    data: bytes
+    cid: bytes
+    block: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LocalChange:
+    """A commit with the fields of its `#commit` event, as in the lexicon.
+
+    Attributes:
+        commit: The commit.
+        since: The rev of the commit before; None for the first commit.
+        prev_data: `data` of the commit before; None for the first commit.
+        ops: The operations.
+        blocks: The CAR slice.
+    """
+
+    commit: LocalCommit
+    since: str | None
+    prev_data: bytes | None
+    ops: list[dict[str, Any]]
+    blocks: bytes
+
+
+class LocalRepo:
+    """A repo. It begins with a commit of the empty tree.
+
+    Commits replace the attributes and never change them in place, so a running export is not affected by a commit.
+
+    Attributes:
+        did: The DID.
+        records: The DAG-CBOR of the records by path.
+        tree: The tree of the latest commit.
+        head: The latest commit.
+        first: The first commit and its event.
+    """
+
+    def __init__(self, did: str, key: PrivateKey, rev: str) -> None:
+        self.did = did
+        self.records: dict[str, bytes] = {}
+        self.tree = ReferenceTree({})
+        self._cids: dict[str, bytes] = {}
+        self.head = _sign(did, rev, self.tree.data, key)
+        blocks = {self.head.cid: self.head.block, **self.tree.blocks()}
+        self.first = LocalChange(self.head, None, None, [], car(blocks))
+
+    def write(self, writes: Sequence[Write], key: PrivateKey, rev: str) -> LocalChange:
+        """Apply writes in order as one commit. There may be none, or several for the same path.
+
+        As on a reference PDS, `prev` of every operation is the CID before the batch. The slice contains the written
+        records, the new nodes, and the nodes that inverting the operations needs.
+
+        Raises:
+            KeyError: A create of an existing path, or an update or delete of a missing one. Nothing is changed.
+        """
+        before, old, records, cids = self.head, self._cids, dict(self.records), dict(self._cids)
+        ops = []
+        for write in writes:
+            _apply(write, records, cids)
+            op: dict[str, Any] = {"action": write.action, "path": write.path, "cid": cids.get(write.path)}
+            ops.append(op | {"prev": old[write.path]} if write.path in old else op)
+        self.records, self._cids, self.tree = records, cids, ReferenceTree(cids)
+        self.head = _sign(self.did, rev, self.tree.data, key)
+        blocks = {self.head.cid: self.head.block}
+        for write in writes:
+            blocks |= self.tree.proof(write.path)
+        blocks |= {cid.cid_of(write.block): write.block for write in writes if write.block is not None}
+        return LocalChange(self.head, before.rev, before.data, ops, car(blocks))
+
+    def import_records(self, records: Mapping[str, bytes], key: PrivateKey, rev: str) -> None:
+        """Replace all records (DAG-CBOR by path) in one commit without a `#commit` event, as `importRepo` does."""
+        self.records = dict(records)
+        self._cids = {path: cid.cid_of(block) for path, block in records.items()}
+        self.tree = ReferenceTree(self._cids)
+        self.head = _sign(self.did, rev, self.tree.data, key)
+
+    def record_proof(self, path: str) -> bytes:
+        """Return the CAR of a proof that the record at a path exists, or that it does not."""
+        blocks = {self.head.cid: self.head.block, **self.tree.proof(path)}
+        if path in self.records:
+            blocks[self._cids[path]] = self.records[path]
+        return car(blocks)
+
+    def sync(self) -> bytes:
+        """Return the CAR of a `#sync` event: only the latest commit."""
+        return car({self.head.cid: self.head.block})
+
+    def export(self) -> Iterator[bytes]:
+        """Yield the whole repo as a CAR, one section at a time, in streamable order."""
+        head, tree, records, cids = self.head, self.tree, self.records, self._cids
+        yield car_header(head.cid)
+        yield car_section(head.cid, head.block)
+        for item in tree.walk():
+            if isinstance(item, ReferenceNode):
+                yield car_section(item.cid, item.block)
+            else:
+                yield car_section(cids[item], records[item])
+
+
+def _apply(write: Write, records: dict[str, bytes], cids: dict[str, bytes]) -> None:
+    if (write.path in records) == (write.action == "create"):
+        raise KeyError(f"{write.action} of {write.path}")
+    if write.block is None:
+        del records[write.path], cids[write.path]
+    else:
+        records[write.path], cids[write.path] = write.block, cid.cid_of(write.block)
+
+
+def _encode(record: Record) -> bytes:
+    return record if isinstance(record, bytes) else dag_cbor.encode(dict(record))
+
+
+def _sign(did: str, rev: str, data: bytes, key: PrivateKey) -> LocalCommit:
+    fields: dict[str, Any] = {"did": did, "rev": rev, "data": data, "prev": None, "version": 3}
+    block = dag_cbor.encode(fields | {"sig": key.sign(dag_cbor.encode(fields))})
+    return LocalCommit(rev, data, cid.cid_of(block), block)
+
+
+def car(blocks: Mapping[bytes, bytes]) -> bytes:
+    """Return a CAR of `blocks` (CID to block). Its root is the first block."""
+    return car_header(next(iter(blocks))) + b"".join(starmap(car_section, blocks.items()))
+
+
+def car_header(root: bytes) -> bytes:
+    """Return the header of a CAR with one root."""
+    header = dag_cbor.encode({"roots": [root], "version": 1})
+    return _varint(len(header)) + header
+
+
+def car_section(block_cid: bytes, block: bytes) -> bytes:
+    """Return the section of a CAR with one block."""
+    return _varint(len(block_cid) + len(block)) + block_cid + block
+
+
+def _varint(number: int) -> bytes:
+    """Return a number as unsigned LEB128."""
+    low, rest = number & 0x7F, number >> 7
+    return bytes([low | 0x80]) + _varint(rest) if rest else bytes([low])

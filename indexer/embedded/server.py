@@ -1,0 +1,239 @@
+"""Use an embedded server: start it or find the running one, keep it alive, and stop it after its last use."""
+
+import asyncio
+import contextlib
+import errno
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+import asyncpg
+import structlog
+
+from indexer.concurrency.stage_progress import StageProgress
+from indexer.db.database_errors import UnusableDatabaseError
+from indexer.embedded.cluster import POLL_SECONDS, PORT, Cluster
+from indexer.embedded.parent_connection import ParentConnection
+from indexer.errors import SettingsError, UnavailableError
+from indexer.reasons import FetchFailure
+
+START_TIMEOUT = 600.0
+"""Seconds to wait for a start. Crash recovery replays up to `max_wal_size` of log."""
+RESTART_STALL_SECONDS = START_TIMEOUT + 60.0
+"""A restart that takes longer has stalled. A shorter limit could let an orchestrator end each crash recovery."""
+CONNECT_TIMEOUT = 5.0
+RESTART_PAUSE_SECONDS = (0.1, 1.0, 5.0, 30.0)
+"""Pauses before a restart, by the number of failed restarts before it."""
+MAX_SHARED_BUFFERS = 1 << 30
+DATABASE = "indexer"
+
+_NOT_READY = (OSError, asyncpg.InterfaceError, asyncpg.PostgresConnectionError, asyncpg.OperatorInterventionError)
+"""Errors of a connection to a server that starts or stops."""
+
+_UNUSABLE_DIRECTORY = {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EROFS}
+
+log = structlog.get_logger(__name__)
+
+
+def postgres_stage() -> StageProgress:
+    """Return the stage that restarts an embedded server. A failed restart is no progress: only the server is."""
+    return StageProgress("embedded Postgres", RESTART_STALL_SECONDS, needs_database=False)
+
+
+@asynccontextmanager
+async def database(
+    url: str | None,
+    data_dir: Path,
+    settings: Mapping[str, str] | None = None,
+    on_restart: Callable[[], None] = lambda: None,
+    stage: StageProgress | None = None,
+) -> AsyncIterator[str]:
+    """Provide a database during the block: the one at `url`, or the embedded one if `url` is None.
+
+    All processes that need the embedded server share one. It stops when the last of them ends.
+
+    Args:
+        url: The connection string of a database.
+        data_dir: The data directory; the embedded server uses its subdirectory `postgres`.
+        settings: Settings of Postgres for the embedded server, which override the defaults.
+        on_restart: Called when the embedded server runs again after it ended unexpectedly.
+        stage: A restart of the embedded server is work of this stage until the server accepts connections.
+
+    Yields:
+        The connection string.
+
+    Raises:
+        SettingsError: There are no Postgres binaries, they have another major version than the cluster, or the data
+            directory cannot be used. An error of the block about the embedded database names the data directory.
+        UnavailableError: The server does not start.
+        OSError: A process or a socket failed.
+    """
+    if url is not None:
+        yield url
+        return
+    server = EmbeddedPostgres(data_dir / "postgres", settings or {}, on_restart, stage)
+    try:
+        await server.start()
+    except OSError as error:
+        if error.errno not in _UNUSABLE_DIRECTORY:
+            raise
+        reason = f"the embedded Postgres cannot use {error.filename or data_dir}: {error.strerror}"
+        raise SettingsError(f"INDEXER_DATA_DIR: {reason}") from error
+    keep_alive = asyncio.create_task(server.keep_alive(), name="postgres")
+    try:
+        yield server.dsn
+    except UnusableDatabaseError as error:
+        raise UnusableDatabaseError("INDEXER_DATA_DIR", error.problem) from error
+    finally:
+        keep_alive.cancel()
+        try:
+            await asyncio.wait([keep_alive])
+        finally:
+            await server.stop()
+    if not keep_alive.cancelled():
+        keep_alive.result()
+
+
+class EmbeddedPostgres:
+    """One server for the cluster in `directory`. `settings` are settings of Postgres, which override the defaults."""
+
+    def __init__(
+        self,
+        directory: Path,
+        settings: Mapping[str, str],
+        on_restart: Callable[[], None] = lambda: None,
+        stage: StageProgress | None = None,
+    ) -> None:
+        self._cluster = Cluster(directory)
+        self._on_restart = on_restart
+        self._stage = stage or postgres_stage()
+        self._settings = {**_default_settings(), **settings, "listen_addresses": "", "port": str(PORT)}
+        self._connection: ParentConnection | None = None
+
+    @property
+    def dsn(self) -> str:
+        """The connection string of the database."""
+        return f"postgresql://postgres@/{DATABASE}?host={quote(str(self._cluster.socket))}&port={PORT}"
+
+    async def start(self) -> None:
+        """Use the running server, or start one; wait until it accepts connections."""
+        async with _start_timeout(
+            f"an earlier server in {self._cluster.directory} does not end, or the present one does not accept "
+            f"connections; see {self._cluster.log}"
+        ):
+            while (connection := await self._use()) is None:  # noqa: ASYNC110 - there is no event for a file lock
+                await asyncio.sleep(POLL_SECONDS)
+        ended, self._connection = self._connection, connection
+        if ended is not None:
+            await ended.close()
+
+    async def stop(self) -> None:
+        """Stop the server, unless other processes use it. Open transactions are rolled back."""
+        if self._connection is not None and await self._connection.leave():
+            log.error("postgres.killed", log=str(self._cluster.log))
+
+    async def keep_alive(self) -> None:
+        """Restart the server whenever it ends. Runs until it is cancelled."""
+        while self._connection is not None:
+            code = await self._connection.wait_until_ended()
+            log.error("postgres.ended", code=code, log=str(self._cluster.log))
+            with self._stage.busy():
+                await self._restart()
+
+    async def _restart(self) -> None:
+        failures, known = 0, ""
+        while True:
+            await asyncio.sleep(RESTART_PAUSE_SECONDS[min(failures, len(RESTART_PAUSE_SECONDS) - 1)])
+            try:
+                await self.start()
+            except (OSError, UnavailableError, SettingsError) as error:
+                failures += 1
+                if str(error) != known:
+                    log.error("postgres.not-restarted", error=str(error))  # noqa: TRY400 - the traceback adds nothing
+                known = str(error)
+            else:
+                log.info("postgres.restarted")
+                self._on_restart()
+                return
+
+    async def _use(self) -> ParentConnection | None:
+        """Become a user of a server that accepts connections; None if another process starts or stops one."""
+        connection, started = await self._cluster.connect(), False
+        if connection is None:
+            options = [word for name, value in self._settings.items() for word in ("-c", f"{name}={value}")]
+            connection, started = await self._cluster.start(options), True
+        if connection is None:
+            return None
+        try:
+            usable = await self._wait_until_usable(connection)
+        except BaseException:
+            await connection.leave()
+            raise
+        if usable:
+            return connection
+        await connection.close()
+        if started:
+            words = " ".join(self._cluster.log.read_text(errors="replace").splitlines()[-3:])
+            raise UnavailableError(FetchFailure.UNREACHABLE, f"the embedded Postgres ended: {words}")
+        return None
+
+    async def _wait_until_usable(self, connection: ParentConnection) -> bool:
+        """Wait until the server accepts connections; return False if it has ended instead."""
+        while not await self._has_database():
+            if await connection.has_ended(POLL_SECONDS):
+                return False
+        return True
+
+    async def _has_database(self) -> bool:
+        """Return True if the server accepts connections to the database. Create the database if it does not exist."""
+        with contextlib.suppress(*_NOT_READY):
+            try:
+                connection = await self._connect(DATABASE)
+            except asyncpg.TooManyConnectionsError:
+                return True
+            except asyncpg.InvalidCatalogNameError:
+                await self._create_database()
+                return False
+            await connection.close()
+            return True
+        return False
+
+    async def _create_database(self) -> None:
+        connection = await self._connect("postgres")
+        try:
+            # These errors: another user of the server creates it at the same time.
+            with contextlib.suppress(
+                asyncpg.DuplicateDatabaseError, asyncpg.UniqueViolationError, asyncpg.ObjectInUseError
+            ):
+                await connection.execute(f"create database {DATABASE}")
+        finally:
+            await connection.close()
+
+    async def _connect(self, name: str) -> "asyncpg.Connection[asyncpg.Record]":
+        socket = str(self._cluster.socket)
+        return await asyncpg.connect(host=socket, port=PORT, user="postgres", database=name, timeout=CONNECT_TIMEOUT)
+
+
+@asynccontextmanager
+async def _start_timeout(message: str) -> AsyncIterator[None]:
+    """Raise `UnavailableError` with the message if the block takes longer than `START_TIMEOUT`."""
+    try:
+        async with asyncio.timeout(START_TIMEOUT):
+            yield
+    except TimeoutError:
+        raise UnavailableError(FetchFailure.TIMEOUT, message) from None
+
+
+def _default_settings() -> dict[str, str]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "shared_buffers": f"{min(memory // 4, MAX_SHARED_BUFFERS) // 1024}kB",
+        "max_connections": "300",  # enough for twenty processes with default settings, and for consumers
+        "max_wal_size": "4GB",
+        "checkpoint_timeout": "15min",
+        "wal_compression": "off",  # the wheel supports only pglz, which halves the write rate
+        "timezone": "UTC",
+        "log_timezone": "UTC",
+    }

@@ -1,0 +1,346 @@
+"""The batch writer: take messages from the inbox, plan them, and write the plan and the cursor in one transaction."""
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from time import time
+
+import structlog
+
+from indexer.concurrency.stage_progress import StageProgress
+from indexer.crash_points import crash_point
+from indexer.db import DatabaseError, Store
+from indexer.db.current_scope import CurrentScope
+from indexer.db.periodic import DatabaseAttempt
+from indexer.errors import RefusedWriteError
+from indexer.live.account_limits import AccountLimits
+from indexer.live.batch_size import BatchSize
+from indexer.live.event_clock import EventClock
+from indexer.live.inbox import Inbox
+from indexer.live.key_lookups import KeyLookups
+from indexer.live.repo_row_cache import RepoRowCache
+from indexer.live.settled_totals import SettledTotals
+from indexer.live.stream_position import StreamPosition
+from indexer.live.verification_ahead import VerificationAhead
+from indexer.reasons import Desync, Rejection
+from indexer.sync.event_time import event_seconds
+from indexer.sync.events import MalformedEvent, UnknownEvent
+from indexer.sync.native_core import NativeCore
+from indexer.sync.plan_batch import BatchPlan, ReceivedMessage, SettledMessage, is_quick, plan_batch, plan_refusal
+from indexer.sync.plans import Batch, Cursor
+from indexer.sync.policy import KeyStateOf, PlanContext, Policy
+from indexer.sync.repo_state import Repo
+from indexer.sync.repo_transitions import Outcome
+from indexer.sync.shard import Shard
+from indexer.sync.watermark import Position
+from indexer.telemetry.conditions import MESSAGES_REFUSED, Conditions
+from indexer.telemetry.metrics import Metrics
+
+BATCH_SIZE = 500
+"""The maximum number of messages in a batch on one Postgres."""
+CLUSTER_BATCH_SIZE = 1_000
+"""The same on a distributed database, where statements and commits wait for several nodes."""
+
+# With these outcomes, a `Desync` reason says why the repo is desynchronized now. With others, it says why the event
+# changed nothing.
+_DESYNCHRONIZING = frozenset({Outcome.DESYNCHRONIZED, Outcome.APPLIED})
+
+_WITHOUT_TIME = (UnknownEvent, MalformedEvent)
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WriterSettings:
+    """Settings of the writer; times are seconds.
+
+    Attributes:
+        batch_size: The maximum number of messages in a batch.
+        retry_interval: Pause after a database error.
+        idle_after: The shard counts as caught up after this time without a message.
+    """
+
+    shard: Shard = Shard()  # noqa: RUF009 - immutable
+    batch_size: int = BATCH_SIZE
+    retry_interval: float = 1.0
+    idle_after: float = 5.0
+
+
+class BatchWriter:
+    """Writes the batches of one shard, as long as the event `owned` is set.
+
+    Attributes:
+        stage: Its progress. A batch is work until it is written.
+        totals: The settled and the rejected messages.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        inbox: Inbox,
+        keys: KeyLookups,
+        position: StreamPosition,
+        owned: asyncio.Event,
+        settings: WriterSettings,
+        metrics: Metrics,
+        conditions: Conditions,
+        account_limits: AccountLimits,
+        scope: CurrentScope,
+        core: NativeCore | None = None,
+    ) -> None:
+        self._store = store
+        self._scope = scope
+        self._conditions = conditions
+        self._inbox = inbox
+        self._keys = keys
+        self._position = position
+        self._owned = owned
+        self._settings = settings
+        self._metrics = metrics
+        self._account_limits = account_limits
+        self._batch_size = BatchSize(settings.batch_size)
+        self._rows = RepoRowCache()
+        self.stage = StageProgress("batch writer", needs_shard=True)
+        self.totals = SettledTotals()
+        self._clock = EventClock(keys.domain_of)
+        self._ahead = VerificationAhead(core, inbox, self._rows, keys.key_state)
+
+    @property
+    def lag(self) -> float | None:
+        """Seconds since the time up to which everything is stored; None if that is not known.
+
+        It grows with the clock whenever nothing is written, whatever the cause.
+        """
+        return None if self._clock.reached is None else max(0.0, time() - self._clock.reached)
+
+    @property
+    def cursor_age(self) -> float | None:
+        """The lag, or before the first stored event the age of the message at the stored cursor; None if unknown."""
+        if self.lag is not None:
+            return self.lag
+        stored_at = event_seconds(self._position.watermark.event_time)
+        return None if stored_at is None else max(0.0, time() - stored_at)
+
+    async def run(self) -> None:
+        """Write batches forever. Only an exception that is a bug ends it."""
+        try:
+            while True:
+                await self._write_next()
+        finally:
+            self._ahead.clear()
+
+    async def _write_next(self) -> None:
+        """Take the next batch and write it; or, after some time without a message, save the cursor."""
+        taken = await self._take()
+        messages = self._keys.hold_back(taken)
+        crash_point("batch.taken")
+        if not self._owned.is_set():
+            self._rows.clear()
+            self._ahead.clear()
+            await self._owned.wait()
+        with DatabaseAttempt(self.stage) as attempt:
+            if messages:
+                await self._write_or_halve(messages)
+            elif not taken:
+                await self._save_position()
+        if attempt.error is not None:
+            # If the transaction was committed all the same, the messages count as replayed the next time.
+            self._rows.clear()
+            self._inbox.put_back(messages)
+            await asyncio.sleep(self._settings.retry_interval)
+
+    async def _take(self) -> list[ReceivedMessage]:
+        """Take the messages that have arrived, as soon as there is one; return none after `idle_after` without one."""
+        return await self._inbox.take(self._batch_size.current, idle_timeout=self._settings.idle_after)
+
+    async def _write_or_halve(self, messages: Sequence[ReceivedMessage]) -> None:
+        """Write a batch. If its content makes the database fail, continue with half of it, or reject a single message.
+
+        Raises:
+            DatabaseError: The messages are to be put back. Those that were written although the answer was lost are
+                then recognized as replayed.
+        """
+        try:
+            await self._write(messages)
+        except (RefusedWriteError, DatabaseError) as error:
+            refused = isinstance(error, RefusedWriteError)
+            if isinstance(error, DatabaseError) and not await self._store.answers_after(error):
+                raise
+            if self._batch_size.add_failure(len(messages), certain=refused):
+                await self._reject(messages[0], str(error))
+            elif refused:
+                log.debug("batch.refused", messages=len(messages), error=str(error))
+                self._inbox.put_back(messages)
+                return
+            else:
+                raise
+        self._batch_size.add_success()
+
+    async def _write(self, messages: Sequence[ReceivedMessage]) -> None:
+        dids = [did for did in {message.event.did for message in messages} if did]
+        with self._metrics.stage("load"):
+            cached = self._rows.rows(dids)
+            repos = cached | await self._load([did for did in dids if did not in cached])
+            await self._keys.load(dids)
+        with self._metrics.stage("verify-ahead"):
+            await self._ahead.finish()
+        with self._scope.in_use() as policy:
+            with self._metrics.stage("plan"):
+                key_state_of = self._keys.key_states(dids).get
+                context = self._account_limits.apply(dids, repos, key_state_of, self._context(policy))
+                plan = await self._plan(messages, repos, key_state_of, context)
+            crash_point("batch.planned")
+            await self._apply(messages, plan, plan.unchanged & cached.keys())
+
+    async def _plan(
+        self,
+        messages: Sequence[ReceivedMessage],
+        repos: Mapping[str, Repo],
+        key_state_of: KeyStateOf,
+        context: PlanContext,
+    ) -> BatchPlan:
+        """Plan a batch: on the event loop if it is quick, else in a thread.
+
+        A thread that plans and the event loop wait for each other's interpreter lock, for up to 5 ms each time.
+        """
+        prepared = await self._ahead.prepare(messages, repos, key_state_of, context)
+        self._ahead.begin(repos, context, self._batch_size.current)
+        if is_quick(messages, key_state_of, context.policy, prepared):
+            return plan_batch(messages, repos, key_state_of, context, prepared)
+        return await asyncio.to_thread(plan_batch, messages, repos, key_state_of, context, prepared)
+
+    async def _load(self, dids: Sequence[str]) -> dict[str, Repo]:
+        """Load the rows of the repos. If one is complete for a later scope, read the scope, too."""
+        if not dids:
+            return {}
+        repos = await self._store.repos(dids)
+        if self._scope.is_behind(repos.values()):
+            await self._scope.refresh()
+        return repos
+
+    async def _reject(self, message: ReceivedMessage, detail: str) -> None:
+        """Write the dead letter of a message whose effects the database cannot store, and desynchronize its repo."""
+        log.debug("message.refused", did=message.did, seq=message.seq, error=detail)
+        text = f"{message.did or 'a message without a DID'}, seq {message.seq}: {detail}; it becomes a dead letter"
+        self._conditions.report(MESSAGES_REFUSED, message=text)
+        context, repo = self._context(self._scope.policy), None
+        if message.did is not None:
+            repo = (await self._store.repos([message.did])).get(message.did)
+        try:
+            await self._apply([message], plan_refusal(message, repo, detail, context))
+        except RefusedWriteError:  # the row of the repo is the cause
+            await self._apply([message], plan_refusal(message, None, detail, context))
+
+    async def _apply(
+        self, messages: Sequence[ReceivedMessage], whole: BatchPlan, unconfirmed: AbstractSet[str] = frozenset()
+    ) -> None:
+        """Write a plan and settle its messages.
+
+        Args:
+            messages: The messages of the batch.
+            whole: The plan.
+            unconfirmed: Accounts whose plan used a cached row and writes nothing. Without a write, nobody compares the
+                cached row with the stored one. So their messages are planned again on the stored row.
+        """
+        plan = whole.without(unconfirmed)
+        with self._metrics.stage("apply"):
+            cursor = self._cursor_after(plan)
+            batch = Batch(plan.writes, tuple(plan.dead_letters), frozenset(plan.stale_identities), cursor)
+            applied = await self._store.write(batch)
+        self._rows.put([write.repo for write in batch.writes])
+        self._rows.drop(applied.skipped | unconfirmed)
+        written = [write for write in batch.writes if write.lenient_commits and write.repo.did not in applied.skipped]
+        self._metrics.lenient_commits(sum([write.lenient_commits for write in written]))
+        for action, count in applied.changes.items():
+            self._metrics.record_changes(action, live=True, count=count)
+        self._account_limits.count(plan, applied.skipped, self._keys.key_state)
+        self._observe_times(plan, cursor)
+        await self._settle(messages, plan, applied.skipped | unconfirmed)
+
+    def _context(self, policy: Policy) -> PlanContext:
+        position = self._position
+        return PlanContext(policy, position.relay, time(), position.host, position.epoch)
+
+    async def _save_position(self) -> None:
+        """Save the cursor and the current time when no message is waiting."""
+        seq = self._position.watermark.position
+        if seq is None or not self._position.is_known() or self._inbox.unsettled:
+            return
+        now = time()
+        cursor = self._cursor(Position(seq, self._position.watermark.event_time), caught_up_at=now)
+        await self._store.write(Batch(cursor=cursor))
+        self._metrics.cursor(self._position.relay, seq)
+        self._clock.catch_up(now)
+
+    def _cursor_after(self, plan: BatchPlan) -> Cursor | None:
+        """Return the cursor that is valid when the plan is committed; None if there is none yet."""
+        position = self._position.watermark.position_if_done(_seqs([item.received for item in plan.settled]))
+        if position.seq is None:
+            return None
+        return self._cursor(position)
+
+    def _cursor(self, position: Position, caught_up_at: float | None = None) -> Cursor:
+        return Cursor(
+            relay=self._position.relay,
+            shard=str(self._settings.shard),
+            seq=position.seq or 0,
+            event_time=position.event_time,
+            caught_up_at=self._clock.reached if caught_up_at is None else caught_up_at,
+            epoch=self._position.epoch,
+            stored_until=self._clock.stored_until,
+        )
+
+    def _observe_times(self, plan: BatchPlan, cursor: Cursor | None) -> None:
+        """Note the times of this shard's messages up to the cursor. Others at the cursor are not decoded."""
+        if cursor is None:
+            return
+        stored = [item.received.event for item in plan.settled if (item.received.seq or cursor.seq) <= cursor.seq]
+        times = [(event.did, event.time) for event in stored if not isinstance(event, _WITHOUT_TIME)]
+        self._clock.observe(times, time())
+
+    async def _settle(self, messages: Sequence[ReceivedMessage], plan: BatchPlan, conflicts: frozenset[str]) -> None:
+        """Settle the messages that were written, and start key lookups for the messages that wait for a key.
+
+        Args:
+            messages: The messages of the batch.
+            plan: The plan that was written.
+            conflicts: The DIDs whose rows changed meanwhile, so that their writes were not applied, or may have
+                changed. All their messages are planned again.
+        """
+        self._keys.mark_stale(plan.stale_identities)
+        written = plan.without(conflicts)
+        done = [item.received for item in written.settled]
+        self._position.watermark.mark_done(_seqs(done))
+        self._keys.discard_results(message.event.did for message in done if message.event.did)
+        self._count(written.settled)
+        self.totals.add(written.settled, written.dead_letters)
+        planned = messages[: len(messages) - len(plan.postponed)]
+        self._ahead.drop(planned)
+        again = [message for message in planned if message.did in conflicts] if conflicts else []
+        self._inbox.put_back([*again, *plan.postponed])
+        waiting = defaultdict[str | None, list[ReceivedMessage]](list)
+        for message in written.waiting:
+            waiting[message.did].append(message)
+        # Last, because a wait may end at once, and its messages come before these.
+        for did, need in written.needed_keys.items():
+            self._keys.start(need, waiting[did])
+        self._keys.limit_waiting_bytes()
+        self._inbox.settle(done)
+        crash_point("batch.settled")
+
+    def _count(self, settled: Sequence[SettledMessage]) -> None:
+        results = Counter([(received.event.kind, outcome, why) for received, outcome, why in settled])
+        for (kind, outcome, why), count in results.items():
+            self._metrics.outcome(kind, outcome, count)
+            if isinstance(why, Rejection):
+                self._metrics.rejected(why, count)
+            elif isinstance(why, Desync) and outcome in _DESYNCHRONIZING:
+                self._metrics.desynchronized(why, count)
+        if self._position.watermark.position is not None:
+            self._metrics.cursor(self._position.relay, self._position.watermark.position)
+
+
+def _seqs(messages: Sequence[ReceivedMessage]) -> list[int]:
+    return [message.seq for message in messages if message.seq is not None]

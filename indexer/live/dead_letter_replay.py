@@ -1,0 +1,161 @@
+"""Replay of dead letters: process a rejected message again, by the rules of the live path, as if it had just arrived.
+
+A replay works with or without a running daemon. Like all writes, its writes apply only to an unchanged version of the
+repo's row, so it needs no shard lock. It changes no cursor, because the stream position was advanced when the message
+was rejected.
+"""
+
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from time import time
+from typing import Literal
+
+from indexer.db import DatabaseError, DeadLetterGoneError, Store, StoredDeadLetter
+from indexer.errors import RefusedWriteError, UnavailableError
+from indexer.live.key_states import KeyStates
+from indexer.net.http import host_of
+from indexer.net.identity import IdentityCache
+from indexer.reasons import Desync, FetchFailure, Rejection
+from indexer.sync.events import InfoEvent, OtherShardEvent, StreamError, UnknownEvent
+from indexer.sync.frames import decode_frame
+from indexer.sync.plan_batch import BatchPlan, ReceivedMessage, plan_batch
+from indexer.sync.plans import Batch, DeadLetter, NeedsKey
+from indexer.sync.policy import KeyState, PlanContext, Policy
+from indexer.sync.repo_transitions import Outcome
+
+MAX_ATTEMPTS = 5
+"""Attempts to replay one dead letter while other writes change its repo."""
+
+UNTRIED: Literal["untried"] = "untried"
+UNKNOWN: Literal["unknown"] = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """The result of one replay.
+
+    Attributes:
+        id: The ID of the dead letter.
+        outcome: `UNTRIED` if the message could not be processed, `UNKNOWN` if the dead letter does not exist.
+        reason: Why the message was rejected or the repo is desynchronized; None for other outcomes.
+        detail: More about the reason, or why the dead letter is untried.
+        previous_reason: The reason of the earlier rejection, if the message was rejected again.
+    """
+
+    id: int
+    outcome: Outcome | Literal["untried", "unknown"]
+    reason: Rejection | Desync | None = None
+    detail: str = ""
+    previous_reason: Rejection | None = None
+
+    @property
+    def remains(self) -> bool:
+        """True if the dead letter stays in the database."""
+        return self.outcome in {Outcome.REJECTED, UNTRIED}
+
+    @property
+    def exists(self) -> bool:
+        """True if there was such a dead letter."""
+        return self.outcome != UNKNOWN
+
+
+class DeadLetterReplay:
+    """Replays dead letters one at a time.
+
+    Unlike on the live path, a missing key does not desynchronize the repo: the message is not lost, because the dead
+    letter stays and can be replayed later.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        identities: IdentityCache,
+        policy: Policy,
+        *,
+        upstream_is_pds: bool = False,
+        key_timeout: float,
+    ) -> None:
+        self._store = store
+        self._policy = policy
+        self._upstream_is_pds = upstream_is_pds
+        self._key_states = KeyStates(identities, timeout=key_timeout)
+
+    async def replay(self, dead_letter_id: int) -> ReplayResult:
+        """Process the message again; delete the dead letter unless it is rejected again or cannot be processed.
+
+        Raises:
+            DatabaseError: The database is unavailable. Either nothing has changed or the replay is complete.
+        """
+        found = await self._store.dead_letter(dead_letter_id)
+        if found is None:
+            return ReplayResult(dead_letter_id, UNKNOWN)
+        dead_letter, frame = found
+        if not dead_letter.complete:
+            detail = "the stored frame is incomplete; a resync of the repo fetches the same changes"
+            return ReplayResult(dead_letter_id, UNTRIED, detail=detail)
+        try:
+            return await self._replay(dead_letter, frame)
+        except DeadLetterGoneError:
+            return ReplayResult(dead_letter_id, UNKNOWN)
+        except DatabaseError:
+            raise
+        except (UnavailableError, RefusedWriteError) as error:
+            return ReplayResult(dead_letter_id, UNTRIED, detail=str(error))
+
+    async def _replay(self, dead_letter: StoredDeadLetter, frame: bytes) -> ReplayResult:
+        event = decode_frame(frame, self._policy.limits)
+        if isinstance(event, InfoEvent | StreamError | OtherShardEvent):
+            event = UnknownEvent(event.kind, None)  # it concerns no repo, and its effect on the stream is over
+        received = ReceivedMessage(event.seq, frame, event)
+        for _ in range(MAX_ATTEMPTS):
+            plan = await self._plan(dead_letter, received)
+            [settled] = plan.settled
+            if plan.dead_letters:
+                return await self._reject_again(dead_letter, plan.dead_letters[0])
+            batch = Batch(plan.writes, stale_identities=frozenset(plan.stale_identities))
+            if await self._store.resolve_dead_letter(dead_letter.id, batch):
+                await self._refresh_identities(plan.stale_identities)
+                return ReplayResult(dead_letter.id, settled.outcome, settled.why)
+        return ReplayResult(dead_letter.id, UNTRIED, detail=f"the repo changed during each of {MAX_ATTEMPTS} attempts")
+
+    async def _plan(self, dead_letter: StoredDeadLetter, received: ReceivedMessage) -> BatchPlan:
+        """Return a plan in which no message waits for a key.
+
+        Raises:
+            UnavailableError: The plan needs a key that cannot be looked up now.
+        """
+        dids = [received.did] if received.did else []
+        repos = await self._store.repos(dids)
+        await self._key_states.load(dids)
+        # After the row: if that is complete for a later scope, what an earlier one omits would be missing.
+        scope = await self._store.scope() or self._policy.scope
+        host = host_of(dead_letter.relay) if self._upstream_is_pds else None
+        context = PlanContext(replace(self._policy, scope=scope), dead_letter.relay, time(), host, dead_letter.epoch)
+        plan = plan_batch([received], repos, self._key_states.cached, context)
+        while plan.needed_keys:
+            [need] = plan.needed_keys.values()
+            plan = plan_batch([received], repos, {need.did: await self._fetch_key(need)}.get, context)
+        return plan
+
+    async def _fetch_key(self, need: NeedsKey) -> KeyState:
+        key_state = await self._key_states.fetch(need.did, refresh=need.refresh)
+        if need.refresh and key_state.stale:
+            detail = "the cached identity is stale, and a newer one could not be fetched"
+            raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, detail)
+        return key_state
+
+    async def _reject_again(self, dead_letter: StoredDeadLetter, rejected: DeadLetter) -> ReplayResult:
+        """Keep the dead letter, with the reason of the newest rejection."""
+        if (dead_letter.reason, dead_letter.detail) != (rejected.reason, rejected.detail):
+            await self._store.update_dead_letter(dead_letter.id, rejected)
+        return ReplayResult(
+            dead_letter.id, Outcome.REJECTED, rejected.reason, rejected.detail, previous_reason=dead_letter.reason
+        )
+
+    async def _refresh_identities(self, dids: Collection[str]) -> None:
+        """Look up changed identities now, because the cache of a running daemon does not know that they changed."""
+        self._key_states.mark_stale(dids)
+        for did in dids:
+            with suppress(UnavailableError):
+                await self._key_states.fetch(did)

@@ -1,0 +1,260 @@
+"""The firehose consumer: decode frames from the relay and put them into the inbox, in order."""
+
+from contextlib import aclosing
+from dataclasses import dataclass
+from time import monotonic
+
+import structlog
+
+from indexer.atproto.limits import Limits
+from indexer.concurrency.stage_progress import StageProgress
+from indexer.live.inbox import Inbox
+from indexer.live.stream_continuity import StreamContinuity
+from indexer.live.stream_position import StreamPosition
+from indexer.net.relay.subscription import Subscription
+from indexer.reasons import Rejection
+from indexer.sync.events import (
+    AccountEvent,
+    CommitEvent,
+    Event,
+    InfoEvent,
+    MalformedEvent,
+    OtherShardEvent,
+    RepoEvent,
+    StreamError,
+    UnknownEvent,
+)
+from indexer.sync.native_core import NativeCore, frame_decoder
+from indexer.sync.plan_batch import ReceivedMessage
+from indexer.sync.repo_transitions import Outcome
+from indexer.sync.sequence_order import SequenceOrder, Step
+from indexer.sync.shard import Shard
+from indexer.sync.watermark import Position
+from indexer.telemetry.metrics import Metrics
+
+STALL_SECONDS = 240.0
+"""The search for a position in the stream of another relay takes up to `StreamSeek.total_timeout`, three minutes."""
+MAX_INFO_NAMES = 16
+"""Names of info messages that are logged for each connection."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerSettings:
+    """Settings of the consumer.
+
+    Attributes:
+        shard: Only messages about accounts of this shard are put into the inbox.
+        core: Decodes frames; None for the Python code.
+    """
+
+    shard: Shard
+    limits: Limits
+    core: NativeCore | None = None
+
+
+class FirehoseConsumer:
+    """Reads the stream for one shard.
+
+    Attributes:
+        stage: Its progress. Each message, and each new connection until it is requested, is work.
+        last_error: The last error of the stream; None after the next message in order.
+        failing_since: When that error came first (monotonic seconds); None without an error.
+        last_message: When each relay sent its last message (monotonic seconds).
+    """
+
+    def __init__(
+        self,
+        subscription: Subscription,
+        continuity: StreamContinuity,
+        inbox: Inbox,
+        position: StreamPosition,
+        settings: ConsumerSettings,
+        metrics: Metrics,
+    ) -> None:
+        self._subscription = subscription
+        self._continuity = continuity
+        self._inbox = inbox
+        self._position = position
+        self._settings = settings
+        self._metrics = metrics
+        self._order = SequenceOrder(0)
+        self._leap: Position | None = None
+        self._skipped = 0
+        self._info_names = set[str]()
+        self.stage = StageProgress("firehose consumer", STALL_SECONDS)
+        self.last_error: str | None = None
+        self.failing_since: float | None = None
+        self.last_message: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Read the stream forever. Only an exception that is a bug ends it."""
+        decode = frame_decoder(self._settings.core, self._settings.limits, self._settings.shard)
+        async with aclosing(self._subscription.frames(self.begin_connection)) as frames:
+            async for frame in frames:
+                if self._skipped != self._subscription.skipped:
+                    await self._reject_skipped()
+                event = decode(frame)
+                if not (type(event) is CommitEvent and self._put_next(event, frame)):
+                    await self._process(event, frame)
+
+    def _put_next(self, event: CommitEvent, frame: bytes) -> bool:
+        """Put a #commit with the next number into the inbox; return False, and do nothing, if anything is unusual.
+
+        Nearly all messages take this path, at less than half the cost of `_process`. No other task runs meanwhile, so
+        the stage need not report that it has work.
+        """
+        if not self._continuity.checked or self._inbox.is_full or not self._order.advance(event.seq):
+            return False
+        now = monotonic()
+        self.last_message[self._position.relay] = now
+        self.last_error = self.failing_since = None
+        self._metrics.received(event.kind)
+        self._position.watermark.add(event.seq, event.time)
+        self._inbox.append(ReceivedMessage(event.seq, frame, event, now))
+        return True
+
+    async def _process(self, event: Event, frame: bytes) -> None:
+        """Process any message."""
+        self.stage.moved()
+        if not self._continuity.checked and await self._is_replayed(event):
+            self._metrics.received(event.kind)
+            self._metrics.outcome(event.kind, Outcome.REPLAYED)
+        else:
+            await self._handle(event, frame)
+        self.stage.idle()
+
+    async def begin_connection(self, relay: str) -> int | None:
+        """Return the cursor for a new connection, after all messages of the previous one are settled."""
+        await self._wait_until_settled()
+        entry = await self._continuity.begin(relay)
+        watermark = entry.watermark
+        self._position.begin(relay, entry.epoch, watermark)
+        self._order = SequenceOrder(watermark.position or 0)
+        self._leap = None
+        self._info_names.clear()
+        self.stage.idle()
+        return entry.cursor
+
+    async def _wait_until_settled(self) -> None:
+        """Wait for the batch writer, which is no work of this stage."""
+        self.stage.idle()
+        await self._inbox.wait_until_settled()
+        self.stage.moved()
+
+    async def _put(self, received: ReceivedMessage) -> None:
+        """Put a message into the inbox, possibly after waiting for the batch writer."""
+        if self._inbox.is_full:
+            self.stage.idle()
+        await self._inbox.put(received)
+
+    async def _is_replayed(self, event: Event) -> bool:
+        """Return True for a message at the start of a connection that the stored cursor includes."""
+        return not isinstance(event, InfoEvent | StreamError) and not await self._continuity.is_new(event)
+
+    async def _reject_skipped(self) -> None:
+        """Record a rejection for each message over the size limit, which the subscription skipped."""
+        self.stage.moved()
+        for _ in range(self._subscription.skipped - self._skipped):
+            detail = f"the message after seq {self._order.last}"
+            await self._handle(MalformedEvent(Rejection.FRAME_TOO_LARGE, detail, "", None, None), b"")
+        self._skipped = self._subscription.skipped
+        self.stage.idle()
+
+    async def _handle(self, event: Event, frame: bytes) -> None:
+        self.last_message[self._position.relay] = monotonic()
+        if isinstance(event, InfoEvent):
+            await self._handle_info(event)
+        elif isinstance(event, StreamError):
+            self._handle_error(event)
+        elif isinstance(event, UnknownEvent | MalformedEvent):
+            await self._handle_unproven(event, frame)
+        else:
+            await self._handle_valid(event, frame)
+
+    async def _handle_unproven(self, event: UnknownEvent | MalformedEvent, frame: bytes) -> None:
+        """Process a message whose number proves nothing: the cursor passes it with the next valid message."""
+        self._metrics.received(event.kind)
+        if isinstance(event, MalformedEvent) and not self._must_record(event):
+            self._metrics.outcome(event.kind, Outcome.IGNORED)
+        else:
+            await self._put(ReceivedMessage(None, frame, event, monotonic()))
+
+    async def _handle_valid(self, event: RepoEvent | OtherShardEvent, frame: bytes) -> None:
+        """Process a message according to its number.
+
+        If lower numbers repeat, the relay has lost its sequence numbers, and an operator must decide what to do.
+        """
+        last = self._order.last
+        match self._order.classify(event.seq):
+            case Step.REPEATED:
+                self._metrics.received(event.kind)
+                self._metrics.outcome(event.kind, Outcome.REPLAYED)
+            case Step.LOWER:
+                detail = f"{event.seq} after {last}"
+                self._fail(f"the relay sends lower sequence numbers than before: {detail}")
+                rejected = MalformedEvent(Rejection.SEQ_NOT_INCREASING, detail, event.kind, event.seq, event.did)
+                await self._handle_unproven(rejected, frame)
+            case Step.LEAP:
+                await self._confirm_leap()
+                self._leap = Position(event.seq, event.time)
+                if isinstance(event, AccountEvent):  # later messages of the account are compared with its number
+                    event = event._replace(seq=self._order.last + 1)
+                await self._accept(event, None, frame)
+            case Step.NEXT:
+                await self._confirm_leap()
+                self._position.watermark.add(event.seq, event.time)
+                await self._accept(event, event.seq, frame)
+
+    async def _confirm_leap(self) -> None:
+        """Let the cursor pass the leap if the next message has confirmed its number; forget the leap in any case."""
+        leap, self._leap = self._leap, None
+        if leap is not None and leap.seq is not None and leap.seq <= self._order.last:
+            await self._wait_until_settled()
+            self._position.watermark.add(leap.seq, leap.event_time)
+            self._position.watermark.mark_done((leap.seq,))
+
+    async def _accept(self, event: RepoEvent | OtherShardEvent, seq: int | None, frame: bytes) -> None:
+        """Put a message of this shard into the inbox, and ignore others; `seq` is None if the cursor must not pass."""
+        self._metrics.received(event.kind)
+        self.last_error = self.failing_since = None
+        if not isinstance(event, OtherShardEvent):
+            await self._put(ReceivedMessage(seq, frame, event, monotonic()))
+            return
+        if seq is not None:
+            self._position.watermark.mark_done((seq,))
+        self._metrics.outcome(event.kind, Outcome.IGNORED)
+
+    def _must_record(self, event: MalformedEvent) -> bool:
+        """Return True if this shard records the rejection. All shards read the message, and one shard records it."""
+        shard = self._settings.shard
+        return shard.index == 0 if event.did is None else shard.owns(event.did)
+
+    async def _handle_info(self, event: InfoEvent) -> None:
+        self._metrics.received(event.kind)
+        self._metrics.outcome(event.kind, Outcome.IGNORED)
+        if event.name == "OutdatedCursor":
+            await self._continuity.announce(self._order.last + 1)
+        elif (name := event.name[:64]) not in self._info_names and len(self._info_names) < MAX_INFO_NAMES:
+            self._info_names.add(name)
+            log.info("relay.info", relay=self._position.relay, name=name)
+
+    def _handle_error(self, event: StreamError) -> None:
+        """Log the error; the relay closes the stream after it.
+
+        A stored cursor from the future belongs to a sequence that has ended. A cursor that the operator chose is not
+        changed (docs/protocol.md#sequence-numbers-and-cursors).
+        """
+        self._metrics.received(event.kind)
+        self._metrics.outcome(event.kind, Outcome.IGNORED)
+        error, known = f"{event.error[:64]}: {event.message[:200]}", self.last_error
+        self._fail(error)
+        if event.error == "FutureCursor" and not self._continuity.checked:
+            self._continuity.restart(error)
+        elif error != known:
+            log.error("relay.error", relay=self._position.relay, error=error)
+
+    def _fail(self, error: str) -> None:
+        self.last_error = error
+        self.failing_since = self.failing_since or monotonic()

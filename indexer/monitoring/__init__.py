@@ -1,1 +1,0 @@
-"""Log lines, metrics, health checks and the status page."""

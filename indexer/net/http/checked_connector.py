@@ -1,0 +1,195 @@
+"""Connect only to addresses that were checked (docs/protocol.md#outbound-requests).
+
+A name is resolved once, its addresses are checked, and the connection goes to one of these addresses. The name is not
+resolved again for the connection, so a name server that changes its answer (DNS rebinding) has no effect.
+"""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
+from ipaddress import ip_address
+from itertools import zip_longest
+from time import monotonic
+
+import aiohttp
+import dns.asyncresolver
+import dns.exception
+import dns.name
+import dns.nameserver
+import dns.resolver
+from aiohttp import AddrInfoType
+from aiohttp.abc import AbstractResolver, ResolveResult
+from dns.rdatatype import AAAA, A, RdataType
+
+from indexer.concurrency.bounded_dict import BoundedDict
+from indexer.errors import SettingsError, UnavailableError
+from indexer.net.http.public_addresses import is_public, network_of
+from indexer.reasons import FetchFailure
+
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+"""Return the addresses of a host name and port, as IP literals in the order to try them.
+
+Raises `UnavailableError(NO_SUCH_HOST)` if the name does not exist or has no address, OSError if that is unknown.
+"""
+
+_MAX_ADDRESSES = 4
+_MAX_CACHED = 4_096
+_CACHE_SECONDS = 10.0  # the addresses are known before the connection is made, which must go to the same ones
+_KEEPALIVE_SECONDS = 5.0  # a busy host reuses its connection; idle connections to many other hosts do not pile up
+
+
+class DnsResolver:
+    """Resolve names with DNS alone. A name server that does not answer delays only its own names."""
+
+    def __init__(self, servers: Sequence[tuple[str, int]] = (), timeout: float = 5.0) -> None:
+        """Use `servers` (IP addresses and ports), or the system's if there are none.
+
+        `timeout` is in seconds for each record type of a name.
+
+        Raises:
+            SettingsError: There are no servers and the system has none.
+        """
+        try:
+            self._dns = dns.asyncresolver.Resolver(configure=not servers)
+        except dns.resolver.NoResolverConfiguration:
+            raise SettingsError("INDEXER_DNS_SERVERS is not set, and the system has no DNS servers; set it") from None
+        self._dns.lifetime = timeout
+        if servers:
+            self._dns.nameservers = [dns.nameserver.Do53Nameserver(host, port) for host, port in servers]
+
+    async def __call__(self, host: str, _port: int) -> list[str]:
+        """Return the addresses of `host`, IPv4 and IPv6 alternating; see `Resolve` for the errors."""
+        if literal := _literal(host):
+            return [literal]
+        # Some name servers answer queries for AAAA with an error, or not at all (RFC 4074). Then A alone counts.
+        answers = await asyncio.gather(*[self._query(host, type_) for type_ in (A, AAAA)], return_exceptions=True)
+        families = [answer for answer in answers if not isinstance(answer, BaseException)]
+        if addresses := [address for pair in zip_longest(*families) for address in pair if address]:
+            return addresses
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        raise UnavailableError(FetchFailure.NO_SUCH_HOST, host[:253])
+
+    async def _query(self, host: str, type_: RdataType) -> list[str]:
+        """Return the addresses of one record type; none if the name does not exist or has no such record."""
+        try:
+            answer = await self._dns.resolve(dns.name.from_text(host), type_, search=False)
+        except (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer):
+            return []
+        except dns.exception.Timeout as error:
+            raise TimeoutError(str(error)) from None
+        except dns.exception.DNSException as error:
+            raise OSError(str(error) or type(error).__name__) from None
+        return [record.address for record in answer]
+
+
+def _literal(host: str) -> str | None:
+    """Return the canonical form of an IP address in any notation that systems accept; None for a name."""
+    try:
+        return str(ip_address(host))
+    except ValueError:
+        pass
+    try:
+        return socket.inet_ntoa(socket.inet_aton(host))
+    except (OSError, ValueError):
+        return None
+
+
+async def resolve_with_system(host: str, port: int) -> list[str]:
+    """Return addresses from the system's resolver, which also knows local names; see `Resolve` for the errors.
+
+    Use it only on local networks: it runs in threads, and a hostile name server could occupy all of them.
+    """
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        if error.errno != socket.EAI_NONAME:
+            raise
+        raise UnavailableError(FetchFailure.NO_SUCH_HOST, host[:253]) from None
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+class CheckedResolver(AbstractResolver):
+    """Resolve names for aiohttp, and return only public addresses unless `allow_private`."""
+
+    def __init__(self, resolve: Resolve, timeout: float, *, allow_private: bool) -> None:
+        """Resolve with `resolve`, within `timeout` seconds."""
+        self._resolve = resolve
+        self._timeout = timeout
+        self._allow_private = allow_private
+        self._cache = BoundedDict[tuple[str, int], tuple[float, list[ResolveResult]]](_MAX_CACHED)
+
+    async def servers(self, host: str, port: int) -> list[str]:
+        """Return the allowed addresses of `host` as `server_of` names them; see `resolve` for the errors."""
+        if literal := _literal(host):
+            return [server_of(literal, port)]
+        return [server_of(result["host"], port) for result in await self.resolve(host, port)]
+
+    async def resolve(
+        self,
+        host: str,
+        port: int = 0,
+        family: socket.AddressFamily = socket.AF_UNSPEC,  # noqa: ARG002 - the library's signature
+    ) -> list[ResolveResult]:
+        """Return the allowed addresses of `host`. They are remembered for a few seconds.
+
+        Raises:
+            UnavailableError: NO_SUCH_HOST, or REFUSED_ADDRESS if no address is allowed.
+            OSError: The name could not be resolved; TimeoutError if that took too long.
+        """
+        expires_at, cached = self._cache.get((host, port), (0.0, []))
+        if expires_at > monotonic():
+            return cached
+        try:
+            async with asyncio.timeout(self._timeout):
+                addresses = await self._resolve(host, port)
+        except TimeoutError:
+            raise
+        except UnicodeError as error:  # a label is empty or too long
+            raise OSError(str(error)) from None
+        allowed = addresses if self._allow_private else [address for address in addresses if is_public(address)]
+        if not allowed:
+            raise UnavailableError(FetchFailure.REFUSED_ADDRESS, f"{host[:253]}: {', '.join(addresses[:4])}")
+        results = [_result(host, address, port) for address in allowed[:_MAX_ADDRESSES]]
+        self._cache[host, port] = monotonic() + _CACHE_SECONDS, results
+        return results
+
+    async def close(self) -> None:
+        """Do nothing: there is nothing to release."""
+
+
+def server_of(address: str, port: int) -> str:
+    """Return the name of a server in limits, from a network address and a port."""
+    return f"{network_of(address)}:{port}"
+
+
+def _result(host: str, address: str, port: int) -> ResolveResult:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+    return ResolveResult(hostname=host, host=address, port=port, family=family, proto=0, flags=flags)
+
+
+def public_socket(address: AddrInfoType) -> socket.socket:
+    """Return a socket for `address`, also if a URL contained it and it was never resolved.
+
+    Raises:
+        UnavailableError: REFUSED_ADDRESS if the address is not public.
+    """
+    family, kind, protocol, _, (host, *_) = address
+    if not is_public(str(host)):
+        raise UnavailableError(FetchFailure.REFUSED_ADDRESS, str(host))
+    return socket.socket(family, kind, protocol)
+
+
+def checked_connector(resolver: CheckedResolver, tls: ssl.SSLContext, *, allow_private: bool) -> aiohttp.TCPConnector:
+    """Return a connector that connects only to public addresses; with `allow_private`, to any address."""
+    return aiohttp.TCPConnector(
+        resolver=resolver,
+        socket_factory=None if allow_private else public_socket,
+        use_dns_cache=False,
+        ssl=tls,
+        limit=0,  # `HostLimits` limits the connections
+        keepalive_timeout=_KEEPALIVE_SECONDS,
+    )

@@ -1,0 +1,374 @@
+"""Per-host rate limits and circuit breaker (docs/protocol.md#outbound-requests).
+
+Requests per second and concurrent requests are limited, for each host and in total. Names cost nothing, so the limits
+of a host also hold for all names of one network address, and for all names of one registered domain that have not
+answered yet. Names that have answered from an address have limits of their own there: otherwise other names that lead
+to it could use up its requests.
+
+A host is paused when it asks for a pause, and when requests to it fail several times in a row. Each of these failures
+makes the next pause longer. After such a pause, one request probes the host; other requests are refused until the probe
+ends.
+"""
+
+from asyncio import Semaphore
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+
+from aiolimiter import AsyncLimiter
+
+from indexer.concurrency.bounded_dict import BoundedDict
+from indexer.errors import UnavailableError
+from indexer.net.http.registered_domain import registered_domain
+from indexer.reasons import FetchFailure
+from indexer.sync.backoff import backoff_seconds
+from indexer.sync.host_state import MAX_HOSTS, HostState
+
+MAX_SHARED_LIMITS = 4_096
+"""Network addresses, and registered domains, whose limits are tracked."""
+FAILURE_THRESHOLD = 5
+"""Consecutive failures after which a host is paused."""
+
+FIRST_PAUSE = 30.0
+MAX_PAUSE = 3_600.0
+MAX_PAUSE_CONFIGURED = 60.0
+LONGEST_PAUSE = 2 * MAX_PAUSE
+"""A longer pause is over: it began before the clock was set back."""
+
+_EVICTION_BATCH = MAX_HOSTS // 16  # many at a time, because each eviction sorts the hosts
+_SERVER_ERROR, _NOT_IMPLEMENTED = 500, 501
+
+_GIVEN_UP = "given-up"  # the caller stopped waiting for the response
+_SUCCESS = "2xx"
+_BY_CLASS = {2: _SUCCESS, 3: "3xx", 4: "4xx", 5: "5xx"}
+_OTHER = "other"
+_NO_RESPONSE = frozenset({_GIVEN_UP, FetchFailure.REFUSED_ADDRESS})
+_HOST_FAILURES = frozenset({FetchFailure.UNREACHABLE, FetchFailure.NO_SUCH_HOST, FetchFailure.TIMEOUT})
+
+
+@dataclass(slots=True)
+class RequestSlot:
+    """The permission to send one request, and the result of the request.
+
+    Attributes:
+        may_fail: A failure counts as one of the host. It does not if another host redirected to this one.
+        may_pause: The host may ask for a pause. It may not if a host that is not configured redirected to it.
+        error: The failure, if it is the host's fault.
+        pause: Seconds for which the host asked to receive no requests.
+        server: The network address and port that answered.
+    """
+
+    may_fail: bool = True
+    may_pause: bool = True
+    result: str = _GIVEN_UP
+    error: str | None = None
+    pause: float | None = None
+    server: str | None = None
+
+    def record_response(self, status: int, pause: float | None) -> None:
+        """Record a response. `pause` is the number of seconds for which the host asks to receive no requests.
+
+        A 5xx status is a failure, except 501 and a response that asks for a pause.
+        """
+        self.result, self.pause = _BY_CLASS.get(status // 100, _OTHER), pause
+        if status >= _SERVER_ERROR and status != _NOT_IMPLEMENTED and pause is None:
+            self.error = f"{FetchFailure.HTTP_STATUS}: {status}"
+
+    @contextmanager
+    def record_errors(self) -> Iterator[None]:
+        """Record an `UnavailableError` that the block raises, and raise it again."""
+        try:
+            yield
+        except UnavailableError as error:
+            self.result = error.reason
+            if error.reason in _HOST_FAILURES:
+                self.error = str(error)
+            raise
+
+
+@dataclass(slots=True)
+class _Host:
+    name: str
+    rate: AsyncLimiter
+    slots: Semaphore
+    first_pause: float
+    max_pause: float
+    users: int = 0
+    probing: bool = False
+    requests: int = 0
+    failures: int = 0
+    consecutive_failures: int = 0
+    paused_until: float = 0.0
+    pause_reason: FetchFailure | None = None
+    last_error: str | None = None
+    last_success: float | None = None
+    answers_from: str | None = None
+
+    @property
+    def state(self) -> HostState:
+        return HostState(
+            self.name,
+            self.requests,
+            self.failures,
+            self.consecutive_failures,
+            self.paused_until or None,
+            self.pause_reason,
+            self.last_error,
+            self.last_success,
+        )
+
+    def pause_left(self, now: float) -> float:
+        """Return the seconds until the pause ends; zero or less without a pause."""
+        if self.paused_until > now + LONGEST_PAUSE:
+            self.paused_until = 0.0
+        return self.paused_until - now
+
+    def record(self, slot: RequestSlot, now: float) -> None:
+        self.requests += 1
+        if slot.error is not None and slot.may_fail:
+            self._record_failure(slot.error, now)
+        elif slot.error is None and slot.result not in _NO_RESPONSE and (slot.pause is None or slot.may_pause):
+            self._record_response(slot.pause, now)
+            if slot.result == _SUCCESS and slot.server is not None:
+                self.answers_from = slot.server
+
+    def _record_failure(self, error: str, now: float) -> None:
+        self.failures += 1
+        self.last_error = error[:300]
+        if self.pause_left(now) > 0:  # the request was sent before the pause began: it must not make the pause longer
+            return
+        self.consecutive_failures += 1
+        excess = self.consecutive_failures - FAILURE_THRESHOLD
+        if excess >= 0:
+            pause = backoff_seconds(excess + 1, self.name, first=self.first_pause, maximum=self.max_pause)
+            self._pause(FetchFailure.HOST_PAUSED, now + pause)
+
+    def _record_response(self, pause: float | None, now: float) -> None:
+        self.consecutive_failures = 0
+        if self.pause_reason is FetchFailure.HOST_PAUSED:
+            self.paused_until = 0.0
+        if pause is None:
+            self.last_success = now
+        else:
+            self._pause(FetchFailure.THROTTLED, now + pause)
+
+    def _pause(self, reason: FetchFailure, until: float) -> None:
+        if until > self.paused_until:
+            self.paused_until, self.pause_reason = until, reason
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedLimit:
+    """The limits of several names together."""
+
+    rate: AsyncLimiter
+    slots: Semaphore
+
+
+@dataclass(frozen=True, slots=True)
+class HostPauses:
+    """Pauses of hosts whose requests fail, in seconds.
+
+    Attributes:
+        first: The first pause. Each failure doubles it.
+        maximum: The longest pause.
+        max_configured: The longest pause of hosts in the settings, because all work depends on them.
+    """
+
+    first: float = FIRST_PAUSE
+    maximum: float = MAX_PAUSE
+    max_configured: float = MAX_PAUSE_CONFIGURED
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimits:
+    """Limits of outbound requests.
+
+    Attributes:
+        host: Requests per second to one host, and to all names of one network address or registered domain, see above.
+        host_concurrency: Concurrent requests to the same.
+        total: Requests per second to all hosts.
+        total_concurrency: Concurrent requests to all hosts.
+        configured_hosts: Requests per second to each host in the settings, by `host_of`. They share no limits.
+        pauses: Pauses of hosts whose requests fail.
+    """
+
+    host: float = 10.0
+    host_concurrency: int = 10
+    total: float = 100.0
+    total_concurrency: int = 256
+    configured_hosts: Mapping[str, float] = field(default_factory=dict)
+    pauses: HostPauses = field(default_factory=HostPauses)
+
+
+class HostLimits:
+    """Limits requests to hosts. It tracks the most recently used hosts, at most `MAX_HOSTS`."""
+
+    def __init__(self, rates: RateLimits, clock: Callable[[], float], on_request: Callable[[str], None]) -> None:
+        """Use Unix seconds from `clock`; call `on_request` with the result of each request (`REQUEST_RESULTS`)."""
+        self._rates = rates
+        self._clock = clock
+        self._on_request = on_request
+        self._total_rate = _limiter(rates.total)
+        self._total_slots = Semaphore(rates.total_concurrency)
+        self._hosts: OrderedDict[str, _Host] = OrderedDict()
+        self._shared = BoundedDict[str, _SharedLimit](MAX_SHARED_LIMITS)
+
+    def __len__(self) -> int:
+        """Return the number of tracked hosts."""
+        return len(self._hosts)
+
+    def __contains__(self, name: str) -> bool:
+        """Return True if the host is tracked."""
+        return name in self._hosts
+
+    @asynccontextmanager
+    async def slot(
+        self, name: str, redirected_by: str | None = None, resolve: Callable[[], Awaitable[Sequence[str]]] | None = None
+    ) -> AsyncIterator[RequestSlot]:
+        """Wait for a free request slot of the host. The caller records the result of its request in the slot.
+
+        If another host redirected to this one, failures do not count as this host's: otherwise any host could pause any
+        other one. Pauses that it asks for count only behind a configured host, for the same reason.
+
+        `resolve` returns the network addresses of the host, see `server_of`. If it fails, the request fails.
+
+        Raises:
+            UnavailableError: The host is paused, until `retry_after`: THROTTLED if it asked for the pause,
+                HOST_PAUSED if requests to it failed.
+        """
+        host = self._host(name)
+        host.users += 1
+        try:
+            self._refuse_if_paused(host)
+            async with host.slots, AsyncExitStack() as shared:
+                await host.rate.acquire()
+                if resolve is not None and name not in self._rates.configured_hosts:
+                    await self._acquire_shared(shared, host, redirected_by, resolve)
+                await self._total_rate.acquire()
+                async with self._total_slots:
+                    with self._admit(host, redirected_by) as slot:
+                        yield slot
+        finally:
+            host.users -= 1
+
+    async def _acquire_shared(
+        self,
+        shared: AsyncExitStack,
+        host: _Host,
+        redirected_by: str | None,
+        resolve: Callable[[], Awaitable[Sequence[str]]],
+    ) -> None:
+        """Wait for the limits that the host shares with other names, until `shared` is closed."""
+        if host.answers_from is None:
+            await shared.enter_async_context(self._shared_limit(f"domain {registered_domain(host.name)}"))
+        try:
+            servers = await resolve()
+        except UnavailableError:
+            with self._admit(host, redirected_by) as slot, slot.record_errors():
+                raise
+        if host.answers_from in servers:
+            await shared.enter_async_context(self._shared_limit(f"answers from {host.answers_from}"))
+            return
+        for server in sorted(set(servers)):  # in one order, so that no two requests wait for each other
+            await shared.enter_async_context(self._shared_limit(f"leads to {server}"))
+
+    @asynccontextmanager
+    async def _shared_limit(self, name: str) -> AsyncIterator[None]:
+        limit = self._shared.get(name) or _SharedLimit(
+            _limiter(self._rates.host), Semaphore(self._rates.host_concurrency)
+        )
+        self._shared[name] = limit  # so that the least recently used one is dropped
+        async with limit.slots:
+            await limit.rate.acquire()
+            yield
+
+    def restore(self, states: Iterable[HostState]) -> None:
+        """Restore the states that an earlier process saved."""
+        for state in states:
+            host = self._host(state.host)
+            host.consecutive_failures = state.consecutive_failures
+            host.last_error, host.last_success = state.last_error, state.last_success
+            host.paused_until, host.pause_reason = state.paused_until or 0.0, state.pause_reason
+
+    def unsaved(self) -> list[HostState]:
+        """Return the hosts that had requests since the last `mark_saved`."""
+        return [host.state for host in self._hosts.values() if host.requests]
+
+    def mark_saved(self, states: Iterable[HostState]) -> None:
+        """Subtract the counts that were saved. Requests that ended meanwhile stay unsaved."""
+        for state in states:
+            if (host := self._hosts.get(state.host)) is not None:
+                host.requests = max(0, host.requests - state.requests)  # the host may have been evicted and added again
+                host.failures = max(0, host.failures - state.failures)
+
+    def paused(self) -> list[HostState]:
+        """Return the hosts that are paused now, the longest pause first."""
+        now = self._clock()
+        paused = [host for host in self._hosts.values() if host.pause_left(now) > 0]
+        return [host.state for host in sorted(paused, key=lambda host: -host.paused_until)]
+
+    def failing(self) -> list[HostState]:
+        """Return the hosts to which the last `FAILURE_THRESHOLD` requests failed, also between two pauses.
+
+        Those with the most consecutive failures are first.
+        """
+        failing = [host for host in self._hosts.values() if host.consecutive_failures >= FAILURE_THRESHOLD]
+        return [host.state for host in sorted(failing, key=lambda host: -host.consecutive_failures)]
+
+    @contextmanager
+    def _admit(self, host: _Host, redirected_by: str | None) -> Iterator[RequestSlot]:
+        self._refuse_if_paused(host)
+        trusted = redirected_by is None or redirected_by in self._rates.configured_hosts
+        slot = RequestSlot(may_fail=redirected_by is None, may_pause=trusted)
+        is_probe = trusted and host.consecutive_failures >= FAILURE_THRESHOLD
+        host.probing |= is_probe
+        try:
+            yield slot
+        finally:
+            host.probing &= not is_probe
+            host.record(slot, self._clock())
+            self._on_request(slot.result)
+
+    def _refuse_if_paused(self, host: _Host) -> None:
+        left = host.pause_left(self._clock())
+        if left <= 0 and not host.probing:
+            return
+        if left > 0 and host.pause_reason is FetchFailure.THROTTLED:
+            reason, detail = FetchFailure.THROTTLED, f"{host.name} asked for a pause"
+        else:
+            reason = FetchFailure.HOST_PAUSED
+            detail = f"{host.name} failed {host.consecutive_failures} times, {host.last_error}"
+        self._on_request(reason)
+        raise UnavailableError(reason, detail, retry_after=left if left > 0 else host.first_pause, host=host.name)
+
+    def _host(self, name: str) -> _Host:
+        host = self._hosts.get(name)
+        if host is None:
+            self._evict()
+            rate, slots = self._rates.configured_hosts.get(name), Semaphore(self._rates.host_concurrency)
+            pauses = self._rates.pauses
+            max_pause = pauses.maximum if rate is None else pauses.max_configured
+            host = self._hosts[name] = _Host(name, _limiter(rate or self._rates.host), slots, pauses.first, max_pause)
+        self._hosts.move_to_end(name)
+        return host
+
+    def _evict(self) -> None:
+        """Forget some hosts if there are `MAX_HOSTS`: hosts without a pause first, the least recently used first.
+
+        If all others are paused, forget the hosts whose pauses end first. So many pauses at once are an attack, and
+        must not prevent requests to other hosts.
+        """
+        if len(self._hosts) < MAX_HOSTS:
+            return
+        now = self._clock()
+        idle = [host for host in self._hosts.values() if not host.users]
+        idle.sort(key=lambda host: max(host.pause_left(now), 0.0))
+        for host in idle[:_EVICTION_BATCH]:
+            del self._hosts[host.name]
+
+
+def _limiter(rate: float) -> AsyncLimiter:
+    burst = max(rate, 1.0)  # the bucket must hold at least one request, also below one per second
+    return AsyncLimiter(burst, burst / rate)

@@ -1,0 +1,430 @@
+"""The HTTP client for all outbound requests (docs/protocol.md#outbound-requests)."""
+
+import asyncio
+import re
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache, lru_cache, partial
+from http import HTTPStatus
+from time import time
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+from aiohttp.connector import Connection
+from yarl import URL
+
+from indexer.errors import UnavailableError
+from indexer.net.http.checked_connector import (
+    CheckedResolver,
+    DnsResolver,
+    Resolve,
+    checked_connector,
+    resolve_with_system,
+    server_of,
+)
+from indexer.net.http.content_decoding import ACCEPT_ENCODING, make_decoder
+from indexer.net.http.host_limits import HostLimits, RateLimits, RequestSlot
+from indexer.net.http.retry_after import retry_after_seconds
+from indexer.reasons import FetchFailure
+
+_MAX_REQUESTS = 4  # the first one and three redirects
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_CHUNK_BYTES = 65_536
+_ERROR_BODY_BYTES = 16_384  # enough for the name and message of an error
+_HTTPS_PORT = 443
+_CONNECTION_CLOSED = "Connection closed."
+"""The text of the `RuntimeError` that aiohttp raises if the connection ended before the body did, for some reasons."""
+_INVALID_URL = (ValueError, IndexError)
+"""Errors of `URL` for text that is no URL. It raises the second one for an empty host in brackets."""
+_HOST = re.compile(r"[a-z0-9._:-]{1,253}").fullmatch
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Timeouts of one request, in seconds.
+
+    Attributes:
+        connect: To resolve a name, to connect, and once more for TLS.
+        read: To wait for the next bytes.
+        rate_grace: To wait for a body in total before its minimum rate is enforced.
+    """
+
+    connect: float = 10.0
+    read: float = 60.0
+    rate_grace: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class OutboundSettings:
+    """The settings of an `OutboundClient`.
+
+    Attributes:
+        user_agent: The value of the `User-Agent` header. It should contain an address to write to.
+        allow_private_hosts: Allow http, every port and every address; for local networks.
+        dns_servers: IP addresses and ports; the system's servers if empty. With `allow_private_hosts` they are not
+            used: the system resolves the names.
+    """
+
+    user_agent: str
+    allow_private_hosts: bool = False
+    rates: RateLimits = field(default_factory=RateLimits)
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    dns_servers: Sequence[tuple[str, int]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A complete response.
+
+    Attributes:
+        headers: Header names are case-insensitive.
+        body: Truncated to 16 KiB if the status is not a success.
+        url: The URL after all redirects.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    url: str
+
+
+class OutboundClient:
+    """Sends requests to hosts whose names come from outside.
+
+    It connects by https to port 443 of public addresses, without cookies, credentials or proxies. All failures are
+    `UnavailableError`: UNREACHABLE, NO_SUCH_HOST, TIMEOUT, TOO_LARGE, REFUSED_ADDRESS, or BAD_ANSWER for a malformed
+    body or redirect. THROTTLED and HOST_PAUSED mean that the host is paused until `retry_after`, see `HostLimits`. The
+    caller handles all other statuses. Create and use a client in one event loop, and close it.
+
+    Attributes:
+        hosts: The limits and states of the hosts.
+    """
+
+    def __init__(
+        self,
+        settings: OutboundSettings,
+        *,
+        on_request: Callable[[str], None] = lambda _result: None,
+        resolve: Resolve | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """Call `on_request` with the result of each request (`REQUEST_RESULTS`).
+
+        `resolve` and `tls` replace the resolver and the default TLS context.
+        """
+        self.hosts = HostLimits(settings.rates, time, on_request)
+        self._on_request = on_request
+        self._allow_private_hosts = settings.allow_private_hosts
+        self._timeouts = settings.timeouts
+        if resolve is None:
+            resolve = resolve_with_system if settings.allow_private_hosts else DnsResolver(settings.dns_servers)
+        connect = settings.timeouts.connect
+        allow_private = settings.allow_private_hosts
+        self._resolver = CheckedResolver(resolve, connect, allow_private=allow_private)
+        self._session = aiohttp.ClientSession(
+            connector=checked_connector(self._resolver, tls or _default_tls(), allow_private=allow_private),
+            response_class=_ResponseWithPeer,
+            headers={"User-Agent": settings.user_agent, "Accept-Encoding": ACCEPT_ENCODING},
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect, sock_read=settings.timeouts.read),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._session.close()
+
+    async def get(
+        self,
+        url: str,
+        *,
+        max_bytes: int,
+        timeout: float = 30.0,  # noqa: ASYNC109 - it applies to each request, and waiting for a slot does not count
+        accept: str = "application/json",
+    ) -> Response:
+        """Return the response, after redirects: at most `max_bytes` decompressed, `timeout` seconds per request."""
+        async with self.stream(url, max_bytes=max_bytes, timeout=timeout, min_rate=0, accept=accept) as stream:
+            return Response(stream.status, stream.headers, await stream.read(), stream.url)
+
+    async def post(
+        self,
+        url: str,
+        body: bytes,
+        *,
+        headers: Mapping[str, str],
+        timeout: float = 30.0,  # noqa: ASYNC109 - see `get`
+    ) -> int:
+        """Send a body and return the status of the response. Redirects are not followed.
+
+        The body of the response is not needed. Up to 16 KiB are read, so that the connection can be used again.
+        """
+        target = self._allowed_url(url)
+        host = target.host_port_subcomponent or ""
+        async with (
+            self.hosts.slot(host, None, partial(self._servers, target)) as slot,
+            self._request(target, timeout, slot, headers, body) as stream,
+        ):
+            pause = retry_after_seconds(stream.status, stream.headers, time())
+            slot.record_response(stream.status, pause)
+            slot.server = stream.server
+            if pause is not None:
+                raise _throttled(host, stream.status, pause, None)
+            with suppress(UnavailableError):  # a body that is too long or malformed does not change the status
+                await stream.read()
+            return stream.status
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        url: str,
+        *,
+        max_bytes: int,
+        timeout: float,  # noqa: ASYNC109
+        min_rate: float,
+        accept: str,
+    ) -> AsyncIterator["ResponseStream"]:
+        """Open a response like `get`, with the body in chunks, at `min_rate` received bytes per second or more."""
+        target = self._allowed_url(url)
+        first = target.host_port_subcomponent or ""
+        for _ in range(_MAX_REQUESTS):
+            host = target.host_port_subcomponent or ""
+            redirected_by = None if host == first else first
+            async with (
+                self.hosts.slot(host, redirected_by, partial(self._servers, target)) as slot,
+                self._request(target, timeout, slot, {"Accept": accept}) as stream,
+            ):
+                pause = retry_after_seconds(stream.status, stream.headers, time())
+                slot.record_response(stream.status, pause)
+                slot.server = stream.server
+                if pause is not None:
+                    raise _throttled(host, stream.status, pause, None if slot.may_pause else redirected_by)
+                if stream.status not in _REDIRECTS:
+                    stream.set_limits(max_bytes, min_rate)
+                    yield stream
+                    return
+                await stream.read()  # so that the connection can be reused
+                target = self._redirect_target(target, stream)
+        raise UnavailableError(FetchFailure.BAD_ANSWER, f"more than {_MAX_REQUESTS - 1} redirects from {url[:200]}")
+
+    async def _servers(self, url: URL) -> list[str]:
+        """Return the network addresses of the host of a URL; see `CheckedResolver.resolve` for the errors."""
+        with _transport_errors(url):
+            return await self._resolver.servers(url.raw_host or "", url.port or 0)
+
+    @asynccontextmanager
+    async def _request(
+        self, url: URL, seconds: float, slot: RequestSlot, headers: Mapping[str, str], body: bytes | None = None
+    ) -> AsyncIterator["ResponseStream"]:
+        """Send a GET request, or with a body a POST request."""
+        deadline = asyncio.get_running_loop().time() + seconds
+        with slot.record_errors(), _transport_errors(url):
+            async with asyncio.timeout_at(deadline):
+                method = "GET" if body is None else "POST"
+                response = await self._session.request(method, url, data=body, headers=headers, allow_redirects=False)
+        try:
+            yield ResponseStream(url, response, deadline, self._timeouts, slot)
+        finally:
+            response.release()
+
+    def _redirect_target(self, url: URL, stream: "ResponseStream") -> URL:
+        location = stream.headers.get("location")
+        if not location:
+            raise UnavailableError(FetchFailure.BAD_ANSWER, f"{_shown(url)}: {stream.status} without a Location")
+        return self._allowed_url(location, url)
+
+    def _allowed_url(self, text: str, base: URL | None = None) -> URL:
+        """Parse a URL, relative to `base`.
+
+        Raises:
+            UnavailableError: REFUSED_ADDRESS if requests to this URL are not allowed.
+        """
+        try:
+            url = _without_trailing_dots(base.join(URL(text)) if base else URL(text))
+        except _INVALID_URL as error:
+            raise self._refused(f"{text[:200]!r}: {error}") from None
+        schemes = {"http", "https"} if self._allow_private_hosts else {"https"}
+        if url.scheme not in schemes or url.raw_user is not None or not _HOST(url.raw_host or ""):
+            raise self._refused(f"{_shown(url)}: requests to this URL are not allowed")
+        if not self._allow_private_hosts and url.port != _HTTPS_PORT:
+            raise self._refused(f"{_shown(url)}: port {url.port} is not allowed")
+        return url
+
+    def _refused(self, detail: str) -> UnavailableError:
+        self._on_request(FetchFailure.REFUSED_ADDRESS)
+        return UnavailableError(FetchFailure.REFUSED_ADDRESS, detail)
+
+
+class _ResponseWithPeer(aiohttp.ClientResponse):
+    """A response that remembers who sends it, also when all of it has arrived and the connection is free again."""
+
+    server: str | None = None
+
+    async def start(self, connection: Connection) -> Self:
+        peer = connection.transport and connection.transport.get_extra_info("peername")
+        self.server = server_of(peer[0], peer[1]) if peer else None
+        await super().start(connection)
+        return self
+
+
+class ResponseStream:
+    """A response with a body that can be read once.
+
+    Attributes:
+        headers: Header names are case-insensitive.
+        url: The URL after all redirects.
+        server: The network address and port that sends the response, see `server_of`.
+    """
+
+    def __init__(
+        self, url: URL, response: aiohttp.ClientResponse, deadline: float, timeouts: Timeouts, slot: RequestSlot
+    ) -> None:
+        self.status = response.status
+        self.headers = response.headers
+        self.url = str(url)
+        self.server = response.server if isinstance(response, _ResponseWithPeer) else None
+        self._target = url
+        self._success = HTTPStatus.OK <= response.status < HTTPStatus.MULTIPLE_CHOICES
+        self._body = response.content
+        self._deadline = deadline
+        self._timeouts = timeouts
+        self._slot = slot
+        self._max_bytes = _ERROR_BODY_BYTES + _CHUNK_BYTES
+        self._min_rate = 0.0
+        self._received = 0
+        self._waited = 0.0
+
+    def set_limits(self, max_bytes: int, min_rate: float) -> None:
+        """Set the limits of a successful response. Other bodies keep a small limit."""
+        if self._success:
+            self._max_bytes, self._min_rate = max_bytes, min_rate
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """Yield the decompressed body, at most 64 KiB at a time.
+
+        Raises:
+            UnavailableError: The body is too large, too slow, malformed or cut off, see `OutboundClient`.
+        """
+        with self._slot.record_errors():
+            decoder = make_decoder(", ".join(self.headers.getall("content-encoding", ())))
+            decoded = 0
+            while received := await self._receive():
+                for chunk in decoder.feed(received):
+                    decoded += len(chunk)
+                    self._check_size(decoded)
+                    if chunk:
+                        yield chunk
+                    await asyncio.sleep(0)  # buffered chunks, empty, small or expanding, must not block the event loop
+            decoder.close()
+
+    async def read(self) -> bytes:
+        """Return the whole body of a successful response, or the first 16 KiB of any other."""
+        max_bytes = self._max_bytes if self._success else _ERROR_BODY_BYTES
+        body = bytearray()
+        async with aclosing(self.chunks()) as chunks:
+            async for chunk in chunks:
+                body += chunk
+                if len(body) > max_bytes:
+                    break
+        return bytes(body[:max_bytes])
+
+    async def _receive(self) -> bytes:
+        """Return the next bytes from the connection, none at the end.
+
+        Only the time spent here counts for the minimum rate, not the time that the caller takes.
+        """
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        # After malformed chunks, aiohttp neither wakes the reader of the body nor ends its wait after `sock_read`.
+        latest = min(self._deadline, started + self._timeouts.read)
+        with _transport_errors(self._target):
+            async with asyncio.timeout_at(latest):
+                received = await self._read_piece()
+        self._waited += clock() - started
+        self._received += len(received)
+        self._check_size(self._received - _CHUNK_BYTES)  # compression can make a body slightly longer
+        if received and self._received < self._min_rate * (self._waited - self._timeouts.rate_grace):
+            raise UnavailableError(
+                FetchFailure.TIMEOUT, f"{_shown(self._target)}: {self._received} bytes in {self._waited:.0f} s"
+            )
+        return received
+
+    async def _read_piece(self) -> bytes:
+        try:
+            return await self._body.read(_CHUNK_BYTES)
+        except RuntimeError as error:
+            if str(error) != _CONNECTION_CLOSED:
+                raise
+            raise aiohttp.ClientConnectionError("the connection ended within the body") from error
+
+    def _check_size(self, size: int) -> None:
+        if size > self._max_bytes:
+            raise UnavailableError(FetchFailure.TOO_LARGE, f"{_shown(self._target)}: over {self._max_bytes} bytes")
+
+
+def _throttled(host: str, status: int, pause: float, redirected_by: str | None) -> UnavailableError:
+    """Return the failure of a request to a host that asks for a pause.
+
+    If `redirected_by` redirected the request, the failure counts only for the caller, and the host is not paused.
+    """
+    if redirected_by is None:
+        return UnavailableError(FetchFailure.THROTTLED, f"{host}: {status}", retry_after=pause, host=host)
+    detail = f"{host}: {status}, redirected by {redirected_by}"
+    return UnavailableError(FetchFailure.HTTP_STATUS, detail, retry_after=pause)
+
+
+@contextmanager
+def _transport_errors(url: URL) -> Iterator[None]:
+    """Convert errors of the transport to `UnavailableError`."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise UnavailableError(FetchFailure.TIMEOUT, f"{_shown(url)}: {_description(error)}") from error
+    except aiohttp.InvalidURL as error:  # addresses in unusual notations
+        raise UnavailableError(FetchFailure.REFUSED_ADDRESS, f"{_shown(url)}: {_description(error)}") from error
+    except (aiohttp.ClientError, OSError, UnicodeError) as error:  # OSError: malformed TLS records
+        raise UnavailableError(FetchFailure.UNREACHABLE, f"{_shown(url)}: {_description(error)}") from error
+
+
+@lru_cache(maxsize=4_096)  # called for each event, with few different hosts
+def host_of(url: str) -> str:
+    """Return the host name in lower case, with the port if it is not the default of the scheme.
+
+    Limits and states of hosts use this name. It is empty for an invalid URL.
+    """
+    try:
+        return _without_trailing_dots(URL(url)).host_port_subcomponent or ""
+    except _INVALID_URL:
+        return ""
+
+
+@cache
+def _default_tls() -> ssl.SSLContext:
+    """Return the TLS context of all clients: each context reads the certificates of the system, which takes 40 ms."""
+    return ssl.create_default_context()
+
+
+def _without_trailing_dots(url: URL) -> URL:
+    """Remove dots at the end of the host name: with and without them, it is the same host."""
+    host = url.raw_host or ""
+    return url.with_host(host.rstrip(".")) if host.endswith(".") else url
+
+
+def _shown(url: URL) -> str:
+    """Return the URL for messages, without credentials and query, which may be secret or long."""
+    return f"{url.scheme}://{url.host_port_subcomponent}{url.raw_path}"[:200]
+
+
+def _description(error: Exception) -> str:
+    return f"{type(error).__name__} {error}".strip()[:200]

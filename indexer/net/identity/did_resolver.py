@@ -1,0 +1,173 @@
+"""Resolve DIDs: did:plc with its directories, did:web with its own host (docs/protocol.md#identity).
+
+Handles are not verified here, so a handle that is slow to resolve never delays a key.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, Protocol
+from urllib.parse import unquote
+
+from indexer.atproto.did_document import DidDocument, parse_did_document
+from indexer.atproto.syntax import is_handle, is_resolvable
+from indexer.errors import UnavailableError, UpstreamError
+from indexer.net.identity.directory_turns import DirectoryTurns
+from indexer.reasons import FetchFailure
+from indexer.sync.stored_identity import CERTAIN_DENIALS, StoredIdentity
+
+DOCUMENT_BYTES = 65_536
+REQUEST_TIMEOUT = 10.0
+ACCEPT = "application/did+ld+json, application/json"
+Method = Literal["plc", "web"]
+METHODS: tuple[Method, ...] = ("plc", "web")
+GONE = "not registered, or tombstoned"
+"""The problem of a did:plc that its directory denies: a 404 or 410."""
+
+_PLC = re.compile(r"did:plc:[a-z2-7]{24}").fullmatch
+_LOCAL = re.compile(r"localhost(:[0-9]{1,5})?").fullmatch
+_NOT_FOUND = 404
+_TOMBSTONED = 410
+_OK = 200
+
+
+def method_of(did: str) -> Method:
+    """Return "web" for a did:web, which any host can serve, and "plc" for all other DIDs."""
+    return "web" if did.startswith("did:web:") else "plc"
+
+
+def web_host(did: str) -> str | None:
+    """Return the host in a did:web, as of `host_of`, which is known before any lookup; None for other DIDs."""
+    if method_of(did) != "web":
+        return None
+    return unquote(did.removeprefix("did:web:").partition(":")[0]).lower()
+
+
+class HttpResponse(Protocol):
+    """An HTTP response."""
+
+    @property
+    def status(self) -> int:
+        """The status code."""
+        ...
+
+    @property
+    def body(self) -> bytes:
+        """The decoded body."""
+        ...
+
+
+class HttpGetter(Protocol):
+    """The method of `OutboundClient` that this package uses."""
+
+    async def get(self, url: str, *, max_bytes: int, timeout: float, accept: str) -> HttpResponse:  # noqa: ASYNC109
+        """Return the response; raise `UnavailableError` if there is none."""
+        ...
+
+
+class DidResolver:
+    """Fetches DID documents. The `plc_urls` are tried in order until one responds."""
+
+    def __init__(
+        self,
+        outbound: HttpGetter,
+        plc_urls: Sequence[str],
+        *,
+        plc_rate: float,
+        allow_private_hosts: bool,
+        clock: Callable[[], float],
+        request_timeout: float = REQUEST_TIMEOUT,
+    ) -> None:
+        """Send at most `plc_rate` requests per second to directories. `clock` returns Unix seconds."""
+        self._outbound = outbound
+        self._plc_urls = plc_urls
+        self._turns = DirectoryTurns(plc_rate)
+        self._allow_private_hosts = allow_private_hosts
+        self._clock = clock
+        self._request_timeout = request_timeout
+
+    async def resolve(self, did: str, *, known: bool = True) -> StoredIdentity:
+        """Return the identity. Its `problem` says why the DID definitely has no key or no PDS.
+
+        A DID that is not `known` waits until no known one waits for a directory.
+
+        Raises:
+            UnavailableError: IDENTITY_UNAVAILABLE if there is no definite result now.
+        """
+        if _PLC(did):
+            return await self._resolve_plc(did, known=known)
+        if method_of(did) == "web":
+            return await self._resolve_web(did)
+        return _missing(did, "the DID is malformed, or its method is not supported", self._clock())
+
+    async def _resolve_plc(self, did: str, *, known: bool) -> StoredIdentity:
+        failures = []
+        for url in self._plc_urls:
+            if not await self._turns.wait(known=known):
+                raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, "too many new DIDs wait for a lookup")
+            try:
+                return await self._fetch(did, f"{url}/{did}")
+            except UnavailableError as error:
+                failures.append(error)
+        raise _unavailable(failures)
+
+    async def _resolve_web(self, did: str) -> StoredIdentity:
+        name, asked_at = did.removeprefix("did:web:"), self._clock()
+        if self._allow_private_hosts and _LOCAL(unquote(name)):
+            base = f"http://{unquote(name)}"
+        elif is_handle(name) and is_resolvable(name, local=self._allow_private_hosts):
+            base = f"https://{name.lower()}"
+        else:
+            return _missing(did, "the did:web is not only a public host name", asked_at)
+        try:
+            return await self._fetch(did, f"{base}/.well-known/did.json")
+        except UnavailableError as error:
+            if error.reason is FetchFailure.NO_SUCH_HOST:
+                return _missing(did, "no such host", asked_at)
+            raise _unavailable([error]) from None
+
+    async def _fetch(self, did: str, url: str) -> StoredIdentity:
+        asked_at = self._clock()
+        response = await self._outbound.get(url, max_bytes=DOCUMENT_BYTES, timeout=self._request_timeout, accept=ACCEPT)
+        if response.status in {_NOT_FOUND, _TOMBSTONED}:
+            return _denied(did, response.status, asked_at)
+        if response.status != _OK:
+            raise UnavailableError(FetchFailure.HTTP_STATUS, f"{response.status} from {url}")
+        try:
+            raw: Any = json.loads(response.body.decode("utf-8-sig", "replace"))
+            document = parse_did_document(raw, did, allow_http=self._allow_private_hosts)
+        except (ValueError, RecursionError, UpstreamError) as error:
+            raise UnavailableError(FetchFailure.BAD_ANSWER, f"{url}: {error!s:.200}") from None
+        return _found(document, asked_at)
+
+
+def _denied(did: str, status: int, asked_at: float) -> StoredIdentity:
+    """Return the denial of a DID. Only a directory can deny that a DID exists; a 404 of it may be a mistake."""
+    if method_of(did) == "web":
+        return _missing(did, "no document at its host", asked_at)
+    denials = CERTAIN_DENIALS if status == _TOMBSTONED else 1
+    return replace(_missing(did, GONE, asked_at), denials=denials, denied_at=asked_at)
+
+
+def _missing(did: str, problem: str, asked_at: float) -> StoredIdentity:
+    return StoredIdentity(did, None, None, None, asked_at, problem=problem)
+
+
+def _found(document: DidDocument, asked_at: float) -> StoredIdentity:
+    parts = {"signing key": document.signing_key, "PDS": document.pds}
+    missing = [name for name, part in parts.items() if part is None]
+    return StoredIdentity(
+        did=document.did,
+        handle=document.handle,
+        pds=document.pds,
+        signing_key=document.signing_key.did_key() if document.signing_key else None,
+        fetched_at=asked_at,
+        problem=f"the document has no usable {' and no '.join(missing)}" if missing else None,
+    )
+
+
+def _unavailable(failures: Sequence[UnavailableError]) -> UnavailableError:
+    retry_after = max((failure.retry_after or 0.0 for failure in failures), default=0.0)
+    detail = "; ".join(map(str, failures))
+    return UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, detail, retry_after=retry_after or None)

@@ -1,0 +1,108 @@
+"""Verify that a handle resolves to the DID that claims it (docs/protocol.md#handles).
+
+Handles are only for display. No key and no request to a host depends on this.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from indexer.atproto.syntax import MAX_HANDLE_CHARACTERS, is_did, is_handle, is_resolvable
+from indexer.errors import UnavailableError
+from indexer.net.identity.did_resolver import HttpGetter
+from indexer.net.identity.dns_records import DNS_TIMEOUT, DnsRecords
+from indexer.reasons import FetchFailure
+from indexer.sync.stored_identity import INVALID_HANDLE
+
+HTTP_TIMEOUT = 5.0
+WELL_KNOWN_BYTES = 2_048
+_PREFIX = "_atproto."
+_OK = 200
+_SERVER_ERROR = 500
+_DEFINITE = frozenset(
+    {FetchFailure.NO_SUCH_HOST, FetchFailure.TOO_LARGE, FetchFailure.BAD_ANSWER, FetchFailure.REFUSED_ADDRESS}
+)
+"""Failures that say that the host serves no DID: another attempt would get the same answer."""
+
+
+class HandleVerifier:
+    """Resolves handles with a DNS TXT record, and with a file on the handle's own host if there is no record."""
+
+    def __init__(
+        self,
+        outbound: HttpGetter,
+        dns_servers: Sequence[tuple[str, int]] = (),
+        *,
+        allow_private_hosts: bool,
+        dns_timeout: float = DNS_TIMEOUT,
+        http_timeout: float = HTTP_TIMEOUT,
+        on_lookup: Callable[[str, str], None] = lambda _method, _result: None,
+    ) -> None:
+        """Use `dns_servers` (IP addresses and ports), or the system's if there are none; timeouts are in seconds.
+
+        `on_lookup` is called with the method ("dns" or "https") and the result of each lookup.
+
+        Raises:
+            SettingsError: There are no DNS servers and the system has none.
+        """
+        self._outbound = outbound
+        self._allow_private_hosts = allow_private_hosts
+        self._http_timeout = http_timeout
+        self._on_lookup = on_lookup
+        self._dns = DnsRecords(dns_servers, timeout=dns_timeout)
+
+    async def verify_handle(self, did: str, claimed: str) -> str:
+        """Return `claimed` in lower case if it resolves to `did`, otherwise `handle.invalid`.
+
+        Raises:
+            UnavailableError: There is no definite result now. This takes at most the sum of both timeouts.
+        """
+        handle = claimed.lower()
+        if not is_handle(handle) or not is_resolvable(handle, local=self._allow_private_hosts):
+            return INVALID_HANDLE
+        dns_failure = None
+        try:
+            dids = await self._counted("dns", self._resolve_by_dns(handle))
+        except UnavailableError as error:
+            dids, dns_failure = set(), error
+        if not dids:
+            dids = await self._counted("https", self._resolve_by_http(handle))
+        if not dids and dns_failure is not None:
+            raise dns_failure
+        return handle if dids == {did} else INVALID_HANDLE
+
+    async def _counted(self, method: str, lookup: Awaitable[set[str]]) -> set[str]:
+        try:
+            dids = await lookup
+        except UnavailableError as error:
+            self._on_lookup(method, error.reason)
+            raise
+        self._on_lookup(method, "found" if dids else "missing")
+        return dids
+
+    async def _resolve_by_dns(self, handle: str) -> set[str]:
+        """Return the DIDs in the TXT records of the handle. More than one DID makes the handle invalid."""
+        if len(_PREFIX + handle) > MAX_HANDLE_CHARACTERS:
+            return set()
+        return await self._dns.dids(_PREFIX + handle)
+
+    async def _resolve_by_http(self, handle: str) -> set[str]:
+        """Return the DID in the first line of the file, which the resolver of `@atproto/identity` reads, too.
+
+        An answer of another form is definite, too: a large page, a status below 500, or redirects without end.
+        """
+        url = f"https://{handle}/.well-known/atproto-did"
+        try:
+            async with asyncio.timeout(self._http_timeout):  # includes redirects and the time to wait for slots
+                response = await self._outbound.get(
+                    url, max_bytes=WELL_KNOWN_BYTES, timeout=self._http_timeout, accept="text/plain"
+                )
+        except TimeoutError:
+            raise UnavailableError(FetchFailure.TIMEOUT, url) from None
+        except UnavailableError as error:
+            if error.reason in _DEFINITE:
+                return set()
+            raise
+        if response.status >= _SERVER_ERROR:
+            raise UnavailableError(FetchFailure.HTTP_STATUS, f"{response.status} from {url}")
+        text = response.body.decode("utf-8-sig", "replace").strip().partition("\n")[0].rstrip()
+        return {text} if response.status == _OK and is_did(text) else set()

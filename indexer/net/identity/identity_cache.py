@@ -1,0 +1,499 @@
+"""Cache of identities: in memory with parsed keys, then in the database, then from the network.
+
+An identity that reached its maximum age is still used while a newer one is fetched, so that no stream waits for a
+directory. If it is outdated, a signature fails to verify, and that requests a refresh. An identity that is known to
+have changed is looked up first (docs/protocol.md#identity).
+
+Attackers can cause lookups with forged messages and with announced changes. Therefore refreshes of known identities
+have two limits: an interval per DID, and a budget in total, of which the accounts of one host, and those of one
+registered domain, get only a share. The rest of the directory's rate limit remains for new DIDs.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NoReturn, Protocol
+
+import structlog
+
+from indexer.atproto.crypto import PublicKey, parse_did_key
+from indexer.concurrency.background_tasks import BackgroundTasks
+from indexer.concurrency.bounded_dict import BoundedDict
+from indexer.concurrency.shared_calls import SharedCalls
+from indexer.crash_points import crash_point
+from indexer.errors import UnavailableError
+from indexer.net.http import host_of, registered_domain
+from indexer.net.identity.did_resolver import METHODS, Method, method_of, web_host
+from indexer.net.identity.refresh_budget import RefreshBudget
+from indexer.reasons import FetchFailure
+from indexer.sync.policy import MAX_IDENTITY_AGE
+from indexer.sync.stored_identity import StoredIdentity, add_denial
+from indexer.telemetry.metric_definitions import RefreshCause
+
+MAX_LOOKUPS = 128
+"""Maximum in-flight lookups per DID method, of known identities and again of new DIDs. The directory's rate limit
+makes a queue of them, in which known identities come first."""
+
+MAX_LOOKUPS_IN_BACKGROUND = 16
+"""In-flight lookups up to which a background refresh may start another one."""
+
+BACKGROUND_SHARE = 0.5
+"""The budget of background refreshes, as a share of the rate of other refreshes. It is in addition to that rate."""
+
+MAX_SHARED = 500
+"""Identities that lookups save in one transaction, or load in one query, because they ended or began together."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CachedIdentity:
+    """An identity with its key parsed.
+
+    Attributes:
+        key: None if the identity definitely has no key, or the directory denies the DID; `problem` says why.
+        pds: The base URL of the PDS; None if the identity definitely has none.
+        fetched_at: Unix seconds.
+        stale: True if the identity is known to have changed, or a refresh failed.
+        denied: True if the directory denies the DID.
+        gone: True if it has denied the DID often enough to be certain (`stored_identity.CERTAIN_DENIALS`).
+    """
+
+    key: PublicKey | None
+    pds: str | None
+    problem: str | None
+    fetched_at: float
+    stale: bool
+    denied: bool = False
+    gone: bool = False
+
+    @property
+    def doubtful(self) -> bool:
+        """True if the directory denies the DID, and may be wrong. It is asked again, hours apart."""
+        return self.denied and not self.gone
+
+    def is_recent(self, now: float) -> bool:
+        """Return True if the identity was fetched so recently that what its PDS says about the account counts."""
+        return not self.stale and 0 <= now - self.fetched_at <= MAX_IDENTITY_AGE
+
+    @property
+    def host(self) -> str | None:
+        """The name of the PDS in limits and states of hosts, see `host_of`."""
+        return host_of(self.pds) if self.pds else None
+
+
+class IdentityStore(Protocol):
+    """The table of identities. Its methods raise `UnavailableError` if the database is unavailable."""
+
+    async def load_identities(self, dids: Sequence[str]) -> Mapping[str, StoredIdentity]:
+        """Return the stored identities by DID."""
+        ...
+
+    async def save_identities(self, identities: Sequence[StoredIdentity]) -> None:
+        """Write identities, unless newer ones are stored."""
+        ...
+
+
+class IdentitySource(Protocol):
+    """The source of new identities, see `DidResolver`."""
+
+    async def resolve(self, did: str, *, known: bool) -> StoredIdentity:
+        """Return the identity; raise `UnavailableError` if there is no definite result now.
+
+        Lookups of `known` identities come before lookups of DIDs that may not exist.
+        """
+        ...
+
+
+class IdentityObserver(Protocol):
+    """Counts lookups, see `Metrics`."""
+
+    def identity_lookup(self, method: str, result: str) -> None:
+        """Count one lookup."""
+
+    def identity_cache(self, found_in: str, count: int) -> None:
+        """Count identities by where they were found (`FOUND_IN`)."""
+
+    def identity_refresh(self, cause: str, result: str) -> None:
+        """Count one request for a refresh (`REFRESH_CAUSES`, `REFRESH_RESULTS`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class IdentityLifetimes:
+    """Ages and intervals of identities, in seconds.
+
+    Attributes:
+        max_age: Age from which an identity is refreshed in the background.
+        missing_max_age: Age from which an identity without key or PDS is looked up again.
+        refresh_interval: Time from one lookup of a DID to the next.
+        changed_interval: The same after an announced change.
+        timeout: Time to wait for a lookup if an older identity is known.
+    """
+
+    max_age: float = 86_400.0
+    missing_max_age: float = 120.0
+    refresh_interval: float = 60.0
+    changed_interval: float = 5.0
+    timeout: float = 5.0
+
+
+@dataclass(slots=True)
+class LookupTotals:
+    """Lookups over the network since the start of the process.
+
+    Attributes:
+        answered: Lookups with a definite result.
+        failed: Lookups without one.
+        last_error: The error of the last lookup that failed.
+    """
+
+    answered: int = 0
+    failed: int = 0
+    last_error: str | None = None
+
+
+InFlightLookup = asyncio.Task[CachedIdentity | UnavailableError]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """An identity in memory. It is not looked up before `next_lookup` (Unix seconds).
+
+    Attributes:
+        unsaved: True if it could not be saved in the database.
+    """
+
+    identity: CachedIdentity
+    next_lookup: float
+    unsaved: bool = False
+
+
+class IdentityCache:
+    """Identities of the accounts on the stream, with at most one in-flight lookup per DID.
+
+    Attributes:
+        lookups: The lookups of each DID method.
+    """
+
+    def __init__(
+        self,
+        source: IdentitySource,
+        store: IdentityStore,
+        observer: IdentityObserver,
+        *,
+        clock: Callable[[], float],
+        refresh_rate: float,
+        lifetimes: IdentityLifetimes | None = None,
+        max_entries: int = 200_000,
+    ) -> None:
+        """Keep at most `max_entries` identities in memory.
+
+        `clock` returns Unix seconds. `refresh_rate` limits lookups of known identities per second.
+        """
+        self._source = source
+        self._store = store
+        self._loads = SharedCalls(store.load_identities, _may_share)
+        self._saves = SharedCalls(self._save_all, _may_share)
+        self._observer = observer
+        self._clock = clock
+        self._refresh_budget = RefreshBudget(refresh_rate)
+        self._background_budget = RefreshBudget(refresh_rate * BACKGROUND_SHARE)
+        self._lifetimes = lifetimes or IdentityLifetimes()
+        self._memory = BoundedDict[str, _Entry](max_entries)
+        self._in_flight: dict[Method, dict[str, InFlightLookup]] = {method: {} for method in METHODS}
+        self._new_in_flight: dict[Method, set[str]] = {method: set() for method in METHODS}
+        self._changed_in_flight: set[str] = set()
+        self.lookups: dict[Method, LookupTotals] = {method: LookupTotals() for method in METHODS}
+        self._tasks = BackgroundTasks()
+
+    async def run(self) -> NoReturn:
+        """Wait until a lookup fails because of a bug in this program, and raise its exception."""
+        await self._tasks.run()
+
+    async def close(self) -> None:
+        """Cancel the lookups in flight."""
+        await self._tasks.close()
+
+    def peek(self, did: str) -> CachedIdentity | None:
+        """Return the identity in memory; None if there is none or if it must be looked up first."""
+        entry = self._memory.get(did)
+        return None if entry is None or self._must_look_up(entry) else entry.identity
+
+    def knows(self, did: str) -> bool:
+        """Return True if a document of this DID is in memory, so that it is not a made-up DID."""
+        entry = self._memory.get(did)
+        return entry is not None and (entry.identity.key is not None or entry.identity.pds is not None)
+
+    def domain_of(self, did: str) -> str:
+        """Return the registered domain of the account's PDS, else that of its did:web; "" if neither is in memory."""
+        entry = self._memory.get(did)
+        if entry is not None and entry.identity.pds is not None:
+            return _domain_of(entry.identity.pds)
+        host = web_host(did)
+        return registered_domain(host) if host else ""
+
+    def refresh_delay(self, did: str, *, refresh: bool = False) -> float:
+        """Return the seconds to wait until `lookup` can fetch a newer identity; 0 if waiting has no use."""
+        entry = self._memory.get(did)
+        if entry is None or did in self._in_flight[method_of(did)] or self._cause(entry, refresh=refresh) is None:
+            return 0.0
+        left = self._wait(entry)
+        return left if left <= self._lifetimes.changed_interval else 0.0
+
+    async def preload(self, dids: Iterable[str]) -> None:
+        """Load identities from the database into memory, in one query, and refresh old ones in the background.
+
+        Raises:
+            UnavailableError: The database is unavailable.
+        """
+        dids = list(dids)
+        missing = [did for did in dids if did not in self._memory]
+        loaded = await self._loads.add(missing) if missing else {}
+        stored = {did: loaded[did] for did in missing if did in loaded}
+        for did, identity in stored.items():
+            if did not in self._memory:  # otherwise it was fetched meanwhile and is newer
+                self._remember(did, _cached(identity), self._clock())
+        self._observer.identity_cache("memory", len(dids) - len(missing))
+        self._observer.identity_cache("database", len(stored))
+        self._observer.identity_cache("nowhere", len(missing) - len(stored))
+        oldest = self._clock() - self._lifetimes.max_age
+        for did in dids:
+            if (entry := self._memory.get(did)) is not None:
+                self._memory.move_to_end(did)
+                if entry.unsaved or entry.identity.fetched_at <= oldest:
+                    self._refresh_in_background(did, entry)
+
+    async def lookup(self, did: str, *, refresh: bool = False, preloaded: bool = False) -> CachedIdentity:
+        """Return the identity, from the network if none is known, or if `refresh` and the limits allow it.
+
+        If the network gives no result, a known identity with a key is returned with `stale`. The database is not asked
+        if the caller has just `preloaded` the identity.
+
+        Raises:
+            UnavailableError: The network gives no result, and no identity with a key is known.
+        """
+        try:
+            await self.preload([] if preloaded else [did])
+        except UnavailableError as error:  # the network can replace the database
+            log.debug("identity.load-failed", did=did, error=str(error))
+        entry = self._memory.get(did)
+        if entry is None:
+            return await _result(self._start_lookup(did, MAX_LOOKUPS))
+        cause = self._cause(entry, refresh=refresh)
+        if cause is None or not self._may_refresh(did, entry, cause):
+            return _usable(entry.identity)
+        in_flight = self._start_lookup(did, MAX_LOOKUPS)
+        if entry.identity.key is None:
+            return await _result(in_flight)
+        if in_flight is None:
+            return entry.identity  # not marked as stale: the cause is the load, not this identity
+        try:
+            async with asyncio.timeout(self._lifetimes.timeout):
+                return await _result(in_flight)
+        except (UnavailableError, TimeoutError) as error:
+            log.debug("identity.refresh-failed", did=did, error=str(error) or "no response in time")
+            return replace(entry.identity, stale=True)
+
+    async def refresh(self, did: str) -> CachedIdentity | None:
+        """Look the identity up in the network; return None if the limits do not allow that now.
+
+        Raises:
+            UnavailableError: The lookup failed, or the database is unavailable.
+        """
+        await self.preload([did])
+        entry = self._memory.get(did)
+        if entry is not None and not self._may_refresh(did, entry, "change"):
+            return None
+        in_flight = self._start_lookup(did, MAX_LOOKUPS)
+        return None if in_flight is None else await _result(in_flight)
+
+    def mark_stale(self, dids: Iterable[str]) -> None:
+        """Record that these identities changed, so that the next `lookup` fetches them again.
+
+        This changes only the memory; the batch that applies the change also marks the rows in the database.
+        """
+        next_lookup = self._clock() + self._lifetimes.changed_interval
+        for did in dids:
+            if did in self._in_flight[method_of(did)]:
+                self._changed_in_flight.add(did)  # its result may be from before the change
+            if (entry := self._memory.get(did)) is not None:
+                entry.identity = replace(entry.identity, stale=True)
+                entry.next_lookup = min(entry.next_lookup, next_lookup)
+
+    def _must_look_up(self, entry: _Entry) -> bool:
+        identity = entry.identity
+        if identity.stale or identity.problem is None:
+            return identity.stale
+        recent = 0 <= self._clock() - identity.fetched_at < self._lifetimes.missing_max_age
+        return not recent and not self._wait(entry)
+
+    def _wait(self, entry: _Entry) -> float:
+        """Return the seconds until the identity may be looked up again, or 0.
+
+        A wait longer than any interval began before the clock was set back, and is over.
+        """
+        left = entry.next_lookup - self._clock()
+        return left if 0 < left <= max(self._lifetimes.refresh_interval, self._lifetimes.changed_interval) else 0.0
+
+    def _cause(self, entry: _Entry, *, refresh: bool) -> RefreshCause | None:
+        if entry.identity.stale:
+            return "change"
+        if refresh:
+            return "signature"
+        return "age" if self._must_look_up(entry) else None
+
+    def _may_refresh(self, did: str, entry: _Entry, cause: RefreshCause) -> bool:
+        """Return True if a lookup is in flight or the limits allow one."""
+        if did in self._in_flight[method_of(did)]:
+            return True
+        now = self._clock()
+        if self._wait(entry):
+            result = "too-soon"
+        elif not _spend(self._refresh_budget, entry.identity, now):
+            result = "over-budget"
+        else:
+            result = "asked"
+        self._observer.identity_refresh(cause, result)
+        return result == "asked"
+
+    def _refresh_in_background(self, did: str, entry: _Entry) -> None:
+        """Look up an identity that reached its maximum age or was not saved, if few other lookups are in flight."""
+        now, in_flight = self._clock(), self._in_flight[method_of(did)]
+        if self._wait(entry) or did in in_flight or len(in_flight) >= MAX_LOOKUPS_IN_BACKGROUND:
+            return
+        if _spend(self._background_budget, entry.identity, now):
+            self._observer.identity_refresh("age", "asked")
+            self._start_lookup(did, MAX_LOOKUPS_IN_BACKGROUND)
+
+    def _start_lookup(self, did: str, max_lookups: int) -> InFlightLookup | None:
+        """Return the in-flight lookup of this DID, or a new one; None if there are `max_lookups` others.
+
+        Lookups of known identities and of new DIDs are counted apart.
+        """
+        in_flight, new = self._in_flight[method_of(did)], self._new_in_flight[method_of(did)]
+        known = self.knows(did)
+        if did not in in_flight and (len(in_flight) - len(new) if known else len(new)) < max_lookups:
+            if not known:
+                new.add(did)
+            in_flight[did] = self._tasks.start(self._fetch(did, known=known), f"identity of {did}")
+            in_flight[did].add_done_callback(lambda _done: self._end_lookup(did))
+        return in_flight.get(did)
+
+    def _end_lookup(self, did: str) -> None:
+        del self._in_flight[method_of(did)][did]
+        self._new_in_flight[method_of(did)].discard(did)
+        self._changed_in_flight.discard(did)
+
+    async def _fetch(self, did: str, *, known: bool) -> CachedIdentity | UnavailableError:
+        totals = self.lookups[method_of(did)]
+        try:
+            found, before = await self._resolve(did, known=known)
+        except UnavailableError as error:
+            totals.failed, totals.last_error = totals.failed + 1, str(error)
+            self._observer.identity_lookup(method_of(did), error.reason)
+            if (entry := self._memory.get(did)) is not None:
+                entry.next_lookup = self._clock() + self._interval(entry)
+            return error
+        totals.answered += 1
+        self._observer.identity_lookup(method_of(did), "found" if found.problem is None else "missing")
+        stored = replace(found, stale=did in self._changed_in_flight)
+        if before is not None and found.denials:
+            stored = add_denial(before, stored)
+        identity = _cached(stored)
+        self._remember(did, identity, self._clock() + self._interval(self._memory.get(did)))
+        if before is None and not _has_content(found):
+            return identity  # nothing is stored about a DID that may be made up
+        crash_point("identity.resolved")
+        await self._save(stored)
+        return identity
+
+    async def _save(self, identity: StoredIdentity) -> None:
+        """Save an identity together with others, or alone if that fails: another one may be the cause.
+
+        If it is not saved, a later message of the account causes a refresh in the background, which saves it.
+        """
+        unsaved = await self._saves.add([identity])
+        if unsaved > 1:
+            unsaved = await self._save_all([identity])
+        if unsaved and (entry := self._memory.get(identity.did)) is not None:
+            entry.unsaved = True
+
+    async def _save_all(self, identities: Sequence[StoredIdentity]) -> int:
+        """Save identities in one transaction; return how many could not be saved: all of them, or 0."""
+        try:
+            await self._store.save_identities(identities)
+        except UnavailableError as error:
+            for identity in identities:
+                log.debug("identity.save-failed", did=identity.did, error=str(error))
+            return len(identities)
+        return 0
+
+    async def _resolve(self, did: str, *, known: bool) -> tuple[StoredIdentity, StoredIdentity | None]:
+        """Return the answer of the network, and if it has no content, the stored identity.
+
+        Raises:
+            UnavailableError: There is no answer, or the database is unavailable and the answer has no content.
+        """
+        answer = await self._source.resolve(did, known=known)
+        if _has_content(answer):
+            return answer, None
+        return answer, (await self._loads.add([did])).get(did)
+
+    def _interval(self, entry: _Entry | None) -> float:
+        """Return the seconds until the next lookup is allowed, after a lookup that replaces `entry`."""
+        if entry is None:
+            return 0.0  # the identity may change right after the first lookup
+        # A directory may respond before it knows the change. If a signature shows that, one early retry is allowed.
+        return self._lifetimes.changed_interval if entry.identity.stale else self._lifetimes.refresh_interval
+
+    def _remember(self, did: str, identity: CachedIdentity, next_lookup: float) -> None:
+        self._memory[did] = _Entry(identity, next_lookup)
+
+
+def _spend(budget: RefreshBudget, identity: CachedIdentity, now: float) -> bool:
+    return budget.spend(identity.host or "", _domain_of(identity.pds) if identity.pds else "", now)
+
+
+def _usable(identity: CachedIdentity) -> CachedIdentity:
+    """Return the identity, unless it had no key before an announced change: then it may have one now."""
+    if identity.key is None and identity.stale:
+        detail = "the identity changed, and the limits do not allow another lookup yet"
+        raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, detail)
+    return identity
+
+
+async def _result(in_flight: InFlightLookup | None) -> CachedIdentity:
+    """Wait for a lookup. If the caller is cancelled, the lookup continues for other callers."""
+    if in_flight is None:
+        raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, "too many lookups are in flight")
+    result = await asyncio.shield(in_flight)
+    if isinstance(result, UnavailableError):
+        raise UnavailableError(result.reason, result.detail, retry_after=result.retry_after)
+    return result
+
+
+def _may_share(items: Sequence[object]) -> bool:
+    return len(items) <= MAX_SHARED
+
+
+def _has_content(identity: StoredIdentity) -> bool:
+    return identity.signing_key is not None or identity.pds is not None
+
+
+def _cached(stored: StoredIdentity) -> CachedIdentity:
+    denied = stored.denials > 0
+    key = parse_did_key(stored.signing_key) if stored.signing_key and not denied else None
+    pds = stored.pds and _interned(stored.pds)
+    return CachedIdentity(key, pds, stored.problem, stored.fetched_at, stored.stale, denied, stored.gone)
+
+
+@lru_cache(maxsize=4_096)  # called for each event
+def _domain_of(pds: str) -> str:
+    return registered_domain(host_of(pds))
+
+
+@lru_cache(maxsize=4_096)
+def _interned(pds: str) -> str:
+    """Return one string object for all accounts of a PDS, to save memory."""
+    return pds

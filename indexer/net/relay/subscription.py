@@ -1,0 +1,272 @@
+"""A connection to `com.atproto.sync.subscribeRepos` that reconnects whenever it ends (docs/protocol.md#frames).
+
+The subscription returns frames and does not decode them. A lost connection, silence, or a message over the size limit
+leads to a new connection after a growing delay. Several relays are tried in order.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import dataclass, field
+from random import uniform
+from time import monotonic
+
+import structlog
+
+from indexer.net.relay.stream_socket import Ending, StreamSocket, StreamSocketError, open_socket
+
+STREAM_PATH = "/xrpc/com.atproto.sync.subscribeRepos"
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionSettings:
+    """Timeouts and delays of the connection, in seconds.
+
+    Attributes:
+        connect_timeout: For the TCP connection and the handshakes.
+        ping_interval: Without any bytes, before a ping is sent. If nothing arrives in half of that time after the ping,
+            the connection is closed.
+        message_timeout: Without any message, before the connection is closed. It doubles, up to `max_message_timeout`,
+            while reconnections bring nothing new.
+        first_delay: Before the first reconnection. The delay doubles each time that all relays have failed.
+        max_delay: The upper bound of the delay, before the jitter of 25 %.
+        stable_after: A connection that lasted this long resets the delay, and the next one is to the first relay. A
+            second silent connection in a row does neither: the next one is to the next relay.
+        max_skips: How many sequence numbers are skipped for a message over the size limit. After that, the relay counts
+            as failed.
+    """
+
+    connect_timeout: float = 15.0
+    ping_interval: float = 30.0
+    message_timeout: float = 90.0
+    max_message_timeout: float = 1_800.0
+    first_delay: float = 1.0
+    max_delay: float = 12.0
+    stable_after: float = 60.0
+    max_skips: int = 32
+
+
+@dataclass(slots=True)
+class Connection:
+    """The open connection, for readiness and the status page.
+
+    Attributes:
+        cursor: The cursor in the request; None: only new messages.
+        skips: The number of positions at which messages over the size limit were skipped before this connection.
+        opened_at: Monotonic seconds.
+        frames: The number of received frames.
+        reading: True while the subscription waits for a frame, False while the caller processes one.
+        processing_seconds: The time for which the caller has processed frames.
+    """
+
+    relay: str
+    cursor: int | None
+    skips: int = 0
+    opened_at: float = field(default_factory=monotonic)
+    frames: int = 0
+    reading: bool = True
+    processing_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _OversizedMessage:
+    """A message over the size limit that follows `cursor`.
+
+    Its sequence number is not known. Each reconnection adds one to the requested cursor until the message is skipped,
+    so no message after it is lost.
+    """
+
+    cursor: int | None
+    skips: int = 0
+    counted: bool = False
+
+    def follows(self, cursor: int | None) -> bool:
+        """Return True if it follows `cursor`, or the next number: the stream was resumed one message later then."""
+        return self.cursor == cursor or (cursor is not None and self.cursor == cursor + 1)
+
+
+@dataclass(slots=True)
+class _Silence:
+    """The time that a relay may be silent. Few accounts are active on a small relay or PDS, and most of the time none.
+
+    Attributes:
+        cursor: The cursor of the last connection.
+        timeout: Seconds without a message after which the connection is closed.
+    """
+
+    cursor: int | None
+    timeout: float
+
+
+@dataclass(slots=True)
+class Subscription:
+    """Receives frames from the first of `relays` that works.
+
+    Attributes:
+        max_bytes: The size limit. A larger message is not received: it ends the connection, and a later connection
+            skips it.
+        skipped: The number of positions at which messages over the size limit were skipped.
+        connection: None while not connected.
+        disconnected_since: When the last connection ended, or this object was made (monotonic seconds).
+    """
+
+    relays: Sequence[str]
+    max_bytes: int
+    user_agent: str
+    settings: ConnectionSettings = field(default_factory=ConnectionSettings)
+    skipped: int = field(default=0, init=False)
+    connection: Connection | None = field(default=None, init=False)
+    disconnected_since: float = field(default_factory=monotonic, init=False)
+    last_error: str | None = field(default=None, init=False)
+    _silences: dict[str, _Silence] = field(default_factory=dict, init=False)
+    _socket: StreamSocket | None = field(default=None, init=False)
+    _failed_attempts: int = field(default=0, init=False)
+    _same_relay_next: bool = field(default=False, init=False)
+
+    def reconnect(self) -> None:
+        """End the connection; the next one is to the same relay."""
+        self._same_relay_next = True
+        if self._socket is not None:
+            self._socket.abort()
+
+    async def frames(self, cursor_of: Callable[[str], Awaitable[int | None]]) -> AsyncGenerator[bytes, None]:
+        """Yield frames without end.
+
+        Each connection starts after `cursor_of(relay)`; None requests only new messages. An OSError of
+        `cursor_of` counts as a lost connection. Once `cursor_of` has been called, no frame of an earlier
+        connection follows. A text message, which the protocol does not allow, is yielded as bytes, so that the decoder
+        rejects it.
+        """
+        attempt = 0
+        oversized_by_relay: dict[str, _OversizedMessage] = {}
+        while True:
+            relay = self.relays[attempt % len(self.relays)]
+            started = asyncio.get_running_loop().time()
+            self._same_relay_next = False
+            silent = False
+            oversized = oversized_by_relay.pop(relay, None)
+            try:
+                cursor = await cursor_of(relay)
+                if oversized is None or not oversized.follows(cursor):
+                    oversized = _OversizedMessage(cursor)
+                async with aclosing(self._frames_of(relay, oversized.cursor, oversized.skips)) as frames:
+                    async for frame in frames:
+                        if oversized.skips and not oversized.counted:
+                            oversized.counted = True
+                            self.skipped += 1
+                        yield frame
+            except OSError as error:
+                self._log_lost(relay, error)
+                silent = self._is_silent_again(relay, error)
+                if oversized is not None and is_too_large(error):
+                    oversized.skips += 1
+                    oversized_by_relay[relay] = oversized
+            finally:
+                held_back = self._end_connection()
+            stable = asyncio.get_running_loop().time() - started > self.settings.stable_after and not silent
+            # An oversized message is not a failure of the relay: the next connection is to the same relay.
+            skipping = relay in oversized_by_relay and oversized_by_relay[relay].skips < self.settings.max_skips
+            if not (skipping or self._same_relay_next or (held_back and not stable)):
+                attempt = 0 if stable else attempt + 1
+            await asyncio.sleep(self._delay(attempt))
+
+    def _end_connection(self) -> bool:
+        """Note that no connection is open; return True if it may have ended because the caller processed frames.
+
+        Then answers to pings were not read in time, or the relay did not wait. This is no failure of the relay.
+        """
+        if (connection := self.connection) is None:
+            return False
+        self.connection, self.disconnected_since = None, monotonic()
+        return connection.processing_seconds > self.settings.ping_interval / 2
+
+    def _delay(self, attempt: int) -> float:
+        rounds = max(0, attempt - 1) // len(self.relays)
+        delay = min(self.settings.first_delay * 2.0 ** min(rounds, 16), self.settings.max_delay)
+        return delay * uniform(0.75, 1.25)  # noqa: S311 - jitter, not secrecy
+
+    async def _frames_of(self, relay: str, cursor: int | None, skips: int) -> AsyncGenerator[bytes, None]:
+        cursor = None if cursor is None else cursor + skips
+        log.debug("relay.connecting", relay=relay, cursor=cursor)
+        async with self._open_stream(relay, cursor) as socket:
+            self._socket = socket
+            self.connection = Connection(relay, cursor, skips)
+            self.last_error = None
+            self._failed_attempts = 0
+            log.info("relay.connected", relay=relay, cursor=cursor)
+            timeout = self._message_timeout(relay, cursor)
+            silence = asyncio.create_task(_close_when_silent(socket, self.connection, timeout))
+            try:
+                while True:
+                    frame = await socket.receive()
+                    self.connection.frames += 1
+                    self.connection.reading = False
+                    began = monotonic()
+                    yield frame
+                    self.connection.processing_seconds += monotonic() - began
+                    self.connection.reading = True
+            finally:
+                silence.cancel()
+                await asyncio.wait([silence])
+                self._socket = None
+                if not silence.cancelled():
+                    silence.result()
+
+    def _message_timeout(self, relay: str, cursor: int | None) -> float:
+        """Return twice the last timeout of the relay if its last connection brought nothing new."""
+        last, timeout = self._silences.get(relay), self.settings.message_timeout
+        if last is not None and last.cursor == cursor:
+            timeout = min(2 * last.timeout, self.settings.max_message_timeout)
+        self._silences[relay] = _Silence(cursor, timeout)
+        return timeout
+
+    def _is_silent_again(self, relay: str, error: OSError) -> bool:
+        """Return True if the connection was closed because of silence, and the one before it brought nothing new."""
+        closed_here = isinstance(error, StreamSocketError) and error.ending is Ending.CLOSED_HERE
+        return closed_here and self._silences[relay].timeout > self.settings.message_timeout
+
+    def _open_stream(self, relay: str, cursor: int | None) -> AbstractAsyncContextManager[StreamSocket]:
+        return open_stream(relay, cursor, self.max_bytes, self.user_agent, self.settings)
+
+    def _log_lost(self, relay: str, error: OSError) -> None:
+        self.last_error = f"{type(error).__name__}: {error}"[:300]
+        if isinstance(error, StreamSocketError) and error.ending is Ending.CLOSED_HERE:
+            log.info("relay.silent", relay=relay, error=self.last_error)
+        elif self.connection is not None:
+            log.warning("relay.lost", relay=relay, error=self.last_error)
+        else:
+            self._failed_attempts += 1
+            if self._failed_attempts.bit_count() == 1:  # a power of two
+                log.warning("relay.unreachable", relay=relay, error=self.last_error, attempts=self._failed_attempts)
+
+
+async def _close_when_silent(socket: StreamSocket, connection: Connection, seconds: float) -> None:
+    """Close the connection when no message has come for `seconds`.
+
+    Polling the frame counter is cheaper than one timer per frame.
+    """
+    frames = -1
+    while frames != connection.frames or not connection.reading:
+        frames = connection.frames
+        await asyncio.sleep(seconds)
+    await socket.close(f"no message for {seconds:g} s")
+
+
+def is_too_large(error: OSError) -> bool:
+    """Return True if this side closed the connection because of a message over the size limit."""
+    return isinstance(error, StreamSocketError) and error.ending is Ending.TOO_LARGE
+
+
+def open_stream(
+    relay: str, cursor: int | None, max_bytes: int, user_agent: str, settings: ConnectionSettings
+) -> AbstractAsyncContextManager[StreamSocket]:
+    """Open the stream of `relay` after `cursor`; None requests only new messages. See `open_socket` for the errors."""
+    return open_socket(
+        f"{relay.rstrip('/')}{STREAM_PATH}" + ("" if cursor is None else f"?cursor={cursor}"),
+        max_bytes=max_bytes,
+        user_agent=user_agent,
+        connect_timeout=settings.connect_timeout,
+        ping_interval=settings.ping_interval,
+    )

@@ -1,0 +1,1 @@
+"""Limits of the HTTP server: connections and websockets by network."""

@@ -1,0 +1,155 @@
+"""Limit the open connections of the HTTP server: a new connection closes an old one. Websockets are excepted.
+
+Client networks share the limits: the network that has the most connections loses one first.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+from aiohttp import WSCloseCode, web
+from aiohttp.web_protocol import RequestHandler
+
+from indexer.net.server.client_network import client_network, peer_network
+from indexer.telemetry.conditions import HTTP_CONNECTIONS_LIMITED, WEBSOCKETS_LIMITED, Conditions
+
+CLOSE_SECONDS = 2.0
+"""Time in which a client must answer that its websocket is closed."""
+
+
+class ConnectionLimit:
+    """Makes the protocol object of each accepted connection, and closes connections above the limit.
+
+    It closes the oldest connection of the peer network that has the most. An honest request is answered within
+    milliseconds. So the oldest connections are idle, or their clients send or read slowly on purpose. Connections in
+    `websockets` do not count: they have a limit of their own.
+    """
+
+    def __init__(
+        self, server: web.Server, max_connections: int, conditions: Conditions, websockets: "Websockets"
+    ) -> None:
+        self._server = server
+        self._max_connections = max_connections
+        self._conditions = conditions
+        self._websockets = websockets
+
+    def __call__(self) -> RequestHandler:
+        """Return the protocol object of a new connection."""
+        # Several connections may be accepted before the first of them is registered with the server.
+        asyncio.get_running_loop().call_soon(self._close_oldest)
+        return self._server()
+
+    def _close_oldest(self) -> None:
+        transports = [handler.transport for handler in self._server.connections]
+        alive = [
+            transport
+            for transport in transports
+            if transport is not None and not transport.is_closing() and transport not in self._websockets
+        ]
+        count = max(0, len(alive) + 1 - self._max_connections)
+        for _ in range(count):
+            networks = [_network_of_peer(transport) for transport in alive]
+            [(most, _)] = Counter(networks).most_common(1)
+            alive.pop(networks.index(most)).abort()
+        if count:
+            message = f"more than {self._max_connections} connections are open; new ones close the oldest"
+            self._conditions.report(HTTP_CONNECTIONS_LIMITED, message=message, count=count)
+
+
+def _network_of_peer(transport: asyncio.Transport) -> str:
+    return peer_network((transport.get_extra_info("peername") or ("",))[0])
+
+
+RESERVED_WEBSOCKETS = 16
+"""Websockets that only routes with a password can open."""
+
+
+@dataclass(eq=False)
+class HeldWebsocket:
+    """An open websocket.
+
+    Attributes:
+        websocket: When the server ends, it is closed with a reason. Without it, the connection just ends.
+        network: The network of its client, if the route needs no password; otherwise None.
+        displaced: Set when the websocket is not among the open ones any more, because other networks have fewer. It
+            must be closed.
+    """
+
+    websocket: web.WebSocketResponse | None
+    network: str | None
+    displaced: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Websockets:
+    """The open websockets of the HTTP server. They last for a long time, so that they need a limit of their own."""
+
+    def __init__(self, max_websockets: int, conditions: Conditions) -> None:
+        self._max_websockets = max_websockets
+        self._conditions = conditions
+        self._open: dict[asyncio.Transport, HeldWebsocket] = {}
+
+    def __len__(self) -> int:
+        """Return the number of open websockets."""
+        return len(self._open)
+
+    def __contains__(self, transport: object) -> bool:
+        """Return True if the connection is one of an open websocket."""
+        return transport in self._open
+
+    @contextmanager
+    def hold(
+        self, request: web.Request, websocket: web.WebSocketResponse | None, *, for_anyone: bool
+    ) -> Iterator[HeldWebsocket]:
+        """Except the connection of a request from the limit of connections during the block.
+
+        Args:
+            request: The request.
+            websocket: When the server ends, it is closed with a reason. Without it, the connection just ends.
+            for_anyone: The route needs no password, so that it may not use up the websockets of those that do. If all
+                are open, one of the network that has the most is displaced, unless the client's network would then
+                have more than that.
+
+        Raises:
+            web.HTTPServiceUnavailable: There are as many websockets as allowed.
+        """
+        if (transport := request.transport) is None:
+            raise web.HTTPServiceUnavailable  # the client has closed the connection
+        network = client_network(request) if for_anyone else None
+        limit = self._max_websockets - (RESERVED_WEBSOCKETS if for_anyone else 0)
+        if len(self._open) >= limit:
+            message = f"{limit} websockets are open, which is the limit"
+            self._conditions.report(WEBSOCKETS_LIMITED, message=message)
+            if network is None or not self._displace(network):
+                raise web.HTTPServiceUnavailable(text=message)
+        self._open[transport] = held = HeldWebsocket(websocket, network)
+        try:
+            yield held
+        finally:
+            self._open.pop(transport, None)
+
+    def _displace(self, newcomer: str) -> bool:
+        """Remove the newest websocket of the network that has the most, unless the newcomer would then have more."""
+        networks = Counter(held.network for held in self._open.values() if held.network is not None)
+        for most, count in networks.most_common(1):
+            if count > networks[newcomer] + 1:
+                transport = next(key for key in reversed(self._open) if self._open[key].network == most)
+                self._open.pop(transport).displaced.set()
+                return True
+        return False
+
+    async def close(self) -> None:
+        """Close all websockets, because the server ends."""
+        websockets = [held.websocket for held in self._open.values() if held.websocket is not None]
+        closing = [self._close(websocket) for websocket in websockets if websocket.prepared]
+        await asyncio.gather(*closing)
+
+    async def _close(self, websocket: web.WebSocketResponse) -> None:
+        with suppress(TimeoutError):  # the client reads nothing, so its connection ends without a reason
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await websocket.close(code=WSCloseCode.GOING_AWAY, message=b"the server is stopping")
+
+
+WEBSOCKETS = web.AppKey("websockets", Websockets)
+"""The key of the open websockets in the web application."""

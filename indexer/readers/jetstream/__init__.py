@@ -1,0 +1,1 @@
+"""The feed for clients of Jetstream."""

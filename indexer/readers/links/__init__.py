@@ -1,0 +1,1 @@
+"""Links between records, derived from the change log."""

@@ -1,0 +1,210 @@
+"""The paths by which clients of tap choose repos and collections, and ask for the state of repos and of the feed."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import orjson
+from aiohttp import web
+
+from indexer.atproto.json_text import max_items
+from indexer.atproto.syntax import is_did
+from indexer.db import DatabaseError, Store
+from indexer.errors import InvalidScopeError, UnavailableError
+from indexer.readers.access import Access, Handler
+from indexer.readers.tap.answers import answer, problem
+from indexer.reasons import Desync
+from indexer.sync.repo_state import SyncStatus
+from indexer.sync.stored_identity import INVALID_HANDLE, StoredIdentity
+
+MAX_QUERIES = 2
+"""Concurrent requests about repos and tables: each one uses a connection of the database, and may count many rows."""
+MAX_ITEMS = 65_536
+"""Maximum number of items in the JSON of a body. They are counted before it is decoded."""
+
+
+class IdentityLookups(Protocol):
+    """The method of `IdentityCache` that the routes use."""
+
+    async def lookup(self, did: str) -> object:
+        """Make sure that the identity is stored; raise `UnavailableError` if that is not possible now."""
+        ...
+
+
+class TapRoutes:
+    """Changes the scope, and answers questions about repos and about the feed as a whole."""
+
+    def __init__(self, store: Store, identities: IdentityLookups) -> None:
+        self._store = store
+        self._identities = identities
+        self._queries = asyncio.Semaphore(MAX_QUERIES)
+
+    def routes(self, access: Access) -> Sequence[web.RouteDef]:
+        """Return the routes, for clients that are admitted."""
+        queries: dict[str, Handler] = {
+            "/info/{did}": self._info,
+            "/stats/repo-count": self._repo_count,
+            "/stats/record-count": self._record_count,
+            "/stats/outbox-buffer": self._outbox_buffer,
+            "/stats/resync-buffer": self._resync_buffer,
+            "/stats/cursors": self._cursors,
+        }
+        handlers: dict[str, Handler] = {path: self._limited(handler) for path, handler in queries.items()} | {
+            "/resolve/{did}": self._resolve,
+            "/collection-filters": self._collections,
+            "/signal-collections": self._signal_collections,
+        }
+        changes: dict[tuple[str, str], Handler] = {
+            ("POST", "/repos/add"): self._add,
+            ("POST", "/repos/remove"): self._remove,
+            ("PUT", "/collection-filters"): self._set_collections,
+            ("PUT", "/signal-collections"): self._set_signal_collections,
+        }
+        every = {("GET", path): handler for path, handler in handlers.items()} | changes
+        return [web.route(*route, access.guard(_answer_errors(handler))) for route, handler in every.items()]
+
+    def _limited(self, query: Handler) -> Handler:
+        async def limited(request: web.Request) -> web.StreamResponse:
+            async with self._queries:
+                return await query(request)
+
+        return limited
+
+    async def _add(self, request: web.Request) -> web.Response:
+        await self._store.track(await _texts(request, "dids"))
+        return web.Response()
+
+    async def _remove(self, request: web.Request) -> web.Response:
+        await self._store.untrack(await _texts(request, "dids"))
+        return web.Response()
+
+    async def _collections(self, _: web.Request) -> web.Response:
+        scope = await self._store.scope()
+        return answer({"collections": list(scope.collections.patterns) if scope else []})
+
+    async def _set_collections(self, request: web.Request) -> web.Response:
+        scope = await self._store.set_collections(await _texts(request, "collections") or ["*"])
+        return answer({"collections": list(scope.collections.patterns)})
+
+    async def _signal_collections(self, _: web.Request) -> web.Response:
+        scope = await self._store.scope()
+        return answer({"collections": list(scope.signal_patterns) if scope else []})
+
+    async def _set_signal_collections(self, request: web.Request) -> web.Response:
+        scope = await self._store.set_signal_collections(await _texts(request, "collections"))
+        return answer({"collections": list(scope.signal_patterns)})
+
+    async def _info(self, request: web.Request) -> web.Response:
+        did = request.match_info["did"]
+        known = is_did(did) and await self._store.feed_accounts([did])
+        report = await self._store.repo_report(did) if known else None
+        return problem(404, "repo not found") if report is None else answer(repo_info(report))
+
+    async def _resolve(self, request: web.Request) -> web.Response:
+        did = request.match_info["did"]
+        if not is_did(did):
+            return problem(400, "improperly formatted DID")
+        try:
+            await self._identities.lookup(did)
+        except DatabaseError:
+            raise
+        except UnavailableError as error:
+            return problem(500, f"failed to resolve DID: {error}")
+        identity = (await self._store.load_identities([did])).get(did)
+        if identity is None or (identity.problem and identity.pds is None and identity.signing_key is None):
+            return problem(404, "DID not found")
+        return answer(did_document(identity))
+
+    async def _repo_count(self, _: web.Request) -> web.Response:
+        return answer({"repo_count": await self._store.count_rows("repo")})
+
+    async def _record_count(self, _: web.Request) -> web.Response:
+        return answer({"record_count": await self._store.count_rows("record")})
+
+    async def _outbox_buffer(self, _: web.Request) -> web.Response:
+        return answer({"outbox_buffer": await self._store.changes_behind()})
+
+    async def _resync_buffer(self, _: web.Request) -> web.Response:
+        return answer({"resync_buffer": await self._store.count_rows("buffered_event")})
+
+    async def _cursors(self, _: web.Request) -> web.Response:
+        cursors = await self._store.cursors()
+        newest = max(cursors, key=lambda cursor: cursor.updated_at, default=None)
+        return answer({"firehose": newest.seq if newest else 0, "list_repos": ""})
+
+
+def repo_info(report: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a repo as tap describes it, from `Store.repo_report`."""
+    return {
+        "did": report["did"],
+        "error": report["last_error"] or "",
+        "handle": report["handle"] or "",
+        "records": report["records"],
+        "retries": report["resync_attempts"],
+        "rev": report["rev"] or "",
+        "state": _state(report),
+    }
+
+
+def _state(report: dict[str, Any]) -> str:
+    match report["sync_status"]:
+        case SyncStatus.SYNCHRONIZED:
+            return "active"
+        case SyncStatus.IN_PROGRESS:
+            return "resyncing"
+    if report["last_error"]:
+        return "error"
+    return "pending" if report["sync_reason"] == Desync.NEW else "desynchronized"
+
+
+def did_document(identity: StoredIdentity) -> dict[str, Any]:
+    """Return a DID document with the parts that are stored."""
+    did = identity.did
+    document: dict[str, Any] = {"id": did}
+    if identity.handle not in {None, INVALID_HANDLE}:
+        document["alsoKnownAs"] = [f"at://{identity.handle}"]
+    if identity.signing_key:
+        document["verificationMethod"] = [
+            {
+                "id": f"{did}#atproto",
+                "type": "Multikey",
+                "controller": did,
+                "publicKeyMultibase": identity.signing_key.removeprefix("did:key:"),
+            }
+        ]
+    if identity.pds:
+        document["service"] = [
+            {"id": "#atproto_pds", "type": "AtprotoPersonalDataServer", "serviceEndpoint": identity.pds}
+        ]
+    return document
+
+
+async def _texts(request: web.Request, name: str) -> list[str]:
+    """Return a list of strings, the only field of a JSON body.
+
+    Raises:
+        InvalidScopeError: The body is something else.
+    """
+    text = await request.read()
+    try:
+        body: Any = orjson.loads(text) if max_items(text) <= MAX_ITEMS else None
+    except orjson.JSONDecodeError:
+        body = None
+    texts = body.get(name) if isinstance(body, dict) else None
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise InvalidScopeError(f'the body must be JSON of the form {{"{name}": ["…"]}}')
+    return texts
+
+
+def _answer_errors(handler: Handler) -> Handler:
+    """Return a handler that answers a bad scope with status 400, and 503 while the database does not answer."""
+
+    async def answered(request: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except InvalidScopeError as error:
+            return problem(400, str(error))
+        except DatabaseError:
+            return problem(503, "the database does not answer; try again later")
+
+    return answered

@@ -1,0 +1,145 @@
+"""Maintain the resync queue: expire leases, unpark repos, and request resyncs of incomplete or unproven repos."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import time
+
+import structlog
+
+from indexer.concurrency.stage_progress import StageProgress
+from indexer.db import Store
+from indexer.db.periodic import run_periodically
+from indexer.reasons import Desync
+from indexer.sync.repo_transitions import STABLE_SECONDS
+from indexer.sync.shard import Shard
+from indexer.telemetry.metrics import Metrics
+
+LONGEST_WAIT_SECONDS = 7_200.0
+"""No repo waits for longer until its next attempt, unless the clock was set back. Back-offs are up to 75 minutes."""
+
+log = structlog.get_logger(__name__)
+
+MIN_PARKED_SECONDS = 120.0
+"""Seconds that a repo is parked at least before its row is deleted: longer than processes use a cached row."""
+
+
+@dataclass(frozen=True, slots=True)
+class MaintenanceSettings:
+    """Intervals in seconds.
+
+    Attributes:
+        forget_after: How long a repo without stored records is kept that cannot be fetched and that no repo list has
+            named, or whose account is inactive; 0: for ever. If it is parked, it is forgotten instead of being unparked
+            for the first time.
+        unpark_after: How long a repo stays parked; 0: until an event unparks it.
+        missing_values_after: How long after its resync a repo without all record values gets another one.
+        lease_interval: Pause between two searches for expired leases.
+        search_interval: Pause between two searches for parked repos and missing values.
+        unproven_after: How long a repo that broke before is synchronized before its undecidable commits cause a resync.
+            So each repo gets at most one per interval, and it is due at once: its back-off starts from the beginning.
+        unproven_interval: Pause between two searches for repos with undecidable commits.
+        unproven_per_search: Repos that one such search desynchronizes. The others wait, synchronized, so that many such
+            commits cause few exports at a time.
+        batch_pause: Pause between two batches of one search, which leaves the database to others.
+    """
+
+    forget_after: float = 86_400.0
+    unpark_after: float = 86_400.0
+    missing_values_after: float = 86_400.0
+    lease_interval: float = 1.0
+    search_interval: float = 600.0
+    unproven_after: float = STABLE_SECONDS
+    unproven_interval: float = 60.0
+    unproven_per_search: int = 60
+    batch_pause: float = 0.1
+
+
+class QueueMaintenance:
+    """Changes repos that no worker holds. `run` ends only with an exception that is a bug.
+
+    Attributes:
+        lease_expiry: The progress of the search for expired leases.
+        parked_repos: The progress of the search for parked repos and missing values.
+        unproven_repos: The progress of the search for repos with undecidable commits.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        shard: Shard,
+        metrics: Metrics,
+        settings: MaintenanceSettings | None = None,
+        *,
+        may_forget: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Create the maintenance. `may_forget` returns False while the operator chooses the repos."""
+        self._store = store
+        self._buckets = shard.buckets
+        self._metrics = metrics
+        self._settings = settings or MaintenanceSettings()
+        self._may_forget = may_forget
+        self.lease_expiry = StageProgress("lease expiry")
+        self.parked_repos = StageProgress("parked repos")
+        self.unproven_repos = StageProgress("unproven repos")
+
+    async def run(self) -> None:
+        """Run the searches at their intervals."""
+        settings = self._settings
+        searches = (
+            run_periodically(self._expire_leases, settings.lease_interval, self.lease_expiry),
+            run_periodically(self._request_resyncs, settings.search_interval, self.parked_repos, wait_first=True),
+            run_periodically(self._request_unproven, settings.unproven_interval, self.unproven_repos, wait_first=True),
+        )
+        async with asyncio.TaskGroup() as group:
+            for search, progress in zip(
+                searches, (self.lease_expiry, self.parked_repos, self.unproven_repos), strict=True
+            ):
+                group.create_task(search, name=progress.name)
+
+    async def _expire_leases(self) -> None:
+        # In a transaction of its own: expiry waits for row locks, claims skip locked rows.
+        expired = await self._store.expire_leases(self._buckets, time())
+        self._metrics.desynchronized(Desync.LEASE_EXPIRED, expired)
+
+    async def _request_unproven(self) -> None:
+        """Work in one batch: the rest waits for the next search."""
+        settings = self._settings
+        found = await self._store.request_unproven(
+            self._buckets, settings.unproven_after, time(), settings.unproven_per_search
+        )
+        self._metrics.desynchronized(Desync.LENIENT_COMMIT, found)
+
+    async def _request_resyncs(self) -> None:
+        """End waits that are too long, then work in batches until no repo is left that was due at the start.
+
+        Repos that become due meanwhile wait for the next search. Otherwise the first could fail and be parked again
+        before the others had their turn.
+        """
+        started, settings = time(), self._settings
+        while found := await self._store.end_long_waits(self._buckets, LONGEST_WAIT_SECONDS, started):
+            log.warning("clock.set-back", repos=found)
+            await self._pause()
+        while found := await self._store.request_missing_values(self._buckets, settings.missing_values_after, started):
+            self._metrics.desynchronized(Desync.RECORD_MISSING, found)
+            await self._pause()
+        forget_hidden_after = settings.forget_after if self._may_forget() else 0.0
+        unpark_after = max(settings.unpark_after, MIN_PARKED_SECONDS) if settings.unpark_after else forget_hidden_after
+        forget_after = min(forget_hidden_after, unpark_after)
+        while forget_after and (found := await self._store.forget_denied(self._buckets, forget_after, started)):
+            log.debug("repos.forgotten", repos=found)
+            await self._pause()
+        while forget_hidden_after and (
+            found := await self._store.forget_hidden(self._buckets, forget_hidden_after, started)
+        ):
+            log.debug("repos.forgotten", repos=found)
+            await self._pause()
+        while settings.unpark_after and (
+            found := await self._store.unpark(self._buckets, settings.unpark_after, started)
+        ):
+            log.debug("repos.unparked", repos=found)
+            await self._pause()
+
+    async def _pause(self) -> None:
+        self.parked_repos.moved()
+        await asyncio.sleep(self._settings.batch_pause)

@@ -1,0 +1,1 @@
+"""The HTTP server: health, metrics, the status document and the status page."""

@@ -1,0 +1,129 @@
+"""The state of one account in words, for the lookup of the status page."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from indexer.db.status_queries import MAX_COUNTED_RECORDS
+from indexer.reasons import Desync, FetchFailure
+from indexer.sync.repo_state import SyncStatus
+
+_MINUTE, _HOUR, _DAY = 60, 3_600, 86_400
+_DESYNC_TEXTS = {str(reason): reason.text for reason in Desync}
+_FAILURE_TEXTS = {str(reason): reason.text for reason in FetchFailure}
+
+
+@dataclass(frozen=True, slots=True)
+class AccountStatus:
+    """The state of an account.
+
+    Attributes:
+        summary: Sentences that say what the state is, why, and what happens next.
+        pds: The URL of its PDS; None if it is unknown.
+        records: Stored records, at most `MAX_COUNTED_RECORDS`.
+        more_records: True if there are more.
+        next_attempt_seconds: Time until the next resync may start; None if none is scheduled.
+    """
+
+    summary: list[str]
+    did: str
+    handle: str | None
+    pds: str | None
+    sync_status: str
+    sync_reason: str | None
+    hosting_status: str
+    visible: bool
+    rev: str | None
+    records: int
+    more_records: bool
+    attempts: int
+    next_attempt_seconds: float | None
+    last_error: str | None
+    synchronized_seconds_ago: float | None
+    updated_seconds_ago: float | None
+
+
+def account_status(row: Mapping[str, Any], now: float) -> AccountStatus:
+    """Return the state that a row of `load_account` describes, at `now` (Unix seconds)."""
+    next_at = row["next_attempt_at"]
+    waits = row["sync_status"] == SyncStatus.DESYNCHRONIZED and next_at is not None
+    return AccountStatus(
+        summary=list(_sentences(row, now)),
+        did=row["did"],
+        handle=row["handle"],
+        pds=row["pds"],
+        sync_status=row["sync_status"],
+        sync_reason=row["sync_reason"],
+        hosting_status=_hosting_status(row),
+        visible=row["visible"],
+        rev=row["rev"],
+        records=min(row["records"], MAX_COUNTED_RECORDS),
+        more_records=row["records"] > MAX_COUNTED_RECORDS,
+        attempts=row["attempts"],
+        next_attempt_seconds=max(0.0, next_at - now) if waits else None,
+        last_error=row["last_error"],
+        synchronized_seconds_ago=_age(row["synchronized_at"], now),
+        updated_seconds_ago=_age(row["updated_at"], now),
+    )
+
+
+def _sentences(row: Mapping[str, Any], now: float) -> Iterator[str]:
+    match row["sync_status"]:
+        case SyncStatus.SYNCHRONIZED:
+            yield f"The repo is synchronized: the stored records are those of rev {row['rev']}."
+        case SyncStatus.IN_PROGRESS:
+            events = row["buffered_events"]
+            yield f"The repo is being resynced now. Events that arrived meanwhile and are buffered: {events:,}."
+        case _:
+            yield "The repo is desynchronized: its stored records may be missing or outdated."
+    if row["sync_status"] != SyncStatus.SYNCHRONIZED:
+        if row["sync_reason"] is not None:
+            yield f"Reason: {row['sync_reason']}. {_DESYNC_TEXTS.get(row['sync_reason'], '')}".rstrip()
+        if row["last_error"] is not None:
+            failure = row["last_error"].partition(":")[0]
+            yield f"The last attempt failed: {failure}. {_FAILURE_TEXTS.get(failure, '')}".rstrip()
+    if row["sync_status"] == SyncStatus.DESYNCHRONIZED:
+        yield _next_step(row, now)
+    yield from _visibility(row, now)
+
+
+def _next_step(row: Mapping[str, Any], now: float) -> str:
+    if not row["tracked"]:
+        return "It is not resynced while it is untracked."
+    if not row["active"]:
+        return "It is not resynced while its account is not active."
+    if row["parked"]:
+        return "It is parked: the next attempt follows after a message of the account, or after INDEXER_SWEEP_INTERVAL."
+    seconds = 0.0 if row["next_attempt_at"] is None else row["next_attempt_at"] - now
+    if seconds <= 0:
+        return "It waits in the resync queue; the next attempt starts when a worker is free."
+    return f"The next attempt starts in {_duration(seconds)} at the earliest."
+
+
+def _visibility(row: Mapping[str, Any], now: float) -> Iterator[str]:
+    if row["takedown"]:
+        yield "An operator has taken the account down here, so the public views hide its records."
+    if not row["tracked"]:
+        yield "It is untracked: its records are erased, and its messages are ignored, until `indexer scope track`."
+    elif row["active"] and row["withheld_since"] is not None:
+        yield (
+            f"The relay has withheld the account for {_duration(now - row['withheld_since'])}, with the status "
+            f"{_hosting_status(row)}: its latest changes may be missing. The records stay visible."
+        )
+    elif not row["active"]:
+        yield f"Its hosting status is {_hosting_status(row)}, so the public views hide its records."
+
+
+def _hosting_status(row: Mapping[str, Any]) -> str:
+    return row["hosting_status"] or ("active" if row["active"] else "inactive")
+
+
+def _age(at: float | None, now: float) -> float | None:
+    return None if at is None else max(0.0, now - at)
+
+
+def _duration(seconds: float) -> str:
+    for size, name in ((_DAY, "d"), (_HOUR, "h"), (_MINUTE, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {name}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,252 @@
+"""The HTTP server of the daemon: health checks, metrics, and the routes of the status page and of feeds."""
+
+import asyncio
+import errno
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass
+from time import monotonic
+from typing import Any, Protocol, cast
+
+import orjson
+from aiohttp import hdrs, web
+from aiohttp.http import HttpProcessingError
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from indexer import __version__
+from indexer.concurrency.turns import Turns
+from indexer.errors import SettingsError
+from indexer.net.server.address import Address
+from indexer.net.server.client_network import client_network
+from indexer.net.server.connection_limit import WEBSOCKETS, ConnectionLimit, Websockets
+from indexer.serve.readiness import ReadinessReason
+from indexer.telemetry.conditions import Conditions
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Probe(Protocol):
+    """The state of the running daemon. Every method returns immediately, without I/O."""
+
+    def stalled(self) -> Sequence[ReadinessReason]:
+        """Return a reason for each stage that has work and makes no progress; none if the process is healthy."""
+
+    def ready(self) -> Sequence[ReadinessReason]:
+        """Return all reasons why the database is not up to date; none if the daemon is ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Limits of the HTTP server.
+
+    Attributes:
+        max_connections: Open connections. It is far below the number of files that a process may open, because the
+            relay, the database and the hosts need files, too.
+        max_websockets: Open websockets, in addition.
+        backlog: Connections that are accepted at once, in addition. It is below `max_connections`, so that a connection
+            is read before newer ones close it.
+        header_timeout: Seconds within which a client must send the headers of its next request.
+        scrape_interval: Seconds for which the metrics are not computed again.
+        request_interval: Seconds between the starts of two requests of all clients together. The networks of the
+            clients take turns.
+    """
+
+    max_connections: int = 128
+    max_websockets: int = 128
+    backlog: int = 32
+    header_timeout: float = 15.0
+    scrape_interval: float = 1.0
+    request_interval: float = 0.002
+
+
+DEFAULT_HTTP_LIMITS = HttpLimits()
+
+
+class Listener:
+    """An address that is bound. It refuses connections until `start`.
+
+    Attributes:
+        address: The address, with the real port if port 0 was asked for.
+    """
+
+    def __init__(self, bind: Address, backlog: int = DEFAULT_HTTP_LIMITS.backlog) -> None:
+        self.address = bind
+        self._backlog = backlog
+        self._server: asyncio.Server | None = None
+        self._make_protocol: Callable[[], asyncio.BaseProtocol] = asyncio.Protocol
+
+    async def bind(self) -> None:
+        """Bind the address.
+
+        Raises:
+            SettingsError: Another process uses the address, this machine does not have it, or this account may not use
+                it.
+        """
+        loop, (host, port) = asyncio.get_running_loop(), self.address
+        with self._wrong_setting():
+            self._server = await loop.create_server(
+                self._protocol, host, port, backlog=self._backlog, start_serving=False
+            )
+        self.address = Address(host, self._server.sockets[0].getsockname()[1])
+
+    async def start(self, make_protocol: Callable[[], asyncio.BaseProtocol]) -> None:
+        """Accept connections, each with a protocol that this function makes. Bind the address before, if it is not.
+
+        Raises:
+            SettingsError: As `bind`.
+        """
+        self._make_protocol = make_protocol
+        if self._server is None:
+            await self.bind()
+        with self._wrong_setting():
+            await cast(asyncio.Server, self._server).start_serving()
+
+    def _protocol(self) -> asyncio.BaseProtocol:
+        return self._make_protocol()
+
+    def close(self) -> None:
+        """Accept no connections any more."""
+        if self._server is not None:
+            self._server.close()
+
+    @contextmanager
+    def _wrong_setting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            in_use = "another process uses it; end that process, or choose another port"
+            why = in_use if error.errno == errno.EADDRINUSE else error.strerror
+            raise SettingsError(f"INDEXER_HTTP_BIND: cannot listen at {self.address}: {why}") from error
+
+
+@asynccontextmanager
+async def serve_health(
+    bind: Address | Listener,
+    probe: Probe,
+    registry: CollectorRegistry,
+    conditions: Conditions,
+    limits: HttpLimits = DEFAULT_HTTP_LIMITS,
+    routes: Sequence[web.RouteDef] = (),
+) -> AsyncIterator[Address]:
+    """Run the HTTP server until the block ends; yield its address, with the real port if `bind` has port 0.
+
+    It serves the health checks, the metrics, and `routes`: the status page and feeds.
+
+    Raises:
+        SettingsError: Another process uses the address, this machine does not have it, or this account may not use it.
+    """
+    listener = bind if isinstance(bind, Listener) else Listener(bind, limits.backlog)
+    app = make_application(probe, MetricsPage(registry, limits.scrape_interval), limits.request_interval)
+    app.router.add_routes(routes)
+    app[WEBSOCKETS] = websockets = Websockets(limits.max_websockets, conditions)
+    app.on_shutdown.append(_close_websockets)
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        handle_signals=False,
+        shutdown_timeout=1,
+        keepalive_timeout=limits.header_timeout,  # it also applies to the first request of a connection
+        logger=_logger(),
+    )
+    await runner.setup()
+    try:
+        server = cast(web.Server, runner.server)  # `setup` has made it
+        connections = ConnectionLimit(server, limits.max_connections, conditions, websockets)
+        await listener.start(connections)
+        try:
+            yield listener.address
+        finally:
+            listener.close()
+    finally:
+        await runner.cleanup()
+
+
+async def _close_websockets(app: web.Application) -> None:
+    await app[WEBSOCKETS].close()
+
+
+class MetricsPage:
+    """The metrics as text, computed at most once per `interval` seconds, however often they are requested."""
+
+    def __init__(self, registry: CollectorRegistry, interval: float) -> None:
+        self._registry = registry
+        self._interval = interval
+        self._pages: dict[str, tuple[float, bytes]] = {}
+
+    def text(self, accept: str) -> tuple[bytes, str]:
+        """Return the metrics and their content type, in one of the two formats that Prometheus reads."""
+        # Only the two formats are told apart, not their versions: each one is computed and stored for itself.
+        encode, content_type = choose_encoder(_OPENMETRICS if "application/openmetrics-text" in accept else "")
+        computed_at, text = self._pages.get(content_type, (-math.inf, b""))
+        if monotonic() - computed_at >= self._interval:
+            text = encode(self._registry)
+            self._pages[content_type] = monotonic(), text
+        return text, content_type
+
+
+_OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+
+
+def _logger() -> logging.Logger:
+    """Return the logger of the server. A malformed request is answered with status 400 and is not logged."""
+    logger = logging.getLogger("aiohttp.server")
+    logger.addFilter(_is_not_malformed_request)
+    return logger
+
+
+def _is_not_malformed_request(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+def make_application(probe: Probe, metrics_page: MetricsPage, request_interval: float) -> web.Application:
+    """Return the web application with the routes for programs."""
+    turns = Turns()
+
+    @web.middleware
+    async def in_turn(request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer a request after a turn, so that requests leave the event loop time for the stream."""
+        await turns.spend(client_network(request), request_interval)
+        return await handler(request)
+
+    async def healthz(_: web.Request) -> web.Response:
+        return _check_response(probe.stalled())
+
+    async def readyz(_: web.Request) -> web.Response:
+        return _check_response(not_ready_reasons(probe))
+
+    async def metrics(request: web.Request) -> web.Response:
+        text, content_type = metrics_page.text(request.headers.get(hdrs.ACCEPT, ""))
+        return web.Response(body=text, headers={hdrs.CONTENT_TYPE: content_type})
+
+    async def version(_: web.Request) -> web.Response:
+        return _json_response({"version": __version__})
+
+    routes: dict[str, Handler] = {
+        "/healthz": healthz,
+        "/readyz": readyz,
+        "/metrics": metrics,
+        "/xrpc/_health": version,
+    }
+    app = web.Application(middlewares=[in_turn])
+    for path, handler in routes.items():
+        app.router.add_get(path, handler)
+    return app
+
+
+def not_ready_reasons(probe: Probe) -> list[ReadinessReason]:
+    """Return all reasons why the daemon is not ready, stalled stages first."""
+    return [*probe.stalled(), *probe.ready()]
+
+
+def _check_response(reasons: Sequence[ReadinessReason]) -> web.Response:
+    if not reasons:
+        return _json_response({"status": "ok"})
+    body = {"status": "unavailable", "reason": reasons[0].message, "reasons": [asdict(reason) for reason in reasons]}
+    return _json_response(body, 503)
+
+
+def _json_response(body: Any, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")

@@ -1,1 +1,0 @@
-"""Background tasks of the daemon: identities, handles, erasure, change log retention and shard ownership."""

@@ -1,1 +1,0 @@
-"""Crawls of repo lists: discover accounts, and reconcile the database with a relay."""

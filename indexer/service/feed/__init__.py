@@ -1,1 +1,0 @@
-"""Feeds of the change log over HTTP, for clients of other sync services."""

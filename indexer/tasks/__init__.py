@@ -1,0 +1,1 @@
+"""Periodic work, one file each."""

@@ -1,0 +1,129 @@
+"""Refresh identities that are known to have changed, and record which DIDs no longer exist or exist again."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from time import time
+from urllib.parse import unquote
+
+import structlog
+
+from indexer.concurrency.stage_progress import StageProgress
+from indexer.db import DatabaseError, Store
+from indexer.db.periodic import DatabaseAttempt, run_periodically
+from indexer.errors import UnavailableError
+from indexer.net.http import host_of
+from indexer.net.identity import METHODS, IdentityCache, Method
+from indexer.sync.backoff import backoff_seconds
+from indexer.sync.plan_account import plan_existence
+from indexer.sync.shard import Shard
+from indexer.sync.stored_identity import DueIdentity
+
+BATCH_SIZE = 100
+MAX_PER_HOST = 20
+"""Identities of one host in a batch."""
+WINDOW = 1_000
+"""Due identities from which a batch is chosen: this number of the oldest, and as many of the newest."""
+CONCURRENCY = 16
+"""Concurrent lookups per DID method."""
+LIMITED_SECONDS = 30.0
+"""Pause of an identity that the limits of the identity cache did not allow to look up."""
+
+log = structlog.get_logger(__name__)
+
+
+class IdentityRefresh:
+    """Refreshes identities that are due, in batches with a pause of `interval` seconds between two of them.
+
+    This also reaches accounts that send no commits, whose keys nothing else looks up. did:plc and did:web have batches
+    of their own, because hosts of did:web can be slow on purpose.
+
+    Attributes:
+        stage: Its progress. Each batch is work; it moves with each identity.
+    """
+
+    def __init__(
+        self, store: Store, identities: IdentityCache, deletion_grace: float, shard: Shard, *, interval: float = 10.0
+    ) -> None:
+        self._store = store
+        self._identities = identities
+        self._deletion_grace = deletion_grace
+        self._shard = shard
+        self._interval = interval
+        self.stage = StageProgress("identity refresh")
+        self._batches = {method: self.stage.add() for method in METHODS}
+
+    async def run(self) -> None:
+        """Refresh identities forever. Only an exception that is a bug ends it."""
+        async with asyncio.TaskGroup() as group:
+            for method in METHODS:
+                work = partial(self.refresh_batch, method)
+                batches = run_periodically(work, self._interval, self._batches[method])
+                group.create_task(batches, name=f"identity refresh of did:{method}")
+
+    async def refresh(self, did: str, failures: int = 0) -> None:
+        """Look up the identity and update the repo. After a failure, the identity is due again after a back-off.
+
+        Args:
+            did: The DID.
+            failures: How often in a row that failed before.
+
+        Raises:
+            DatabaseError: The database is unavailable.
+        """
+        try:
+            identity = await self._identities.refresh(did)
+        except DatabaseError:
+            raise
+        except UnavailableError as error:
+            failures += 1
+            log.debug("identity.refresh-postponed", did=did, failures=failures, error=str(error))
+            await self._store.postpone_refresh(did, time() + backoff_seconds(failures, did), failures)
+            return
+        if identity is None:
+            await self._store.postpone_refresh(did, time() + LIMITED_SECONDS, failures)
+        elif not (identity.stale or identity.doubtful):
+            exists, grace = not identity.gone, self._deletion_grace
+            await self._store.update_repo(did, lambda repo: plan_existence(repo, time(), grace, exists=exists))
+
+    async def refresh_batch(self, method: Method) -> None:
+        """Refresh identities of one DID method that are due, several at a time.
+
+        Raises:
+            DatabaseError: The database is unavailable.
+        """
+        due = await self._store.due_identities(self._shard.buckets, WINDOW, time(), web=method == "web")
+        slots = asyncio.Semaphore(CONCURRENCY)
+
+        async def refresh(identity: DueIdentity) -> None:
+            async with slots:
+                with DatabaseAttempt():
+                    await self.refresh(identity.did, identity.failures)
+                self._batches[method].moved()
+
+        async with asyncio.TaskGroup() as group:
+            for identity in fair_batch(due):
+                group.create_task(refresh(identity), name=f"identity refresh of {identity.did}")
+
+
+def fair_batch(due: Sequence[DueIdentity]) -> list[DueIdentity]:
+    """Return at most `BATCH_SIZE` of the identities: the first one of each host, then the second one of each host, ….
+
+    For a did:web, the host is the last two labels of its name, because the owner of a domain can create any number of
+    subdomains.
+    """
+    position, turns = Counter[str](), list[tuple[int, DueIdentity]]()
+    for identity in due:
+        host = _host(identity)
+        if position[host] < MAX_PER_HOST:
+            turns.append((position[host], identity))
+        position[host] += 1
+    turns.sort(key=lambda turn: turn[0])
+    return [identity for _, identity in turns[:BATCH_SIZE]]
+
+
+def _host(identity: DueIdentity) -> str:
+    if identity.did.startswith("did:web:"):
+        return ".".join(unquote(identity.did.removeprefix("did:web:")).split(".")[-2:])
+    return (identity.pds and host_of(identity.pds)) or ""

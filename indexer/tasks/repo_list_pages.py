@@ -1,0 +1,74 @@
+"""Read a host's whole repo list page by page, with retries."""
+
+from collections.abc import AsyncIterator
+
+import stamina
+import structlog
+
+from indexer.concurrency.stage_progress import Work
+from indexer.errors import UnavailableError
+from indexer.net.http import OutboundClient
+from indexer.net.pds.repo_list import RepoListPage, list_repos
+from indexer.net.pds.xrpc import XrpcError
+from indexer.reasons import FetchFailure
+
+stamina.instrumentation.set_on_retry_hooks(())  # it would log events of its own, which docs/logs.md does not have
+
+MAX_ATTEMPTS = 6
+"""Attempts to fetch one page, over about a minute."""
+
+log = structlog.get_logger(__name__)
+
+
+async def repo_list_pages(
+    outbound: OutboundClient, source: str, collection: str, cursor: str | None, requests: Work
+) -> AsyncIterator[RepoListPage]:
+    """Yield the pages of the repo list of `source`, from `cursor` to the end.
+
+    Each request is work of `requests`; a pause before a retry is not.
+
+    Raises:
+        UnavailableError: All attempts to fetch a page failed, or the cursors lead in a circle (BAD_ANSWER).
+    """
+    # Brent's algorithm finds a circle: each cursor is compared with an earlier one, which is replaced after 1, 2, 4, …
+    # pages. So it lies in the circle at last, and few pages are read more than once.
+    earlier, pages, replace_after = cursor, 0, 1
+    invalid, first = 0, ""
+    try:
+        while True:
+            page = await _fetch_page(outbound, source, collection, cursor, requests)
+            if page.cursor is not None and page.cursor == earlier:
+                raise UnavailableError(FetchFailure.BAD_ANSWER, f"the cursors lead in a circle: {page.cursor!r:.100}")
+            invalid, first = invalid + page.invalid_entries, first or page.first_invalid
+            yield page
+            cursor, pages = page.cursor, pages + 1
+            if cursor is None:
+                return
+            if pages == replace_after:
+                earlier, pages, replace_after = cursor, 0, 2 * replace_after
+    finally:
+        if invalid:
+            log.warning("repo-list.invalid-entries", source=source, count=invalid, first=first)
+
+
+async def _fetch_page(
+    outbound: OutboundClient, source: str, collection: str, cursor: str | None, requests: Work
+) -> RepoListPage:
+    attempts = stamina.retry_context(
+        on=_retry_after, attempts=MAX_ATTEMPTS, timeout=None, wait_initial=1.0, wait_max=60.0
+    )
+    async for attempt in attempts:
+        with attempt, requests.busy():
+            try:
+                return await list_repos(outbound, source, collection, cursor)
+            except UnavailableError as error:
+                log.debug("repo-list.page-failed", source=source, attempt=attempt.num, error=str(error))
+                raise
+    raise AssertionError("the last attempt raises")
+
+
+def _retry_after(error: Exception) -> bool | float:
+    """Return the seconds after which the host allows a retry, True if it named none, False if no retry helps."""
+    if isinstance(error, XrpcError) and error.definite:
+        return False
+    return isinstance(error, UnavailableError) and (error.retry_after or True)

@@ -1,0 +1,148 @@
+"""Trim the change log, report lagging consumers, and disconnect those that are too far behind."""
+
+import asyncio
+from math import inf
+from time import monotonic, time
+from typing import NoReturn
+
+import structlog
+
+from indexer.concurrency.stage_progress import StageProgress
+from indexer.db import ChangeLogState, ConsumerState, RetentionPolicy, Store, TrimPlan
+from indexer.db.periodic import DatabaseAttempt
+from indexer.telemetry.metrics import ConsumerLag, Metrics
+
+RETRY_SECONDS = 5.0
+
+log = structlog.get_logger(__name__)
+
+
+class ChangeLogRetention:
+    """Applies the retention policy. All processes do this; the work is done only once.
+
+    The log is trimmed and reported every `interval` seconds. In between, its size is checked, and the log is trimmed
+    when it has used half of the reserve that the policy leaves, and every `retry` seconds while it is above its limit:
+    a trim frees nothing if a writer or a consumer holds what it needs, or if it only opens a new segment. A registered
+    consumer is logged when it begins to lag by more than `lag_alarm` seconds, and when it no longer does. If the log
+    reaches twice its size, sessions of consumers are ended whose transactions prevent trimming and have been open for
+    `max_transaction_seconds`.
+
+    Attributes:
+        stage: Its progress. Each check of the change log is work.
+        lagging: The names of the consumers that lagged at the last report.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        policy: RetentionPolicy,
+        metrics: Metrics,
+        *,
+        lag_alarm: float,
+        interval: float = 60.0,
+        retry: float = RETRY_SECONDS,
+        max_transaction_seconds: float = 60.0,
+    ) -> None:
+        self._store = store
+        self._policy = policy
+        self._metrics = metrics
+        self._lag_alarm = lag_alarm
+        self._interval = interval
+        self._retry = retry
+        self._max_transaction_seconds = max_transaction_seconds
+        self._next_report = -inf
+        self._next_retry = -inf
+        self._trimmed_size = 0
+        self._removed_age: float | None = None
+        self.stage = StageProgress("change log retention")
+        self._blocked = set[int]()
+        self.lagging: list[str] = []
+
+    async def run(self) -> NoReturn:
+        """Apply the retention policy forever. Only an exception that is a bug ends it."""
+        while True:
+            with DatabaseAttempt(self.stage) as attempt:
+                await self._trim_if_due()
+            await asyncio.sleep(self._retry if attempt.error else self._policy.check_seconds)
+
+    async def trim(self) -> None:
+        """Apply the retention policy once, report its result, and update the metrics.
+
+        Raises:
+            DatabaseError: The database is unavailable.
+        """
+        now = time()
+        before, plan = await self._trim(now)
+        following = [
+            consumer for consumer in before.consumers if not consumer.cut_off and consumer.name not in plan.disconnect
+        ]
+        self._report_lagging(following, now)
+        self._report_size_limit()
+        self._metrics.change_log(
+            before.bytes,
+            [ConsumerLag(consumer.name, consumer.lag(now), consumer.behind) for consumer in following],
+            cut_off=len(before.consumers) - len(following),
+        )
+        self._next_report = monotonic() + self._interval
+
+    async def _trim_if_due(self) -> None:
+        size = await self._store.change_log_size()
+        self._trimmed_size = min(self._trimmed_size, size)  # another process may have trimmed the log
+        if monotonic() >= self._next_report:
+            await self.trim()
+        elif size - self._trimmed_size >= self._policy.segment_bytes / 2 or self._retries(size):
+            await self._trim(time())
+
+    def _retries(self, size: int) -> bool:
+        """Return True if a log of this size is above its limit, and the last trim was long enough ago."""
+        return size > self._policy.max_bytes and monotonic() >= self._next_retry
+
+    async def _trim(self, now: float) -> tuple[ChangeLogState, TrimPlan]:
+        self._next_retry = monotonic() + self._retry
+        before, plan = await self._store.trim_change_log(self._policy, now)
+        for consumer in before.consumers:
+            if consumer.name in plan.disconnect:
+                log.error("consumer.disconnected", reader=consumer.name, seq=consumer.seq, behind=consumer.behind)
+        for segment in before.segments:
+            if segment.number in plan.truncate and segment.last_time is not None:
+                log.info("change-log.trimmed", seq=segment.last_seq, bytes=segment.bytes)
+                age = now - segment.last_time
+                self._removed_age = age if self._removed_age is None else min(self._removed_age, age)
+        if plan.locked and self._policy.is_overfull(before.bytes):
+            await self._end_blocking_sessions(plan.locked)
+        # A segment that was locked is tried again at the next check.
+        self._trimmed_size = 0 if plan.locked else await self._store.change_log_size()
+        return before, plan
+
+    async def _end_blocking_sessions(self, segments: tuple[int, ...]) -> None:
+        sessions = await self._store.end_blocking_sessions(segments, self._max_transaction_seconds)
+        reported, self._blocked = self._blocked, {session.pid for session in sessions if not session.ended}
+        for session in sessions:
+            seconds = None if session.seconds is None else round(session.seconds)
+            if session.ended:
+                log.error("consumer.session-ended", role=session.role, pid=session.pid, seconds=seconds)
+            elif session.pid not in reported:
+                log.error("change-log.blocked", role=session.role, pid=session.pid, seconds=seconds)
+
+    def _report_lagging(self, consumers: list[ConsumerState], now: float) -> None:
+        lagging = [consumer for consumer in consumers if consumer.lag(now) > self._lag_alarm]
+        before, self.lagging = self.lagging, [consumer.name for consumer in lagging]
+        for consumer in consumers:
+            if consumer.name in before and consumer.name not in self.lagging:
+                log.info("consumer.caught-up", reader=consumer.name)
+        for consumer in [consumer for consumer in lagging if consumer.name not in before]:
+            seconds = round(consumer.lag(now))
+            log.warning(
+                "consumer.lagging", reader=consumer.name, behind=consumer.behind, seconds=seconds, seq=consumer.seq
+            )
+
+    def _report_size_limit(self) -> None:
+        """Warn if changes were trimmed since the last report because of the size of the log, before their time."""
+        age, self._removed_age = self._removed_age, None
+        if age is not None and age < self._policy.max_age:
+            log.warning(
+                "change-log.size-limit",
+                seconds=round(age),
+                retention=round(self._policy.max_age),
+                limit=self._policy.max_bytes,
+            )

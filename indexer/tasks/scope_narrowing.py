@@ -1,0 +1,91 @@
+"""Delete the stored records of collections that the scope no longer selects, in small batches."""
+
+from time import monotonic
+
+import structlog
+
+from indexer.concurrency.stage_progress import StageProgress
+from indexer.db import Store
+from indexer.db.current_scope import CurrentScope
+from indexer.db.periodic import run_periodically
+from indexer.sync.scope import Scope
+from indexer.sync.shard import Shard
+from indexer.telemetry.metrics import Metrics
+
+BATCH_SIZE = 1_000
+"""Records that one transaction deletes. The live path waits for the rows of their repos."""
+SEARCH_SECONDS = 600.0
+"""Pause between two searches while the scope does not change. They should find nothing."""
+
+log = structlog.get_logger(__name__)
+
+
+class ScopeNarrowing:
+    """Looks for records out of scope at the start and after each change, and deletes them.
+
+    It begins when this process plans nothing with an earlier scope any more. What a resync planned with an earlier one
+    is not written (`ResyncTransaction.holds_scope`).
+
+    Attributes:
+        stage: Its progress. A search is work; it moves with each batch.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        scope: CurrentScope,
+        shard: Shard,
+        metrics: Metrics,
+        *,
+        interval: float = 1.0,
+        batch_size: int = BATCH_SIZE,
+    ) -> None:
+        self._store = store
+        self._scope = scope
+        self._buckets = shard.buckets
+        self._metrics = metrics
+        self._interval = interval
+        self._batch_size = batch_size
+        self._clean_version = -1
+        self._clean_since = 0.0
+        self.stage = StageProgress("scope narrowing")
+
+    async def run(self) -> None:
+        """Delete records forever. Only an exception that is a bug ends it."""
+        await run_periodically(self.narrow, self._interval, self.stage)
+
+    async def narrow(self) -> None:
+        """Delete the records that the present scope does not select, unless a search has just found none.
+
+        Raises:
+            DatabaseError: The database is unavailable. What was deleted stays deleted.
+        """
+        scope, now = self._scope.scope, monotonic()
+        if self._clean_version == scope.version and now - self._clean_since < SEARCH_SECONDS:
+            return
+        if not self._scope.only_in_use(scope.version):
+            return
+        deleted, complete, collection = 0, True, ""
+        while (found := await self._store.next_collection(collection)) is not None:
+            collection = found
+            if not scope.collections.matches(collection):
+                count, finished = await self._delete(scope, collection)
+                deleted, complete = deleted + count, complete and finished
+            self.stage.moved()
+        if deleted:
+            log.info("scope.narrowed", version=scope.version, records=deleted)
+        if complete:
+            self._clean_version, self._clean_since = scope.version, now
+
+    async def _delete(self, scope: Scope, collection: str) -> tuple[int, bool]:
+        """Delete the records of a collection; return how many, and False if some remain."""
+        deleted, complete, after = 0, True, None
+        while True:
+            page = await self._store.delete_unselected(scope, collection, self._buckets, after, self._batch_size)
+            if page is None:
+                return deleted, False
+            self._metrics.record_changes("delete", live=True, count=page.deleted)
+            self.stage.moved()
+            deleted, complete, after = deleted + page.deleted, complete and not page.skipped, page.last
+            if after is None:
+                return deleted, complete

@@ -1,0 +1,103 @@
+"""Hold the shard lock, so that at most one process writes the repos of a bucket."""
+
+import asyncio
+from datetime import UTC, datetime
+from time import monotonic
+
+import structlog
+
+from indexer.concurrency.stage_progress import StageProgress
+from indexer.crash_points import crash_point
+from indexer.db import Store
+from indexer.db.periodic import DatabaseAttempt
+from indexer.db.shard_lock import ShardLock, ShardSession
+from indexer.sync.shard import Shard
+
+RETRY_SECONDS = 1.0
+
+log = structlog.get_logger(__name__)
+
+
+class ShardOwnership:
+    """Acquires the locks of all buckets of a shard, and acquires them again if they are lost.
+
+    Processes with overlapping shards wait for each other.
+
+    Attributes:
+        stage: Its progress. An attempt to acquire the locks is work until the database answers.
+        owned: Set while this process holds the locks.
+        owned_since: When it acquired them (monotonic seconds); None while it does not hold them.
+        waits_since: When it began to wait for them (monotonic seconds).
+        last_error: Why it does not hold them; None if it does.
+    """
+
+    def __init__(self, store: Store, shard: Shard, *, retry: float = RETRY_SECONDS) -> None:
+        """Create the stage. `retry` is the pause between two attempts, in seconds."""
+        self._store = store
+        self._shard = shard
+        self._retry = retry
+        self.stage = StageProgress("shard lock")
+        self.owned = asyncio.Event()
+        self.owned_since: float | None = None
+        self.waits_since = monotonic()
+        self.last_error: str | None = None
+        self._lost = False
+
+    async def run(self) -> None:
+        """Acquire and hold the locks forever. Only an exception that is a bug ends it.
+
+        Raises:
+            PlacementChangedError: The database was distributed while this process did not hold the locks.
+        """
+        while True:
+            with DatabaseAttempt(self.stage) as attempt:
+                await self._acquire_and_hold()
+            self.last_error = attempt.error or self.last_error
+            await asyncio.sleep(self._retry)
+
+    async def _acquire_and_hold(self) -> None:
+        """Wait until no other process holds a bucket of the shard; then hold the locks until the session ends."""
+        async with self._store.shard_lock(self._shard.positions) as lock:
+            waited = False
+            while not await self._claim(lock):
+                holders = "; ".join(map(_description, await self._other_owners()))
+                if not waited:
+                    log.warning("shard-lock.waiting", shard=str(self._shard), holders=holders)
+                    waited = True
+                self.last_error = f"another process holds buckets of shard {self._shard}, and this one waits: {holders}"
+                await asyncio.sleep(self._retry)
+            if waited or self._lost:
+                log.info("shard-lock.acquired", shard=str(self._shard))
+            self.last_error = None
+            self._lost = False
+            self.owned.set()
+            self.owned_since = monotonic()
+            await lock.lost.wait()
+            self.owned.clear()
+            self.owned_since, self.waits_since = None, monotonic()
+            self.last_error = f"the session that held the locks of shard {self._shard} has ended"
+            log.warning("shard-lock.lost", shard=str(self._shard))
+            self._lost = True
+
+    async def _claim(self, lock: ShardLock) -> bool:
+        """Try to own the buckets. To wait for the other process afterwards is no work of this stage."""
+        self.stage.begin()
+        claimed = await lock.claim()
+        crash_point("shard.claimed")
+        self.stage.idle()
+        self.stage.failed(None)
+        return claimed
+
+    async def _other_owners(self) -> list[ShardSession]:
+        """Return the sessions that own a bucket of the shard."""
+        positions = self._shard.positions
+        return [
+            session
+            for session in await self._store.shard_sessions()
+            if session.owns and session.positions[0] <= positions[-1] and positions[0] <= session.positions[1]
+        ]
+
+
+def _description(session: ShardSession) -> str:
+    since = datetime.fromtimestamp(session.since, UTC).isoformat(" ", "seconds")
+    return f"session {session.pid} from {session.client} since {since}"

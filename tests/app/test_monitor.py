@@ -1,0 +1,111 @@
+"""Shares of rejected messages and of failed lookups within a minute, and failing hosts."""
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from indexer.app.monitor import MIN_LOOKUPS, MIN_MESSAGES, DaemonMonitor
+from indexer.errors import UnavailableError
+from indexer.live.settled_totals import SettledTotals
+from indexer.net.http.host_limits import FAILURE_THRESHOLD, HostLimits, RateLimits
+from indexer.net.identity import LookupTotals
+from indexer.reasons import FetchFailure, Rejection
+from indexer.sync.events import UnknownEvent
+from indexer.sync.plan_batch import ReceivedMessage, SettledMessage
+from indexer.sync.plans import DeadLetter
+from indexer.sync.repo_transitions import Outcome
+from indexer.telemetry.conditions import Conditions
+
+EXAMPLE = DeadLetter("wss://one.example", 7, "did:plc:a", "commit", Rejection.WRONG_HOST, "hosted at two.example", b"")
+
+
+class Monitored:
+    def __init__(self) -> None:
+        self.now = 1_000.0
+        self.settled, self.lookups = SettledTotals(), {"plc": LookupTotals(), "web": LookupTotals()}
+        self.hosts = HostLimits(RateLimits(host=1_000), lambda: self.now, lambda _result: None)
+        self.conditions = Conditions(lambda: self.now)
+        lookups: Any = self.lookups
+        self.monitor = DaemonMonitor(self.settled, lookups, self.hosts, self.conditions, lambda: self.now)
+
+    async def after(self, seconds: float, *, rejected: int = 0, applied: int = 0) -> list[tuple[str, str]]:
+        """Settle messages, check after some time, and return the active conditions."""
+        message = ReceivedMessage(7, b"", UnknownEvent("?", None))
+        self.settled.add(
+            [SettledMessage(message, Outcome.REJECTED, Rejection.WRONG_HOST)] * rejected
+            + [SettledMessage(message, Outcome.APPLIED)] * applied,
+            [EXAMPLE][:rejected],
+        )
+        self.now += seconds
+        self.monitor.check()
+        return [(condition.kind.name, condition.subject) for condition in self.conditions.active()]
+
+
+@pytest.fixture
+def monitored() -> Monitored:
+    return Monitored()
+
+
+REJECTED = [("messages-rejected", "wrong-host")]
+
+
+async def test_reason_for_more_than_half_of_a_minutes_messages_is_a_condition_until_it_is_not(
+    monitored: Monitored,
+) -> None:
+    with capture_logs() as lines:
+        assert await monitored.after(2, rejected=50, applied=50) == []
+        assert await monitored.after(2, rejected=1) == REJECTED
+        assert await monitored.after(2, rejected=10) == REJECTED
+        assert await monitored.after(2, applied=30) == []
+    assert [(line["event"], line["log_level"]) for line in lines] == [
+        ("condition.began", "warning"),
+        ("condition.ended", "info"),
+    ]
+    assert "did:plc:a, seq 7" in lines[0]["message"]
+
+
+async def test_few_messages_are_not_judged(monitored: Monitored) -> None:
+    assert await monitored.after(2, rejected=MIN_MESSAGES - 1) == []
+    assert await monitored.after(61, rejected=1) == []
+    assert await monitored.after(2, rejected=MIN_MESSAGES - 1) == REJECTED
+
+
+async def test_rejections_end_with_the_stream(monitored: Monitored) -> None:
+    assert await monitored.after(2, rejected=30) == REJECTED
+    assert await monitored.after(50) == REJECTED
+    assert await monitored.after(15) == REJECTED
+    assert await monitored.after(50) == []
+
+
+async def test_failing_directory_is_a_condition_until_most_lookups_succeed(monitored: Monitored) -> None:
+    directory = monitored.lookups["plc"]
+    directory.failed, directory.last_error = MIN_LOOKUPS - 1, "timeout: no response"
+    assert await monitored.after(2) == []
+    directory.failed += 1
+    assert await monitored.after(2) == [("identity-lookups-failing", "")]
+    [condition] = monitored.conditions.active()
+    assert condition.value == 1
+    directory.answered += 4
+    assert await monitored.after(2) != []
+    directory.answered += 1
+    assert await monitored.after(2) == []
+
+
+async def test_hosts_of_did_web_do_not_make_the_directory_fail(monitored: Monitored) -> None:
+    monitored.lookups["web"].failed = 1_000
+    assert await monitored.after(2) == []
+
+
+async def test_host_is_failing_until_it_responds(monitored: Monitored) -> None:
+    for _ in range(FAILURE_THRESHOLD):
+        async with monitored.hosts.slot("one.example") as slot:
+            with suppress(UnavailableError), slot.record_errors():
+                raise UnavailableError(FetchFailure.UNREACHABLE, "refused")
+    for _ in range(50):  # also when the pause is over
+        assert await monitored.after(2) == [("host-failing", "one.example")]
+    async with monitored.hosts.slot("one.example") as slot:
+        slot.record_response(200, None)
+    await monitored.after(2)
+    assert await monitored.after(20) == []

@@ -1,0 +1,71 @@
+"""Reads of one repo: in path order, from one snapshot, and read-only."""
+
+import asyncpg
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from indexer.db import DatabaseError, RecordRow, Store, consistent_read
+from indexer.db.consistent_read import path_order_ranges
+from indexer.sync.plans import Batch, RecordChange, RepoWrite
+from tests.db.repo_rows import delete, did, head, insert, put, synchronized
+
+NAMES = st.lists(st.text("ab.-", min_size=1, max_size=4), unique=True, max_size=12)
+
+
+@given(NAMES)
+def test_ranges_of_collections_are_in_path_order(names: list[str]) -> None:
+    names = sorted(names)
+    ranges = path_order_ranges(names)
+    read = [name for first, last in ranges for name in names if first <= name <= last]
+    assert read == sorted(names, key=lambda name: f"{name}/")
+    assert len(ranges) <= 1 or read != names
+
+
+async def test_a_read_has_one_snapshot_and_yields_chunks(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes that are committed meanwhile are not visible."""
+    monkeypatch.setattr(consistent_read, "CHUNK_SIZE", 2)
+    names = [f"{collection}/{rkey}" for collection in ("a.b", "a.b-x", "a.b.c") for rkey in "Aa~"]
+    await insert(store, synchronized(1), changes=tuple(map(put, names)))
+    later = synchronized(1, version=2, head=head("3lbbbbbbbbb22"))
+    changes = (delete("a.b-x/~"), put("a.b/a", "[]", "update"), put("a.b/new"))
+    async with store.consistent_read(did(1)) as read:
+        assert await read.repo() == synchronized(1)
+        chunks: list[list[RecordRow]] = []
+        async for chunk in read.records():
+            if not chunks:
+                assert not (await store.write(Batch((RepoWrite(1, later, changes),)))).skipped
+            chunks.append(chunk)
+        assert await read.repo() == synchronized(1)
+    assert [len(chunk) for chunk in chunks] == [2, 2, 2, 2, 1]
+    expected = [RecordRow(path.encode(), put(path).cid or b"", "{}", None, None) for path in names]
+    assert [record for chunk in chunks for record in chunk] == sorted(expected)
+    assert (await store.repos([did(1)]))[did(1)] == later
+
+
+async def test_a_read_yields_all_columns_of_a_record_and_cannot_write(store: Store) -> None:
+    odd = RecordChange("create", "a.b", "odd", head().rev, put("a.b/odd").cid, None, "nul-character", b"\0")
+    await insert(store, synchronized(1), changes=(odd, put("a.b/value", '{"b":1e2,"a":null}')))
+    async with store.consistent_read(did(1)) as read:
+        [[first, second]] = [chunk async for chunk in read.records()]
+        with pytest.raises(asyncpg.ReadOnlySQLTransactionError):
+            await read.connection.execute("update indexer.repo set takedown = true")
+    assert first == RecordRow(b"a.b/odd", odd.cid or b"", None, "nul-character", b"\0")
+    assert second[2:] == ('{"a": null, "b": 100}', None, None)
+    assert await store.set_takedown(did(1), on=True), "the connection can write again"
+    async with store.consistent_read(did("unknown")) as read:
+        assert await read.repo() is None
+        assert [chunk async for chunk in read.records()] == []
+
+
+@pytest.mark.slow
+async def test_a_readonly_store_cannot_write(store: Store, database: str) -> None:
+    await insert(store, synchronized(1))
+    readonly = await Store.open(database, connections=1, readonly=True)
+    try:
+        for writes in (readonly.set_takedown(did(1), on=True), readonly.add_repos([did(2)]), readonly.save_hosts([])):
+            with pytest.raises(DatabaseError, match="read-only"):
+                await writes
+        assert await readonly.repos([did(1), did(2)]) == {did(1): synchronized(1)}
+    finally:
+        await readonly.close()

@@ -1,0 +1,95 @@
+"""The rows that the native core makes are stored as those of the reference are."""
+
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import pytest
+
+from indexer.atproto.crypto import PrivateKey
+from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.db.copy_records import NewRepoRecords, copy_chunks
+from indexer.demo import dag_cbor
+from indexer.demo.local_repo import LocalRepo, Write
+from indexer.net.pds import Spool
+from indexer.net.pds.native_reader import NativeReader
+from indexer.sync.export import CHUNK_BYTES, ExportReader, RecordChunk
+from tests.native_module import native_core
+from tests.sync.signing_account import POST, STORE_ALL
+
+DID = "did:plc:z72i7hdynmk6r22z27h6tvur"
+KEY = PrivateKey.from_seed("k256", b"rows")
+RECORDS = "select * from indexer.record order by collection, rkey"
+MIB = 1 << 20
+CHANGES = "select * from indexer.change order by ordinal"
+
+
+def export(count: int) -> list[bytes]:
+    """Return the sections of an export: posts, and in the last chunk records that the reference converts."""
+    posts = [dag_cbor.encode({"$type": POST, "text": f'\u00e9\n"{number}'}) for number in range(count)]
+    records = {f"{POST}/{number:06}": post for number, post in enumerate(posts)}
+    unusual = {f"{POST}/x": dag_cbor.encode({"text": "no type"}), "x.y.z/float": b"\xa1\x61a\xfb?\xf8" + bytes(6)}
+    return sections_of(records | unusual)
+
+
+def sections_of(records: dict[str, bytes]) -> list[bytes]:
+    repo = LocalRepo(DID, KEY, "3lwafzkjqm25s")
+    repo.write([Write("create", path, block) for path, block in records.items()], KEY, "3lwafzkjqm26s")
+    return list(repo.export())
+
+
+def chunks_of(reader: ExportReader, sections: list[bytes]) -> list[RecordChunk]:
+    for section in sections:
+        reader.write(section)
+    reader.finish()
+    records = reader.verify(DID, KEY.public, DEFAULT_LIMITS).new_records(STORE_ALL, reader.size)
+    return list(iter(records.next_chunk, None))
+
+
+async def stored(sql: asyncpg.Connection, chunks: list[RecordChunk]) -> list[list[tuple[Any, ...]]]:
+    """Write chunks, and return the rows of both tables without times and numbers of batches."""
+    transaction = sql.transaction()
+    await transaction.start()
+    await copy_chunks(sql, [NewRepoRecords(DID, chunk) for chunk in chunks])
+    rows = [await sql.fetch(query) for query in (RECORDS, CHANGES)]
+    await transaction.rollback()
+    return [
+        [tuple(value for name, value in row.items() if name not in {"batch", "indexed_at"}) for row in part]
+        for part in rows
+    ]
+
+
+@pytest.mark.parametrize("count", [0, 5, 2_010, pytest.param(4_010, marks=pytest.mark.slow)])
+async def test_both_cores_store_the_same_rows(sql: asyncpg.Connection, tmp_path: Path, count: int) -> None:
+    sections = export(count)
+    native = chunks_of(NativeReader(native_core(), tmp_path, DEFAULT_LIMITS), sections)
+    with Spool(tmp_path, DEFAULT_LIMITS) as spool:
+        reference = chunks_of(spool, sections)
+    assert sum(chunk.record_rows is not None for chunk in native) == count // 2_000
+    expected = await stored(sql, reference)
+    assert await stored(sql, native) == expected
+    assert [len(rows) for rows in expected] == [count + 2, count + 2]
+
+
+async def test_chunk_is_in_memory_once_while_it_waits_and_while_it_is_written(
+    sql: asyncpg.Connection, tmp_path: Path
+) -> None:
+    """The native core holds its rows, which Python does not see. Of a row, Python holds only pieces."""
+    large = dag_cbor.encode({"$type": POST, "text": "x" * 500_000})
+    sections = sections_of({f"{POST}/{number}": large for number in range(18)})
+    reader = NativeReader(native_core(), tmp_path, DEFAULT_LIMITS)
+    tracemalloc.start()
+    try:
+        [chunk, *_] = chunks_of(reader, sections)
+        waiting, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        async with sql.transaction():
+            await copy_chunks(sql, [NewRepoRecords(DID, chunk)])
+        _, writing = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        reader.close()
+    assert chunk.size >= CHUNK_BYTES
+    assert waiting < MIB
+    assert writing - waiting < 4 * MIB

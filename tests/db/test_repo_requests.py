@@ -1,0 +1,57 @@
+"""Requests of commands: add repos, request resyncs."""
+
+import pytest
+
+from indexer.db import Store, repo_requests
+from indexer.reasons import Desync
+from indexer.sync.repo_state import CHOSEN, PARKED, Repo
+from tests.db.repo_rows import did, in_progress, insert, synchronized
+
+
+async def test_adding_repos_only_notes_that_known_ones_are_chosen(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repo_requests, "BATCH_SIZE", 3)
+    await insert(store, synchronized(1))
+    assert await store.add_repos([did(n) for n in (1, 2, 3, 4, 5, 2)]) == 4
+    assert await store.add_repos([did(2)]) == 0
+    rows = await store.repos([did(1), did(2)])
+    assert rows == {
+        did(1): synchronized(1)._replace(version=2, wanted_in=CHOSEN),
+        did(2): Repo(did(2), version=1, wanted_in=CHOSEN),
+    }
+
+
+async def test_listed_repos_no_longer_count_as_new_and_no_longer_wait_for_their_host(store: Store) -> None:
+    new = Repo(did("new"), version=1, from_stream=True, next_attempt_at=50.0)
+    waits = new._replace(did=did("waits"), next_attempt_at=9e9, last_error="new-accounts: evil.example")
+    failed = new._replace(did=did("failed"), next_attempt_at=9e9, last_error="timeout: 30 s")
+    fetched = synchronized("fetched", from_stream=True)
+    unlisted = waits._replace(did=did("unlisted"))
+    await insert(store, new, waits, failed, fetched, unlisted)
+    assert await store.add_repos([new.did, waits.did, failed.did, fetched.did]) == 0
+    assert await store.repos([new.did, waits.did, failed.did, fetched.did, unlisted.did]) == {
+        new.did: new._replace(version=3, from_stream=False, wanted_in=CHOSEN),
+        waits.did: waits._replace(
+            version=3, from_stream=False, next_attempt_at=None, last_error=None, wanted_in=CHOSEN
+        ),
+        failed.did: failed._replace(version=3, from_stream=False, wanted_in=CHOSEN),
+        fetched.did: fetched._replace(version=2, wanted_in=CHOSEN),
+        unlisted.did: unlisted,
+    }
+
+
+async def test_resyncs_are_requested_of_some_failed_or_all_repos(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repo_requests, "BATCH_SIZE", 2)
+    claimed = await in_progress(store, "in progress")
+    failed = Repo(did("failed"), version=1, next_attempt_at=PARKED, attempts=4, last_error="timeout")
+    others = [synchronized(n) for n in range(5)]
+    await insert(store, failed, *others)
+    assert await store.request_resyncs([did(0), did("in progress"), did("unknown")]) == 2
+    assert not await store.renew(claimed.did, claimed.lease, 10.0), "it may have read the repo before the fault"
+    assert sum([page.requested async for page in store.request_resyncs_of_all(errored=True)]) == 1
+    again = (await store.repos([failed.did]))[failed.did]
+    assert (again.sync_reason, again.attempts, again.next_attempt_at, again.version) == (Desync.REQUESTED, 0, None, 2)
+    assert (await store.repos([did(1)]))[did(1)] == others[1]
+    assert sum([page.requested async for page in store.request_resyncs_of_all()]) == 7
+    assert len(await store.claim(100, range(256), 10.0, 100.0)) == 7

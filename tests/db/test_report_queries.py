@@ -1,0 +1,329 @@
+"""Reports: counts, one repo, one record, random samples, and the queries of the status page."""
+
+import json
+from dataclasses import replace
+from itertools import chain, repeat
+from typing import Any
+
+import asyncpg
+import pytest
+
+from indexer.atproto.cid import cid_text
+from indexer.atproto.syntax import CollectionFilter
+from indexer.db import DatabaseError, Store, report_queries, status_queries
+from indexer.db.table_parts import estimate_rows, load_parts
+from indexer.reasons import Desync, Rejection
+from indexer.sync.plans import Batch, Cursor, DeadLetter
+from indexer.sync.repo_state import PARKED, Repo, SyncStatus
+from indexer.sync.scope import Scope, Track
+from indexer.sync.shard import BUCKETS
+from indexer.sync.stored_identity import HandleCheck, HandleClaim, StoredIdentity
+from tests.db.repo_rows import did, head, in_progress, insert, put, synchronized
+
+LETTER = DeadLetter("wss://one.example", 7, None, "commit", Rejection.FIELD_INVALID, "no rev", b"frame", 0)
+
+
+async def pages_of_repos(sql: asyncpg.Connection) -> int:
+    """Return the size of the table of repos in pages, on a cluster that of all shards."""
+    return sum(part.pages for part in await load_parts(sql, "indexer.repo"))
+
+
+async def test_counts(store: Store, sql: asyncpg.Connection) -> None:
+    empty = await store.counts()
+    assert empty.statuses == dict.fromkeys(SyncStatus, 0)
+    assert (empty.reasons, empty.queued, empty.parked, empty.records, empty.cursors) == ({}, 0, 0, 0, [])
+    await in_progress(store, "in progress", sync_reason=Desync.SYNC_EVENT)
+    await insert(
+        store,
+        Repo(did("at once"), version=1),
+        Repo(did("later"), version=1, next_attempt_at=1e10),
+        Repo(did("parked"), version=1, next_attempt_at=PARKED, last_error="repo-not-found: 400 RepoNotFound"),
+        Repo(did("inactive"), version=1, active=False),
+        synchronized(1),
+        changes=(put("app.test/a"),),
+    )
+    await store.write(Batch(cursor=Cursor("wss://relay.test", "0/1", 9, "now")))
+    await sql.execute("analyze indexer.record")
+    counts = await store.counts()
+    assert counts.statuses == {
+        SyncStatus.DESYNCHRONIZED: 4,
+        SyncStatus.IN_PROGRESS: 1,
+        SyncStatus.SYNCHRONIZED: 1,
+    }
+    assert counts.reasons == {"new": 4, "sync-event": 1}
+    assert counts.failures == {"repo-not-found": 1}
+    assert (counts.queued, counts.parked, counts.records) == (2, 1, 5)
+    assert counts.cursors == [Cursor("wss://relay.test", "0/1", 9, "now")]
+
+
+@pytest.mark.slow
+async def test_counts_of_repos_that_left_the_queue_since_a_time(store: Store, sql: asyncpg.Connection) -> None:
+    """They are synchronized or parked. A repo that was synchronized and broke again counts, too."""
+    await insert(
+        store,
+        synchronized("done", synchronized_at=100.0),
+        synchronized("broken", synchronized_at=100.0, sync_status=SyncStatus.DESYNCHRONIZED),
+        synchronized("done earlier", synchronized_at=99.0),
+        Repo(did("parked"), version=1, next_attempt_at=PARKED),
+        Repo(did("parked earlier"), version=1, next_attempt_at=PARKED),
+        Repo(did("failed"), version=1, next_attempt_at=1e10, attempts=1),
+    )
+    await sql.execute("update indexer.repo set updated_at = to_timestamp(99)")
+    await sql.execute("update indexer.repo set updated_at = to_timestamp(100) where did = $1", did("parked"))
+    assert [(await store.counts(since)).ended for since in (98.0, 100.0, 101.0)] == [5, 3, 0]
+    assert (await store.counts()).ended == 0
+
+
+async def widen(store: Store) -> int:
+    """Add a collection to the scope; return the version for which repos are complete."""
+    await store.begin_scope(Scope(1, Track.ALL, CollectionFilter(["app.test.one"]), (0,)))
+    return (await store.set_collections(["app.test.one", "app.test.two"])).complete_from
+
+
+@pytest.mark.slow
+async def test_repos_wait_for_an_added_collection_until_they_are_complete(store: Store) -> None:
+    widened = Desync.SCOPE_WIDENED
+    await insert(
+        store,
+        synchronized("waits"),
+        synchronized("is due", sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=widened),
+        synchronized("broke", sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=Desync.CHAIN_BREAK),
+        synchronized(
+            "parked", sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=widened, next_attempt_at=PARKED, attempts=1
+        ),
+        synchronized("hidden", active=False),
+        Repo(did("never fetched"), version=1),
+    )
+    await store.untrack([did("untracked")])
+    assert (await store.counts()).incomplete == 0, "no collection was added"
+    complete_from = await widen(store)
+    await insert(store, synchronized("complete", scope_version=complete_from))
+    assert (await store.counts()).incomplete == 3
+
+
+MANY_REPOS = """
+    insert into indexer.repo (did, bucket, version, sync_status, sync_reason, rev, data, commit, active, hosting_seq,
+        takedown, buffered_events, buffered_bytes, lease, lease_until, attempts, next_attempt_at, last_error,
+        synchronized_at, unproven_since)
+    select 'did:plc:' || n, n % 256, 1,
+        case when n % 10 = 0 then 'desynchronized' when n = 1 then 'in-progress' else 'synchronized' end,
+        case when n % 10 = 0 then 'chain-break' end, '3aaaaaaaaaaaa', '\\x01', '\\x02', true, 0, false, 0, 0, 0,
+        case when n = 1 then now() end, 0, case when n = 10 then 'infinity'::timestamptz end,
+        case when n % 20 = 0 then 'timeout: slow' end, to_timestamp(100 + n % 4), case when n = 3 then now() end
+    from generate_series(1, $1) n
+"""
+"""One of ten repos is desynchronized; one repo each is being resynced, parked and unproven."""
+
+
+def assert_about(estimate: int, number: int) -> None:
+    assert estimate == pytest.approx(number, rel=0.25), "an estimate from many pages"
+
+
+@pytest.mark.slow
+async def test_repos_of_a_large_table_are_estimated_from_a_part_of_it_and_few_ones_counted(
+    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await sql.execute(MANY_REPOS.replace("$1", "40000"))
+    await widen(store)
+    await sql.execute("vacuum analyze indexer.repo")
+    exact = await store.counts(102.0)
+    assert (exact.counted_share, sum(exact.statuses.values()), exact.ended) == (1.0, 40_000, 20_000)
+    assert exact.incomplete == 39_999
+    monkeypatch.setattr(report_queries, "MAX_COUNTED_PAGES", 200)
+    monkeypatch.setattr(report_queries, "MAX_FEW", 100)
+    counts = await store.counts(102.0)
+    assert counts.counted_share == pytest.approx(200 / await pages_of_repos(sql))
+    assert counts.statuses[SyncStatus.IN_PROGRESS] == 1
+    assert (counts.parked, counts.unproven) == (1, 1)
+    assert_about(counts.incomplete, 39_999)
+    assert_about(counts.statuses[SyncStatus.SYNCHRONIZED], 35_999)
+    assert_about(counts.statuses[SyncStatus.DESYNCHRONIZED], 4_000)
+    assert_about(counts.queued, 3_999)
+    assert_about(counts.reasons["chain-break"], 4_000)
+    assert_about(counts.failures["timeout"], 2_000)
+    assert_about(counts.ended, 20_000)
+    assert (await store.counts(102.0)).statuses == counts.statuses, "the same pages are read again"
+    monkeypatch.setattr(report_queries, "MAX_FEW", 100_000)
+    counts = await store.counts()
+    assert (counts.queued, counts.incomplete) == (3_999, 39_999), "all but the parked one"
+
+
+@pytest.mark.slow
+async def test_repos_are_counted_whatever_the_time_limit(
+    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The count of all repos has one millisecond, and the next attempt has all the time that it needs."""
+    await sql.execute(MANY_REPOS.replace("$1", "100000"))
+    limit = report_queries.COUNT_MILLISECONDS / 1_000
+    clock = chain([0.0, 0.0, 0.0], repeat(limit))  # the sizes are read, and a count begins: then its time is over
+    monkeypatch.setattr(report_queries, "monotonic", clock.__next__)
+    counts = await store.counts()
+    assert counts.counted_share == pytest.approx(1 / report_queries.PAGES_FACTOR, rel=0.1)
+    assert 50_000 < sum(counts.statuses.values()) < 200_000
+    assert counts.statuses[SyncStatus.SYNCHRONIZED] > counts.statuses[SyncStatus.DESYNCHRONIZED]
+
+
+@pytest.mark.slow
+async def test_count_that_waits_for_a_lock_ends_with_a_database_error(
+    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await insert(store, synchronized(1))
+    with monkeypatch.context() as shortened:
+        shortened.setattr(report_queries, "COUNT_MILLISECONDS", 50)
+        async with sql.transaction():
+            await sql.execute("lock table indexer.repo in access exclusive mode")
+            with pytest.raises(DatabaseError):
+                await store.counts()
+    assert (await store.counts()).statuses[SyncStatus.SYNCHRONIZED] == 1
+
+
+async def test_reports_on_a_repo_and_on_a_visible_record(store: Store) -> None:
+    await insert(
+        store,
+        Repo(did(1), version=1, next_attempt_at=PARKED, last_error="repo-not-found", attempts=1, head=head()),
+        changes=(put("app.test/a"), put("app.test/b")),
+    )
+    await store.save_identities([StoredIdentity(did(1), "alice.test", "https://pds.test", "did:key:zabc", 5.5)])
+    await store.save_handle_check(HandleCheck(HandleClaim(did(1), "alice.test", None, 0), "alice.test", 0, 9.0))
+    report = await store.repo_report(did(1))
+    assert report is not None
+    expected = {
+        "handle": "alice.test",
+        "pds": "https://pds.test",
+        "sync_status": "desynchronized",
+        "sync_reason": "new",
+        "last_error": "repo-not-found",
+        "rev": head().rev,
+        "data": cid_text(head().data),
+        "commit": cid_text(head().commit),
+        "parked": True,
+        "next_attempt_at": None,
+        "records": 2,
+    }
+    assert {name: report[name] for name in expected} == expected
+    assert await store.repo_report(did("unknown")) is None
+    change = put("app.test/a", '{"n": 1}')
+    await insert(store, synchronized(2), synchronized(3, takedown=True), changes=(change,))
+    record = await store.record(did(2), "app.test", "a")
+    assert record is not None
+    assert record["uri"] == f"at://{did(2)}/app.test/a"
+    assert record["cid"] == cid_text(change.cid or b"")
+    assert record["value"] == {"n": 1}
+    assert await store.record(did(2), "app.test", "b") is None
+    assert await store.record(did(3), "app.test", "a") is None
+
+
+async def pages_of(sql: asyncpg.Connection, dids: list[str]) -> set[int]:
+    """Return the pages of the table that contain these repos."""
+    rows = await sql.fetch("select ctid::text as position from indexer.repo where did = any($1::text[])", dids)
+    return {int(row["position"].strip("()").partition(",")[0]) for row in rows}
+
+
+@pytest.mark.slow
+@pytest.mark.one_server(
+    "reads the places of rows in a table; tests/citus/test_reports_on_a_cluster.py has that of shards"
+)
+async def test_a_sample_is_spread_over_the_table_and_reads_little_of_it(store: Store, sql: asyncpg.Connection) -> None:
+    await sql.execute(MANY_REPOS.replace("$1", "30000"))
+    pages = await pages_of_repos(sql)
+    samples = [await store.sample_synchronized(40) for _ in range(4)]
+    assert [len(set(sample)) for sample in samples] == [40] * 4
+    assert len(set().union(*samples)) > 140, "the samples differ"
+    for sample in samples:
+        found = sorted(await pages_of(sql, sample))
+        assert len(found) > 20, "few repos share a page"
+        assert found[0] < pages / 3 < pages * 2 / 3 < found[-1]
+    assert pages > 4 * report_queries.FIRST_PAGES_PER_REPO * 40, "the table is large enough for this test"
+    statement = f"explain (analyze, format json) {report_queries.sample(100 * 160 / pages)}"
+    plan = await sql.fetchval(statement, 40, list(range(256)))
+    [read] = [node for node in nodes_of(plan) if node["Node Type"] == "Sample Scan"]
+    assert read["Actual Rows"] < 30_000 / 4
+
+
+def nodes_of(plan: str) -> list[dict[str, Any]]:
+    """Return all nodes of a plan."""
+    [top] = json.loads(plan)
+    found = [top["Plan"]]
+    for node in found:
+        found += node.get("Plans", ())
+    return found
+
+
+@pytest.mark.slow
+async def test_a_sample_has_only_active_synchronized_repos_however_few(store: Store) -> None:
+    qualified = [synchronized(number) for number in range(5)]
+    others = [Repo(did(f"new {number}"), version=1) for number in range(3_000)]
+    excluded = [
+        synchronized("deactivated", active=False),
+        synchronized("broken", sync_status=SyncStatus.DESYNCHRONIZED),
+    ]
+    assert await store.sample_synchronized(3) == []
+    await insert(store, *others, *qualified, *excluded)
+    assert set(await store.sample_synchronized(100)) == {repo.did for repo in qualified}
+    assert set(await store.sample_synchronized(3)) < {repo.did for repo in qualified}
+
+
+@pytest.mark.slow
+@pytest.mark.one_server("the sessions on the nodes report the rows")
+async def test_rows_are_estimated_before_the_first_vacuum_and_as_the_table_grows(sql: asyncpg.Connection) -> None:
+    rows = MANY_REPOS.replace("$1", "2000")
+    [part] = await load_parts(sql, "indexer.cursor")
+    assert (part.buckets, part.pages, part.estimated_rows) == (list(range(BUCKETS)), 0, 0)
+    await sql.execute("alter table indexer.repo set (autovacuum_enabled = false)")
+    await sql.execute(rows)
+    await sql.execute("select pg_stat_force_next_flush()")
+    assert await estimate_rows(sql, "indexer.repo") == 2_000
+    await sql.execute("vacuum analyze indexer.repo")
+    assert await estimate_rows(sql, "indexer.repo") == 2_000
+    await sql.execute(rows.replace("'did:plc:'", "'did:plc:more'"))
+    assert await estimate_rows(sql, "indexer.repo") == pytest.approx(4_000, rel=0.05)
+
+
+@pytest.mark.slow
+async def test_dead_letters_are_counted_by_reason_with_the_newest_one(store: Store, sql: asyncpg.Connection) -> None:
+    forged = replace(LETTER, did=did(1), reason=Rejection.SIGNATURE_INVALID, detail="<b>forged</b>")
+    await store.write(Batch(dead_letters=(LETTER, replace(LETTER, seq=8, detail="later"))))
+    await sql.execute("update indexer.dead_letter set time = now() - interval '2 hours' where seq = 7")
+    await store.write(Batch(dead_letters=(forged,)))
+    found = (await store.delivery_state()).rejections
+    assert [(entry.reason, entry.stored, entry.last_hour, entry.detail) for entry in found] == [
+        ("signature-invalid", 1, 1, "<b>forged</b>"),
+        ("field-invalid", 2, 1, "later"),
+    ]
+    assert (found[0].did, found[1].seq, found[1].relay) == (did(1), 8, "wss://one.example")
+    await sql.execute("select atproto.register_reader('one')")
+    [consumer] = (await store.delivery_state()).consumers
+    assert (consumer.name, consumer.behind, consumer.cut_off) == ("one", 0, False)
+
+
+@pytest.mark.slow
+async def test_account_is_found_by_did_and_by_verified_handle(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    await insert(store, synchronized(1), changes=(put("app.test/a"), put("app.test/b")))
+    await store.save_identities([StoredIdentity(did(1), "alice.test", "https://pds.test", "did:key:zabc", 5.5)])
+    assert await store.account_state("alice.test") is None, "not verified yet"
+    await store.save_handle_check(HandleCheck(HandleClaim(did(1), "alice.test", None, 0), "alice.test", 0, 9.0))
+    state = await store.account_state("alice.test")
+    assert state == await store.account_state(did(1))
+    assert state is not None
+    assert (state["did"], state["records"], state["synchronized_at"]) == (did(1), 2, 1.5)
+    assert (state["visible"], state["parked"], state["next_attempt_at"]) == (True, False, None)
+    assert await store.account_state(did(2)) is None
+    await insert(
+        store,
+        Repo(did(2), version=1, next_attempt_at=PARKED, head=head(), last_error="repo-not-found"),
+        changes=tuple(put(f"app.test/{number}") for number in range(9)),
+    )
+    monkeypatch.setattr(status_queries, "MAX_COUNTED_RECORDS", 2)
+    state = await store.account_state(did(2))
+    assert state is not None
+    assert (state["parked"], state["next_attempt_at"], state["last_error"]) == (True, None, "repo-not-found")
+    assert state["records"] == 3, "records are counted only to a limit"
+
+
+@pytest.mark.slow
+async def test_statements_have_a_time_limit_that_ends_with_the_transaction(sql: asyncpg.Connection) -> None:
+    before = await sql.fetchval("show statement_timeout")
+    async with sql.transaction():
+        await status_queries.load_delivery_state(sql)
+        assert await sql.fetchval("show statement_timeout") == f"{status_queries.TIMEOUT_SECONDS}s"
+    assert await sql.fetchval("show statement_timeout") == before

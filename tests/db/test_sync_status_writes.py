@@ -1,0 +1,105 @@
+"""Every statement that writes `sync_status` makes a transition of `TRANSITIONS`: a trigger notes each change.
+
+A row that `move` returned is written as it is. Here are the statements that set a status themselves, and the queries
+that choose the rows for `move`.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import asyncpg
+import pytest
+
+from indexer.atproto.record import Problem
+from indexer.db import Store
+from indexer.reasons import Desync
+from indexer.sync.plans import Batch, BufferedEvent, RepoWrite
+from indexer.sync.repo_state import CHOSEN, Repo, SyncStatus
+from indexer.sync.repo_transitions import TRANSITIONS, Trigger, amend, erase
+from tests.db.repo_rows import did, in_progress, insert, put, synchronized
+
+ALL = range(256)
+LATER = 1e10
+NOTE_CHANGES = """
+    create table public.status_change (before text, after text);
+    create function public.note_status() returns trigger language plpgsql as $$ begin
+        insert into public.status_change values (case tg_op when 'UPDATE' then old.sync_status end, new.sync_status);
+        return null;
+    end $$;
+    create trigger note_status after insert or update of sync_status on indexer.repo
+        for each row execute function public.note_status()
+"""
+OPERATIONS: dict[Trigger, Callable[[Store], Awaitable[object]]] = {
+    Trigger.CLAIMED: lambda store: store.claim(9, ALL, 10.0, LATER),
+    Trigger.LEASE_EXPIRED: lambda store: store.expire_leases(ALL, LATER),
+    Trigger.REQUESTED: lambda store: store.request_resyncs([did(1)]),
+    Trigger.ERASED: lambda store: store.untrack([did(1)]),
+    Trigger.VALUES_MISSING: lambda store: store.request_missing_values(ALL, 0.0, LATER),
+    Trigger.UNPROVEN: lambda store: store.request_unproven(ALL, 0.0, LATER, 9),
+}
+
+
+async def repo_in(store: Store, status: SyncStatus) -> Repo:
+    """Insert a repo with this status, whose records are in doubt; if it is in progress, also with a buffered event."""
+    fields: dict[str, Any] = {"attempts": 3, "last_error": "timeout", "unproven_since": 1.0}
+    if status is SyncStatus.IN_PROGRESS:
+        claimed = await in_progress(store, 1, sync_reason=Desync.CHAIN_BREAK, **fields)
+        write = RepoWrite(claimed.version, amend(claimed, buffered_events=1, buffered_bytes=5))
+    else:
+        reason = None if status is SyncStatus.SYNCHRONIZED else Desync.CHAIN_BREAK
+        await insert(store, synchronized(1, sync_status=status, sync_reason=reason, **fields))
+        write = RepoWrite(1, synchronized(1, version=2, sync_status=status, sync_reason=reason, **fields))
+    lacking = put("app.test/a")._replace(value=None, problem=Problem.MISSING)
+    buffered = (BufferedEvent(did(1), "wss://relay.test", 5, b"frame"),) if write.repo.buffered_events else ()
+    assert not (await store.write(Batch((write._replace(changes=(lacking,), buffered=buffered),)))).skipped
+    return write.repo
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("status", SyncStatus)
+async def test_each_operation_makes_the_transition_of_its_trigger(
+    store: Store, sql: asyncpg.Connection, status: SyncStatus
+) -> None:
+    await sql.execute(NOTE_CHANGES)
+    for trigger in OPERATIONS:
+        await sql.execute("truncate indexer.repo, indexer.record, indexer.buffered_event")
+        await check_operation(store, sql, trigger, status)
+
+
+async def check_operation(store: Store, sql: asyncpg.Connection, trigger: Trigger, status: SyncStatus) -> None:
+    before = await repo_in(store, status)
+    await sql.execute("truncate status_change")
+    await OPERATIONS[trigger](store)
+    changes = [tuple(row) for row in await sql.fetch("select before, after from status_change")]
+    possible = TRANSITIONS[status].get(trigger)
+    assert changes == ([(status, possible[1])] if possible else []), trigger
+    [after] = (await store.repos([did(1)])).values()
+    assert after.sync_status is (possible[1] if possible else status)
+    if possible and after.sync_status is SyncStatus.DESYNCHRONIZED:
+        assert await sql.fetchval("select count(*) from indexer.buffered_event") == after.buffered_events == 0
+        assert await sql.fetchval("select lease_until from indexer.repo") is None
+    if trigger is Trigger.REQUESTED:
+        assert after == amend(
+            before, sync_status=after.sync_status, sync_reason=Desync.REQUESTED, attempts=0, next_attempt_at=None,
+            buffered_events=0, buffered_bytes=0,
+        )  # fmt: skip
+    if trigger is Trigger.ERASED:
+        assert after.erase_at is not None
+        assert after == erase(before)._replace(
+            tracked=False, active=False, erase_at=after.erase_at, latest_verified_rev=None, last_error=None
+        )
+
+
+@pytest.mark.slow
+async def test_a_repo_is_added_desynchronized_and_tracked_again_in_its_status(
+    store: Store, sql: asyncpg.Connection
+) -> None:
+    await sql.execute(NOTE_CHANGES)
+    assert await store.add_repos([did(1)]) == 1
+    assert await store.untrack([did(1)]) == 1
+    [before] = (await store.repos([did(1)])).values()
+    assert await store.track([did(1), did(2)]) == 2
+    changes = await sql.fetch("select before, after from status_change")
+    assert {tuple(row) for row in changes} <= {(None, "desynchronized"), ("desynchronized", "desynchronized")}
+    [after] = (await store.repos([did(1)])).values()
+    assert after == amend(before, tracked=True, active=True, erase_at=None, next_attempt_at=None, wanted_in=CHOSEN)

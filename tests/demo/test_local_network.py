@@ -1,0 +1,68 @@
+"""The local network as a client of other libraries sees it: frames, exports, records and handles."""
+
+from typing import Any
+
+import httpx
+from websockets.asyncio.client import connect
+
+from indexer.demo.local_dns import LocalDns
+from indexer.demo.local_network import LocalNetwork
+from indexer.demo.local_relay import SUBSCRIBE_REPOS
+from indexer.errors import UnavailableError
+from indexer.net.identity.handle_verifier import HandleVerifier
+from indexer.reasons import FetchFailure
+from tests.demo.independent_decoder import decode_all, decode_car, decode_frame, decode_records
+from tests.free_ports import free_ports
+
+NOTE = "com.example.note"
+HEADERS = [  # the map {t, op}, in canonical order
+    bytes.fromhex(f"a2 61 74 {len(kind) + 0x60:x} {kind.encode().hex()} 62 6f 70 01")
+    for kind in ("#identity", "#account", "#commit", "#sync", "#commit")
+]
+
+
+async def test_frames_and_exports_have_the_form_of_the_reference_pds() -> None:
+    async with LocalNetwork() as net:
+        account = net.create_account("ada.test")
+        first, before = account.repo.first, account.repo.head
+        path = account.create(NOTE, {"text": "one"}, "note:1")
+        async with connect(f"{net.relay_url}{SUBSCRIBE_REPOS}?cursor=0", max_size=None) as socket:
+            frames = [await socket.recv() for _ in range(5)]
+        async with httpx.AsyncClient(follow_redirects=True) as client:  # the relay redirects to the PDS
+            answer = await client.get(f"{net.relay.url}/xrpc/com.atproto.sync.getRepo?did={account.did}")
+    assert all(isinstance(frame, bytes) for frame in frames)
+    assert [frame[: len(header)] for frame, header in zip(frames, HEADERS, strict=True)] == HEADERS
+    identity, hosting, created, sync, commit = (decode_frame(frame)[1] for frame in frames)
+    assert all(payload.pop("time") for payload in (identity, hosting, created, sync, commit))
+    assert identity == {"seq": 1, "did": account.did, "handle": "ada.test"}
+    assert hosting == {"seq": 2, "did": account.did, "active": True}
+    usual: dict[str, Any] = {"repo": account.did, "blobs": [], "rebase": False, "tooBig": False}
+    rev, cid = first.commit.rev, first.commit.cid
+    assert created == usual | {"seq": 3, "commit": cid, "rev": rev, "since": None, "ops": [], "blocks": first.blocks}
+    assert decode_car(sync.pop("blocks")) == (cid, {cid: first.commit.block})
+    assert sync == {"seq": 4, "did": account.did, "rev": rev}
+    root, blocks = decode_car(commit.pop("blocks"))
+    [op] = commit["ops"]
+    assert blocks[op["cid"]] == account.records[path]
+    assert commit == usual | {
+        "seq": 5, "commit": root, "rev": account.rev, "since": rev, "prevData": before.data,
+        "ops": [{"action": "create", "path": path, "cid": op["cid"]}],
+    }  # fmt: skip
+    root, blocks = decode_car(answer.content)
+    assert root == account.repo.head.cid
+    assert decode_records(blocks, decode_all(blocks[root])[0]["data"]) == {path: op["cid"]}
+
+
+class NoHttp:
+    async def get(self, url: str, **_: Any) -> Any:
+        raise UnavailableError(FetchFailure.NO_SUCH_HOST, url)
+
+
+async def test_handles_resolve_by_dns_to_their_accounts() -> None:
+    async with LocalNetwork() as net:
+        port = free_ports(1)
+        account, other = net.create_account("ada.test"), net.create_account("bob.test")
+        async with LocalDns(net.plc, "127.0.0.1", port):
+            verifier = HandleVerifier(NoHttp(), [("127.0.0.1", port)], allow_private_hosts=True)
+            assert await verifier.verify_handle(account.did, "ada.test") == "ada.test"
+            assert await verifier.verify_handle(other.did, "ada.test") == "handle.invalid"

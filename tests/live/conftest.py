@@ -1,0 +1,23 @@
+"""Fixtures for the tests of the live path."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import asyncpg
+import pytest
+
+from indexer.sync.native_core import NativeCore
+from tests.live.writer_scenario import MakeScenario, ObservedStore, WriterScenario
+
+
+@pytest.fixture
+async def make_scenario(database: str, sql: asyncpg.Connection) -> AsyncIterator[MakeScenario]:
+    """Make scenarios on one database, each with a store of its own."""
+    async with AsyncExitStack() as stack:
+
+        async def make(*, batch_size: int = 500, core: NativeCore | None = None) -> WriterScenario:
+            store = await ObservedStore.open(database, connections=5)
+            stack.push_async_callback(store.close)
+            return WriterScenario(store, sql, batch_size, core)
+
+        yield make

@@ -1,0 +1,83 @@
+import pytest
+
+from indexer.live.event_clock import EventClock
+
+NOW = 1_800_000_000.0
+RECENT = "2027-01-15T07:59:50Z"
+"""Ten seconds before `NOW`."""
+AHEAD = "2027-01-15T08:04:00Z"
+"""A possible time that is four minutes after `NOW`."""
+WRONG = ["1970-01-01T00:00:00Z", "2023-01-01T00:00:00Z", AHEAD, "9999-12-31T23:59:59Z", "noon", ""]
+
+
+def domain_of(did: str) -> str:
+    """Return the part of the DID after the last dot."""
+    return did.rpartition(".")[2]
+
+
+def events(count: int, domain: str, event_time: str) -> list[tuple[str, str]]:
+    return [(f"did:{number}.{domain}", event_time) for number in range(count)]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("alone", [True, False])
+def test_wrong_times_of_one_account_do_not_move_the_clock(wrong: str, alone: bool) -> None:
+    clock = EventClock(domain_of)
+    clock.observe([("did:a.x", RECENT), ("did:b.x", RECENT)], NOW)
+    honest = [] if alone else [("did:a.x", RECENT), ("did:b.x", RECENT)]
+    clock.observe([("did:evil.x", wrong)] * 100 + honest, NOW)
+    assert clock.reached == (NOW if alone and wrong == AHEAD else NOW - 10)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("domains", [2, 50])
+def test_wrong_times_of_the_accounts_of_one_host_do_not_move_the_clock(wrong: str, domains: int) -> None:
+    """300 accounts of one host, 50 of others."""
+    clock = EventClock(domain_of)
+    honest = [event for number in range(domains) for event in events(50 // domains, f"honest{number}", RECENT)]
+    clock.observe([*events(150, "evil", wrong), *honest, *events(300, "evil", wrong)], NOW)
+    assert clock.reached == NOW - 10
+    assert clock.stored_until == NOW - 10
+
+
+def test_accounts_of_a_single_host_have_one_vote_each() -> None:
+    clock = EventClock(domain_of)
+    clock.observe([*events(3, "one", "2023-01-01T00:00:00Z"), *events(5, "one", RECENT)], NOW)
+    assert clock.reached == NOW - 10
+
+
+@pytest.mark.parametrize("wrong", ["1970-01-01T00:00:00Z", "9999-12-31T23:59:59Z", "noon", ""])
+def test_impossible_times_alone_are_unknown(wrong: str) -> None:
+    clock = EventClock(domain_of)
+    clock.observe([("did:evil", wrong)], NOW)
+    assert clock.reached is None
+    assert clock.stored_until is None
+
+
+def test_clock_follows_the_accounts_and_is_never_ahead_of_this_machine() -> None:
+    clock = EventClock(domain_of)
+    clock.observe([("did:a", RECENT), ("did:b", "2027-01-15T08:00:05Z"), ("did:c", "2027-01-15T08:00:06Z")], NOW)
+    assert clock.reached == NOW
+
+
+def test_one_late_clock_at_the_end_of_an_idle_stream_does_not_decide_what_is_stored() -> None:
+    """The relay is ten minutes behind, and then sends nothing but one event with the present time."""
+    clock, behind = EventClock(domain_of), NOW - 600
+    clock.observe(events(5, "honest", "2027-01-15T07:50:00Z"), NOW)
+    clock.observe([("did:late.other", RECENT)], NOW + 1)
+    clock.catch_up(NOW + 6)
+    assert clock.stored_until == behind
+    for second in range(30):
+        clock.observe([("did:late.other", RECENT)], NOW + second)
+    assert clock.stored_until == behind
+
+
+def test_time_from_before_this_machine_set_its_clock_back_does_not_count() -> None:
+    clock = EventClock(domain_of)
+    day_ahead = NOW + 86_400
+    clock.catch_up(day_ahead)
+    clock.observe([("did:a", RECENT)], NOW)
+    assert clock.reached == NOW - 10
+    clock.catch_up(NOW)
+    clock.observe([("did:a", RECENT)], NOW - 1)
+    assert clock.reached == NOW, "a clock that is corrected by a second"

@@ -1,0 +1,177 @@
+"""A batch writer on a real database, whose writes a test observes, holds up and lets fail."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from math import inf
+from time import time
+
+import asyncpg
+import pytest
+
+from indexer.db import Store
+from indexer.db.apply_batch import AppliedBatch
+from indexer.db.current_scope import CurrentScope
+from indexer.live.account_limits import AccountLimits
+from indexer.live.batch_writer import BatchWriter, WriterSettings
+from indexer.live.inbox import Inbox
+from indexer.live.key_lookups import KeyLookups
+from indexer.live.stream_position import StreamPosition
+from indexer.net.identity import IdentityCache
+from indexer.net.new_accounts import NewAccounts
+from indexer.sync.native_core import NativeCore
+from indexer.sync.plan_batch import ReceivedMessage
+from indexer.sync.plans import Batch, RepoWrite
+from indexer.sync.repo_state import Repo
+from indexer.sync.shard import Shard
+from indexer.sync.stored_identity import StoredIdentity
+from indexer.sync.watermark import Watermark
+from indexer.telemetry.conditions import Conditions
+from indexer.telemetry.metrics import Metrics
+from tests.sync.signing_account import RELAY, STORE_ALL, SigningAccount, received_message
+from tests.waiting import until
+
+# The quick tests try one seed of a random test.
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))]
+Disturb = Callable[[Batch], Awaitable[None]]
+
+
+class ObservedStore(Store):
+    """A store that notes what the writer loads and writes.
+
+    Attributes:
+        loaded: The DIDs of the loaded rows.
+        batches: The batches of the started writes.
+        may_write: Writes wait for it.
+        disturb_before: Called before each write; may raise.
+        disturb_after: Called after each write; may raise.
+    """
+
+    def __init__(self, pool: asyncpg.Pool, connections: int, dsn: str) -> None:
+        super().__init__(pool, connections, dsn)
+        self.loaded: list[str] = []
+        self.batches: list[Batch] = []
+        self.may_write = asyncio.Event()
+        self.may_write.set()
+        self.disturb_before: Disturb | None = None
+        self.disturb_after: Disturb | None = None
+
+    async def repos(self, dids: Iterable[str]) -> dict[str, Repo]:
+        self.loaded.extend(dids)
+        return await super().repos(list(dids))
+
+    async def write(self, batch: Batch) -> AppliedBatch:
+        self.batches.append(batch)
+        await self.may_write.wait()
+        if self.disturb_before:
+            await self.disturb_before(batch)
+        applied = await super().write(batch)
+        if self.disturb_after:
+            await self.disturb_after(batch)
+        return applied
+
+
+class NoDirectory:
+    """A directory that knows nobody: all identities are stored."""
+
+    async def resolve(self, did: str, *, known: bool) -> StoredIdentity:
+        raise AssertionError(f"looked up {did}, known: {known}")
+
+
+class WriterScenario:
+    """Accounts, an inbox, and a batch writer that can be restarted with empty caches."""
+
+    def __init__(self, store: ObservedStore, sql: asyncpg.Connection, batch_size: int, core: NativeCore | None) -> None:
+        self.store = store
+        self._core = core
+        self.sql = sql
+        self.metrics = Metrics()
+        self.inbox = Inbox(10**9)
+        self.owned = asyncio.Event()
+        self.owned.set()
+        self.position = StreamPosition(lambda: True)
+        self.position.begin(RELAY, 0, Watermark(0))
+        self._settings = WriterSettings(Shard(), batch_size=batch_size, retry_interval=0.0, idle_after=3_600.0)
+        self._seq = 0
+
+    @asynccontextmanager
+    async def writer(self) -> AsyncIterator[None]:
+        """Run a new writer during the block."""
+        async with AsyncExitStack() as stack:
+            identities = IdentityCache(NoDirectory(), self.store, self.metrics, clock=time, refresh_rate=inf)
+            stack.push_async_callback(identities.close)
+            keys = KeyLookups(identities, self.inbox, timeout=60.0, concurrency=4)
+            stack.push_async_callback(keys.close)
+            conditions = Conditions()
+            limits = AccountLimits(NewAccounts(0), NewAccounts(0), self.metrics, conditions)
+            scope = CurrentScope(self.store, STORE_ALL)
+            writer = BatchWriter(
+                self.store,
+                self.inbox,
+                keys,
+                self.position,
+                self.owned,
+                self._settings,
+                self.metrics,
+                conditions,
+                limits,
+                scope,
+                self._core,
+            )
+            running = asyncio.create_task(writer.run())
+            try:
+                yield
+            finally:
+                running.cancel()
+                await asyncio.wait([running])
+                assert running.cancelled(), running.exception()
+
+    async def add(self, *accounts: SigningAccount) -> None:
+        """Insert a synchronized row and the identity of each account."""
+        await super(ObservedStore, self.store).write(
+            Batch(tuple(RepoWrite(0, account.row()._replace(version=1)) for account in accounts))
+        )
+        await self.store.save_identities(
+            [
+                StoredIdentity(account.did, None, "https://pds.test", account.key.public.did_key(), time())
+                for account in accounts
+            ]
+        )
+
+    async def put(self, *messages: ReceivedMessage) -> None:
+        for message in messages:
+            self._seq += 1
+            self.position.watermark.add(self._seq)
+            await self.inbox.put(message._replace(seq=self._seq))
+
+    async def settled(self) -> None:
+        async with asyncio.timeout(60):
+            await self.inbox.wait_until_settled()
+        assert (self.position.watermark.position, len(self.position.watermark)) == (self._seq, 0)
+
+    async def process(self, *messages: ReceivedMessage) -> None:
+        await self.put(*messages)
+        await self.settled()
+
+    async def row(self, account: SigningAccount) -> Repo:
+        return (await super(ObservedStore, self.store).repos([account.did]))[account.did]
+
+    async def write_started(self, number: int) -> None:
+        await until(lambda: len(self.store.batches) >= number)
+
+    def outcomes(self) -> Counter[str]:
+        """Return the number of settled messages by outcome."""
+        counts = Counter[str]()
+        for family in self.metrics.registry.collect():
+            for sample in family.samples:
+                if sample.name == "indexer_events_total":
+                    counts[sample.labels["outcome"]] += int(sample.value)
+        return +counts
+
+
+MakeScenario = Callable[..., Awaitable[WriterScenario]]
+
+
+def new_post(account: SigningAccount, number: int) -> ReceivedMessage:
+    return received_message("commit", account.commit_post(f"post{number:04}"))

@@ -1,0 +1,108 @@
+"""Hosts on loopback, and public names and addresses that lead to them."""
+
+import datetime as dt
+import socket
+import ssl
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import aiohappyeyeballs
+import pytest
+from aiohappyeyeballs.types import AddrInfoType, SocketFactoryType
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from indexer.net.http import OutboundClient, OutboundSettings, Timeouts
+from tests.net.http.scripted_host import ScriptedHost
+
+SHORT_TIMEOUTS = Timeouts(connect=10.0, read=3.0, rate_grace=0.5)
+LOCAL = OutboundSettings("test (mailto:someone@example.com)", allow_private_hosts=True, timeouts=SHORT_TIMEOUTS)
+PUBLIC_ONLY = OutboundSettings("test", timeouts=SHORT_TIMEOUTS)
+
+
+@pytest.fixture
+async def host() -> AsyncIterator[ScriptedHost]:
+    async with ScriptedHost() as host:
+        yield host
+
+
+@pytest.fixture
+async def outbound() -> AsyncIterator[OutboundClient]:
+    """Return a client for local networks."""
+    async with OutboundClient(LOCAL) as client:
+        yield client
+
+
+class OutboundWorld:
+    """Public names and addresses. All connections lead to `host`, on loopback.
+
+    Attributes:
+        names: For each name, the addresses of its first lookup, its second one and so on; the last ones repeat.
+        lookups: The names that were looked up.
+        connected: The public addresses and ports that were connected to.
+    """
+
+    def __init__(self, host: ScriptedHost, trust: ssl.SSLContext) -> None:
+        self.host = host
+        self.trust = trust
+        self.names: dict[str, list[Sequence[str]]] = {}
+        self.lookups: list[str] = []
+        self.connected: list[tuple[str, int]] = []
+
+    async def resolve(self, name: str, _port: int) -> Sequence[str]:
+        self.lookups.append(name)
+        answers = self.names.get(name)
+        if answers is None:
+            raise OSError("no such name")
+        return answers.pop(0) if len(answers) > 1 else answers[0]
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a file with a key and a certificate for two names under `example`."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test")])
+    now = dt.datetime.now(dt.UTC)
+    names = x509.SubjectAlternativeName([x509.DNSName("pds.example"), x509.DNSName("relay.example")])
+    built = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - dt.timedelta(days=1))
+        .not_valid_after(now + dt.timedelta(days=1))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(names, critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    file = tmp_path_factory.mktemp("tls") / "test.pem"
+    pem = serialization.Encoding.PEM
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    file.write_bytes(private + built.public_bytes(pem))
+    return file
+
+
+@pytest.fixture
+async def world(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OutboundWorld]:
+    server_tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server_tls.load_cert_chain(certificate)
+    async with ScriptedHost(server_tls) as host:
+        world = OutboundWorld(host, ssl.create_default_context(cafile=str(certificate)))
+        start_connection = aiohappyeyeballs.start_connection
+
+        async def connect_to_loopback(
+            addr_infos: Sequence[AddrInfoType], *, socket_factory: SocketFactoryType, **_options: object
+        ) -> socket.socket:
+            socket_factory(addr_infos[0]).close()
+            world.connected.append(addr_infos[0][4][:2])
+            loopback = (socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", world.host.port))
+            return await start_connection([loopback])
+
+        monkeypatch.setattr(aiohappyeyeballs, "start_connection", connect_to_loopback)
+        yield world
+
+
+@pytest.fixture
+async def public_client(world: OutboundWorld) -> AsyncIterator[OutboundClient]:
+    """Return a client for public hosts, with the names and addresses of `world`."""
+    async with OutboundClient(PUBLIC_ONLY, resolve=world.resolve, tls=world.trust) as client:
+        yield client

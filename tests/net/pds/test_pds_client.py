@@ -1,0 +1,243 @@
+"""Exports and latest commits from hosts and a relay, with valid and invalid responses."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from indexer.atproto.limits import DEFAULT_LIMITS, Limits
+from indexer.demo.http_server import Fault
+from indexer.demo.local_account import LocalAccount
+from indexer.demo.local_network import LocalNetwork
+from indexer.demo.local_repo import Write
+from indexer.errors import UnavailableError, UpstreamError
+from indexer.net.http import OutboundClient, OutboundSettings, RateLimits
+from indexer.net.pds import PdsClient, Spool
+from indexer.reasons import FetchFailure, Rejection
+from indexer.sync.verify import verify_record, verify_snapshot
+
+GET_REPO = "com.atproto.sync.getRepo"
+CAR = {"Content-Type": "application/vnd.ipld.car"}
+
+
+@pytest.fixture
+def account(net: LocalNetwork) -> LocalAccount:
+    account = net.create_account("ada.test", pds=0)
+    account.apply_writes([Write.create(f"com.example.note/{n}", {"text": "x" * 100, "n": n}) for n in range(40)])
+    return account
+
+
+@pytest.fixture
+def pds(outbound: OutboundClient, tmp_path: Path) -> PdsClient:
+    return PdsClient(outbound, DEFAULT_LIMITS, tmp_path / "spool")
+
+
+async def failure_of(pds: PdsClient, account: LocalAccount) -> UnavailableError:
+    with pytest.raises(UnavailableError) as failure:
+        async with pds.fetch_export(account.did, account.pds.url):
+            pytest.fail("the fetch did not fail")
+    return failure.value
+
+
+@pytest.mark.parametrize("source", ["pds", "relay"])
+async def test_export_from_the_pds_or_by_redirect_of_the_relay(
+    net: LocalNetwork, account: LocalAccount, pds: PdsClient, source: str
+) -> None:
+    host = account.pds.url if source == "pds" else net.relay.url
+    async with pds.fetch_export(account.did, f"{host}/") as spool:
+        key = account.key.public
+        snapshot = verify_snapshot(account.did, spool.root, spool.block, key, DEFAULT_LIMITS)
+        assert spool.root == account.repo.head.cid
+        found = {path.decode(): spool.block(cid) for path, cid in snapshot.records()}
+    assert found == account.records
+
+
+@pytest.mark.parametrize("content_type", ["application/car", "text/plain; charset=utf-8", "application/json", "binary"])
+async def test_export_of_any_media_type_is_read_if_its_content_proves_itself(
+    account: LocalAccount, pds: PdsClient, content_type: str
+) -> None:
+    """A body that is not a CAR is refused by its content, with the media type in the message."""
+    whole, headers = b"".join(account.repo.export()), {"Content-Type": content_type}
+    account.pds.faults.append(Fault(GET_REPO, status=200, headers=headers, body=whole))
+    async with pds.fetch_export(account.did, account.pds.url) as spool:
+        verify_snapshot(account.did, spool.root, spool.block, account.key.public, DEFAULT_LIMITS)
+    for body in (b"<html>", b"<!DOCTYPE html>" + b"<p>Log in</p>" * 1_000, b'{"error":"InvalidRequest"}', whole[:-1]):
+        account.pds.faults.append(Fault(GET_REPO, status=200, headers=headers, body=body))
+        failure = await failure_of(pds, account)
+        assert failure.reason is FetchFailure.BAD_ANSWER
+        assert f"media type '{content_type.partition(';')[0]}' for an export, and no valid CAR" in failure.detail
+
+
+async def test_export_that_was_cut_off_is_not_complete(account: LocalAccount, pds: PdsClient) -> None:
+    """Its rate says nothing about the usual rate of its host."""
+    whole = b"".join(account.repo.export())
+    account.pds.faults.append(Fault(GET_REPO, status=200, headers=CAR, body=whole[:-1]))
+    async with pds.open_export(account.did, account.pds.url) as download:
+        with pytest.raises(UnavailableError) as failure:
+            await download.fetch()
+        assert failure.value.reason is FetchFailure.EXPORT_INCOMPLETE
+        assert (download.received, download.complete) == (len(whole) - 1, False)
+    async with pds.open_export(account.did, account.pds.url) as download:
+        assert await download.fetch()
+        assert download.complete
+
+
+async def test_complete_export_releases_its_request_slot(account: LocalAccount, tmp_path: Path) -> None:
+    settings = OutboundSettings("test", allow_private_hosts=True, rates=RateLimits(host_concurrency=1))
+    async with OutboundClient(settings) as outbound:
+        pds = PdsClient(outbound, DEFAULT_LIMITS, tmp_path)
+        async with pds.fetch_export(account.did, account.pds.url):
+            await pds.fetch_latest_commit(account.did, account.pds.url)
+
+
+async def test_latest_commit(net: LocalNetwork, account: LocalAccount, pds: PdsClient) -> None:
+    for host in (account.pds.url, net.relay.url):
+        assert await pds.fetch_latest_commit(account.did, host) == (account.repo.head.cid, account.rev)
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [
+        ("deactivate", FetchFailure.REPO_DEACTIVATED),
+        ("takedown", FetchFailure.REPO_TAKENDOWN),
+        ("suspend", FetchFailure.REPO_SUSPENDED),
+        ("delete_account", FetchFailure.REPO_NOT_FOUND),
+    ],
+)
+async def test_inactive_repo_is_a_permanent_failure(
+    account: LocalAccount, pds: PdsClient, action: str, reason: FetchFailure
+) -> None:
+    getattr(account, action)()
+    assert (await failure_of(pds, account)).reason is reason
+    with pytest.raises(UnavailableError) as failure:
+        await pds.fetch_latest_commit(account.did, account.pds.url)
+    assert failure.value.reason is reason
+    assert reason.is_permanent
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (Fault(GET_REPO, cut=1_000), FetchFailure.UNREACHABLE),
+        (Fault(GET_REPO, status=200, headers=CAR), FetchFailure.EXPORT_INCOMPLETE),
+        (Fault(GET_REPO, status=200, headers={"Content-Type": "text/html"}, body=b"<html>"), FetchFailure.BAD_ANSWER),
+        (Fault(GET_REPO, status=404, body=b"<html>"), FetchFailure.HTTP_STATUS),
+        (Fault(GET_REPO, status=500), FetchFailure.HTTP_STATUS),
+        (Fault(GET_REPO, status=429, body=b"<html>"), FetchFailure.THROTTLED),
+        (Fault(GET_REPO, status=302, headers={"Location": "ftp://127.0.0.1/"}), FetchFailure.REFUSED_ADDRESS),
+    ],
+)
+async def test_failed_export_leaves_no_file_and_the_next_one_succeeds(
+    account: LocalAccount, pds: PdsClient, tmp_path: Path, fault: Fault, reason: FetchFailure
+) -> None:
+    account.pds.faults.append(fault)
+    assert (await failure_of(pds, account)).reason is reason
+    assert list((tmp_path / "spool").iterdir()) == []
+    if reason is not FetchFailure.THROTTLED:
+        async with pds.fetch_export(account.did, account.pds.url) as spool:
+            assert spool.block(account.repo.head.cid)
+
+
+@pytest.mark.parametrize(("smaller", "complete"), [(0, True), (1, False), (6_000, False)])
+async def test_download_stops_at_the_first_byte_above_the_limit(
+    account: LocalAccount, pds: PdsClient, tmp_path: Path, smaller: int, *, complete: bool
+) -> None:
+    """It can be continued. Otherwise it leaves no file."""
+    size = sum(map(len, account.repo.export()))
+    account.pds.faults.append(Fault(GET_REPO, rate=20 * size))
+    async with pds.open_export(account.did, account.pds.url) as download:
+        assert await download.fetch(size - smaller) == complete
+        assert complete or await download.fetch()
+        assert download.complete
+    async with pds.open_export(account.did, account.pds.url) as download:
+        assert await download.fetch(size - smaller) == complete
+    assert list((tmp_path / "spool").iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("limits", "detail"),
+    [({}, None), ({"export_min_rate": 100_000}, r"\d+ bytes in \d+ s$"), ({"export_timeout": 0.3}, "TimeoutError$")],
+)
+async def test_slow_export(
+    account: LocalAccount, outbound: OutboundClient, tmp_path: Path, limits: dict[str, float], detail: str | None
+) -> None:
+    """Send the export in about a second and a half."""
+    account.pds.faults.append(Fault(GET_REPO, rate=sum(map(len, account.repo.export())) * 2 // 3))
+    pds = PdsClient(outbound, DEFAULT_LIMITS, tmp_path / "spool", Spool, **limits)
+    if detail is None:
+        async with pds.fetch_export(account.did, account.pds.url) as spool:
+            assert spool.block(account.repo.head.cid)
+    else:
+        failure = await failure_of(pds, account)
+        assert failure.reason is FetchFailure.TIMEOUT
+        assert re.search(detail, failure.detail), failure.detail
+    assert list((tmp_path / "spool").iterdir()) == []
+
+
+async def test_export_truncated_between_two_blocks_is_found_by_verification(
+    account: LocalAccount, pds: PdsClient
+) -> None:
+    account.pds.faults.append(Fault(GET_REPO, sections=3))
+    async with pds.fetch_export(account.did, account.pds.url) as spool:
+        with pytest.raises(UnavailableError) as failure:
+            verify_snapshot(account.did, spool.root, spool.block, account.key.public, DEFAULT_LIMITS)
+    assert failure.value.reason is FetchFailure.EXPORT_INCOMPLETE
+
+
+async def test_export_that_is_not_a_car_file_or_too_large(
+    account: LocalAccount, pds: PdsClient, outbound: OutboundClient, tmp_path: Path
+) -> None:
+    account.pds.faults.append(Fault(GET_REPO, status=200, headers=CAR, body=b"<html></html>" * 100))
+    with pytest.raises(UpstreamError) as rejection:
+        async with pds.fetch_export(account.did, account.pds.url):
+            pytest.fail("the fetch did not fail")
+    assert rejection.value.reason is Rejection.CAR_MALFORMED
+    small = PdsClient(outbound, Limits(repo_bytes=1_000), tmp_path)
+    assert (await failure_of(small, account)).reason is FetchFailure.TOO_LARGE
+
+
+CID, REV = b"bafyreie5cvv4h45feadgeuwhbcutmh6t2ceseocckahdoe6uat64zmz454", b"3l3qo2vuowo2b"
+DEEP = b'{"cid": ' + b"[" * 1_015 + b"]" * 1_015 + b', "rev": "' + REV + b'"}'  # nearly as deep as orjson decodes
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *b" <html> [] null {}".split(b" "),
+        b'{"cid": 1, "rev": 2}',
+        b'{"cid": "bafy", "rev": "' + REV + b'"}',
+        b'{"cid": "' + CID + b'", "rev": "now"}',
+        b'{"cid": "' + CID[:-1] + b'!", "rev": "' + REV + b'"}',
+        b'{"active": "yes"}',
+        b"[" * 60_000,
+        DEEP,
+    ],
+    ids=len,
+)
+async def test_invalid_latest_commit_is_refused(account: LocalAccount, pds: PdsClient, body: bytes) -> None:
+    account.pds.faults.append(Fault("", status=200, body=body, times=None))
+    with pytest.raises(UnavailableError) as failure:
+        await pds.fetch_latest_commit(account.did, account.pds.url)
+    assert failure.value.reason is FetchFailure.BAD_ANSWER
+
+
+async def test_record_with_its_proof(account: LocalAccount, pds: PdsClient) -> None:
+    path = "com.example.note/7"
+    proof = await pds.fetch_record_proof(account.did, path, account.pds.url)
+    assert proof == account.repo.record_proof(path)
+    block = verify_record(account.did, path, proof, account.key.public, DEFAULT_LIMITS)
+    assert block == account.records[path]
+    account.takedown()
+    with pytest.raises(UnavailableError) as failure:
+        await pds.fetch_record_proof(account.did, path, account.pds.url)
+    assert failure.value.reason is FetchFailure.REPO_TAKENDOWN
+
+
+async def test_only_the_origin_of_the_host_is_used(account: LocalAccount, pds: PdsClient) -> None:
+    for host in ("", "pds.example", "//", "https://[::1", "at://did:plc:x", "http://\x00/"):
+        with pytest.raises(UnavailableError) as failure:
+            await pds.fetch_latest_commit(account.did, host)
+        assert failure.value.reason is FetchFailure.REFUSED_ADDRESS
+    await pds.fetch_latest_commit(account.did, f"{account.pds.url}/path?query#fragment")
+    assert account.pds.requests["/xrpc/com.atproto.sync.getLatestCommit"] == 1

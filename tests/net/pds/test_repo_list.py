@@ -1,0 +1,170 @@
+"""Repo lists and statuses, from the local network and from hosts with invalid responses."""
+
+from typing import Any
+
+import orjson
+import pytest
+
+from indexer.demo.local_network import LocalNetwork
+from indexer.errors import UnavailableError
+from indexer.net.http import OutboundClient
+from indexer.net.pds.repo_list import ListedAccount, RepoStatus, fetch_repo_status, list_repos
+from indexer.reasons import FetchFailure
+from tests.net.http.scripted_host import ScriptedHost, http_response
+
+ALL = "/xrpc/com.atproto.sync.listRepos?limit=1000"
+DID = "did:plc:" + "a" * 24
+REV = "3jzfcijpj2z2a"
+
+
+async def test_list_of_all_accounts_of_a_relay_and_of_a_pds(net: LocalNetwork, outbound: OutboundClient) -> None:
+    ada, bob = net.create_account("ada.test", pds=0), net.create_account("bob.test", pds=0)
+    bob.deactivate()
+    page = await list_repos(outbound, net.relay.url, "", None)
+    assert page.accounts == (ListedAccount(ada.did, ada.rev),)
+    assert (page.invalid_entries, page.cursor) == (0, None)
+    page = await list_repos(outbound, ada.pds.url, "", None)
+    assert set(page.accounts) == {
+        ListedAccount(ada.did, ada.rev),
+        ListedAccount(bob.did, bob.rev, active=False, status="deactivated"),
+    }
+    assert page.cursor is not None
+    assert await list_repos(outbound, ada.pds.url, "", page.cursor) == type(page)((), 0, None)
+
+
+async def test_list_of_the_accounts_of_a_collection(net: LocalNetwork, outbound: OutboundClient) -> None:
+    ada, bob = net.create_account("ada.test"), net.create_account("bob.test")
+    ada.create("com.example.note", {"text": "hello"})
+    bob.create("com.example.other", {"text": "hello"})
+    page = await list_repos(outbound, net.relay.url, "com.example.note", None)
+    assert page.accounts == (ListedAccount(ada.did),)
+
+
+async def test_hosting_status_of_an_account(net: LocalNetwork, outbound: OutboundClient) -> None:
+    account = net.create_account("ada.test")
+    assert await fetch_repo_status(outbound, account.pds.url, account.did) == RepoStatus(True, None, account.rev)
+    account.takedown()
+    for host in (account.pds.url, net.relay.url):
+        assert await fetch_repo_status(outbound, host, account.did) == RepoStatus(False, "takendown", None)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{}",
+        b'{"active": 1}',
+        b'{"active": null, "rev": "3jzfcijpj2z2a"}',
+        b'{"active": ' + b"[" * 1_015 + b"]" * 1_015 + b"}",  # nearly as deep as orjson decodes
+    ],
+)
+async def test_invalid_status_is_refused(host: ScriptedHost, outbound: OutboundClient, body: bytes) -> None:
+    host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={DID}"] = http_response(body)
+    with pytest.raises(UnavailableError) as failure:
+        await fetch_repo_status(outbound, host.url, DID)
+    assert failure.value.reason is FetchFailure.BAD_ANSWER
+
+
+async def test_long_status_is_cut(host: ScriptedHost, outbound: OutboundClient) -> None:
+    for characters in (128, 129, 60_000):
+        body = orjson.dumps({"active": False, "status": "x" * characters})
+        host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={DID}"] = http_response(body)
+        assert await fetch_repo_status(outbound, host.url, DID) == RepoStatus(False, "x" * 128, None)
+
+
+async def test_odd_field_of_a_status_hides_nothing_beside_it(host: ScriptedHost, outbound: OutboundClient) -> None:
+    for fields, found in (
+        ({"active": True, "rev": 3, "status": None}, RepoStatus(True, None, None)),
+        ({"active": True, "rev": "now", "more": [1]}, RepoStatus(True, None, None)),
+        ({"active": False, "status": ["gone"]}, RepoStatus(False, "invalid: ['gone']", None)),
+        ({"active": False, "status": "a\0b", "rev": REV}, RepoStatus(False, "a\ufffdb", REV)),
+    ):
+        host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={DID}"] = http_response(orjson.dumps(fields))
+        assert await fetch_repo_status(outbound, host.url, DID) == found
+
+
+async def test_cursor_is_sent_unchanged(host: ScriptedHost, outbound: OutboundClient) -> None:
+    host.pages[ALL] = http_response(orjson.dumps({"repos": [], "cursor": "a&b=c d"}))
+    host.pages[f"{ALL}&cursor=a%26b%3Dc+d"] = http_response(orjson.dumps({"repos": [], "cursor": ""}))
+    first = await list_repos(outbound, host.url, "", None)
+    assert first.cursor == "a&b=c d"
+    assert (await list_repos(outbound, host.url, "", first.cursor)).cursor is None
+
+
+async def test_odd_entries_are_counted_and_what_is_valid_of_them_is_used(
+    host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    """The relay of Bluesky lists accounts of which it has never received a commit with an empty rev."""
+    skipped: list[Any] = [None, "did:plc:x", {}, {"did": 1}, {"did": "ada.test", "rev": REV}]
+    odd: list[tuple[Any, ListedAccount]] = [
+        ({"did": DID, "rev": "now"}, ListedAccount(DID)),
+        ({"did": DID, "rev": 1, "active": False}, ListedAccount(DID, active=False)),
+        ({"did": DID, "rev": REV, "active": "yes"}, ListedAccount(DID, REV)),
+        ({"did": DID, "rev": REV, "active": None}, ListedAccount(DID, REV)),
+    ]
+    valid = [{"did": DID, "rev": REV, "status": "new", "more": 1}, {"did": DID, "head": "", "rev": "", "active": True}]
+    host.pages[ALL] = http_response(orjson.dumps({"repos": [*(entry for entry, _ in odd), *skipped, *valid]}))
+    page = await list_repos(outbound, host.url, "", None)
+    assert page.accounts == (*(account for _, account in odd), ListedAccount(DID, REV), ListedAccount(DID, None))
+    assert page.invalid_entries == len(odd) + len(skipped)
+    assert page.first_invalid == f"{DID}: rev is 'now'"
+
+
+async def test_bytes_that_are_not_utf8_hide_no_account(host: ScriptedHost, outbound: OutboundClient) -> None:
+    body = b'\xef\xbb\xbf{"repos": [{"did": "%b", "status": "\xff"}]}' % DID.encode()
+    host.pages[ALL] = http_response(body)
+    assert (await list_repos(outbound, host.url, "", None)).accounts == (ListedAccount(DID),)
+
+
+async def test_cursor_that_is_a_number_is_sent(host: ScriptedHost, outbound: OutboundClient) -> None:
+    host.pages[ALL] = http_response(b'{"repos": [], "cursor": 7}')
+    assert (await list_repos(outbound, host.url, "", None)).cursor == "7"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"<html>",
+        b"{}",
+        b'{"repos": {}}',
+        b'{"repos": [], "cursor": [7]}',
+        orjson.dumps({"repos": [], "cursor": "x" * 3_000}),
+        b'{"repos": [], "cursor": "here"}',
+        b'{"repos": [], "cursor": "a\\u0000"}',  # Postgres cannot store it
+    ],
+)
+async def test_invalid_page_is_refused(host: ScriptedHost, outbound: OutboundClient, body: bytes) -> None:
+    host.pages[f"{ALL}&cursor=here"] = http_response(body)
+    with pytest.raises(UnavailableError) as failure:
+        await list_repos(outbound, host.url, "", "here")
+    assert failure.value.reason is FetchFailure.BAD_ANSWER
+
+
+async def test_size_of_a_page_is_limited(host: ScriptedHost, outbound: OutboundClient) -> None:
+    host.pages[ALL] = http_response(orjson.dumps({"repos": ["x" * 1_000] * 5_000}))
+    with pytest.raises(UnavailableError) as failure:
+        await list_repos(outbound, host.url, "", None)
+    assert failure.value.reason is FetchFailure.TOO_LARGE
+
+
+@pytest.mark.parametrize("item", [b"[]", b"{}", b"1", b'{"did":"did:plc:a"}'])
+async def test_page_with_too_many_items_is_refused_before_it_is_decoded(
+    host: ScriptedHost, outbound: OutboundClient, monkeypatch: pytest.MonkeyPatch, item: bytes
+) -> None:
+    """Decoding 4 MiB of empty lists takes 0.7 seconds."""
+    monkeypatch.setattr("indexer.net.pds.xrpc.orjson.loads", lambda _: pytest.fail("decoded"))
+    items = b",".join([item] * (1_000_000 // (len(item) + 1)))
+    host.pages[ALL] = http_response(b'{"repos":[' + items + b"]}")
+    with pytest.raises(UnavailableError, match="over 16384 items") as failure:
+        await list_repos(outbound, host.url, "", None)
+    assert failure.value.reason is FetchFailure.BAD_ANSWER
+
+
+async def test_longest_pages_of_hosts_are_accepted(host: ScriptedHost, outbound: OutboundClient) -> None:
+    entry = {"did": DID, "head": "bafy" + "a" * 55, "rev": REV, "active": False, "status": "deactivated"}
+    host.pages[ALL] = http_response(orjson.dumps({"cursor": "x", "repos": [entry] * 1_000}))
+    assert len((await list_repos(outbound, host.url, "", None)).accounts) == 1_000
+    of_collection = ALL.replace("listRepos?", "listReposByCollection?").replace("1000", "2000") + "&collection=a.b.c"
+    host.pages[of_collection] = http_response(orjson.dumps({"cursor": "x", "repos": [{"did": DID}] * 2_000}))
+    assert len((await list_repos(outbound, host.url, "a.b.c", None)).accounts) == 2_000

@@ -1,0 +1,63 @@
+"""Pages of replays: networks take turns, and a page of which nothing is wanted is not read."""
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+
+from indexer.db import Store
+from indexer.db.feed_page import FeedPage
+from indexer.readers.jetstream.events import LogPosition
+from indexer.readers.jetstream.options import ALL_EVENTS, EventFilter
+from indexer.readers.jetstream.pages import PAGE_CHANGES, ReplayPages
+from indexer.sync.feed_delivery import LoggedChange
+from tests.readers.test_jetstream_events import ADA, record_change, value
+
+NOTHING = EventFilter(dids=frozenset({"did:plc:nobody"}))
+
+
+class FakeStore:
+    """A log of endless changes of one account."""
+
+    def __init__(self) -> None:
+        self.read = list[int]()
+
+    async def feed_page(
+        self, after: int, max_changes: int, _max_bytes: int, wanted: Callable[[LoggedChange], bool]
+    ) -> FeedPage:
+        self.read.append(after)
+        await asyncio.sleep(0)
+        changes = [record_change(after + number + 1) for number in range(max_changes)]
+        if not any(map(wanted, changes)):
+            return FeedPage(changes, {}, {}, skipped=True)
+        return FeedPage(changes, dict.fromkeys(range(max_changes), value()), {})
+
+
+def pages() -> tuple[ReplayPages, FakeStore]:
+    store = FakeStore()
+    return ReplayPages(cast(Store, store)), store
+
+
+async def test_replays_of_one_network_delay_those_of_others_by_one_page() -> None:
+    loaded, store = pages()
+    many = [loaded.load("8.8.8.8", LogPosition(number * PAGE_CHANGES), NOTHING) for number in range(8)]
+    tasks = [asyncio.create_task(loading) for loading in many]
+    await asyncio.sleep(0)
+    await loaded.load("9.9.9.9", LogPosition(99_000), ALL_EVENTS)
+    await asyncio.gather(*tasks)
+    assert store.read.index(99_000) <= 2
+    assert len(store.read) == 9
+
+
+async def test_skipped_page_has_its_end_and_is_read_again_for_one_that_wants_it() -> None:
+    loaded, store = pages()
+    for nobody in ("a", "b"):
+        skipped = await loaded.load("8.8.8.8", LogPosition(0), EventFilter(dids=frozenset({f"did:plc:{nobody}"})))
+    assert store.read == [0]
+    assert skipped is not None
+    assert (skipped.size, skipped.end.seq) == (0, PAGE_CHANGES)
+    for _ in range(2):
+        whole = await loaded.load("8.8.8.8", LogPosition(0), EventFilter(dids=frozenset({ADA})))
+        assert whole is not None
+        assert whole.end == skipped.end
+        assert whole.select(ALL_EVENTS, 0, compress=False).events == PAGE_CHANGES
+    assert store.read == [0, 0]

@@ -1,0 +1,141 @@
+"""The events that clients of tap get, as tap's own code makes them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from indexer.atproto.cid import cid_text, parse_cid
+from indexer.readers.tap.events import MAX_LEVELS, identity_event, record_event, value_refusal
+from indexer.reasons import OmittedValue
+from indexer.sync.feed_delivery import LoggedChange, StoredAccount, StoredRecord
+
+CID = "bafyreifepiu23okq5zuyvyhsoiazv2icw2van3s7ko6d3ixl5jx2yj2yhu"
+BLOB_CID = "bafkreifepiu23okq5zuyvyhsoiazv2icw2van3s7ko6d3ixl5jx2yj2yhu"
+POST = "app.bsky.feed.post"
+LONGEST_LINK = b"\x01\x55\x13\x4b" + b"x" * 75
+LONG_LINK = b"\x01\x55\x13\x4c" + b"x" * 76
+"""A CID that a record may contain: the product accepts 100 bytes."""
+BLOB = {"$type": "blob", "ref": {"$link": BLOB_CID}, "mimeType": "image/png", "size": 5}
+
+
+def put(action: str = "create", *, live: bool = True) -> LoggedChange:
+    return LoggedChange(7, "did:plc:a", POST, "one", action, CID, "3laaaaaaaaa22", live, 0)
+
+
+def test_record_event_has_the_fields_of_tap_in_their_order() -> None:
+    value = '{"text":"hello","$type":"app.bsky.feed.post"}'
+    event = record_event(put(live=False), StoredRecord(parse_cid(CID), "3laaaaaaaaa22", value), pytest.fail)
+    assert event == (
+        b'{"id":7,"type":"record","record":{"live":false,"did":"did:plc:a","rev":"3laaaaaaaaa22",'
+        b'"collection":"app.bsky.feed.post","rkey":"one","action":"create","record":' + value.encode()
+        + b',"cid":"' + CID.encode() + b'"}}'
+    )  # fmt: skip
+
+
+def test_delete_has_neither_record_nor_cid() -> None:
+    event = record_event(put("delete"), StoredRecord(parse_cid(CID), "3laaaaaaaaa33", "{}"), pytest.fail)
+    assert event is not None
+    assert json.loads(event)["record"].keys() == {"live", "did", "rev", "collection", "rkey", "action"}
+
+
+def test_record_that_was_written_again_comes_with_its_present_value_and_cid() -> None:
+    event = record_event(put(), StoredRecord(parse_cid(BLOB_CID), "3lbbbbbbbbb22", '{"$type":"x"}'), pytest.fail)
+    assert event is not None
+    record = json.loads(event)["record"]
+    assert (record["cid"], record["rev"], record["record"]) == (BLOB_CID, "3lbbbbbbbbb22", {"$type": "x"})
+
+
+def test_record_that_was_deleted_since_gives_no_event() -> None:
+    assert record_event(put("update"), None, pytest.fail) is None
+
+
+@pytest.mark.parametrize(("value", "omitted"), [(None, []), ('{"$type":"x","number":1.5}', [OmittedValue.NUMBER])])
+def test_record_without_a_value_that_clients_accept_comes_without_record(
+    value: str | None, omitted: list[OmittedValue]
+) -> None:
+    reasons: list[OmittedValue] = []
+    event = record_event(put(), StoredRecord(parse_cid(CID), "3laaaaaaaaa22", value), reasons.append)
+    assert event is not None
+    assert json.loads(event)["record"].keys() >= {"cid", "action"}
+    assert "record" not in json.loads(event)["record"]
+    assert reasons == omitted
+
+
+def levels(count: int) -> Any:
+    """Return a value with this number of levels, the record included."""
+    value: Any = 5
+    for _ in range(count - 1):
+        value = [value]
+    return {"x": value}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({}, None),
+        ({"$type": POST, "list": [1, "x", None, True, {"$link": CID}, {"$bytes": "AAA"}]}, None),
+        ({"image": BLOB}, None),
+        ({"image": BLOB | {"ref": {"$link": cid_text(b"\x01\x55\x13\x40" + b"x" * 64)}}}, None),
+        ([], OmittedValue.NOT_A_MAP),
+        ({"$link": CID}, OmittedValue.NOT_A_MAP),
+        ({"n": 2**53 - 1}, None),
+        ({"n": 2**53}, OmittedValue.NUMBER),
+        ({"n": [-(2**53)]}, OmittedValue.NUMBER),
+        ({"n": 1.0}, OmittedValue.NUMBER),
+        ({"__proto__": 1}, OmittedValue.KEY),
+        ({"é" * 4_096: 1}, None),
+        ({"é" * 4_096 + "x": 1}, OmittedValue.KEY),
+        ({"x": {"$type": ""}}, OmittedValue.TYPE),
+        ({"x": {"$type": 5}}, OmittedValue.TYPE),
+        ({"x": {"$type": None}}, OmittedValue.TYPE),
+        ({"x": {"$type": "blob"}}, OmittedValue.BLOB),
+        ({"x": BLOB | {"size": -1}}, OmittedValue.BLOB),
+        ({"x": BLOB | {"size": True}}, OmittedValue.BLOB),
+        ({"x": BLOB | {"size": 2**53}}, OmittedValue.BLOB),
+        ({"x": BLOB | {"mimeType": "png"}}, OmittedValue.BLOB),
+        ({"x": BLOB | {"more": 1}}, OmittedValue.BLOB),
+        ({"x": BLOB | {"ref": {"$link": CID}}}, OmittedValue.BLOB),
+        ({"x": BLOB | {"ref": BLOB_CID}}, OmittedValue.BLOB),
+        ({"v": {"$link": cid_text(LONGEST_LINK)}}, None),
+        ({"v": {"$link": cid_text(LONG_LINK)}}, OmittedValue.LINK),
+        (levels(MAX_LEVELS - 2), None),
+        (levels(MAX_LEVELS - 1), OmittedValue.LEVELS),
+    ],
+)
+def test_values_that_strict_clients_refuse_are_recognized(value: Any, expected: OmittedValue | None) -> None:
+    """`tests/feed_clients/test_tap_values.py` compares with the client itself."""
+    assert value_refusal(value) is expected
+
+
+@pytest.mark.parametrize(
+    ("account", "expected"),
+    [
+        (StoredAccount("ada.test", True, None, False), ("ada.test", True, "active")),
+        (StoredAccount(None, True, "active", False), ("handle.invalid", True, "active")),
+        (StoredAccount("ada.test", True, "active", True), ("ada.test", False, "takendown")),
+        (StoredAccount("ada.test", False, "suspended", False), ("ada.test", False, "suspended")),
+        (StoredAccount("ada.test", False, "deleted", True), ("ada.test", False, "deleted")),
+        (StoredAccount("ada.test", False, None, False), ("ada.test", False, "deactivated")),
+        (StoredAccount("ada.test", False, "throttled", False), ("ada.test", False, "deactivated")),
+        (StoredAccount("ada.test", False, "active", False), ("ada.test", False, "deactivated")),
+    ],
+)
+def test_identity_event_has_one_of_the_statuses_of_tap(account: StoredAccount, expected: tuple[str, bool, str]) -> None:
+    change = LoggedChange(7, "did:plc:a", None, None, "identity", None, None, True, 0)
+    handle, active, status = expected
+    event = identity_event(change, account)
+    assert event is not None
+    assert json.loads(event) == {
+        "id": 7,
+        "type": "identity",
+        "identity": {"did": "did:plc:a", "handle": handle, "is_active": active, "status": status},
+    }
+
+
+def test_deletion_of_an_account_that_is_forgotten_is_delivered() -> None:
+    deleted = LoggedChange(7, "did:plc:a", None, None, "deleted", None, None, True, 0)
+    event = identity_event(deleted, None)
+    assert event is not None
+    assert json.loads(event)["identity"]["status"] == "deleted"
+    assert identity_event(deleted._replace(action="identity"), None) is None

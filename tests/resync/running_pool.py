@@ -1,0 +1,199 @@
+"""A worker pool whose repos are in memory, and whose attempts end when a test says so."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from indexer.atproto.crypto import PrivateKey
+from indexer.db import DatabaseError, Store
+from indexer.db.apply_batch import AppliedBatch
+from indexer.errors import UnavailableError
+from indexer.net.identity import CachedIdentity
+from indexer.net.new_accounts import NewAccounts
+from indexer.reasons import FetchFailure
+from indexer.resync.admission import Postponed
+from indexer.resync.attempt import ExportSlots
+from indexer.resync.worker_pool import WorkerPool, WorkerPoolSettings
+from indexer.sync.plans import Batch
+from indexer.sync.repo_state import Repo, SyncStatus
+from indexer.sync.shard import Shard
+from indexer.telemetry.conditions import Conditions
+from indexer.telemetry.metrics import Metrics
+from tests.sync.signing_account import STORE_ALL
+
+KEY = PrivateKey.from_seed("k256", b"anyone's").public
+DID = "did:plc:" + "a" * 24
+
+
+class MemoryStore:
+    """Repo rows in memory, with the methods that the pool uses."""
+
+    def __init__(self, dids: Sequence[str]) -> None:
+        self.rows = {did: Repo(did, version=1) for did in dids}
+        self.claims: list[str] = []
+        self.claim_sizes: list[int] = []
+        self.early: list[str] = []
+        self.claim_holds = True
+        self.claims_answered = asyncio.Event()
+        self.claims_answered.set()
+
+    async def claim(self, count: int, _buckets: range, _seconds: float, now: float) -> list[Repo]:
+        return await self._claim(self.rows, now, count)
+
+    async def claim_early(self, repos: Mapping[str, float], _seconds: float, _now: float) -> list[Repo]:
+        claimed = await self._claim(repos, max(repos.values()), len(repos))
+        self.early += [repo.did for repo in claimed]
+        return claimed
+
+    async def _claim(self, dids: Iterable[str], latest: float, count: int) -> list[Repo]:
+        waiting = [repo for did in dids if (repo := self.rows[did]).sync_status is SyncStatus.DESYNCHRONIZED]
+        due = [repo for repo in waiting if (repo.next_attempt_at or 0) <= latest][:count]
+        claimed = [
+            repo._replace(sync_status=SyncStatus.IN_PROGRESS, version=repo.version + 1, lease=repo.lease + 1)
+            for repo in due
+        ]
+        self.rows.update({repo.did: repo for repo in claimed})
+        self.claims += [repo.did for repo in claimed]
+        self.claim_sizes.append(len(claimed))
+        await self.claims_answered.wait()
+        return claimed
+
+    async def renew(self, _did: str, _lease: int, _seconds: float) -> bool:
+        return self.claim_holds
+
+    async def repos(self, dids: Sequence[str]) -> dict[str, Repo]:
+        return {did: self.rows[did] for did in dids}
+
+    update_repo = Store.update_repo
+
+    async def write(self, batch: Batch) -> AppliedBatch:
+        for write in batch.writes:
+            assert self.rows[write.repo.did].version == write.expected_version
+            self.rows[write.repo.did] = write.repo
+        return AppliedBatch(frozenset(), Counter())
+
+
+class FixedIdentities:
+    """An identity for every DID; only its host differs."""
+
+    def __init__(self, host_of: Callable[[str], str]) -> None:
+        self.host_of = host_of
+        self.cached = True
+        self.database_up = True
+        self.failures: dict[str, UnavailableError] = {}
+        self.hanging: set[str] = set()
+        self.answered = asyncio.Event()
+        self.preloaded: list[bool] = []
+
+    def known(self, did: str) -> CachedIdentity:
+        return CachedIdentity(KEY, f"https://{self.host_of(did)}", problem=None, fetched_at=0, stale=False)
+
+    async def preload(self, _dids: Sequence[str]) -> None:
+        if not self.database_up:
+            raise DatabaseError(FetchFailure.TIMEOUT, "just now")
+
+    def peek(self, did: str) -> CachedIdentity | None:
+        return self.known(did) if self.cached else None
+
+    async def lookup(self, did: str, *, preloaded: bool, **_: object) -> CachedIdentity:
+        self.preloaded.append(preloaded)
+        if did in self.failures:
+            raise self.failures[did]
+        if did in self.hanging:
+            await self.answered.wait()
+        return self.known(did)
+
+
+@dataclass
+class Download:
+    """An export that `server` sends slowly."""
+
+    server: str | None
+    rate: float = 1_500.0
+    complete: bool = False
+    received: int = 0
+
+
+class ControlledAttempts:
+    """Attempts that end when a test completes their future in `results`."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.store = store
+        self.started: list[str] = []
+        self.ended: list[str] = []
+        self.results: dict[str, asyncio.Future[str]] = {}
+        self.large: set[str] = set()
+        self.downloads: dict[str, Download] = {}
+        self.slots: dict[str, ExportSlots] = {}
+        self.cancelled: list[str] = []
+        self.cleaned_up = asyncio.Event()  # a cancelled attempt waits for it, as for the end of a transaction
+        self.cleaned_up.set()
+
+    async def attempt(self, claimed: Repo, _identity: CachedIdentity, slots: ExportSlots) -> str | Postponed:
+        self.started.append(claimed.did)
+        self.slots[claimed.did] = slots
+        download: Any = self.downloads.get(claimed.did)
+        if download and (postponed := slots.open_export(download)):
+            return postponed
+        if claimed.did in self.large and (postponed := slots.enlarge()):
+            return postponed
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.results[claimed.did] = future
+        try:
+            result = await future
+        except asyncio.CancelledError:
+            self.cancelled.append(claimed.did)
+            await self.cleaned_up.wait()
+            raise
+        self.store.rows[claimed.did] = self.store.rows[claimed.did]._replace(
+            sync_status=SyncStatus.SYNCHRONIZED, version=claimed.version + 1
+        )
+        self.ended.append(claimed.did)
+        return result
+
+
+class RunningPool:
+    """A pool with controlled collaborators; cancelled at the end of the block."""
+
+    def __init__(
+        self,
+        dids: Sequence[str],
+        host_of: Callable[[str], str],
+        workers: int,
+        *,
+        new_accounts: NewAccounts | None = None,
+        max_writing: int = 0,
+        **settings: float,
+    ) -> None:
+        self.store = MemoryStore(dids)
+        self.metrics = Metrics()
+        self.attempts = ControlledAttempts(self.store)
+        self.identities = FixedIdentities(host_of)
+        store: Any = self.store
+        identities: Any = self.identities
+        attempts: Any = self.attempts
+        times = {"idle_interval": 0.01, "lease": 30.0} | settings
+        used = WorkerPoolSettings(workers=workers, max_writing=max_writing, **times)
+        self.conditions = Conditions()
+        self.pool = WorkerPool(
+            store,
+            identities,
+            attempts,
+            STORE_ALL.deletion_grace,
+            Shard(),
+            self.metrics,
+            self.conditions,
+            used,
+            new_accounts,
+        )
+
+    async def __aenter__(self) -> Self:
+        self.task = asyncio.create_task(self.pool.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.attempts.cleaned_up.set()
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)

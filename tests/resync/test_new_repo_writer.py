@@ -1,0 +1,313 @@
+"""New repos are written without a comparison, alone or in shared transactions, with the same result as with one."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from time import time
+from typing import Any
+
+import asyncpg
+import pytest
+
+from indexer.atproto.record import Problem
+from indexer.db import NewReposTransaction, Store
+from indexer.db.placement import shard_of
+from indexer.demo.local_repo import Write
+from indexer.net.identity import CachedIdentity
+from indexer.resync.attempt import ResyncAttempts
+from indexer.resync.new_repo_writer import MAX_SIDE_BY_SIDE, NewRepo, NewRepoWriter
+from indexer.sync.new_records import ConvertedChunk
+from indexer.sync.plans import Batch, RecordChange
+from indexer.sync.policy import KeyState
+from indexer.sync.repo_state import Repo, SyncStatus
+from indexer.sync.shard import bucket_of
+from indexer.telemetry.conditions import Conditions
+from indexer.telemetry.metrics import Metrics
+from tests.db.repo_rows import did, head, put
+from tests.numbered_changes import number_changes
+from tests.resync.resync_world import (
+    COLLECTIONS,
+    NO_COLLECTION,
+    PDS,
+    AccountOwner,
+    FreeSlots,
+    SimulatedHosts,
+)
+from tests.sync.signing_account import STORE_ALL
+from tests.waiting import until
+
+pytestmark = pytest.mark.slow
+
+ROWS = """
+    select collection, rkey, cid, rev, value::text, value_problem, original from indexer.record where did = $1
+    order by collection, rkey
+"""
+CHANGES = "select action, collection, rkey, cid, rev, live from atproto.changes where did = $1 order by seq"
+CLEAR = (
+    "delete from indexer.record; delete from indexer.repo; delete from indexer.change; delete from indexer.change_batch"
+)
+REPO = """
+    select sync_status, sync_reason, rev, data, commit, latest_verified_rev, buffered_events, attempts
+    from indexer.repo where did = $1
+"""
+
+
+class ComparingTransaction:
+    """A transaction that says that records are stored, so that everything is compared."""
+
+    def __init__(self, transaction: Any) -> None:
+        self._transaction = transaction
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transaction, name)
+
+    async def eligible(self, _claimed: Sequence[Repo]) -> dict[str, Repo]:
+        return {}
+
+    async def stores_records(self) -> bool:
+        return True
+
+
+class ComparingStore:
+    """A store with which every resync compares the export with the stored records: the oracle."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.shards = store.shards
+
+    @asynccontextmanager
+    async def resync(self, claimed: Repo, scope_version: int) -> AsyncIterator[ComparingTransaction]:
+        async with self._store.resync(claimed, scope_version) as transaction:
+            yield ComparingTransaction(transaction)
+
+    @asynccontextmanager
+    async def write_new_repos(self, scope_version: int) -> AsyncIterator[ComparingTransaction]:
+        async with self._store.write_new_repos(scope_version) as transaction:
+            yield ComparingTransaction(transaction)
+
+
+async def claim(store: Store, *dids: str) -> list[Repo]:
+    await store.add_repos(dids)
+    return await store.claim(len(dids), range(256), 60.0, time() + 10)
+
+
+async def resync(
+    store: Any, owner: AccountOwner, claimed: Repo, spool_directory: Path, slots: FreeSlots | None = None
+) -> str:
+    identities: Any = None
+    pds: Any = SimulatedHosts(owner, spool_directory)
+    attempts = ResyncAttempts(store, identities, pds, lambda: STORE_ALL, Metrics(), (None,), Conditions())
+    identity = CachedIdentity(owner.key.public, PDS, problem=None, fetched_at=0.0, stale=False)
+    return str(await attempts.attempt(claimed, identity, slots or FreeSlots()))
+
+
+async def state(store: Store, sql: asyncpg.Connection, owner: AccountOwner) -> list[list[tuple[Any, ...]]]:
+    """Return the records, the changes and the row of the account."""
+    await number_changes(store, sql)
+    return [[tuple(row) for row in await sql.fetch(query, owner.did)] for query in (ROWS, CHANGES, REPO)]
+
+
+def account(records: int) -> AccountOwner:
+    """Return an account with records of all kinds: ordinary, without a type, not a map, and with a bad path."""
+    owner = AccountOwner("ada")
+    writes = [Write.create(f"{COLLECTIONS[n % 3]}/{n:05}", {"$type": COLLECTIONS[0], "n": n}) for n in range(records)]
+    odd = [
+        Write.create(f"{COLLECTIONS[0]}/no-type", {"text": "é\U0001f389"}),
+        Write.create(f"{COLLECTIONS[1]}/nul", {"$type": COLLECTIONS[1], "text": "\0"}),
+        Write.create(f"{NO_COLLECTION}/a", {"n": 1}),
+    ]
+    for start in range(0, records, 100):
+        owner.change(*writes[start : start + 100])
+    owner.change(*odd)
+    return owner
+
+
+class CountedSlots(FreeSlots):
+    """Free slots that count the calls of `start_writing`."""
+
+    writing = 0
+
+    def start_writing(self) -> None:
+        self.writing += 1
+
+
+@pytest.mark.parametrize(("records", "chunk"), [(0, 2_000), (40, 2_000), (40, 7), (0, 1), (40, 1)])
+async def test_new_repo_gets_the_same_rows_and_changes_as_by_a_comparison(
+    store: Store, sql: asyncpg.Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: int, chunk: int
+) -> None:
+    """In chunks of 2,000, the repo is written in a shared transaction; else in one of its own, and keeps its worker."""
+    monkeypatch.setattr("indexer.sync.new_records.CHUNK_RECORDS", chunk)
+    monkeypatch.setattr("indexer.resync.attempt.CHUNK_RECORDS", chunk)
+    owner, slots = account(records), CountedSlots()
+    states = []
+    for used in (store, ComparingStore(store)):
+        [claimed] = await claim(store, owner.did)
+        assert await resync(used, owner, claimed, tmp_path, slots) == "synchronized"
+        states.append(await state(store, sql, owner))
+        await sql.execute(CLEAR)
+    assert states[0] == states[1]
+    assert len(states[0][0]) == records + 2
+    assert [change[0] for change in states[0][1]].count("create") == records + 2
+    assert {row[5] for row in states[0][0]} >= {Problem.NUL, Problem.NO_TYPE}
+    assert (slots.writing > 0) == (chunk == 2_000)
+
+
+async def test_stale_records_are_compared(store: Store, sql: asyncpg.Connection, tmp_path: Path) -> None:
+    """The erasure of a deleted account was interrupted, and the account became active again."""
+    owner = account(5)
+    [claimed] = await claim(store, owner.did)
+    await sql.execute(
+        "insert into indexer.record (did, collection, rkey, bucket, cid, rev, value) "
+        "select $1, 'com.example.gone', n::text, indexer.bucket_of($1), '\\x00', '3laaaaaaaaa22', '{}' "
+        "from generate_series(1, 3) n",
+        owner.did,
+    )
+    assert await resync(store, owner, claimed, tmp_path) == "synchronized"
+    rows, changes, _ = await state(store, sql, owner)
+    assert {f"{row[0]}/{row[1]}" for row in rows} == owner.history[owner.rev].keys()
+    assert [change[0] for change in changes].count("delete") == 3
+
+
+def new_repo(claimed: Repo, *changes: RecordChange) -> NewRepo:
+    return NewRepo(claimed, head("3lbbbbbbbbb22"), KeyState(None), STORE_ALL, ConvertedChunk(list(changes), 0, 100))
+
+
+class StoppedStore:
+    """A store whose shared transactions wait before they begin, until `go` is set."""
+
+    def __init__(self, store: Store, shards: int = 1) -> None:
+        self._store = store
+        self.shards = shards
+        self.go = asyncio.Event()
+        self.begun = asyncio.Event()
+        self.waiting = 0
+        self.groups: list[list[str]] = []
+
+    @asynccontextmanager
+    async def write_new_repos(self, scope_version: int) -> AsyncIterator["StoppedTransaction"]:
+        self.begun.set()
+        self.waiting += 1
+        await self.go.wait()
+        async with self._store.write_new_repos(scope_version) as transaction:
+            yield StoppedTransaction(transaction, self.groups)
+
+
+class StoppedTransaction:
+    def __init__(self, transaction: NewReposTransaction, groups: list[list[str]]) -> None:
+        self._transaction = transaction
+        self._groups = groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transaction, name)
+
+    async def eligible(self, claimed: Sequence[Repo]) -> dict[str, Repo]:
+        self._groups.append([repo.did for repo in claimed])
+        return await self._transaction.eligible(claimed)
+
+
+async def statuses(store: Store, *names: object) -> list[str]:
+    repos = await store.repos([did(name) for name in names])
+    return [repos[did(name)].sync_status for name in names]
+
+
+async def waiting_writes(
+    stopped: StoppedStore, repos: Sequence[NewRepo], metrics: Metrics | None = None
+) -> list["asyncio.Task[Batch | None]"]:
+    """Return one running write per repo. The first transaction has begun, and the other repos wait."""
+    used: Any = stopped
+    writer = NewRepoWriter(used, metrics or Metrics())
+    writes = [asyncio.create_task(writer.write(repo)) for repo in repos]
+    await stopped.begun.wait()
+    return writes
+
+
+async def test_repos_that_wait_share_a_transaction(store: Store, sql: asyncpg.Connection) -> None:
+    names = range(5)
+    claimed = {repo.did: repo for repo in await claim(store, *[did(name) for name in names])}
+    stopped, metrics = StoppedStore(store), Metrics()
+    repos = [new_repo(claimed[did(name)], put("app.test/a"), put("app.test/b")) for name in names]
+    writes = await waiting_writes(stopped, repos, metrics)
+    stopped.go.set()
+    batches = await asyncio.gather(*writes)
+    assert [batch.writes[0].repo.did for batch in batches if batch] == [did(name) for name in names]
+    assert sum(map(len, stopped.groups)) == 5
+    assert len(stopped.groups) <= 2
+    stage = metrics.registry.get_sample_value("indexer_batch_seconds_count", {"stage": "apply-export"})
+    assert stage == len(stopped.groups), "the time of a transaction was counted for each of its repos"
+    assert set(await statuses(store, *names)) == {SyncStatus.SYNCHRONIZED}
+    assert await sql.fetchval("select count(*) from indexer.record") == 10
+
+
+async def test_on_a_cluster_only_repos_of_one_shard_share_a_transaction(store: Store) -> None:
+    """The transactions of two shards run side by side. Repos of the others wait, and share the next ones."""
+    claimed = {repo.did: repo for repo in await claim(store, *map(did, range(12)))}
+    shards = {owner: shard_of(bucket_of(owner), 4) for owner in claimed}
+    assert len(set(shards.values())) > MAX_SIDE_BY_SIDE
+    stopped = StoppedStore(store, shards=4)
+    writes = await waiting_writes(stopped, [new_repo(repo, put("app.test/a")) for repo in claimed.values()])
+    await until(lambda: stopped.waiting == MAX_SIDE_BY_SIDE)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert stopped.waiting == MAX_SIDE_BY_SIDE
+    stopped.go.set()
+    assert all(await asyncio.gather(*writes))
+    assert all(len({shards[owner] for owner in group}) == 1 for group in stopped.groups)
+    others = Counter(shards[group[0]] for group in stopped.groups)
+    assert sorted(others.values())[: len(others) - MAX_SIDE_BY_SIDE] == [1] * (len(others) - MAX_SIDE_BY_SIDE)
+
+
+@pytest.mark.parametrize("late_first", [True, False])
+async def test_of_two_attempts_of_one_repo_only_the_one_that_holds_the_claim_writes(
+    store: Store, sql: asyncpg.Connection, late_first: bool
+) -> None:
+    """The lease of an attempt has expired, and another worker has claimed the repo before both were written."""
+    [first] = await claim(store, did("first"))
+    [late] = await claim(store, did("new"))
+    await store.expire_leases(range(256), time() + 1_000)
+    await sql.execute("update indexer.repo set next_attempt_at = now()")
+    again = {repo.did: repo for repo in await store.claim(2, range(256), 60.0, time() + 10)}
+    assert again[did("new")].lease > late.lease
+    attempts = [new_repo(late, put("app.test/late")), new_repo(again[did("new")], put("app.test/new"))]
+    stopped = StoppedStore(store)
+    ordered = attempts if late_first else attempts[::-1]
+    writes = await waiting_writes(stopped, [new_repo(again[first.did], put("app.test/a")), *ordered])
+    stopped.go.set()
+    written = dict(zip(["first", *ordered], await asyncio.gather(*writes), strict=True))
+    assert [len(group) for group in stopped.groups] == [1, 2]
+    assert written[attempts[0]] is None
+    assert written[attempts[1]] is not None
+    assert await sql.fetchval("select array_agg(rkey) from indexer.record where did = $1", did("new")) == ["new"]
+
+
+async def test_transaction_has_no_more_records_than_allowed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("indexer.resync.new_repo_writer.MAX_RECORDS", 3)
+    claimed = {repo.did: repo for repo in await claim(store, *map(did, range(6)))}
+    stopped = StoppedStore(store)
+    sizes = {0: 1, 1: 2, 2: 1, 3: 1, 4: 5, 5: 1}  # the fifth repo is larger than the limit
+    repos = [new_repo(claimed[did(name)], *[put(f"app.test/{n}") for n in range(size)]) for name, size in sizes.items()]
+    writes = await waiting_writes(stopped, repos)
+    stopped.go.set()
+    assert all(await asyncio.gather(*writes))
+    by_did = {did(name): size for name, size in sizes.items()}
+    totals = [sum(by_did[owner] for owner in group) for group in stopped.groups]
+    assert all(total <= 3 or len(group) == 1 for total, group in zip(totals, stopped.groups, strict=True))
+    assert sum(totals) == 11
+
+
+async def test_refused_value_leaves_all_repos_of_its_transaction_to_their_own(
+    store: Store, sql: asyncpg.Connection
+) -> None:
+    claimed = {repo.did: repo for repo in await claim(store, did("first"), did("good"), did("bad"))}
+    stopped = StoppedStore(store)
+    values = {"first": "1", "good": "2", "bad": '"\\u0000"'}
+    repos = [new_repo(claimed[did(name)], put("app.test/a", value)) for name, value in values.items()]
+    writes = await waiting_writes(stopped, repos)
+    stopped.go.set()
+    first, good, bad = await asyncio.gather(*writes)
+    assert first is not None
+    assert good is None
+    assert bad is None
+    assert await sql.fetchval("select array_agg(value) from indexer.record") == ["1"]
+    assert await NewRepoWriter(store, Metrics()).write(new_repo(claimed[did("good")], put("app.test/a"))) is not None

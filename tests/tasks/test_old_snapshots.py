@@ -1,0 +1,66 @@
+"""A snapshot that stays open while many batches are written is named, and a consumer's is ended."""
+
+import asyncpg
+import pytest
+
+from indexer.db import Store
+from indexer.tasks.notifications import ChangeNotifier
+from indexer.telemetry.conditions import DEAD_ROWS_KEPT, Conditions
+from indexer.telemetry.metrics import Metrics
+from tests.db.change_log_helpers import connected
+from tests.tasks.test_retention import with_user
+from tests.waiting import until
+
+pytestmark = pytest.mark.slow
+
+BATCHES = 300
+INSERT_CURSOR = "insert into indexer.cursor (relay, shard, epoch, seq) values ('wss://relay.test', '0/1', 0, 0)"
+UPDATE_CURSOR = "do $$ begin for i in 1..{} loop update indexer.cursor set seq = seq + 1; commit; end loop; end $$"
+
+
+async def write_batches(sql: asyncpg.Connection, count: int) -> None:
+    """Update the cursor as this many batches do, and let the statistics of the server include it."""
+    await sql.execute(UPDATE_CURSOR.format(count))
+    await sql.execute("select pg_stat_force_next_flush()")
+
+
+async def is_vacuumed(sql: asyncpg.Connection) -> bool:
+    await sql.execute("vacuum indexer.cursor")
+    dead: int = await sql.fetchval("select pg_stat_get_dead_tuples('indexer.cursor'::regclass)")
+    return dead < BATCHES
+
+
+async def test_consumers_snapshot_is_ended_after_many_batches_and_that_of_another_role_is_named(
+    database: str, sql: asyncpg.Connection
+) -> None:
+    await sql.execute("create role hostile_consumer login in role atproto_reader")
+    await sql.execute(INSERT_CURSOR)
+    store, conditions = await Store.open(database), Conditions()
+    notifier = ChangeNotifier(store, Metrics(), conditions, max_transaction_seconds=0, max_dead_cursors=BATCHES)
+    try:
+        async with connected(with_user(database, "hostile_consumer")) as hostile, connected(database) as backup:
+            await hostile.execute("begin isolation level repeatable read; select 1")
+            await write_batches(sql, BATCHES - 50)
+            await notifier.check_snapshots()
+            assert conditions.active() == []
+            await write_batches(sql, 100)
+            await backup.execute("begin isolation level repeatable read; select 1")
+            await notifier.check_snapshots()
+            await until(hostile.is_closed)
+            [condition] = conditions.active()
+            assert condition.kind is DEAD_ROWS_KEPT
+            assert "of role hostile_consumer, " in condition.message
+            assert ", ended" in condition.message
+            assert condition.message.count("session") == 1  # the other snapshot is young
+            await sql.execute("vacuum indexer.cursor")
+            await write_batches(sql, BATCHES + 50)
+            await notifier.check_snapshots()
+            [condition] = conditions.active()
+            assert f"session {backup.get_server_pid()} of role" in condition.message
+            assert await backup.fetchval("select 1") == 1
+        await until(lambda: is_vacuumed(sql))
+        await notifier.check_snapshots()
+        assert conditions.active() == []
+    finally:
+        await store.close()
+        await sql.execute("drop role hostile_consumer")
