@@ -51,7 +51,6 @@ async def test_consumers_snapshot_is_ended_after_many_batches_and_that_of_anothe
             assert condition.kind is DEAD_ROWS_KEPT
             assert "of role hostile_consumer, " in condition.message
             assert ", ended" in condition.message
-            assert condition.message.count("session") == 1  # the other snapshot is young
             await sql.execute("vacuum indexer.cursor")
             await write_batches(sql, BATCHES + 50)
             await notifier.check_snapshots()
