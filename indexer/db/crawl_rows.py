@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from indexer.db.columns import Connection, buckets_of, of_buckets, unnest
 from indexer.sync.crawl_progress import CrawlProgress, Purpose
-from indexer.sync.repo_state import HIDING_STATUSES, OUT_OF_SCOPE, TOMBSTONED, SyncStatus
+from indexer.sync.repo_state import OUT_OF_SCOPE, TOMBSTONED, SyncStatus
 from indexer.sync.shard import Shard
 
 _LOAD = """
@@ -45,14 +45,6 @@ _FIND_DIFFERENCES = f"""
 
 _ACTIVE = """
     select did from indexer.repo where did > $1 and active and rev is not null and bucket = any($2::smallint[])
-    order by did limit $3
-"""
-
-
-# Earlier releases hid accounts for a trouble of the relay.
-_WRONGLY_HIDDEN = """
-    select did from indexer.repo
-    where did > $1 and not active and tracked and hosting_status <> all($4::text[]) and bucket = any($2::smallint[])
     order by did limit $3
 """
 
@@ -134,9 +126,3 @@ async def find_differences(connection: Connection, revs: Mapping[str, str]) -> L
 async def active_repos(connection: Connection, after: str, buckets: Sequence[int], limit: int) -> list[str]:
     """Return the next DIDs after `after`, at most `limit`, of active repos that were fetched before."""
     return [did for (did,) in await connection.fetch(_ACTIVE, after, list(buckets), limit)]
-
-
-async def wrongly_hidden(connection: Connection, after: str, buckets: Sequence[int], limit: int) -> list[str]:
-    """Return the next DIDs after `after`, at most `limit`, of accounts hidden for a status that does not hide."""
-    hiding = [*HIDING_STATUSES, TOMBSTONED]
-    return [did for (did,) in await connection.fetch(_WRONGLY_HIDDEN, after, list(buckets), limit, hiding)]

@@ -289,11 +289,6 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, FeedMethods, ReportMeth
         async with self._connection() as connection:
             return await crawl_rows.active_repos(connection, after, buckets, limit)
 
-    async def wrongly_hidden(self, after: str, buckets: Sequence[int], limit: int) -> list[str]:
-        """Return the next DIDs after `after`, at most `limit`, of accounts hidden for a status that does not hide."""
-        async with self._connection() as connection:
-            return await crawl_rows.wrongly_hidden(connection, after, buckets, limit)
-
     async def desynchronize_behind(self, revs: Mapping[str, str], now: float) -> int:
         """Desynchronize the repos that still have an older rev; return how many.
 

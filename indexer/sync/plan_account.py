@@ -77,7 +77,7 @@ def plan_hidden(
     """
     if not hides(_reported(status)):
         return _withheld(repo, status, now)
-    if not repo.active and hides(_reported(repo.hosting_status)):
+    if not repo.active:
         return repo
     erase_at = now + deletion_grace if status == DELETED else None
     return hide(_with_place(repo, point, now), _reported(status), erase_at)
@@ -136,16 +136,12 @@ def _reported(status: str | None) -> str | None:
 def _withheld(repo: Repo, status: str | None, now: float) -> Repo:
     """Return the row of a repo that its relay withholds; the same object if that is known, or if it stays hidden.
 
-    The relay's trouble says nothing about an account that is hidden for a reason of its own. Earlier releases hid
-    accounts for such a trouble: these are shown again.
+    The relay's trouble says nothing about an account that is hidden for a reason of its own.
     """
-    if not repo.tracked or (not repo.active and hides(_reported(repo.hosting_status))):
+    if not repo.tracked or not repo.active or (repo.withheld_since is not None and repo.hosting_status == status):
         return repo
-    shown = repo if repo.active else _active_again(repo, now)
-    if shown.withheld_since is not None and shown.hosting_status == status:
-        return repo
-    since = now if shown.withheld_since is None else shown.withheld_since
-    after = amend(shown, hosting_status=status, withheld_since=since)
+    since = now if repo.withheld_since is None else repo.withheld_since
+    after = amend(repo, hosting_status=status, withheld_since=since)
     return withhold(after) if after.sync_status is SyncStatus.SYNCHRONIZED else after
 
 

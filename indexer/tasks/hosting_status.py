@@ -146,7 +146,6 @@ class HostingStatusChecks:
         """
         is_silent_source = isinstance(answer, UnavailableError)
         is_shown = before.active and before.withheld_since is None
-        wrongly_hidden = not before.active and not hides(before.hosting_status)
         if isinstance(answer, UnavailableError):
             if listed.active is None and before.active:
                 return lambda repo: plan_status_unknown(repo, time())
@@ -155,7 +154,7 @@ class HostingStatusChecks:
             answer, point = RepoStatus(listed.active is not False, listed.status, None), listed.point
         if is_shown and answer.active:
             return None
-        if not before.active and (answer.active or wrongly_hidden) and not self._sources_are_hosts:
+        if not before.active and answer.active and not self._sources_are_hosts:
             host = await self._ask_host(before.did)
             if host is None and is_silent_source:
                 return None

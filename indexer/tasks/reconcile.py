@@ -382,7 +382,7 @@ class Reconciliation:
             account.did: account.status for account in page.accounts if not account.active and owns(account.did)
         }
         repos = await self._store.repos(list(inactive)) if inactive else {}
-        differ = {did for did, repo in repos.items() if repo.active or not hides(repo.hosting_status)}
+        differ = {did for did, repo in repos.items() if repo.active}
         return {did: status for did, status in inactive.items() if did in differ or did in unknown}
 
     async def _compare_again(
@@ -414,10 +414,7 @@ class Reconciliation:
         return sum([await self._statuses.follow(source, did, report) for did, report in reports.items()])
 
     async def _hide_unlisted(self, progress: CrawlProgress) -> int:
-        """Follow the status of accounts that the whole list did not contain; return how many rows changed.
-
-        Accounts that an earlier release hid for a trouble of the relay are among them.
-        """
+        """Follow the status of accounts that the whole list did not contain; return how many rows changed."""
         listed, hidden, asked = self._listed_so_far(progress), 0, 0
         while listed is not None and (
             page := await self._store.active_repos(listed.asked_until, self._buckets, _PAGE_SIZE)
@@ -430,10 +427,7 @@ class Reconciliation:
                 hidden += await self._statuses.follow(progress.source, did, UNLISTED)
                 asked, listed.asked_until = asked + 1, did
             listed.asked_until = page[-1]
-        self._unlisted_after, after = "", ""
-        while page := await self._store.wrongly_hidden(after, self._buckets, self._settings.max_unlisted):
-            hidden += sum([await self._statuses.follow(progress.source, did, UNLISTED) for did in page])
-            after = page[-1]
+        self._unlisted_after = ""
         return hidden
 
     def _save_progress(self, progress: CrawlProgress) -> None:

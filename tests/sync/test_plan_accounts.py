@@ -204,13 +204,6 @@ class TestWithheldAccounts:
         assert (write.repo.sync_status, write.repo.sync_reason) == (DESYNCHRONIZED, Desync.WITHHELD)
         assert write.repo.next_attempt_at == PARKED
 
-    def test_account_that_an_earlier_release_hid_for_a_relays_trouble_is_shown_by_the_next_report(self) -> None:
-        alice = SigningAccount()
-        hidden = alice.row(active=False, hosting_status="throttled")
-        shown = plan(hidden, "account", alice.account_event(active=False, status="throttled"), None).repo
-        assert (shown.active, shown.withheld_since) == (True, NOW)
-        assert (shown.sync_status, shown.next_attempt_at) == (DESYNCHRONIZED, None), "its commits were ignored"
-
     @pytest.mark.parametrize(("reason", "status"), HOST_STATUSES.items())
     def test_account_of_which_its_host_says_that_it_is_not_active_is_hidden(
         self, reason: FetchFailure, status: str

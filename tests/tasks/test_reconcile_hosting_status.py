@@ -140,16 +140,10 @@ RULE = (
     ("hidden", "active", "501", "500", "hidden deactivated"),
     ("hidden", "active", "501", "501", "reactivated"),
     ("hidden", "active", "deactivated", "-", "hidden deactivated"),
-    ("wrongly hidden", "unlisted", "throttled", "active", "withheld throttled"),
-    ("wrongly hidden", "unlisted", "throttled", "500", "withheld throttled"),
-    ("wrongly hidden", "unlisted", "throttled", "deactivated", "hidden deactivated"),
-    ("wrongly hidden", "unlisted", "501", "active", "reactivated"),
-    ("wrongly hidden", "active", "active", "active", "reactivated"),
 )
 BEFORE: dict[str, dict[str, Any]] = {
     "shown": {},
     "hidden": HIDDEN,
-    "wrongly hidden": {"active": False, "hosting_status": "throttled"},
     "withheld": {
         "hosting_status": "throttled",
         "withheld_since": 1_767_225_600.0,
