@@ -180,9 +180,8 @@ export interface Reader {
   seen_at: Date;
   /** When it was disconnected for being too far behind; null if it was not. */
   cut_off_at: Date | null;
-  /** The role that registered it, and that alone may use and remove it. Null: registered by an earlier release;
-   * it will belong to the role that next uses it. */
-  owner: string | null;
+  /** The role that registered it, and that alone may use and remove it. */
+  owner: string;
 }
 
 /** The records of visible repos. Indexed by (did, collection, rkey) and by (collection, indexed_at). */
@@ -204,8 +203,8 @@ export interface Record {
   value: Json;
   /** Why value is null or differs from the original, from a closed set (docs/reasons.md). Null value: missing,
    * not-stored, not-dag-cbor, too-large, omitted, too-many-items, too-deep. Nearest JSON value: number,
-   * nul-character, reserved-key; null in rows of earlier releases. Unchanged value that does not fit its
-   * collection: not-a-map, no-type, other-type. Null: no problem. */
+   * nul-character, reserved-key. Unchanged value that does not fit its collection: not-a-map, no-type,
+   * other-type. Null: no problem. */
   value_problem: string | null;
   /** When the record was last written here, by the clock of this server. */
   indexed_at: Date;

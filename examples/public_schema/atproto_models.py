@@ -219,9 +219,8 @@ class Reader(PublicView):
     """When it last asked for changes or was registered again."""
     cut_off_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
     """When it was disconnected for being too far behind; null if it was not."""
-    owner: Mapped[str | None] = mapped_column(Text)
-    """The role that registered it, and that alone may use and remove it. Null: registered by an earlier release; it
-    will belong to the role that next uses it."""
+    owner: Mapped[str] = mapped_column(Text)
+    """The role that registered it, and that alone may use and remove it."""
 
 
 class Record(PublicView):
@@ -250,8 +249,8 @@ class Record(PublicView):
     value_problem: Mapped[str | None] = mapped_column(Text)
     """Why value is null or differs from the original, from a closed set (docs/reasons.md). Null value: missing,
     not-stored, not-dag-cbor, too-large, omitted, too-many-items, too-deep. Nearest JSON value: number,
-    nul-character, reserved-key; null in rows of earlier releases. Unchanged value that does not fit its
-    collection: not-a-map, no-type, other-type. Null: no problem."""
+    nul-character, reserved-key. Unchanged value that does not fit its collection: not-a-map, no-type,
+    other-type. Null: no problem."""
     indexed_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
     """When the record was last written here, by the clock of this server."""
     bucket: Mapped[int] = mapped_column(SmallInteger)

@@ -180,7 +180,7 @@ async def _lost(store: Store, before: Scope, after: Scope) -> _Lost:
         named = ", ".join(unselected[:MAX_NAMED]) + (", ..." if len(unselected) > MAX_NAMED else "")
         parts.append(f"delete {_records(records)} of {len(unselected)} collections ({named})")
     if after.may_want_fewer_repos(before) and not (after.track is Track.SIGNAL and after.signal_collections is None):
-        repos, records = await store.count_not_chosen(before, MAX_COUNTED)
+        repos, records = await store.count_not_chosen(MAX_COUNTED)
         which = "" if after.track is Track.LISTED else ", except those with a record of a signal collection"
         if repos:
             parts.append(

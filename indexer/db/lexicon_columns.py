@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from indexer.atproto.lexicon import MAX_REFERENCE_BYTES, FieldKind, RecordField
 
 KEY_COLUMNS = ("did", "rkey", "uri", "cid", "rev", "indexed_at", "lexicon_problem", "bucket")
-"""The first columns of every view. Views that an earlier release created have no `bucket`."""
+"""The first columns of every view, `bucket` unless a field of the lexicon has that name."""
 MAX_NAME_BYTES = 63
 MAX_INDEXED_BYTES = 2_560
 """Bytes of the strings of a row that a B-tree and a GIN index can always store; the limit of Postgres is 2,704."""

@@ -17,8 +17,8 @@ from indexer.sync.shard import Shard
 # Repos that no list of a signal collection has named, and no command. Pages follow the primary key.
 NOT_WANTED = """
     select did from indexer.repo
-    where did > $1 and bucket = any($2::smallint[]) and tracked and wanted_in < $3 and (wanted_in > 0 or not $4)
-    order by did limit $5
+    where did > $1 and bucket = any($2::smallint[]) and tracked and wanted_in < $3
+    order by did limit $4
 """
 
 # One bucket per statement, and SKIP LOCKED, as for claims: others lock rows in the order of their DIDs.
@@ -47,16 +47,12 @@ _STOP_TRACKING = f"""
     select count(*) filter (where indexer.stop_tracking(did, '{OUT_OF_SCOPE}')) from unnest($1::text[]) did
 """
 _LISTS_READ = "select collection from indexer.crawl_progress where purpose = 'signal' and finished_at is not null"
-_COUNT_NOT_CHOSEN = f"""
-    select count(*) from indexer.repo where tracked and wanted_in < {CHOSEN} and (wanted_in > 0 or not $1)
-"""
-
-
+_COUNT_NOT_CHOSEN = f"select count(*) from indexer.repo where tracked and wanted_in < {CHOSEN}"
 # Citus needs a column in the inner query.
 _COUNT_THEIR_RECORDS = f"""
     select count(*) from (
         select c.did from indexer.record c join indexer.repo r on r.did = c.did and r.bucket = c.bucket
-        where r.tracked and r.wanted_in < {CHOSEN} and (r.wanted_in > 0 or not $1) limit $2
+        where r.tracked and r.wanted_in < {CHOSEN} limit $1
     ) found
 """
 
@@ -105,7 +101,7 @@ async def untrack_page(
     if not await scope_row.holds(connection, scope.version):
         return None
     buckets, since = list(shard.buckets), scope.repos_narrowed_in
-    rows = await connection.fetch(NOT_WANTED, progress.cursor or "", buckets, since, scope.earlier_repos_stay, limit)
+    rows = await connection.fetch(NOT_WANTED, progress.cursor or "", buckets, since, limit)
     page = [did for (did,) in rows]
     found, incomplete = await _without_signal(connection, scope, page)
     untracked = 0
@@ -125,11 +121,10 @@ async def untrack_page(
     return UntrackedPage(untracked, after)
 
 
-async def count_not_chosen(connection: Connection, scope: Scope, limit: int) -> NotChosen:
+async def count_not_chosen(connection: Connection, limit: int) -> NotChosen:
     """Count the tracked repos that no command has named, and at most `limit` of their records. Reads all repos."""
-    stay = scope.earlier_repos_stay
-    repos = await connection.fetchval(_COUNT_NOT_CHOSEN, stay)
-    return NotChosen(repos, await connection.fetchval(_COUNT_THEIR_RECORDS, stay, limit) if repos else 0)
+    repos = await connection.fetchval(_COUNT_NOT_CHOSEN)
+    return NotChosen(repos, await connection.fetchval(_COUNT_THEIR_RECORDS, limit) if repos else 0)
 
 
 async def _without_signal(connection: Connection, scope: Scope, dids: Sequence[str]) -> tuple[list[str], int]:

@@ -18,8 +18,8 @@ from indexer.db.database_errors import CONNECT_TIMEOUT, connect, opening, unusab
 from indexer.db.requirements import missing_to_migrate, missing_to_run, server_version, unsupported_version
 from indexer.errors import SchemaVersionError
 
-FIRST_VERSION = "0100"
-"""The version that `migrations/versions/0100_schema.py` creates. Earlier ones are of unreleased commits.
+FIRST_VERSION = "0101"
+"""The version that `migrations/versions/0101_schema.py` creates. Earlier ones are of unreleased commits.
 
 A release can use newer schemas, unless a migration says otherwise. A migration that removes or renames something that
 the previous release uses stores its own version as the setting `oldest_compatible_schema`

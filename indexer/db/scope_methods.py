@@ -106,10 +106,10 @@ class ScopeMethods(Connections):
         async with self._transaction() as connection:
             return await out_of_scope.untrack_page(connection, scope, shard, progress, limit)
 
-    async def count_not_chosen(self, scope: Scope, limit: int) -> NotChosen:
+    async def count_not_chosen(self, limit: int) -> NotChosen:
         """Count the tracked repos that no command has named, and at most `limit` of their records."""
         async with self._connection() as connection:
-            return await out_of_scope.count_not_chosen(connection, scope, limit)
+            return await out_of_scope.count_not_chosen(connection, limit)
 
     async def count_unselected(self, collections: CollectionFilter, limit: int) -> UnselectedRecords:
         """Count at most `limit` records of collections that are not among these."""

@@ -16,25 +16,15 @@ BATCH_SIZE = 1_000
 """Repos that one statement tracks or untracks. The live path waits for the rows of an open transaction."""
 
 _LOAD = """
-    select version, track, collections, added_in, signal_collections, repos_narrowed_in, earlier_repos_stay
+    select version, track, collections, added_in, signal_collections, repos_narrowed_in
     from indexer.scope
 """
 
-# An earlier release stored its collections as a setting. What it stored is complete for those.
 _INSERT_FIRST = """
-    insert into indexer.scope (version, track, collections, added_in, signal_collections, earlier_repos_stay)
-    select 1, $1, s.collections, array_fill(0::bigint, array[cardinality(s.collections)]),
-        indexer.checked_patterns($3), $1 = 'listed'
-    from (
-        select coalesce(
-            (
-                select indexer.checked_patterns(string_to_array(value, ','))
-                from indexer.stored_setting where name = 'collections'
-            ),
-            indexer.checked_patterns($2)
-        ) as collections
-    ) s
-    on conflict (singleton) do nothing returning version
+    insert into indexer.scope (version, track, collections, added_in, signal_collections)
+    select 1, $1, s.collections, array_fill(0::bigint, array[cardinality(s.collections)]), indexer.checked_patterns($3)
+    from (select indexer.checked_patterns($2) as collections) s
+    on conflict (singleton) do nothing
 """
 
 _CHANGE = "select indexer.change_scope($1, $2, $3)"
@@ -71,9 +61,7 @@ async def load(connection: Connection) -> Scope | None:
 async def begin(connection: Connection, first: Scope) -> Scope:
     """Store the first scope, unless there is one; return the stored one. Run it in a transaction."""
     patterns = list(first.collections.patterns)
-    inserted = await connection.fetchval(_INSERT_FIRST, first.track, patterns, list(first.signal_patterns))
-    if inserted is not None:
-        await connection.fetchval(_CHANGE, None, patterns, None)
+    await connection.execute(_INSERT_FIRST, first.track, patterns, list(first.signal_patterns))
     stored = await load(connection)
     if stored is None:
         raise BrokenInvariantError("the scope was stored, and there is none")
@@ -133,7 +121,6 @@ def _scope_of(row: Row) -> Scope:
         added_in=tuple(row["added_in"]),
         signal_collections=filter_of(row["signal_collections"]),
         repos_narrowed_in=row["repos_narrowed_in"],
-        earlier_repos_stay=row["earlier_repos_stay"],
     )
 
 

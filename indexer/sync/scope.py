@@ -35,7 +35,6 @@ class Scope:
         signal_collections: The collections that cause a repo to be tracked; None if none is named.
         repos_narrowed_in: The version that last wanted fewer repos; 0: none. Repos that no later one wants are
             untracked.
-        earlier_repos_stay: An earlier release added repos, and only by commands.
     """
 
     version: int = 0
@@ -44,7 +43,6 @@ class Scope:
     added_in: tuple[int, ...] = ()
     signal_collections: CollectionFilter | None = None
     repos_narrowed_in: int = 0
-    earlier_repos_stay: bool = False
 
     @property
     def complete_from(self) -> int:

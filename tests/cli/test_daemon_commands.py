@@ -49,7 +49,7 @@ def test_error_for_an_old_schema_names_both_versions(session_without_database: S
     session_without_database.configure(INDEXER_DATABASE_URL=database)
     message = (
         r"The database schema is version 0014; this release needs 0\d\d\d\. "
-        r"Versions before 0100 are of unreleased commits: use an empty database\."
+        r"Versions before 0101 are of unreleased commits: use an empty database\."
     )
     for command in (
         ["migrate"],

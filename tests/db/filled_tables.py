@@ -43,7 +43,8 @@ _FILL = """
     insert into indexer.host (host, requests, failures, consecutive_failures) values ('pds.test', 9, 1, 0);
     insert into indexer.scope (version, track, collections, added_in, signal_collections)
     values (1, 'all', '{*}', '{1}', '{}');
-    insert into indexer.consumer (name, seq) values ('feed', 5), ('gone', 1);
+    insert into indexer.consumer (name, seq, owner, slot) values
+        ('feed', 5, current_user, 1), ('gone', 1, current_user, 2);
     insert into indexer.disconnected_consumer (id) select id from indexer.consumer where name = 'gone';
     insert into indexer.feed_delivery (consumer_id, delivered_to, undelivered)
     select id, 3, '{4,5}' from indexer.consumer where name = 'feed';

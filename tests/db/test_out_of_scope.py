@@ -59,7 +59,7 @@ async def test_only_repos_that_commands_named_stay_if_the_scope_is_listed(
     await store.add_listed([did("e")], CrawlProgress("discover", "https://pds.test"))
     scope = await store.change_scope(track=Track.LISTED)
     assert scope.repos_narrowed_in == scope.version == 2
-    assert await store.count_not_chosen(scope, limit=9) == (2, 1)
+    assert await store.count_not_chosen(limit=9) == (2, 1)
     assert (await untrack_all(store, scope)).finished_at is not None
     assert await tracked(store, *"abcde") == set("bde")
     assert {row["did"] for row in await sql.fetch("select did from atproto.records")} == {did("b")}
@@ -69,18 +69,6 @@ async def test_only_repos_that_commands_named_stay_if_the_scope_is_listed(
     log = [(row["action"], row["did"]) for row in await after(sql) if row["action"] in {"hidden", "delete", "visible"}]
     assert sorted(log) == sorted([("hidden", did("a")), ("hidden", did("c")), ("delete", did("a"))])
     assert await store.forget_hidden(range(256), -10.0, time()) == 2, "what is out of scope leaves no row"
-
-
-async def test_repos_of_an_earlier_release_stay_if_it_tracked_listed_ones_only(store: Store) -> None:
-    await insert(store, synchronized("a"))
-    first = await store.begin_scope(Scope(track=Track.LISTED))
-    assert first.earlier_repos_stay
-    await store.change_scope(track=Track.ALL)
-    await insert(store, synchronized("b", wanted_in=2))
-    scope = await store.change_scope(track=Track.LISTED)
-    assert await store.count_not_chosen(scope, limit=9) == (1, 0)
-    await untrack_all(store, scope)
-    assert await tracked(store, "a", "b") == {"a"}
 
 
 async def test_stored_signals_lists_and_commands_keep_a_repo(store: Store) -> None:

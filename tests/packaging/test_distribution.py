@@ -37,7 +37,7 @@ def test_both_distributions_contain_the_package_with_its_migrations(tmp_path: Pa
     metadata = f"atproto_indexer-{__version__}.dist-info"
     assert {PurePosixPath(name).parts[0] for name in names} == {"indexer", metadata}
     packaged = {name.removeprefix("indexer/") for name in names if name.startswith("indexer/")}
-    assert files_in("migrations") > {"env.py", "script.py.mako", "versions/0100_schema.py"}
+    assert files_in("migrations") > {"env.py", "script.py.mako", "versions/0101_schema.py"}
     assert "db/schema/02_repos.sql" in files_in("indexer")
     assert packaged == files_in("indexer") | {f"migrations/{name}" for name in files_in("migrations")}
     with tarfile.open(source) as archive:

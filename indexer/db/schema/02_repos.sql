@@ -52,7 +52,7 @@ create table indexer.repo (
     -- False after atproto.untrack: its records are erased, and nothing of it is stored until atproto.track.
     tracked boolean not null default true,
     -- The latest version of the scope that wanted the repo: it added the repo, or the list of a signal collection
-    -- named it. The largest bigint if a command, SQL or a request named the repo; 0 if an earlier release added it.
+    -- named it. The largest bigint if a command, SQL or a request named the repo; 0 if it is not tracked.
     wanted_in bigint not null default 0,
     -- The latest time of the messages that hosting_seq has named, as far as it was possible; null: not known.
     hosting_time timestamptz,

@@ -7,10 +7,10 @@ create table indexer.consumer (
     registered_at timestamptz not null default now(),
     seen_at timestamptz not null default now(),
     id bigint not null generated always as identity,
-    -- The role that uses it. Null: registered by an earlier release, not used since.
-    owner text collate "C",
+    -- The role that registered it.
+    owner text collate "C" not null,
     -- Number of the consumer among those of its role. Limits how many a role has.
-    slot smallint,
+    slot smallint not null,
     constraint consumer_id unique (id),
     constraint consumer_slot unique (owner, slot),
     primary key (name)
@@ -80,7 +80,7 @@ create index feed_set_aside_due on indexer.feed_set_aside (consumer_id) where du
 create function indexer.may_use_consumer(owner text) returns boolean
 language sql stable set search_path = pg_catalog, pg_temp
 begin atomic
-    select owner is null or indexer.calling_role() in (owner, current_user::text)
+    select indexer.calling_role() in (owner, current_user::text)
         or exists (select from pg_roles r where r.rolname = indexer.calling_role() and r.rolsuper);
 end;
 
@@ -145,7 +145,7 @@ begin
             using errcode = 'object_not_in_prerequisite_state';
     end if;
     loop
-        update indexer.consumer c set seen_at = clock_timestamp(), owner = coalesce(c.owner, caller)
+        update indexer.consumer c set seen_at = clock_timestamp()
         where c.name = register_reader.name and indexer.may_use_consumer(c.owner)
         returning c.seq into registered_seq;
         if found then
@@ -266,7 +266,7 @@ begin
         return next;
     end loop;
     update indexer.consumer c
-    set seq = me.seq, seen_at = clock_timestamp(), owner = coalesce(c.owner, indexer.calling_role())
+    set seq = me.seq, seen_at = clock_timestamp()
     where c.name = me.name;
 end $$;
 comment on function atproto.next_changes(text,integer) is
@@ -288,5 +288,4 @@ comment on column atproto.readers.seen_at is 'When it last asked for changes or 
 comment on column atproto.readers.cut_off_at is
     'When it was disconnected for being too far behind; null if it was not.';
 comment on column atproto.readers.owner is
-    'The role that registered it, and that alone may use and remove it. Null: registered by an earlier release; '
-    'it will belong to the role that next uses it.';
+    'The role that registered it, and that alone may use and remove it.';

@@ -17,8 +17,6 @@ create table indexer.scope (
     changed_at timestamptz not null default now(),
     -- The version of the scope that last wanted fewer repos. Repos that no later one wants are untracked; 0: none.
     repos_narrowed_in bigint not null default 0,
-    -- True if the repos that an earlier release added were named by commands: the first scope was listed.
-    earlier_repos_stay boolean not null default false,
     primary key (singleton),
     constraint scope_added_in check (cardinality(added_in) = cardinality(collections)),
     constraint scope_collections check (cardinality(collections) > 0),

@@ -268,9 +268,7 @@ create function indexer.create_lexicon_view(nsid text) returns boolean
 language plpgsql strict set search_path = pg_catalog, pg_temp as $$
 declare
     stored indexer.lexicon;
-    view_oid regclass;
     present boolean;
-    free boolean;
     with_bucket boolean;
     query text;
     name text;
@@ -278,12 +276,8 @@ declare
     role text;
 begin
     select * into strict stored from indexer.lexicon l where l.nsid = $1;
-    view_oid := to_regclass(format('lexicon.%I', stored.view_name));
-    present := view_oid is not null;
-    free := not jsonb_path_exists(stored.fields, '$[*].columns[*] ? (@ == "bucket")');
-    with_bucket := free and (
-        not present or exists (select from pg_attribute a where a.attrelid = view_oid and a.attname = 'bucket')
-    );
+    present := to_regclass(format('lexicon.%I', stored.view_name)) is not null;
+    with_bucket := not jsonb_path_exists(stored.fields, '$[*].columns[*] ? (@ == "bucket")');
     query := indexer.lexicon_query(stored.nsid, stored.fields, with_bucket);
     if present and stored.definition is null then
         raise exception 'lexicon.% exists and is not a view of a lexicon', quote_ident(stored.view_name)
@@ -294,8 +288,6 @@ begin
             execute format('create or replace view lexicon.%I as %s', stored.view_name, query);
         exception when invalid_table_definition then
             execute format('drop view lexicon.%I', stored.view_name);
-            with_bucket := free;
-            query := indexer.lexicon_query(stored.nsid, stored.fields, with_bucket);
             execute format('create view lexicon.%I as %s', stored.view_name, query);
         end;
         for role in select rolname from pg_roles where rolname in ('atproto_reader', 'atproto_operator') loop

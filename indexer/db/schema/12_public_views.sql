@@ -121,8 +121,8 @@ comment on column atproto.records.value is
 comment on column atproto.records.value_problem is
     'Why value is null or differs from the original, from a closed set (docs/reasons.md). Null value: missing, '
     'not-stored, not-dag-cbor, too-large, omitted, too-many-items, too-deep. Nearest JSON value: number, '
-    'nul-character, reserved-key; null in rows of earlier releases. Unchanged value that does not fit its '
-    'collection: not-a-map, no-type, other-type. Null: no problem.';
+    'nul-character, reserved-key. Unchanged value that does not fit its collection: '
+    'not-a-map, no-type, other-type. Null: no problem.';
 comment on column atproto.records.indexed_at is
     'When the record was last written here, by the clock of this server.';
 comment on column atproto.records.bucket is

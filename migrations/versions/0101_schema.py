@@ -1,6 +1,6 @@
 """Create the schema as the files in `indexer/db/schema/` have it now.
 
-Versions before 0100 were those of commits before the first release. A later migration changes a database of the
+Versions before 0101 were those of commits before the first release. A later migration changes a database of the
 version before it; an empty database gets the files, which have its effects, and is marked as upgraded.
 """
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from alembic import context, op
 
-revision = "0100"
+revision = "0101"
 down_revision = None
 branch_labels = None
 depends_on = None
