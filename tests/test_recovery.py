@@ -1,29 +1,18 @@
 """A backup: the restored database ends equal to the network."""
 
-import asyncio
-import json
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from indexer.demo.local_network import LocalNetwork
 from indexer.demo.scenario import Scenario
 from tests.background import running
-from tests.cli.command_line import run_indexer
+from tests.backups import back_up, restore
 from tests.daemon.running_daemon import running_daemon
 from tests.database_checks import assert_change_log_consistent, fetch
 from tests.passed_time import expire_waits
 
 STEPS = 60
-
-
-async def indexer(*arguments: str, **environment: str) -> Any:
-    """Run a command that must succeed; return its result."""
-    result = await asyncio.to_thread(partial(run_indexer, *arguments, "--json", **environment))
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
 
 
 @pytest.mark.slow
@@ -37,9 +26,8 @@ async def test_restored_database_ends_equal_to_the_network(database: str, empty_
                 scenario.perform(step, 2 * STEPS)
             await daemon.wait_until_equal()
         network.relay.window = 10
-        made = await indexer("backup", str(backup), INDEXER_DATABASE_URL=database)
-        assert made == {"file": str(backup), "bytes": backup.stat().st_size}
-        await indexer("restore", str(backup), INDEXER_DATABASE_URL=empty_database)
+        back_up(database, backup)
+        restore(empty_database, backup)
         for step in range(STEPS, 2 * STEPS):
             scenario.perform(step, 2 * STEPS)
         async with running_daemon(empty_database, tmp_path, network) as daemon, running(expire_waits(empty_database)):

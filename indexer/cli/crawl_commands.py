@@ -1,4 +1,4 @@
-"""The commands `discover` and `sweep`, which read the repo list of a host."""
+"""The command `discover`, and the reconciliation of `resync --behind`: both read the repo list of a host."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ import click
 from indexer.app.clients import http_origin, open_identities, open_outbound_client, stored_policy
 from indexer.app.settings import Settings
 from indexer.cli.arguments import NSID, ORIGIN
-from indexer.cli.command import ExitCode, command, json_lines_option, json_option
+from indexer.cli.command import ExitCode, command, json_lines_option
 from indexer.cli.database import open_store
 from indexer.cli.output import echo_result, progress_console
 from indexer.cli.progress_bars import show_progress
@@ -66,35 +66,23 @@ async def discover_command(
     return ExitCode.OK
 
 
-@command("sweep")
-@json_option
-async def sweep_command(settings: Settings, *, as_json: bool) -> int:
-    """Compare the relay's repo list with the database.
+async def reconcile(settings: Settings, store: Store) -> CrawlProgress:
+    """Reconcile all shards with the first relay that answers, and show the progress.
 
-    Request a resync for repos that are behind. A repo that seems behind is checked again after half a minute, because
-    the stream may still deliver its commits. If the scope is `all` repos, start tracking unknown ones. The daemon does
-    the same every INDEXER_SWEEP_INTERVAL, and whenever messages of the relay may have been missed. Only the daemon
-    closes gaps. If the first relay does not answer, the next one is asked.
+    Raises:
+        UnavailableError: No relay answers, or the database is unavailable.
     """
-    async with open_store(settings) as store, open_outbound_client(settings) as outbound:
-        known = sum((await store.counts()).statuses.values())
+    known = sum((await store.counts()).statuses.values())
+    async with open_outbound_client(settings) as outbound:
         with show_progress("accounts listed by the relay", known, progress_console()) as shown:
-            progress = await _reconcile_with_first_available(
+            return await _reconcile_with_first_available(
                 settings, store, outbound, lambda now: shown.update(now.listed, note=f"{now.found:,} different")
             )
-    text = f"accounts: {progress.listed} listed, {progress.found} different (resync requested)"
-    echo_result({"listed": progress.listed, "different": progress.found}, text, as_json=as_json)
-    return ExitCode.OK
 
 
 async def _reconcile_with_first_available(
     settings: Settings, store: Store, outbound: OutboundClient, on_progress: Callable[[CrawlProgress], None]
 ) -> CrawlProgress:
-    """Reconcile all shards with the first relay that answers.
-
-    Raises:
-        UnavailableError: No relay answers, or the database is unavailable.
-    """
     metrics, shard = Metrics(), Shard()
     gaps = OpenGaps(store, shard, metrics)
     scope = CurrentScope(store, await stored_policy(settings, store))

@@ -50,7 +50,6 @@ JSON_LINES: dict[str, dict[str, JsonLine]] = {
             "summary.reasons_skipped": "Number of those by reason.",
         },
     },
-    "backup": {"": {"file": "The file.", "bytes": "Its size."}},
     "cursor reset": {
         "": {
             "relay": "The URL of the relay.",
@@ -217,7 +216,6 @@ JSON_LINES: dict[str, dict[str, JsonLine]] = {
             "buffered_bytes": "Their size.",
         }
     },
-    "restore": {"": {"file": "The file that was restored."}},
     "resync": {"": {"requested": "Number of repos whose resync was requested."}},
     **{
         f"scope {name}": {
@@ -233,12 +231,6 @@ JSON_LINES: dict[str, dict[str, JsonLine]] = {
             }
         }
         for name in ("set", "show")
-    },
-    "scope track": {
-        "": {
-            "tracked": "Number of repos that are tracked from now on.",
-            "already_tracked": "Number of repos that were tracked before.",
-        }
     },
     "scope untrack": {
         "": {
@@ -318,12 +310,6 @@ JSON_LINES: dict[str, dict[str, JsonLine]] = {
             "scope_backfill.waiting": "Number of repos that were fetched before and wait for such records.",
             "scope_backfill.repos_per_second": "Rate at which it falls; at most `resyncs_per_second`.",
             "scope_backfill.seconds_left": "Time for all of them at this rate; null if it is unknown or none waits.",
-        }
-    },
-    "sweep": {
-        "": {
-            "listed": "Number of accounts that the relay listed.",
-            "different": "Number of those whose resync was requested.",
         }
     },
     "takedown": {"": {"did": "The account.", "takedown": "True if it is taken down now."}},

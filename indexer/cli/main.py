@@ -31,7 +31,6 @@ COMMANDS = {
     "resync": ("repo_commands", "Request a resync of repos."),
     "takedown": ("repo_commands", "Hide a repo from the public views."),
     "discover": ("crawl_commands", "List the accounts of a host and start tracking the unknown ones."),
-    "sweep": ("crawl_commands", "Compare the relay's repo list with the database."),
     "rejected": ("rejected_commands", "List, show or replay dead letters."),
     "scope": ("scope_commands", "Show or change which repos are tracked and which collections are stored."),
     "cursor": ("cursor_commands", "Show or reset the stored positions in the streams of relays."),
@@ -39,8 +38,6 @@ COMMANDS = {
     "export": ("export_command", "Write all visible records of a collection to a file."),
     "lexicon": ("lexicon_commands", "Add lexicons, and query records through views with typed columns."),
     "inspect": ("inspect_command", "Verify a CAR export of a repo offline and list its records."),
-    "backup": ("backup_commands", "Write a backup of the database to a file."),
-    "restore": ("backup_commands", "Restore a backup into an empty database."),
     "distribute": ("distribute_command", "Distribute the tables over the nodes of a Citus cluster."),
     "completion": ("completion_command", "Print the script that completes commands and options in a shell."),
     "doctor": ("doctor", "Check settings, database, disk, clock, relays, directories, DNS and limits."),
@@ -49,6 +46,13 @@ COMMANDS = {
 
 The short help is here, too, so that help and shell completion do not import all modules, which takes seconds.
 """
+
+REPLACED = {
+    "backup": "use pg_dump (docs/operations.md#back-up-and-restore)",
+    "restore": "use pg_restore (docs/operations.md#back-up-and-restore)",
+    "sweep": "use indexer resync --behind",
+}
+"""What to use instead of commands that earlier commits had."""
 
 
 def _print_versions(context: click.Context) -> None:
@@ -80,8 +84,10 @@ class CommandGroup(click.Group):
         """Import the command that the arguments begin with, and return it.
 
         Raises:
-            NoSuchCommand: There is no such command.
+            UsageError: There is no such command.
         """
+        if args[0] in REPLACED:
+            raise click.UsageError(f"The command {args[0]} was removed; {REPLACED[args[0]]}", ctx)
         if args[0] not in COMMANDS:
             raise click.NoSuchCommand(args[0], possibilities=COMMANDS, ctx=ctx)
         return args[0], load_command(args[0]), args[1:]

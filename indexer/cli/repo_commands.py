@@ -9,6 +9,7 @@ import click
 from indexer.app.settings import Settings
 from indexer.cli.arguments import DID, NEW_DID_OR_STDIN, STDIN, parse_new_did, read_dids
 from indexer.cli.command import ExitCode, command, json_option, report_error
+from indexer.cli.crawl_commands import reconcile
 from indexer.cli.database import open_store
 from indexer.cli.output import echo_result, progress_console
 from indexer.cli.progress_bars import show_progress
@@ -52,20 +53,27 @@ async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str
 @click.argument("dids", nargs=-1, metavar="DID…", type=DID)
 @click.option("--errored", is_flag=True, help="Request a resync of every repo whose last resync failed.")
 @click.option("--all", "everything", is_flag=True, help="Request a resync of every repo.")
+@click.option("--behind", is_flag=True, help="Request a resync of every repo that is behind the relay's repo list.")
 @json_option
 async def resync_command(
-    settings: Settings, *, dids: tuple[str, ...], errored: bool, everything: bool, as_json: bool
+    settings: Settings, *, dids: tuple[str, ...], errored: bool, everything: bool, behind: bool, as_json: bool
 ) -> int:
     """Request a resync of repos.
 
     The daemon fetches the repos again and compares them with the database. The records stay visible in the meantime.
+
+    With --behind, a repo that seems to be behind is compared again after half a minute, because the stream may still
+    deliver its commits. If the scope is `all` repos, unknown ones become tracked. The daemon does the same every
+    INDEXER_SWEEP_INTERVAL, and whenever messages of the relay may have been missed. Only the daemon closes gaps.
     """
-    if bool(dids) + errored + everything != 1:
-        raise click.UsageError("Give DIDs, or --errored, or --all.")
+    if bool(dids) + errored + everything + behind != 1:
+        raise click.UsageError("Give DIDs, or --errored, or --all, or --behind.")
     given = sorted(set(dids))
     async with open_store(settings) as store:
         if given:
             requested = await store.request_resyncs(given)
+        elif behind:
+            requested = (await reconcile(settings, store)).found
         else:
             with show_progress("repos", await store.estimate_repos(), progress_console()) as progress:
                 requested = seen = 0

@@ -1,4 +1,4 @@
-"""The command `scope` and its subcommands `show`, `set`, `track` and `untrack`."""
+"""The command `scope` and its subcommands `show`, `set` and `untrack`."""
 
 import shlex
 from collections.abc import Awaitable, Callable, Iterator
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from indexer.app.settings import Settings
 from indexer.atproto.syntax import CollectionFilter, is_nsid
-from indexer.cli.arguments import DID_OR_STDIN, NEW_DID_OR_STDIN, STDIN, parse_did, parse_new_did, read_dids
+from indexer.cli.arguments import DID_OR_STDIN, STDIN, parse_did, read_dids
 from indexer.cli.command import ExitCode, command, config_option, confirm, json_option
 from indexer.cli.database import open_store
 from indexer.cli.lexicon_sources import find_published
@@ -28,7 +28,23 @@ MAX_NAMED = 5
 """Collections that the question names."""
 
 
-@click.group("scope")
+class ScopeGroup(click.Group):
+    """The group of the subcommands of `scope`."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the subcommand that the arguments begin with.
+
+        Raises:
+            UsageError: There is no such command.
+        """
+        if args[0] == "track":
+            raise click.UsageError("The command track was removed; use indexer add", ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group("scope", cls=ScopeGroup)
 @config_option
 def scope_command(config: Path | None) -> None:
     """Show or change which repos are tracked and which collections are stored.
@@ -98,23 +114,6 @@ async def set_command(
     return ExitCode.OK
 
 
-@command("track", scope_command)
-@click.argument("dids", nargs=-1, metavar="DID…|-", type=NEW_DID_OR_STDIN)
-@click.option("--file", "-f", type=click.File(errors="replace"), help="Read DIDs from a file, one per line.")
-@json_option
-async def track_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str] | None, as_json: bool) -> int:
-    """Start tracking repos, also if they were untracked.
-
-    The daemon fetches each repo and follows it from then on. With `-`, read DIDs from standard input, one per line.
-    """
-    given_dids = _given_dids(dids, file, parse_new_did)
-    async with open_store(settings) as store:
-        given, tracked = await _for_each_batch(given_dids, store.track)
-    result = {"tracked": tracked, "already_tracked": given - tracked}
-    echo_result(result, f"repos: {tracked} tracked, {given - tracked} were tracked already", as_json=as_json)
-    return ExitCode.OK
-
-
 @command("untrack", scope_command)
 @click.argument("dids", nargs=-1, metavar="DID…|-", type=DID_OR_STDIN)
 @click.option("--file", "-f", type=click.File(errors="replace"), help="Read DIDs from a file, one per line.")
@@ -126,8 +125,8 @@ async def untrack_command(
     """Stop tracking repos, and delete their records.
 
     The public views hide the records at once; the daemon deletes them in batches. The repos stay untracked, whatever
-    the stream and repo lists show, until `indexer scope track` or `indexer add` names them. The command asks for
-    confirmation if the DIDs come from a file or from standard input.
+    the stream and repo lists show, until `indexer add` names them. The command asks for confirmation if the DIDs come
+    from a file or from standard input.
     """
     given_dids = list(_given_dids(dids, file, parse_did))
     if given_dids != list(dids) and not yes:

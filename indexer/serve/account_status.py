@@ -104,7 +104,7 @@ def _visibility(row: Mapping[str, Any], now: float) -> Iterator[str]:
     if row["takedown"]:
         yield "An operator has taken the account down here, so the public views hide its records."
     if not row["tracked"]:
-        yield "It is untracked: its records are erased, and its messages are ignored, until `indexer scope track`."
+        yield "It is untracked: its records are erased, and its messages are ignored, until `indexer add`."
     elif row["active"] and row["withheld_since"] is not None:
         yield (
             f"The relay has withheld the account for {_duration(now - row['withheld_since'])}, with the status "

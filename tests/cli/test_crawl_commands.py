@@ -69,7 +69,7 @@ async def test_interrupted_discover_continues_at_its_cursor(
     assert await tracked(store, network) == [cyd]
 
 
-async def test_sweep_requests_a_resync_for_repos_that_are_behind(
+async def test_resync_is_requested_for_repos_that_are_behind(
     network: LocalNetwork,
     session: Session,
     store: Store,
@@ -89,7 +89,7 @@ async def test_sweep_requests_a_resync_for_repos_that_are_behind(
     monkeypatch.setattr(
         "indexer.cli.crawl_commands.ReconciliationSettings", partial(ReconciliationSettings, settle=0.1)
     )
-    result = await session.run("sweep")
-    assert (result.returncode, result.stdout) == (0, "accounts: 3 listed, 1 different (resync requested)\n")
+    result = await session.run("resync", "--behind")
+    assert (result.returncode, result.stdout) == (0, "resyncs: 1 requested\n")
     repos = await store.repos(list(network.accounts))
     assert {did: repo.sync_reason for did, repo in repos.items() if repo.sync_reason} == {ada.did: Desync.BEHIND}

@@ -139,14 +139,11 @@ def test_error_without_pyarrow_names_this_distribution_and_comes_before_the_data
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("arguments", [["export", "--collection", "app.test.a", "-o"], ["backup"]])
-def test_file_that_is_a_pipe_is_refused_and_stays(
-    session_without_database: Session, tmp_path: Path, arguments: list[str]
-) -> None:
+def test_file_that_is_a_pipe_is_refused_and_stays(session_without_database: Session, tmp_path: Path) -> None:
     """As root, the complete file would replace a device, such as /dev/null."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    result = session_without_database(*arguments, str(pipe))
+    result = session_without_database("export", "--collection", "app.test.a", "-o", str(pipe))
     assert result.returncode == 2
     assert "is not a regular file" in error_line(result)
     assert pipe.is_fifo()

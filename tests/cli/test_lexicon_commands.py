@@ -13,6 +13,7 @@ from indexer.demo.http_server import Fault
 from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_pds import GET_RECORD
+from tests.backups import back_up, restore
 from tests.cli.command_line import Session, error_line
 from tests.lexicons.published import published_directory
 from tests.lexicons.samples import (
@@ -225,15 +226,14 @@ async def test_objects_of_users_that_depend_on_a_view_are_named(
         )
 
 
-def test_backup_contains_typed_views(session: Session, empty_database: str, tmp_path: Path) -> None:
+def test_backup_contains_typed_views(session: Session, database: str, empty_database: str, tmp_path: Path) -> None:
     session("lexicon", "add", write(tmp_path / "review.json", REVIEW_DOCUMENT))
     session("lexicon", "index", REVIEW, "title")
     before = stored(session)
     assert before != {}
-    dump = str(tmp_path / "indexer.dump")
-    assert session("backup", dump).returncode == 0
+    back_up(database, tmp_path / "indexer.dump")
     session.configure(INDEXER_DATABASE_URL=empty_database)
-    assert session("restore", dump).returncode == 0
+    restore(empty_database, tmp_path / "indexer.dump")
     assert stored(session) == before
 
 

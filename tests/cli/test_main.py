@@ -84,7 +84,7 @@ def test_version_help_and_completion_load_no_slow_library(
         *(f"cursor reset wss://a.example --yes --to={to}" for to in ("yesterday", "-1", "1" * 30, 2**63)),
         "rejected --reason nonsense", "rejected --did someone.example", "rejected --limit 0", "rejected show",
         "rejected show one", f"rejected show {2**63}", "rejected replay", "rejected replay 1 --reason future-rev",
-        "scope track nobody", "lexicon add nowhere.json", "lexicon add ./like", "lexicon add one.two",
+        "lexicon add nowhere.json", "lexicon add ./like", "lexicon add one.two",
     ],
 )  # fmt: skip
 def test_bad_argument_is_reported_in_one_line_before_anything_is_opened(
@@ -93,6 +93,18 @@ def test_bad_argument_is_reported_in_one_line_before_anything_is_opened(
     result = session_without_database(*arguments.split())
     assert result.returncode == 2
     assert error_line(result)
+
+
+@pytest.mark.parametrize(
+    ("command", "instead"),
+    [("backup f", "pg_dump"), ("restore f", "pg_restore"), ("sweep", "resync --behind"), ("scope track d", "add")],
+)
+def test_removed_command_says_what_to_use_instead(
+    command: str, instead: str, session_without_database: Session
+) -> None:
+    result = session_without_database(*command.split())
+    assert result.returncode == 2
+    assert instead in error_line(result)
 
 
 def test_bad_settings_are_reported_in_one_line(session_without_database: Session, tmp_path: Path) -> None:

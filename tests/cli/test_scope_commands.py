@@ -102,8 +102,7 @@ def test_repos_are_untracked_and_tracked(session: Session, tmp_path: Path) -> No
     assert session("scope", "untrack", DID, OTHER).stdout == "repos: 1 untracked, 1 were not tracked\n"
     assert json.loads(session("repo", DID, "--json").stdout)["tracked"] is False
     (tmp_path / "dids").write_text(f"{DID}\n{OTHER}\n")
-    result = session("scope", "track", "--file", str(tmp_path / "dids"))
-    assert result.stdout == "repos: 2 tracked, 0 were tracked already\n"
+    assert session("add", "--file", str(tmp_path / "dids")).stdout == "repos: 2 added, 0 already tracked\n"
     assert session("scope", "set", "--track", "listed").returncode == 0, "chosen repos need no confirmation"
     result = session("scope", "untrack", "--file", str(tmp_path / "dids"))
     assert result.returncode == 2
