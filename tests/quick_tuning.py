@@ -34,6 +34,5 @@ MORTAL = replace(
     host_pauses=HostPauses(first=0.05, maximum=0.2, max_configured=0.2),
     pool=WorkerPoolSettings(idle_interval=0.1, lease=3.0),
     maintenance=MaintenanceSettings(lease_interval=0.1, search_interval=0.2, batch_pause=0.0),
-    small_batch_pause=0.1,
 )
 """For a process that is killed soon: it renews its leases, and repeats its searches, within its life."""

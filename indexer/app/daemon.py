@@ -115,7 +115,6 @@ async def open_daemon(
         metrics, tuning = metrics or Metrics(), tuning or Tuning()
         store = await Store.open(dsn, connections=connection_count(settings.resync_workers))
         stack.push_async_callback(store.close)
-        store.small_batch_pause = tuning.small_batch_pause
         outbound = await stack.enter_async_context(
             open_outbound_client(settings, metrics.outbound_request, tuning.timeouts, tuning.host_pauses)
         )
@@ -234,7 +233,10 @@ class Daemon:
             self.stream_position,
             self.shard_ownership.owned,
             replace(
-                tuning.writer, shard=shard, batch_size=BATCH_SIZE if self.store.shards == 1 else CLUSTER_BATCH_SIZE
+                tuning.writer,
+                shard=shard,
+                batch_size=BATCH_SIZE if self.store.shards == 1 else CLUSTER_BATCH_SIZE,
+                batch_window=settings.batch_window,
             ),
             self.metrics,
             self.conditions,

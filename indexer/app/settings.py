@@ -247,6 +247,11 @@ class Settings(BaseSettings):
         description="Maximum number of threads in which the native core verifies. Unset: the number of processor cores "
         "that this process may use.",
     )
+    batch_window: Annotated[Seconds, Field(le=1), AllowedValues("a duration such as 20ms, at most 1s, or 0")] = Field(
+        0.02,
+        description="Time from the beginning of one batch of messages to that of the next, unless it is full. Longer: "
+        "later commits, for less CPU and fewer transactions. `0`: lowest latency.",
+    )
     webhook_url: WebhookUrl | None = Field(
         None,
         description="Webhook to which the role `feed` sends each event, one at a time per repo, until it answers with "

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from indexer.db.open_gaps import REFRESH_SECONDS
-from indexer.db.store import SMALL_BATCH_PAUSE
 from indexer.live.batch_writer import WriterSettings
 from indexer.live.stream_continuity import PROOF_TIMEOUT
 from indexer.net.http import HostPauses, Timeouts
@@ -27,14 +26,13 @@ class Tuning:
         identities: Ages and intervals of identities.
         max_identities: Identities in memory.
         reconciliation: Its times; shard and interval are those of the settings.
-        writer: The times of the batch writer; its shard is that of the settings.
+        writer: The times of the batch writer; its shard and its window are those of the settings.
         pool: The times of the resync pool; workers, share and the timeout of an attempt follow from the settings.
         maintenance: The times of the queue maintenance; `unpark_after` is that of the settings.
         retry: Between two attempts to acquire the shard lock, to load the cursors, and to store a gap.
         proof_timeout: After the connection, for the relay to send the message at the cursor again.
         gap_refresh: Between two reads of the open gaps.
         key_lookup_timeout: For a key, from the message that needs it.
-        small_batch_pause: See `Store.small_batch_pause`.
         scope_interval: Between two reads of the scope, and two checks whether a change of it left work to do.
         scope_settle: From a change of the scope to the reading of a list.
         scope_rechecks: From the comparison with a list to each of its repetitions.
@@ -64,7 +62,6 @@ class Tuning:
     proof_timeout: float = PROOF_TIMEOUT
     gap_refresh: float = REFRESH_SECONDS
     key_lookup_timeout: float = 15.0
-    small_batch_pause: float = SMALL_BATCH_PAUSE
     scope_interval: float = 1.0
     scope_settle: float = scope_backfill.SETTLE_SECONDS
     scope_rechecks: Sequence[float] = scope_backfill.RECHECK_SECONDS

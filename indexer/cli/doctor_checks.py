@@ -315,7 +315,6 @@ def _daemon_connections(settings: Settings, placement: Placement) -> int:
     single = [
         True,  # the check that the database answers
         "live" in settings.roles,  # the shard lock
-        "live" in settings.roles and placement is Placement.PLAIN,  # the writes of small batches
         "feed" in settings.roles,  # the ownership of the feed
         "feed" in settings.roles,  # the signal of new changes, for Jetstream clients
         placement is Placement.DISTRIBUTED,  # the numbering of changes

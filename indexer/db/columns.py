@@ -1,6 +1,5 @@
 """Convert between Python values and SQL: rows of the table `repo`, arrays for UNNEST, text that Postgres accepts."""
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -116,11 +115,6 @@ def unnest(columns: Columns, alias: str, first: int = 1) -> str:
     """Return a FROM item for arrays `$first`, … in the order of `columns`, with the row number in column `ordinal`."""
     arrays = ", ".join(f"${number}::{type_}[]" for number, type_ in enumerate(columns.values(), first))
     return f"unnest({arrays}) with ordinality as {alias}({', '.join(columns)}, ordinal)"
-
-
-def renumbered(statement: str, first: int) -> str:
-    """Return a statement as a part of another one: its parameters `$1`, … are `$first`, …."""
-    return re.sub(r"\$(\d+)", lambda match: f"${int(match[1]) + first - 1}", statement)
 
 
 def columns_of(rows: Iterable[Sequence[Any]], columns: Columns) -> list[list[Any]]:

@@ -2,8 +2,8 @@
 
 from asyncio import CancelledError, Event, Semaphore, gather, timeout
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any, Self, TypeVar, cast
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Self, TypeVar, cast
 
 import asyncpg
 
@@ -17,7 +17,6 @@ from indexer.db.database_errors import (
     opening,
     without_password,
 )
-from indexer.db.kept_connection import KeptConnection, close_in_time
 from indexer.db.placement import divide_by_shard, load_placement, load_shards, require_complete
 from indexer.errors import RefusedWriteError
 from indexer.reasons import FetchFailure
@@ -25,6 +24,8 @@ from indexer.sync.shard import Placement
 
 STATEMENT_TIMEOUT = 60.0
 """Seconds after which a statement is cancelled."""
+CANCEL_TIMEOUT = 5.0
+"""Seconds to wait for the end of a cancelled statement."""
 ENDS_STATEMENT = (CancelledError, TimeoutError)
 """With these errors, the driver cancels the running statement."""
 RESERVED_CONNECTIONS = 3
@@ -38,12 +39,6 @@ SERVER_SETTINGS = {
     "max_parallel_workers_per_gather": "0",  # reports are not urgent, and other processes need the cores
     "idle_in_transaction_session_timeout": "60s",  # a stopped process keeps its locks for so long
 }
-
-SMALL_BATCH_SETTINGS = SERVER_SETTINGS | {"plan_cache_mode": "force_generic_plan"}
-"""For the statement that writes a small batch. By default, Postgres may plan it at each call, which takes as long as to
-run it."""
-SMALL_BATCH_PLAN_SECONDS = 1
-"""Seconds after which this statement is planned again. A plan for small tables is slow once they have grown."""
 
 _EMPTY_BATCH = """
     do $$
@@ -79,7 +74,6 @@ class Connections:
         self._dsn = dsn
         self._resync_connections = Semaphore(max(1, connections - RESERVED_CONNECTIONS))
         self._side_by_side = Semaphore(MAX_SIDE_BY_SIDE)
-        self._for_small_batches = KeptConnection(self._connect_for_small_batches)
         self.committed, self.numbered = Event(), Event()
         self.failed_operations = 0
         self.last_error: str | None = None
@@ -119,11 +113,6 @@ class Connections:
 
     async def close(self) -> None:
         """Close all connections."""
-        try:
-            await self._for_small_batches.close()
-        except BaseException:
-            self._pool.terminate()
-            raise
         await self._pool.close()
 
     @property
@@ -152,26 +141,16 @@ class Connections:
     ) -> AsyncIterator[asyncpg.Connection]:
         """Open a connection outside the pool; close it at the end. `limited` applies `STATEMENT_TIMEOUT`."""
         with self._count_failures(), database_errors():
-            connection = await self._connect(server_settings, STATEMENT_TIMEOUT if limited else None)
+            connection = await asyncpg.connect(
+                self._dsn,
+                timeout=CONNECT_TIMEOUT,
+                command_timeout=STATEMENT_TIMEOUT if limited else None,
+                server_settings=server_settings,
+            )
             try:
                 yield connection
             finally:
                 await connection.close(timeout=CONNECT_TIMEOUT)
-
-    async def _connect(
-        self, server_settings: dict[str, str], statement_timeout: float | None, **options: Any
-    ) -> asyncpg.Connection:
-        return await asyncpg.connect(
-            self._dsn,
-            timeout=CONNECT_TIMEOUT,
-            command_timeout=statement_timeout,
-            server_settings=server_settings,
-            **options,
-        )
-
-    async def _connect_for_small_batches(self) -> asyncpg.Connection:
-        lifetime = SMALL_BATCH_PLAN_SECONDS
-        return await self._connect(SMALL_BATCH_SETTINGS, None, max_cached_statement_lifetime=lifetime)
 
     async def accepts_writes(self) -> bool:
         """Return True if the database commits an empty change batch, so that another write that fails is the cause.
@@ -197,17 +176,6 @@ class Connections:
                 raise
             with self._count_failures():
                 raise DatabaseError(FetchFailure.UNREACHABLE, f"the database stores nothing: {error}") from error
-
-    @asynccontextmanager
-    async def _small_batch_connection(self) -> AsyncIterator[asyncpg.Connection]:
-        """Use the connection for small batches, which stays open afterwards. One block has it at a time.
-
-        The block has the time of one statement. The time limit of the driver would not apply to the round trip that
-        closes a statement at the end of its lifetime.
-        """
-        with self._count_failures(), database_errors():
-            async with self._for_small_batches.use() as connection, timeout(STATEMENT_TIMEOUT):
-                yield connection
 
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[Connection]:
@@ -287,8 +255,18 @@ async def _closed_after_cancellation(connection: Connection) -> AsyncIterator[No
     except BaseException as error:
         # An inner block may have turned the error of a time limit into a `DatabaseError`.
         if isinstance(error, ENDS_STATEMENT) or isinstance(error.__cause__, ENDS_STATEMENT):
-            await close_in_time(connection)
+            await _close_in_time(connection)
         raise
+
+
+async def _close_in_time(connection: Connection) -> None:
+    """Close the connection when Postgres has ended a cancelled statement, at the latest after `CANCEL_TIMEOUT`.
+
+    `terminate` would drop the request to cancel it: the statement would go on, with its locks, although nobody waits.
+    """
+    # The driver closes the socket before it raises one of these, so the connection is closed in any case.
+    with suppress(OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
+        await connection.close(timeout=CANCEL_TIMEOUT)
 
 
 async def _keep_session(_connection: asyncpg.Connection) -> None:

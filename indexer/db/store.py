@@ -3,12 +3,8 @@
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from math import inf
-from time import monotonic
 
-import asyncpg
-
-from indexer.crash_points import COMMITTED, crash_point
+from indexer.crash_points import crash_point
 from indexer.db import (
     blocking_sessions,
     change_log_segments,
@@ -20,7 +16,6 @@ from indexer.db import (
 )
 from indexer.db.account_methods import AccountMethods
 from indexer.db.apply_batch import AppliedBatch, apply
-from indexer.db.apply_small_batch import NotAsPlannedError, SmallBatch, apply_small, small_batch
 from indexer.db.blocking_sessions import BlockingSession, OldSnapshots
 from indexer.db.change_log_segments import ChangeLogState, RetentionPolicy, TrimPlan
 from indexer.db.columns import Connection, buckets_of, repo_columns, repo_of
@@ -43,7 +38,7 @@ from indexer.sync.plan_event import plan_listed
 from indexer.sync.plans import Batch, DeadLetter, RepoWrite
 from indexer.sync.repo_state import Repo, SyncStatus
 from indexer.sync.scope import Scope
-from indexer.sync.shard import Placement, Shard
+from indexer.sync.shard import Shard
 from indexer.sync.stored_cursor import StoredCursor
 from indexer.sync.watermark import Position
 
@@ -51,22 +46,10 @@ LOAD_REPOS = f"""
     select {repo_columns("r")} from indexer.repo r where did = any($1::text[]) and bucket = any($2::smallint[])
 """
 """Takes DIDs and their buckets."""
-SMALL_BATCH_PAUSE = 60.0
 
 
 class Store(ResyncMethods, ScopeMethods, AccountMethods, FeedMethods, ReportMethods, LexiconMethods):
-    """All access to Postgres. Every method raises `DatabaseError` for a transient error, and retries nothing itself.
-
-    Attributes:
-        small_batch_pause: Seconds in which no batch is written with one statement after one was not as planned. While a
-            collection is added to the scope, for example, many commits are about records that are not stored yet, and
-            would be written twice.
-    """
-
-    def __init__(self, pool: asyncpg.Pool, connections: int, dsn: str) -> None:
-        super().__init__(pool, connections, dsn)
-        self.small_batch_pause = SMALL_BATCH_PAUSE
-        self._small_batches_from = -inf
+    """All access to Postgres. Every method raises `DatabaseError` for a transient error, and retries nothing itself."""
 
     # The live path: repos, batches, cursor, shard.
 
@@ -77,44 +60,16 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, FeedMethods, ReportMeth
         return {row["did"]: repo_of(row) for row in rows}
 
     async def write(self, batch: Batch) -> AppliedBatch:
-        """Write the batch in one transaction: see `indexer.db.apply_batch`, and `apply_small_batch` for a small one.
+        """Write the batch in one transaction: see `indexer.db.apply_batch`.
 
         Raises:
             RefusedWriteError: The database cannot store the values of the batch.
         """
         async with self._refusals_checked():
             with refused_writes():
-                if (applied := await self._write_small(batch)) is not None:
-                    return applied
                 async with self._transaction() as connection:
                     applied = await apply(connection, batch, shards=self.shards)
                     crash_point("batch.written")
-        return applied
-
-    async def _write_small(self, batch: Batch) -> AppliedBatch | None:
-        """Write the batch with one statement. Return None if that is not possible; then nothing was written.
-
-        After an error, or a batch that was not as planned, the pool writes all batches for a while. Its connections may
-        work when the one for small batches cannot be opened, and a batch that the database refuses costs no new one.
-        """
-        is_possible = self.placement is Placement.PLAIN and monotonic() >= self._small_batches_from
-        small = small_batch(batch) if is_possible else None
-        if small is None:
-            return None
-        self._small_batches_from = monotonic() + self.small_batch_pause  # unless this one is written
-        try:
-            applied = await self._apply_small(small)
-        except NotAsPlannedError:
-            return None
-        self._small_batches_from = -inf
-        return applied
-
-    async def _apply_small(self, batch: SmallBatch) -> AppliedBatch:
-        async with self._small_batch_connection() as connection:
-            applied = await apply_small(connection, batch)
-            crash_point("small-batch.committed")
-            crash_point(COMMITTED)
-            self._note_commit()
         return applied
 
     async def answers_after(self, error: DatabaseError) -> bool:

@@ -5,7 +5,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from time import time
+from math import inf
+from time import monotonic, time
 
 import structlog
 
@@ -43,6 +44,9 @@ BATCH_SIZE = 500
 CLUSTER_BATCH_SIZE = 1_000
 """The same on a distributed database, where statements and commits wait for several nodes."""
 
+BATCH_WINDOW = 0.02
+"""Seconds from the beginning of one batch to that of the next, unless it is full."""
+
 # With these outcomes, a `Desync` reason says why the repo is desynchronized now. With others, it says why the event
 # changed nothing.
 _DESYNCHRONIZING = frozenset({Outcome.DESYNCHRONIZED, Outcome.APPLIED})
@@ -58,12 +62,15 @@ class WriterSettings:
 
     Attributes:
         batch_size: The maximum number of messages in a batch.
+        batch_window: The time from the beginning of one batch to that of the next, unless `batch_size` messages wait,
+            or more bytes than are read at a time.
         retry_interval: Pause after a database error.
         idle_after: The shard counts as caught up after this time without a message.
     """
 
     shard: Shard = Shard()  # noqa: RUF009 - immutable
     batch_size: int = BATCH_SIZE
+    batch_window: float = BATCH_WINDOW
     retry_interval: float = 1.0
     idle_after: float = 5.0
 
@@ -101,6 +108,7 @@ class BatchWriter:
         self._metrics = metrics
         self._account_limits = account_limits
         self._batch_size = BatchSize(settings.batch_size)
+        self._batch_began_at = -inf
         self._rows = RepoRowCache()
         self.stage = StageProgress("batch writer", needs_shard=True)
         self.totals = SettledTotals()
@@ -152,8 +160,18 @@ class BatchWriter:
             await asyncio.sleep(self._settings.retry_interval)
 
     async def _take(self) -> list[ReceivedMessage]:
-        """Take the messages that have arrived, as soon as there is one; return none after `idle_after` without one."""
-        return await self._inbox.take(self._batch_size.current, idle_timeout=self._settings.idle_after)
+        """Take the messages of the next batch; return none after `idle_after` without one.
+
+        A message that arrives when no batch has begun for a while is taken at once, and so is a full batch.
+        """
+        taken = await self._inbox.take(
+            self._batch_size.current,
+            not_before=self._batch_began_at + self._settings.batch_window,
+            idle_timeout=self._settings.idle_after,
+        )
+        if taken:
+            self._batch_began_at = monotonic()
+        return taken
 
     async def _write_or_halve(self, messages: Sequence[ReceivedMessage]) -> None:
         """Write a batch. If its content makes the database fail, continue with half of it, or reject a single message.

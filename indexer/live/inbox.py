@@ -4,6 +4,8 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable
 from itertools import islice
+from math import inf
+from time import monotonic
 
 from indexer.concurrency.event_wait import wait_for_event
 from indexer.concurrency.stage_progress import StageProgress
@@ -36,6 +38,8 @@ class Inbox:
         self.max_bytes = max_bytes
         self._queue: deque[ReceivedMessage] = deque()
         self._has_messages = asyncio.Event()
+        self._has_enough = asyncio.Event()
+        self._enough = 1
         self._has_room = asyncio.Event()
         self._all_settled = asyncio.Event()
         self._has_room.set()
@@ -69,6 +73,7 @@ class Inbox:
             self.stage.begin()
             self._has_messages.set()
         self._queue.append(received)
+        self._note_enough()
 
     def put_back(self, messages: Iterable[ReceivedMessage]) -> None:
         """Return messages, in their order, to the front of the queue."""
@@ -76,16 +81,25 @@ class Inbox:
         if self._queue:
             self.stage.begin()
             self._has_messages.set()
+        self._note_enough()
 
-    async def take(self, max_count: int, *, idle_timeout: float | None = None) -> list[ReceivedMessage]:
+    async def take(
+        self, max_count: int, *, not_before: float = -inf, idle_timeout: float | None = None
+    ) -> list[ReceivedMessage]:
         """Return the messages that are queued, at most `max_count`, as soon as there is one.
 
         Args:
             max_count: The maximum number of messages.
+            not_before: Until then (monotonic seconds), wait for `max_count` messages or until the inbox is full.
             idle_timeout: Seconds to wait for the first message before an empty list is returned; None waits forever.
         """
         if not self._queue and not await wait_for_event(self._has_messages, idle_timeout):
             return []
+        if (seconds := not_before - monotonic()) > 0:
+            self._enough = max_count
+            self._has_enough.clear()
+            self._note_enough()
+            await wait_for_event(self._has_enough, seconds)
         taken = [self._queue.popleft() for _ in range(min(max_count, len(self._queue)))]
         if self._queue:
             self.stage.moved()
@@ -97,6 +111,10 @@ class Inbox:
     def peek(self, max_count: int) -> list[ReceivedMessage]:
         """Return the messages that `take` would return now, which stay in the queue."""
         return list(islice(self._queue, max_count))
+
+    def _note_enough(self) -> None:
+        if len(self._queue) >= self._enough or self.is_full:
+            self._has_enough.set()
 
     def settle(self, messages: Iterable[ReceivedMessage]) -> None:
         """Release the memory of messages that were taken and whose outcome is durable."""

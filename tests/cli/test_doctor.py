@@ -253,7 +253,7 @@ def test_setting_of_postgres_that_matters_is_reported(
 @pytest.mark.parametrize(
     ("roles", "placement", "connections"),
     [
-        ("live,resync", Placement.PLAIN, 16),
+        ("live,resync", Placement.PLAIN, 15),
         ("resync", Placement.PLAIN, 14),
         ("live,resync,feed", Placement.DISTRIBUTED, 18),
     ],

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 import pytest
 
@@ -64,15 +63,6 @@ async def nothing(_world: DeathWorld) -> None:
 async def write(world: DeathWorld) -> None:
     world.create_account()
     world.act(3)
-
-
-async def keep_writing(world: DeathWorld) -> None:
-    """Let accounts that the daemon knows create a record again and again."""
-    while True:
-        for account in world.network.accounts.values():
-            if account.status is None:
-                account.create(NOTE, {"text": "one of few"})
-        await asyncio.sleep(0.05)
 
 
 async def lose_commit(world: DeathWorld) -> None:
@@ -161,7 +151,6 @@ class Operation:
         settings: Settings of the daemon.
         tuning: Its intervals.
         sampled: The positions of the deaths that `make test` has.
-        one_server: Why a cluster does not have the operation; empty if it has.
     """
 
     deaths: Sequence[Death]
@@ -170,7 +159,6 @@ class Operation:
     settings: Mapping[str, str] = field(default_factory=dict)
     tuning: Tuning = MORTAL
     sampled: Sequence[int] = (0,)
-    one_server: str = ""
 
 
 FORGET_SOON = replace(MORTAL, maintenance=replace(MORTAL.maintenance, forget_after=0.1))
@@ -183,12 +171,6 @@ OPERATIONS = {
         ],
         write,
         sampled=(0, 1, 5, 7),
-    ),
-    "few commits": Operation(
-        [Death("small-batch.committed"), Death("small-batch.committed", passes=5)],
-        nothing,
-        keep_writing,
-        one_server="one statement cannot write all tables of a cluster",
     ),
     "resync": Operation(
         [
@@ -228,12 +210,6 @@ OPERATIONS = {
 }
 
 
-def marked(name: str) -> Any:
-    """Return the parameter of a test, with a mark if a cluster does not have the operation."""
-    reason = OPERATIONS[name].one_server
-    return pytest.param(name, marks=pytest.mark.one_server(reason)) if reason else name
-
-
 async def perform(world: DeathWorld, operation: Operation, deaths: Iterable[Death]) -> None:
     """Let daemons do the operation and die at these moments, then another one complete it."""
     world.change_settings(operation.settings, operation.tuning)
@@ -243,7 +219,7 @@ async def perform(world: DeathWorld, operation: Operation, deaths: Iterable[Deat
 
 
 @pytest.mark.proof("crashes")
-@pytest.mark.parametrize("name", [marked(name) for name in OPERATIONS])
+@pytest.mark.parametrize("name", OPERATIONS)
 async def test_killed_at_each_point(database: str, tmp_path: Path, record_property: RecordProperty, name: str) -> None:
     operation = OPERATIONS[name]
     async with death_world(database, tmp_path) as world:
@@ -300,7 +276,7 @@ async def points_passed(
 
 @pytest.mark.timeout(600)
 @pytest.mark.proof("crashes")
-@pytest.mark.parametrize("name", [marked(name) for name in OPERATIONS])
+@pytest.mark.parametrize("name", OPERATIONS)
 async def test_killed_at_each_other_point_that_the_operation_passes(
     database: str, tmp_path: Path, record_property: RecordProperty, name: str
 ) -> None:
@@ -325,7 +301,6 @@ async def test_killed_at_each_other_point_that_the_operation_passes(
 
 
 @pytest.mark.slow
-@pytest.mark.one_server("one statement cannot write all tables of a cluster")
 async def test_killed_at_the_most_important_points(
     database: str, tmp_path: Path, record_property: RecordProperty
 ) -> None:

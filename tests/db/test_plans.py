@@ -11,18 +11,17 @@ import pytest
 from benchmarks import public_schema
 from benchmarks.links import LIKERS
 from indexer.db import Store, status_queries
-from indexer.db.apply_batch import ADVANCE_REPOS, UPDATE_REPOS
-from indexer.db.apply_small_batch import apply_small, small_batch
+from indexer.db.apply_batch import ADVANCE_REPOS, UPDATE_REPOS, apply
 from indexer.db.columns import buckets_of, head_arrays, repo_arrays, repo_of
 from indexer.db.identities import CLAIM_HANDLES
 from indexer.db.new_repos_transaction import ELIGIBLE
 from indexer.db.report_queries import FEW_INCOMPLETE
 from indexer.db.resync_queue import CLAIM, DUE, INCOMPLETE, PARKED, UNPROVEN
 from indexer.db.store import LOAD_REPOS
-from indexer.sync.plans import Batch, Cursor, RepoWrite
+from indexer.sync.plans import Batch, RepoWrite
 from tests.database_server import DatabaseServer
 from tests.db.change_log_helpers import connected
-from tests.db.repo_rows import did, put
+from tests.db.repo_rows import delete, did, put
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +29,7 @@ ALL = list(range(256))
 RECORDS = 20_000
 REPOS = 20_000
 MODES = pytest.mark.parametrize("mode", ["force_custom_plan", "force_generic_plan"])
-SMALL_BATCHES = """
+CHANGE_BATCHES = """
     with batch as (
         insert into indexer.change_batch (segment, size) select 0, 1 from generate_series(1, 20000) returning id
     )
@@ -51,7 +50,7 @@ def large(postgres: DatabaseServer) -> Iterator[str]:
     async def generate() -> None:
         connection = await asyncpg.connect(dsn)
         await public_schema.generate(connection, RECORDS)
-        await connection.execute(SMALL_BATCHES)
+        await connection.execute(CHANGE_BATCHES)
         await connection.execute(LINKS)
         await connection.execute("analyze")
         await connection.close()
@@ -158,20 +157,20 @@ async def test_a_batch_finds_its_repos_by_primary_key(store: Store, sql: asyncpg
 
 
 @MODES
-async def test_a_small_batch_finds_its_records_by_primary_key(large: str, mode: str) -> None:
-    """Its repos are found by the statement of the test above; here are too few of them for an index."""
+async def test_a_batch_finds_its_records_by_primary_key(large: str, mode: str) -> None:
     async with explained(large, mode) as (connection, logged):
         owner = await connection.fetchval("select did from indexer.repo limit 1")
         [row] = await connection.fetch(LOAD_REPOS, [owner], buckets_of([owner]))
-        stored = await connection.fetch("select collection, rkey from indexer.record where did = $1", owner)
-        changes = tuple(put(f"{collection}/{rkey}", "{}", "update") for collection, rkey in stored[:5])
-        # The version stays, so that the batch can be written several times.
+        stored = await connection.fetch("select collection, rkey from indexer.record where did = $1 limit 6", owner)
+        *updated, last = (f"{collection}/{rkey}" for collection, rkey in stored)
+        changes = (*(put(path, "{}", "update") for path in updated), delete(last))
         write = RepoWrite(row["version"], repo_of(row), changes, advances=True)
-        batch = small_batch(Batch((write,), cursor=Cursor("wss://relay.test", "0/1", 1)))
-        assert batch is not None
         for _ in range(7):
             logged.clear()
-            assert (await apply_small(connection, batch)).changes["update"] == 5
+            transaction = connection.transaction()
+            await transaction.start()
+            assert (await apply(connection, Batch((write,)))).changes == {"update": 5, "delete": 1}
+            await transaction.rollback()
     found = "\n".join(logged)
     assert "Conflict Arbiter Indexes: record_pkey" in found, found
     assert re.search("Delete on record(?:.*\n){1,12}.*Index Scan using record_pkey", found), found

@@ -1,4 +1,5 @@
 import asyncio
+from time import monotonic
 
 import pytest
 
@@ -60,6 +61,23 @@ async def test_take_returns_what_is_queued_up_to_the_maximum() -> None:
         await inbox.put(message(seq))
     assert len(await asyncio.wait_for(inbox.take(2), 5)) == 2, "maximum size"
     assert len(inbox) == 1
+
+
+async def test_take_waits_for_more_until_a_time_or_until_there_are_enough() -> None:
+    inbox = Inbox(max_bytes=5 * (MESSAGE_BYTES + 10))
+    await inbox.put(message(1))
+    taking = asyncio.create_task(inbox.take(3, not_before=monotonic() + 60))
+    await inbox.put(message(2))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(taking), 0.05)
+    inbox.put_back([message(0)])
+    assert [item.seq for item in await asyncio.wait_for(taking, 5)] == [0, 1, 2], "enough"
+    await inbox.put(message(3))
+    assert await asyncio.wait_for(inbox.take(3, not_before=monotonic() + 0.05), 5) == [message(3)], "the time is over"
+    for seq in (4, 5):
+        await inbox.put(message(seq))
+    assert inbox.is_full
+    assert len(await asyncio.wait_for(inbox.take(10, not_before=monotonic() + 60), 5)) == 2, "no more can arrive"
 
 
 async def test_take_returns_nothing_after_the_idle_timeout() -> None:

@@ -53,8 +53,7 @@ def in_both(*points: str) -> list[Moment]:
 
 LIVE = [
     *map(Moment, ("shard.claimed", "stream.entered", "batch.taken", "batch.planned", "batch.settled")),
-    # One statement writes a batch of few ordinary commits.
-    *(Moment("batch.written", committed, other="small-batch.committed") for committed in (False, True)),
+    *in_both("batch.written"),
 ]
 """Moments of each process."""
 IDENTITY = [Moment("identity.resolved"), *in_both("identity.saved")]

@@ -20,7 +20,6 @@ TUNING = replace(
     identities=IdentityLifetimes(missing_max_age=1.0, refresh_interval=0.3, changed_interval=0.1, timeout=10.0),
     writer=WriterSettings(retry_interval=RETRY, idle_after=0.3),
     pool=WorkerPoolSettings(idle_interval=RETRY, lease=10.0),
-    small_batch_pause=RETRY,
     identity_refresh_interval=0.1,
 )
 SILENT_RELAYS = replace(TUNING, proof_timeout=3.0)

@@ -82,7 +82,6 @@ TUNING = replace(
     host_pauses=HostPauses(maximum=30.0, max_configured=30.0),
     max_identities=50,
     maintenance=MaintenanceSettings(forget_after=30.0, search_interval=30.0),
-    small_batch_pause=5.0,  # with the usual 60 s, faults would let the pool write most small batches
     garbage_interval=60.0,
 )
 """A daemon forgets after minutes what it stores for a day or longer, so that sizes reach their limits."""
