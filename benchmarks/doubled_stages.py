@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from benchmarks import live_stages
 from indexer.atproto.crypto import PublicKey
-from indexer.db import Store, new_repos_transaction, resync_transaction
+from indexer.db import Store, resync_transaction
 from indexer.db import store as store_module
 from indexer.db.columns import Connection
 from indexer.net.pds import PdsClient, Spool
@@ -94,7 +94,7 @@ def _load_and_write_twice() -> Iterator[None]:
         await load(self, dids)
         return await load(self, dids)
 
-    with patch.object(Store, "repos", repos), _write_twice((store_module, "apply"))():
+    with patch.object(Store, "repos", repos), _write_twice((store_module, "write"))():
         yield
 
 
@@ -174,5 +174,5 @@ RESYNCING: dict[tuple[str, ...], Doubling] = {
     ("fetch",): _fetch_twice,
     ("verify",): _call_twice((Spool, "verify")),
     ("diff",): _compare_twice,
-    ("apply", "database"): _write_twice((new_repos_transaction, "copy_chunks"), (resync_transaction, "copy_chunks")),
+    ("apply", "database"): _write_twice((resync_transaction, "create_records")),
 }

@@ -4,7 +4,6 @@ from indexer.db.change_log_segments import ChangeLogState, ConsumerState, Retent
 from indexer.db.collection_export import ExportedRecord
 from indexer.db.connections import RESERVED_CONNECTIONS
 from indexer.db.consistent_read import ConsistentRead, RecordRow
-from indexer.db.copy_records import NewRepoRecords, RecordsExistError
 from indexer.db.database_check import DatabaseCheck
 from indexer.db.database_errors import DatabaseError
 from indexer.db.dead_letters import DeadLetterGoneError, StoredDeadLetter
@@ -12,13 +11,13 @@ from indexer.db.erase_records import ErasedBatch
 from indexer.db.lexicon_indexes import LexiconIndex, UnknownColumnError
 from indexer.db.lexicon_rows import AddedLexicon, AddedState, StoredLexicon, ViewInUseError
 from indexer.db.link_progress import LinkProgress, LinkProgressState
-from indexer.db.new_repos_transaction import NewReposTransaction
 from indexer.db.report_queries import Counts
-from indexer.db.resync_transaction import ResyncTransaction
+from indexer.db.resync_transaction import NewReposTransaction, ResyncTransaction
 from indexer.db.scope_changes import NarrowedPage
 from indexer.db.scope_row import CollectionProgress
 from indexer.db.status_queries import DeliveryState, RejectionSummary
 from indexer.db.store import Store
+from indexer.db.write import NewRepoRecords, RecordsExistError
 
 __all__ = [
     "RESERVED_CONNECTIONS",

@@ -21,8 +21,9 @@ On a distributed database, the numbers are assigned after the commit (`indexer.d
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from indexer.db.columns import Connection, columns_of, unnest
-from indexer.sync.changes import ChangeLogEntry
+from indexer.db.columns import Connection, columns_of, copy_binary, unnest
+from indexer.sync.changes import ChangeLogEntry, record_entries
+from indexer.sync.export import RecordChunk
 from indexer.sync.shard import bucket_of
 
 COLUMNS = (
@@ -66,12 +67,38 @@ async def log_changes(connection: Connection, changes: Sequence[ChangeLogEntry])
         logged = [row for _, _, _, *row in log_rows(0, 0, 0, changes)]
         await connection.execute(_INSERT_CHANGES, len(changes), *columns_of(logged, _LOGGED))
         return
-    segment, batch = await begin_batch(connection, len(changes))
+    segment, batch = await _begin_batch(connection, len(changes))
     rows = log_rows(segment, batch, 0, changes)
     await connection.copy_records_to_table("change", schema_name="indexer", columns=COLUMNS, records=rows)
 
 
-async def begin_batch(connection: Connection, size: int) -> tuple[int, int]:
+async def log_chunks(
+    connection: Connection, ready: Sequence[tuple[str, RecordChunk]], others: Sequence[tuple[str, RecordChunk]]
+) -> None:
+    """Append the new records of resyncs to the log, as one batch of changes, within the open transaction.
+
+    Args:
+        connection: The connection.
+        ready: DIDs and chunks that have rows in the format of COPY.
+        others: DIDs and chunks that have none.
+    """
+    count = sum(chunk.count for _, chunk in (*ready, *others))
+    if not count:
+        return
+    segment, batch = await _begin_batch(connection, count)
+    ordinal, ready_rows = 0, []
+    for _, chunk in ready:
+        ready_rows.append(chunk.change_rows(segment, batch, ordinal))
+        ordinal += chunk.count
+    if ready_rows:
+        await copy_binary(connection, "change", COLUMNS, ready_rows)
+    if others:
+        entries = (entry for did, chunk in others for entry in record_entries(did, chunk.changes(), live=False))
+        rows = log_rows(segment, batch, ordinal, entries)
+        await connection.copy_records_to_table("change", schema_name="indexer", columns=COLUMNS, records=rows)
+
+
+async def _begin_batch(connection: Connection, size: int) -> tuple[int, int]:
     """Insert a batch of `size` changes; return its segment and its ID. Its changes must follow in the transaction."""
     [(segment, batch)] = await connection.fetch(_INSERT_BATCH, size)
     return segment, batch

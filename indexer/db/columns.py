@@ -1,11 +1,12 @@
 """Convert between Python values and SQL: rows of the table `repo`, arrays for UNNEST, text that Postgres accepts."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import asyncpg
 
 from indexer.reasons import Desync
+from indexer.sync.export import PIECE_BYTES
 from indexer.sync.repo_state import Head, Repo, SyncStatus
 from indexer.sync.shard import bucket_of
 
@@ -140,3 +141,25 @@ def buckets_of(dids: Iterable[str]) -> list[int]:
 def storable(text: str | None) -> str | None:
     """Return text from outside as Postgres can store it: without U+0000 and lone surrogates."""
     return None if text is None else text.replace("\0", "\ufffd").encode(errors="replace").decode()
+
+
+# The signature, no flags, and no extension: the header of the binary format of COPY. A row count of -1 ends the rows.
+_COPY_HEADER = b"PGCOPY\n\xff\r\n\0" + bytes(8)
+_COPY_TRAILER = b"\xff\xff"
+
+
+async def copy_binary(connection: Connection, table: str, columns: Sequence[str], rows: Iterable[bytes]) -> None:
+    """Copy rows that are in the binary format of COPY into a table of schema `indexer`."""
+    source = _binary_file(rows)
+    await connection.copy_to_table(table, schema_name="indexer", columns=columns, source=source, format="binary")
+
+
+async def _binary_file(rows: Iterable[bytes]) -> AsyncIterator[bytes]:
+    """Yield the rows as a whole file. Small rows are joined, as each item is a message."""
+    joined = bytearray(_COPY_HEADER)
+    for row in rows:
+        joined += row
+        if len(joined) >= PIECE_BYTES:
+            yield bytes(joined)
+            joined.clear()
+    yield bytes(joined + _COPY_TRAILER)

@@ -4,12 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from indexer.crash_points import crash_point
-from indexer.db.apply_batch import apply
-from indexer.db.change_log import log_changes
 from indexer.db.columns import Connection, repo_columns, repo_of
-from indexer.errors import BrokenInvariantError
-from indexer.sync.changes import ChangeLogEntry
-from indexer.sync.plans import Batch, RepoWrite
+from indexer.db.write import write
+from indexer.sync.plans import Batch, RecordChange, RepoWrite
 from indexer.sync.repo_state import TOMBSTONED
 from indexer.sync.repo_transitions import erase
 from indexer.sync.shard import bucket_of
@@ -32,18 +29,13 @@ _DUE_GONE = f"""
     order by erase_at limit $3
 """
 
-# Check the conditions again: the account may have become active while this statement waited for the lock.
-_LOCK = f"""
+# The account may have become active since it was found.
+_REPO = f"""
     select {repo_columns("r")} from indexer.repo r
-    where did = $2 and bucket = $3 and erase_at <= to_timestamp($1) and not active for update
+    where did = $2 and bucket = $3 and erase_at <= to_timestamp($1) and not active
 """
 
-_ERASE = """
-    delete from indexer.record r
-    using (select collection, rkey from indexer.record where did = $1 and bucket = $2 limit $3) w
-    where r.did = $1 and r.bucket = $2 and r.collection = w.collection and r.rkey = w.rkey
-    returning r.collection, r.rkey
-"""
+_RECORDS = "select collection, rkey from indexer.record where did = $1 and bucket = $2 limit $3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,26 +65,19 @@ async def erase_batch(
     `did` names the account. Without it, one is chosen, but none whose DID is gone from its directory.
 
     Each record is logged as deleted. The repo loses its head first. If the account becomes active again in between, a
-    resync fetches all its records.
-
-    Raises:
-        BrokenInvariantError: The row changed although it was locked.
+    resync fetches all its records. If its row changes meanwhile, nothing is erased.
     """
     did = did or await connection.fetchval(_DUE, now, list(buckets))
     if did is None:
         return None
-    row = await connection.fetchrow(_LOCK, now, did, bucket_of(did))
+    row = await connection.fetchrow(_REPO, now, did, bucket_of(did))
     if row is None:
         return ErasedBatch(did, 0, finished=False)
     repo = repo_of(row)
-    erased = await connection.fetch(_ERASE, did, bucket_of(did), BATCH_SIZE)
-    finished = len(erased) < BATCH_SIZE
+    records = await connection.fetch(_RECORDS, did, bucket_of(did), BATCH_SIZE)
+    finished = len(records) < BATCH_SIZE
     after = erase(repo)._replace(erase_at=None if finished else repo.erase_at)
-    if (await apply(connection, Batch((RepoWrite(repo.version, after),)))).skipped:
-        raise BrokenInvariantError(f"{did}: the row changed while it was locked")
-    await log_changes(
-        connection,
-        [ChangeLogEntry(did, "delete", None, live=True, collection=name, rkey=rkey) for name, rkey in erased],
-    )
+    deletes = tuple([RecordChange("delete", collection, rkey, None) for collection, rkey in records])
+    written = await write(connection, Batch((RepoWrite(repo.version, after, deletes),)))
     crash_point("erasure.written")
-    return ErasedBatch(did, len(erased), finished)
+    return ErasedBatch(did, written.changes["delete"], finished and not written.skipped)

@@ -1,6 +1,6 @@
 """The table of identities: the contents of DID documents, and the queue of handles to verify."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from time import time
 
 from indexer.crash_points import crash_point
@@ -18,7 +18,7 @@ MAX_INSERTED = 20
 """The largest number of identities that are inserted one by one on a distributed database."""
 
 
-def is_postponed(now: str) -> str:
+def _is_postponed(now: str) -> str:
     """Return the SQL condition that the refresh of identity `i` is postponed; `now` is SQL for Unix seconds.
 
     `refresh_at` is the time of an announcement or of a postponed refresh. An announcement is not in the future, except
@@ -53,11 +53,11 @@ _LOAD = """
 _SAME_CLAIM = "i.claimed_handle is not distinct from excluded.claimed_handle"
 _RENAMED = "(saved.handle is not null and saved.handle is distinct from before.handle)"
 _NOW = f"${len(_COLUMNS) + 1}"
-# A change was announced after the lookup asked, so the answer may be from before it (see `apply_batch._MARK_STALE`).
+# A change was announced after the lookup asked, so the answer may be from before it (see `_MARK_STALE`).
 # The time of a postponed refresh is not that of an announcement, and without a time there was no announcement. During a
 # back-off the time of the latest announcement is unknown: the mark stays, and the identity is soon due once more.
 _CHANGED_SINCE = f"""
-    coalesce(i.stale and i.refresh_at > excluded.fetched_at and (i.refresh_failures > 0 or not {is_postponed(_NOW)}),
+    coalesce(i.stale and i.refresh_at > excluded.fetched_at and (i.refresh_failures > 0 or not {_is_postponed(_NOW)}),
         false)
 """
 # The clock was set back since then: clocks of several machines differ by less.
@@ -93,6 +93,20 @@ _SAVE = f"""
     )
     select did, coalesce(saved.pds <> before.pds, false) as moved, {_RENAMED} as renamed
     from saved join before using (did, bucket) where saved.pds <> before.pds or {_RENAMED} order by did
+"""
+
+# `refresh_at` is not before the latest announcement, so that a lookup that asked earlier does not remove the mark
+# (`_CHANGED_SINCE`). So an announcement ends a postponement, but not the back-off after failed refreshes, which is the
+# same however often the identity is announced.
+_MARK_STALE = f"""
+    update indexer.identity i
+    set stale = true, refresh_at = case
+        when i.refresh_failures > 0 then greatest(i.refresh_at, to_timestamp($3)) else to_timestamp($3)
+    end
+    from {unnest({"did": "text"}, "w", 2)}
+    where i.did = w.did and {of_buckets("i")} and (
+        not i.stale or i.refresh_at < to_timestamp($3) or i.refresh_failures = 0 and {_is_postponed("$3")}
+    )
 """
 
 # One row, because Citus plans this once for a session, and takes ten times as long for `_SAVE`.
@@ -262,6 +276,12 @@ async def save_handle_check(connection: Connection, check: HandleCheck) -> None:
     if renamed:
         await log_changes(connection, [ChangeLogEntry(claim.did, "identity", None, live=True)])
     crash_point("handle.saved")
+
+
+async def mark_stale(connection: Connection, dids: Iterable[str]) -> None:
+    """Note that the identities may have changed, so that they are looked up again."""
+    ordered = sorted(dids)
+    await connection.execute(_MARK_STALE, buckets_of(ordered), ordered, time())
 
 
 async def due_identities(

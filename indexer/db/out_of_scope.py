@@ -8,24 +8,20 @@ from typing import NamedTuple
 from indexer.atproto.syntax import is_nsid
 from indexer.crash_points import crash_point
 from indexer.db import crawl_rows, scope_row
-from indexer.db.columns import Connection, buckets_of, of_buckets
+from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
+from indexer.db.write import write
 from indexer.sync.crawl_progress import CrawlProgress
+from indexer.sync.plans import Batch, RepoWrite
 from indexer.sync.repo_state import CHOSEN, OUT_OF_SCOPE
+from indexer.sync.repo_transitions import untrack
 from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import Shard
 
 # Repos that no list of a signal collection has named, and no command. Pages follow the primary key.
-NOT_WANTED = """
-    select did from indexer.repo
+NOT_WANTED = f"""
+    select {repo_columns("r")} from indexer.repo r
     where did > $1 and bucket = any($2::smallint[]) and tracked and wanted_in < $3
     order by did limit $4
-"""
-
-# One bucket per statement, and SKIP LOCKED, as for claims: others lock rows in the order of their DIDs.
-_LOCK = """
-    select did from indexer.repo
-    where bucket = $1 and did = any($2::text[]) and tracked and wanted_in < $3
-    for update skip locked
 """
 
 # Each pattern that is no NSID is a range of collections.
@@ -43,9 +39,6 @@ SIGNALS = f"""
     from indexer.repo r where r.did = any($1::text[]) and r.bucket = any($2::smallint[])
 """
 
-_STOP_TRACKING = f"""
-    select count(*) filter (where indexer.stop_tracking(did, '{OUT_OF_SCOPE}')) from unnest($1::text[]) did
-"""
 _LISTS_READ = "select collection from indexer.crawl_progress where purpose = 'signal' and finished_at is not null"
 _COUNT_NOT_CHOSEN = f"select count(*) from indexer.repo where tracked and wanted_in < {CHOSEN}"
 # Citus needs a column in the inner query.
@@ -95,24 +88,19 @@ async def untrack_page(
 
     Return None if the scope has changed. A repo is out of scope if no command, no list and no message has wanted it
     since the scope wanted fewer repos, and if no record of a signal collection is stored. A signal pattern that ends in
-    `.*` has no list. So a repo is looked at again later whose records of it are not complete yet, and one that somebody
-    else has locked.
+    `.*` has no list. So a repo is looked at again later whose records of it are not complete yet, and one whose row
+    changes meanwhile: a command may have named it, or the live path may have written a signal record.
     """
     if not await scope_row.holds(connection, scope.version):
         return None
     buckets, since = list(shard.buckets), scope.repos_narrowed_in
     rows = await connection.fetch(NOT_WANTED, progress.cursor or "", buckets, since, limit)
-    page = [did for (did,) in rows]
-    found, incomplete = await _without_signal(connection, scope, page)
-    untracked = 0
-    if found:
-        # Decide again on the locked rows: a command may have named a repo, or the live path may have written a signal
-        # record, after the first decision.
-        locked = [did for bucket in buckets_of(found) for (did,) in await connection.fetch(_LOCK, bucket, found, since)]
-        incomplete += len(found) - len(locked)
-        decided, _ = await _without_signal(connection, scope, locked)
-        untracked = await connection.fetchval(_STOP_TRACKING, decided)
-    after = progress.after_page(page[-1] if len(page) == limit else None, len(page), incomplete, time())
+    page = {row["did"]: repo_of(row) for row in rows}
+    found, incomplete = await _without_signal(connection, scope, list(page))
+    writes = [RepoWrite(page[did].version, untrack(page[did], OUT_OF_SCOPE, time())) for did in found]
+    skipped = (await write(connection, Batch(tuple(writes)))).skipped
+    untracked, incomplete = len(writes) - len(skipped), incomplete + len(skipped)
+    after = progress.after_page(rows[-1]["did"] if len(rows) == limit else None, len(page), incomplete, time())
     if after.finished_at is not None and after.found:
         after = replace(after, finished_at=None, found=0)
     await crawl_rows.save_progress(connection, after)

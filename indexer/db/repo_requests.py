@@ -4,10 +4,11 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import NamedTuple
 
 from indexer.db import scope_row
-from indexer.db.apply_batch import INSERT_REPOS
-from indexer.db.columns import Connection, buckets_of, repo_arrays
+from indexer.db.columns import Connection, buckets_of
 from indexer.db.table_parts import estimate_rows
+from indexer.db.write import write
 from indexer.reasons import FetchFailure
+from indexer.sync.plans import Batch, RepoWrite
 from indexer.sync.repo_state import CHOSEN, OUT_OF_SCOPE, Repo, SyncStatus
 from indexer.sync.scope import Scope
 
@@ -66,7 +67,8 @@ async def add_repos(
     for start in range(0, len(repos), BATCH_SIZE):
         batch = repos[start : start + BATCH_SIZE]
         known = [repo.did for repo in batch]
-        added += len(await connection.fetch(INSERT_REPOS, *repo_arrays(batch)))
+        skipped = (await write(connection, Batch(tuple([RepoWrite(0, repo) for repo in batch])))).skipped
+        added += len(batch) - len(skipped)
         await connection.execute(_MARK_LISTED, known, buckets_of(known))
         if wanted_before:
             await connection.execute(_MARK_WANTED, known, buckets_of(known), wanted_in, wanted_before)

@@ -10,8 +10,7 @@ from indexer.db import resync_queue
 from indexer.db.columns import Connection
 from indexer.db.connections import Connections
 from indexer.db.database_errors import database_errors, refused_writes
-from indexer.db.new_repos_transaction import NewReposTransaction
-from indexer.db.resync_transaction import ResyncTransaction
+from indexer.db.resync_transaction import NewReposTransaction, ResyncTransaction
 from indexer.sync.repo_state import Repo
 
 T = TypeVar("T", ResyncTransaction, NewReposTransaction)

@@ -9,10 +9,10 @@ from asyncpg import Record as Row
 
 from indexer.atproto.record import Problem
 from indexer.crash_points import crash_point
-from indexer.db.apply_batch import apply
 from indexer.db.change_log import log_changes
 from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
 from indexer.db.placement import shard_of
+from indexer.db.write import write
 from indexer.reasons import Desync, FetchFailure
 from indexer.sync.changes import ChangeLogEntry
 from indexer.sync.plans import Batch, RepoWrite
@@ -74,7 +74,7 @@ _RENEW = f"""
     returning true
 """
 
-# This statement and the next four lock nothing: `apply` compares versions, so rows that changed are skipped.
+# This statement and the next four lock nothing: `write` compares versions, so rows that changed are skipped.
 _PRESENT = _BY_DATABASE_CLOCK.format("$1", "$4")
 _EXPIRED = f"""
     select {repo_columns("r")} from indexer.repo r
@@ -324,7 +324,7 @@ def _desynchronization(trigger: Trigger, reason: Desync, now: float) -> Callable
 async def _write_repos(connection: Connection, repos: Sequence[Repo], change: Callable[[Repo], Repo]) -> int:
     """Write the changed rows; return how many were still at the version that was read."""
     writes = tuple([RepoWrite(repo.version, change(repo)) for repo in repos])
-    written = len(writes) - len((await apply(connection, Batch(writes))).skipped)
+    written = len(writes) - len((await write(connection, Batch(writes))).skipped)
     if written:
         crash_point("queue.written")
     return written

@@ -1,4 +1,8 @@
-"""The transaction that ends a resync: compare, write the differences, drain the resync buffer, update the repo."""
+"""The transactions that end resyncs: compare, write the differences, drain the resync buffer, update the repo.
+
+A resync has a fixed cost: the statements of its transaction, and the commit. Small repos of which nothing is stored
+share a `NewReposTransaction`. All others, which need more than their records and their row, have a `ResyncTransaction`.
+"""
 
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
@@ -8,14 +12,11 @@ from asyncpg import Record as Row
 from indexer.atproto.record import Problem
 from indexer.crash_points import crash_point
 from indexer.db import scope_row
-from indexer.db.apply_batch import apply, write_records
-from indexer.db.change_log import log_changes
-from indexer.db.columns import Connection, repo_columns, repo_of
+from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
 from indexer.db.consistent_read import in_chunks
-from indexer.db.copy_records import NewRepoRecords, copy_chunks
 from indexer.db.database_errors import database_errors, refused_writes
+from indexer.db.write import NewRepoRecords, create_records, write, write_changes
 from indexer.errors import BrokenInvariantError
-from indexer.sync.changes import effective_changes, record_entries
 from indexer.sync.export import RecordChunk
 from indexer.sync.plans import Action, Batch, BufferedEvent, RecordChange
 from indexer.sync.repo_state import Repo, SyncStatus
@@ -58,6 +59,19 @@ _STORED = f"""
 """
 
 
+# A scalar subquery with LIMIT, so that the planner looks into the index for each repo, and does not read all records.
+ELIGIBLE = f"""
+    select {repo_columns("r")},
+        (
+            select true from indexer.record c where c.did = r.did and c.bucket = r.bucket and {of_buckets("c")} limit 1
+        ) as stored
+    from indexer.repo r
+    where r.bucket = any($1::smallint[]) and r.did = any($2::text[])
+        and sync_status is not distinct from '{SyncStatus.IN_PROGRESS}' and buffered_events = 0
+"""
+"""Takes buckets and DIDs."""
+
+
 class ResyncTransaction:
     """The writes of one resync: the differences to the export, then the buffered events, then the row.
 
@@ -94,7 +108,7 @@ class ResyncTransaction:
             RecordsExistError: One of them is stored. The claim has been lost, and the transaction has failed.
         """
         with refused_writes(), database_errors():
-            await copy_chunks(self.connection, [NewRepoRecords(self._claimed.did, chunk)])
+            await create_records(self.connection, [NewRepoRecords(self._claimed.did, chunk)])
         crash_point("resync.copied")
 
     async def stored(self) -> AsyncIterator[list[tuple[bytes, bytes]]]:
@@ -126,8 +140,7 @@ class ResyncTransaction:
             BrokenInvariantError: The records are not those that were compared, although the claim holds.
         """
         with refused_writes(), database_errors():
-            effective = await self._write(changes)
-            await log_changes(self.connection, list(record_entries(self._claimed.did, effective, live=False)))
+            effective = await write_changes(self.connection, self._claimed.did, changes, live=False)
         crash_point("resync.written")
         if effective != tuple(changes) and await self.lock() is not None:
             unexpected = next(change for change in changes if change not in effective)
@@ -135,12 +148,6 @@ class ResyncTransaction:
                 f"{self._claimed.did}: the stored records changed since they were compared: "
                 f"{unexpected.action} of {unexpected.collection}/{unexpected.rkey}"
             )
-
-    async def _write(self, changes: Sequence[RecordChange]) -> tuple[RecordChange, ...]:
-        """Write the changes; return them as they happened."""
-        did = self._claimed.did
-        written = await write_records(self.connection, [(did, change) for change in changes])
-        return tuple(changes) if written.as_planned else effective_changes(did, changes, written.existed)
 
     async def lock(self) -> Repo | None:
         """Lock and return the row until the end of the transaction; None if the claim is lost."""
@@ -173,10 +180,8 @@ class ResyncTransaction:
 
         The row need not be locked: no other process writes the records of a repo that is in progress.
         """
-        did = self._claimed.did
         with refused_writes(), database_errors():
-            effective = await self._write(changes)
-            await log_changes(self.connection, list(record_entries(did, effective, live=True)))
+            effective = await write_changes(self.connection, self._claimed.did, changes, live=True)
         crash_point("resync.drained")
         return Counter([change.action for change in effective])
 
@@ -187,8 +192,58 @@ class ResyncTransaction:
             BrokenInvariantError: The row was not locked.
         """
         with refused_writes(), database_errors():
-            applied = await apply(self.connection, batch)
-        if applied.skipped:
+            written = await write(self.connection, batch)
+        if written.skipped:
             raise BrokenInvariantError(f"{self._claimed.did}: the row changed while it was locked")
         self.finished = True
         crash_point("resync.finished")
+
+
+class NewReposTransaction:
+    """The writes of several resyncs. `Store.write_new_repos` begins and ends the transaction.
+
+    It locks no row before `finish`, which writes each row only at the version that `eligible` returned. So a repo whose
+    claim was lost since then, or for which an event was buffered, makes `finish` return False.
+
+    Attributes:
+        finished: True after `finish` returned True; then the transaction is committed.
+    """
+
+    def __init__(self, connection: Connection, scope_version: int) -> None:
+        self._connection = connection
+        self._scope_version = scope_version
+        self.finished = False
+
+    async def eligible(self, claimed: Sequence[Repo]) -> dict[str, Repo]:
+        """Return the present rows of those repos that this transaction can write, by DID.
+
+        A claim of them holds, no record of them is stored, and no event is buffered for them. Of two attempts of one
+        repo, the row has the lease of the one that holds the claim.
+        """
+        dids = sorted(repo.did for repo in claimed)
+        with database_errors():
+            rows = await self._connection.fetch(ELIGIBLE, buckets_of(dids), dids)
+        claims = {(repo.did, repo.lease) for repo in claimed}
+        repos = [repo_of(row) for row in rows if not row["stored"]]
+        return {repo.did: repo for repo in repos if (repo.did, repo.lease) in claims}
+
+    async def create(self, parts: Sequence[NewRepoRecords]) -> None:
+        """Insert the records of eligible repos, and log them.
+
+        Raises:
+            RecordsExistError: One of the records exists: its repo has been written by another worker meanwhile.
+            RefusedWriteError: The database cannot store the values.
+        """
+        with refused_writes(), database_errors():
+            await create_records(self._connection, parts)
+        crash_point("new-repos.copied")
+
+    async def finish(self, batch: Batch) -> bool:
+        """Write the new rows; return False if the scope or the row of a repo has changed. Then nothing is committed."""
+        with refused_writes(), database_errors():
+            if await scope_row.holds(self._connection, self._scope_version):
+                # `eligible` returned no repo with buffered events, and each row is written only at that version.
+                written = await write(self._connection, batch, buffers_empty=True)
+                self.finished = not written.skipped
+                crash_point("new-repos.finished")
+        return self.finished

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from indexer.atproto.syntax import CollectionFilter
 from indexer.crash_points import crash_point
 from indexer.db import scope_row
-from indexer.db.apply_batch import apply
 from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
+from indexer.db.write import write
 from indexer.sync.narrowing import plan_narrowing
 from indexer.sync.plans import Batch, RepoWrite
 from indexer.sync.repo_state import Repo, SyncStatus
@@ -143,8 +143,8 @@ async def delete_page(
     keys = [(row["did"], collection, row["rkey"]) for row in rows]
     dids = sorted({did for did, *_ in keys})
     found = [repo_of(row) for row in await connection.fetch(_REPOS, dids, list(buckets))]
-    applied = await apply(connection, Batch(plan_narrowing({repo.did: repo for repo in found}, keys)))
-    deleted = applied.changes["delete"]
+    written = await write(connection, Batch(plan_narrowing({repo.did: repo for repo in found}, keys)))
+    deleted = written.changes["delete"]
     if deleted:
         crash_point("scope.narrowed")
     last = RecordPosition(rows[-1]["indexed_at"], rows[-1]["did"], rows[-1]["rkey"]) if len(rows) == limit else None
@@ -162,7 +162,7 @@ async def incomplete_repos(
 async def mark_complete(connection: Connection, repos: Sequence[Repo], scope: Scope) -> int:
     """Note that these repos lack no records; return how many did not change meanwhile. Run it in a transaction."""
     writes = [RepoWrite(repo.version, amend(repo, scope_version=scope.version)) for repo in repos]
-    skipped = (await apply(connection, Batch(tuple(writes)))).skipped
+    skipped = (await write(connection, Batch(tuple(writes)))).skipped
     crash_point("scope.marked")
     return len(writes) - len(skipped)
 
@@ -177,7 +177,7 @@ async def mark_incomplete(
     buckets = buckets_of(dids)
     rows = await connection.fetch(NOT_FETCHED, dids, buckets, added_in, fetched_before, collection, buckets)
     writes = [RepoWrite(repo.version, amend(repo, scope_version=added_in - 1)) for repo in map(repo_of, rows)]
-    return len(writes) - len((await apply(connection, Batch(tuple(writes)))).skipped)
+    return len(writes) - len((await write(connection, Batch(tuple(writes)))).skipped)
 
 
 async def request_incomplete(
@@ -207,7 +207,7 @@ async def request_listed(
 
 async def _widen(connection: Connection, repos: Sequence[Repo]) -> int:
     writes = [RepoWrite(repo.version, widen(repo)) for repo in repos]
-    skipped = (await apply(connection, Batch(tuple(writes)))).skipped
+    skipped = (await write(connection, Batch(tuple(writes)))).skipped
     if writes:
         crash_point("scope.requested")
     return len(writes) - len(skipped)

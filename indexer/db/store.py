@@ -15,7 +15,6 @@ from indexer.db import (
     repo_requests,
 )
 from indexer.db.account_methods import AccountMethods
-from indexer.db.apply_batch import AppliedBatch, apply
 from indexer.db.blocking_sessions import BlockingSession, OldSnapshots
 from indexer.db.change_log_segments import ChangeLogState, RetentionPolicy, TrimPlan
 from indexer.db.columns import Connection, buckets_of, repo_columns, repo_of
@@ -30,6 +29,7 @@ from indexer.db.report_methods import ReportMethods
 from indexer.db.resync_methods import ResyncMethods
 from indexer.db.scope_methods import ScopeMethods
 from indexer.db.shard_lock import ShardLock, ShardSession, load_sessions, open_lock, session_name
+from indexer.db.write import WrittenBatch, write
 from indexer.reasons import Rejection
 from indexer.sync.crawl_progress import CrawlProgress, Purpose
 from indexer.sync.gap import Gap, OpenGap
@@ -59,18 +59,19 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, FeedMethods, ReportMeth
             rows = await connection.fetch(LOAD_REPOS, list(dids), buckets_of(dids))
         return {row["did"]: repo_of(row) for row in rows}
 
-    async def write(self, batch: Batch) -> AppliedBatch:
-        """Write the batch in one transaction: see `indexer.db.apply_batch`.
+    async def write(self, batch: Batch) -> WrittenBatch:
+        """Write the batch in one transaction: see `indexer.db.write`.
 
         Raises:
+            DeadLetterGoneError: The dead letter that the batch resolves does not exist; nothing is written.
             RefusedWriteError: The database cannot store the values of the batch.
         """
         async with self._refusals_checked():
             with refused_writes():
                 async with self._transaction() as connection:
-                    applied = await apply(connection, batch, shards=self.shards)
+                    written = await write(connection, batch, shards=self.shards)
                     crash_point("batch.written")
-        return applied
+        return written
 
     async def answers_after(self, error: DatabaseError) -> bool:
         """Return True if the database answers and can be written, so that the write that failed may be the cause.
@@ -329,26 +330,6 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, FeedMethods, ReportMeth
         """
         async with self._connection() as connection:
             await dead_letters.update(connection, id_, rejected)
-
-    async def resolve_dead_letter(self, id_: int, batch: Batch) -> bool:
-        """Write the effect of a replayed message and delete its dead letter, in one transaction.
-
-        Returns:
-            False if the row of the repo changed since the batch was planned; then nothing is written.
-
-        Raises:
-            DeadLetterGoneError: The dead letter does not exist; nothing is written.
-            RefusedWriteError: The database cannot store the effect.
-        """
-        async with self._refusals_checked():
-            with refused_writes():
-                async with self._transaction() as connection:
-                    if (await apply(connection, batch)).skipped:
-                        return False
-                    # After the row of the repo, because the live path locks them in this order, too.
-                    await dead_letters.delete(connection, id_)
-                    crash_point("dead-letter.resolved")
-        return True
 
 
 async def _save_page(

@@ -113,8 +113,9 @@ class DeadLetterReplay:
             [settled] = plan.settled
             if plan.dead_letters:
                 return await self._reject_again(dead_letter, plan.dead_letters[0])
-            batch = Batch(plan.writes, stale_identities=frozenset(plan.stale_identities))
-            if await self._store.resolve_dead_letter(dead_letter.id, batch):
+            stale = frozenset(plan.stale_identities)
+            written = await self._store.write(Batch(plan.writes, stale_identities=stale, resolved=dead_letter.id))
+            if not written.skipped:
                 await self._refresh_identities(plan.stale_identities)
                 return ReplayResult(dead_letter.id, settled.outcome, settled.why)
         return ReplayResult(dead_letter.id, UNTRIED, detail=f"the repo changed during each of {MAX_ATTEMPTS} attempts")

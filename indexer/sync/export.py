@@ -45,7 +45,7 @@ class RecordChunk(Protocol):
 
     @property
     def record_rows(self) -> Iterable[bytes] | None:
-        """The rows of `indexer.record` in the binary format of COPY (see `store.copy_records`); None: use `changes`.
+        """The rows of `indexer.record` in the binary format of COPY (see `db.write`); None: use `changes`.
 
         They come in pieces of at most `PIECE_BYTES`, so that the chunk is in memory only once.
         """

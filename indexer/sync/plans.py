@@ -1,7 +1,7 @@
 """Plans: the changes that follow from an event or an export, as data.
 
 Pure functions make plans from a repo's row and a verified value, so the same inputs give the same plan.
-`store.apply_batch` writes plans. A resync also writes the differences to its export, an erasure deletes records.
+`db.write` writes plans. A resync also writes the differences to its export.
 """
 
 from dataclasses import dataclass, field
@@ -156,9 +156,11 @@ class Batch:
 
     Attributes:
         stale_identities: DIDs that need an identity refresh.
+        resolved: The ID of the dead letter whose replay has these effects; it is deleted.
     """
 
     writes: tuple[RepoWrite, ...] = ()
     dead_letters: tuple[DeadLetter, ...] = ()
     stale_identities: frozenset[str] = field(default_factory=frozenset)
     cursor: Cursor | None = None
+    resolved: int | None = None

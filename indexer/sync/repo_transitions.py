@@ -270,6 +270,22 @@ def erase(repo: Repo) -> Repo:
     )
 
 
+def untrack(repo: Repo, status: str, now: float) -> Repo:
+    """Return the row of a repo that is not tracked any more, with this hosting status. Its records are erased."""
+    return erase(repo)._replace(
+        tracked=False,
+        active=False,
+        hosting_status=status,
+        withheld_since=None,
+        latest_verified_rev=None,
+        latest_unverified_rev=None,
+        last_error=None,
+        erase_at=now,
+        scope_version=0,
+        wanted_in=0,
+    )
+
+
 def unparked(repo: Repo, now: float) -> Repo:
     """Return the row of a parked repo that is tried again; the same object for any other repo.
 

@@ -46,7 +46,7 @@ async def test_applying_the_log_gives_the_records_after_any_changes(
 ) -> None:
     """The changes do not know what is stored: all of them may create, update or delete any record."""
     await sql.execute("truncate indexer.repo, indexer.record, indexer.change, indexer.change_batch")
-    with patch("indexer.db.apply_batch.MIN_COPIED", min_copied), patch.object(resync_transaction, "CHUNK_SIZE", 2):
+    with patch("indexer.db.write.MIN_COPIED", min_copied), patch.object(resync_transaction, "CHUNK_SIZE", 2):
         await Scenario(store, sql).play(steps)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.db.copy_records import NewRepoRecords, copy_chunks
+from indexer.db.write import NewRepoRecords, create_records
 from indexer.demo import dag_cbor
 from indexer.demo.local_repo import LocalRepo, Write
 from indexer.net.pds import Spool
@@ -51,7 +51,7 @@ async def stored(sql: asyncpg.Connection, chunks: list[RecordChunk]) -> list[lis
     """Write chunks, and return the rows of both tables without times and numbers of batches."""
     transaction = sql.transaction()
     await transaction.start()
-    await copy_chunks(sql, [NewRepoRecords(DID, chunk) for chunk in chunks])
+    await create_records(sql, [NewRepoRecords(DID, chunk) for chunk in chunks])
     rows = [await sql.fetch(query) for query in (RECORDS, CHANGES)]
     await transaction.rollback()
     return [
@@ -85,7 +85,7 @@ async def test_chunk_is_in_memory_once_while_it_waits_and_while_it_is_written(
         waiting, _ = tracemalloc.get_traced_memory()
         tracemalloc.reset_peak()
         async with sql.transaction():
-            await copy_chunks(sql, [NewRepoRecords(DID, chunk)])
+            await create_records(sql, [NewRepoRecords(DID, chunk)])
         _, writing = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

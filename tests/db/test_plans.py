@@ -11,13 +11,13 @@ import pytest
 from benchmarks import public_schema
 from benchmarks.links import LIKERS
 from indexer.db import Store, status_queries
-from indexer.db.apply_batch import ADVANCE_REPOS, UPDATE_REPOS, apply
 from indexer.db.columns import buckets_of, head_arrays, repo_arrays, repo_of
 from indexer.db.identities import CLAIM_HANDLES
-from indexer.db.new_repos_transaction import ELIGIBLE
 from indexer.db.report_queries import FEW_INCOMPLETE
 from indexer.db.resync_queue import CLAIM, DUE, INCOMPLETE, PARKED, UNPROVEN
+from indexer.db.resync_transaction import ELIGIBLE
 from indexer.db.store import LOAD_REPOS
+from indexer.db.write import ADVANCE_REPOS, UPDATE_REPOS, write
 from indexer.sync.plans import Batch, RepoWrite
 from tests.database_server import DatabaseServer
 from tests.db.change_log_helpers import connected
@@ -164,12 +164,12 @@ async def test_a_batch_finds_its_records_by_primary_key(large: str, mode: str) -
         stored = await connection.fetch("select collection, rkey from indexer.record where did = $1 limit 6", owner)
         *updated, last = (f"{collection}/{rkey}" for collection, rkey in stored)
         changes = (*(put(path, "{}", "update") for path in updated), delete(last))
-        write = RepoWrite(row["version"], repo_of(row), changes, advances=True)
+        batch = Batch((RepoWrite(row["version"], repo_of(row), changes, advances=True),))
         for _ in range(7):
             logged.clear()
             transaction = connection.transaction()
             await transaction.start()
-            assert (await apply(connection, Batch((write,)))).changes == {"update": 5, "delete": 1}
+            assert (await write(connection, batch)).changes == {"update": 5, "delete": 1}
             await transaction.rollback()
     found = "\n".join(logged)
     assert "Conflict Arbiter Indexes: record_pkey" in found, found

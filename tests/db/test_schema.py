@@ -13,10 +13,10 @@ import pytest
 from indexer.atproto.cid import cid_of, cid_text
 from indexer.db import Store
 from indexer.db import migrate as migrate_module
-from indexer.db.apply_batch import apply
 from indexer.db.columns import storable
 from indexer.db.migrate import migrate
 from indexer.db.schema_version import migrations_folder
+from indexer.db.write import write
 from indexer.sync.changes import visibility_of
 from indexer.sync.plans import Batch, RepoWrite
 from indexer.sync.shard import HASH_ORDER, bucket_of
@@ -116,7 +116,7 @@ async def test_a_commit_updates_no_index_of_the_repo_table(store: Store, sql: as
     await insert(store, synchronized(1))
     async with sql.transaction():
         repo = synchronized(1, version=2, head=head("3lbbbbbbbbb22"), latest_verified_rev="3lbbbbbbbbb22")
-        assert not (await apply(sql, Batch((RepoWrite(1, repo),)))).skipped
+        assert not (await write(sql, Batch((RepoWrite(1, repo),)))).skipped
         assert await sql.fetchval("select pg_stat_get_xact_tuples_hot_updated('indexer.repo'::regclass)") == 1
 
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from indexer.db.change_log import COLUMNS, log_rows
-from indexer.db.copy_records import RECORD_COLUMNS
-from indexer.db.copy_records import record_rows as rows_of_records
+from indexer.db.write import RECORD_COLUMNS
+from indexer.db.write import record_rows as rows_of_records
 from indexer.sync.changes import record_entries
 from indexer.sync.plans import RecordChange
 
@@ -17,7 +17,7 @@ _NULL = b"\xff" * 4
 
 def record_rows(did: str, changes: Iterable[RecordChange]) -> bytes:
     """Return the rows of `indexer.record` for new records of a repo."""
-    return _encoded(RECORD_COLUMNS, rows_of_records((did, change) for change in changes))
+    return _encoded(list(RECORD_COLUMNS), rows_of_records((did, change) for change in changes))
 
 
 def change_rows(did: str, changes: Iterable[RecordChange], segment: int, batch: int, first_ordinal: int) -> bytes:

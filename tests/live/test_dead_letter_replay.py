@@ -13,6 +13,7 @@ import pytest
 
 from indexer.atproto.syntax import CollectionFilter
 from indexer.db import Store
+from indexer.db.write import WrittenBatch
 from indexer.demo.local_relay import error_frame
 from indexer.demo.local_repo import Write
 from indexer.errors import UnavailableError
@@ -254,11 +255,11 @@ class ConcurrentlyChangedStore(Store):
     times = 0
     change: Callable[[], Awaitable[object]]
 
-    async def resolve_dead_letter(self, dead_letter_id: int, batch: Batch) -> bool:
-        if self.times:
+    async def write(self, batch: Batch) -> WrittenBatch:
+        if self.times and batch.resolved is not None:
             self.times -= 1
             await self.change()
-        return await super().resolve_dead_letter(dead_letter_id, batch)
+        return await super().write(batch)
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import asyncpg
 import pytest
 
 from indexer.db import Store
-from indexer.db.apply_batch import AppliedBatch
 from indexer.db.current_scope import CurrentScope
+from indexer.db.write import WrittenBatch
 from indexer.live.account_limits import AccountLimits
 from indexer.live.batch_writer import BatchWriter, WriterSettings
 from indexer.live.inbox import Inbox
@@ -61,7 +61,7 @@ class ObservedStore(Store):
         self.loaded.extend(dids)
         return await super().repos(list(dids))
 
-    async def write(self, batch: Batch) -> AppliedBatch:
+    async def write(self, batch: Batch) -> WrittenBatch:
         self.batches.append(batch)
         await self.may_write.wait()
         if self.disturb_before:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from indexer.atproto.crypto import PrivateKey
 from indexer.db import DatabaseError, Store
-from indexer.db.apply_batch import AppliedBatch
+from indexer.db.write import WrittenBatch
 from indexer.errors import UnavailableError
 from indexer.net.identity import CachedIdentity
 from indexer.net.new_accounts import NewAccounts
@@ -68,11 +68,11 @@ class MemoryStore:
 
     update_repo = Store.update_repo
 
-    async def write(self, batch: Batch) -> AppliedBatch:
+    async def write(self, batch: Batch) -> WrittenBatch:
         for write in batch.writes:
             assert self.rows[write.repo.did].version == write.expected_version
             self.rows[write.repo.did] = write.repo
-        return AppliedBatch(frozenset(), Counter())
+        return WrittenBatch(frozenset(), Counter())
 
 
 class FixedIdentities:

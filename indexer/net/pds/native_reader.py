@@ -31,7 +31,7 @@ from indexer.sync.record_change import RecordConverter
 from indexer.sync.repo_state import Head
 from indexer.sync.verify import verify_snapshot
 
-_COLLECTION, _RKEY, _CID, _REV, _VALUE, _PROBLEM = 1, 2, 4, 5, 6, 7  # columns of `store.copy_records.RECORD_COLUMNS`
+_COLLECTION, _RKEY, _CID, _REV, _VALUE, _PROBLEM = 1, 2, 4, 5, 6, 7  # columns of `db.write.RECORD_COLUMNS`
 _JSONB_VERSION = b"\x01"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from indexer.atproto.cid import cid_text
 from indexer.db import DatabaseError, Store, dead_letters
-from indexer.db.apply_batch import MIN_COPIED
+from indexer.db.write import MIN_COPIED
 from indexer.errors import RefusedWriteError
 from indexer.reasons import Desync, Rejection
 from indexer.sync.plans import Batch, BufferedEvent, Cursor, DeadLetter, RecordChange, RepoWrite
@@ -73,7 +73,7 @@ async def test_random_batches_give_the_same_records_as_a_dictionary(
     store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch, min_copied: int
 ) -> None:
     """Write hundreds of changes, with repeated paths in one batch, and compare with a dictionary."""
-    monkeypatch.setattr("indexer.db.apply_batch.MIN_COPIED", min_copied)
+    monkeypatch.setattr("indexer.db.write.MIN_COPIED", min_copied)
     numbers = random.Random(11)
     repos = {did(n): Repo(did(n)) for n in range(5)}
     records: dict[tuple[str, str], bytes] = {}
@@ -271,7 +271,7 @@ async def test_a_lost_connection_is_a_database_error(store: Store, sql: asyncpg.
 async def test_large_records_are_written_in_several_statements_with_the_same_result(
     store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("indexer.db.apply_batch.STATEMENT_BYTES", 10_000)
+    monkeypatch.setattr("indexer.db.write.STATEMENT_BYTES", 10_000)
     values = {f"{number:02}": json.dumps("x" * (5_000 if number % 3 else 20_000)) for number in range(20)}
     creates = [RecordChange("create", "a.b.c", rkey, "3a", b"cid", value) for rkey, value in values.items()]
     row = synchronized(1)

@@ -1,9 +1,14 @@
-"""Write a `Batch` in one transaction: repos, records, change log, resync buffer, dead letters, and the cursor.
+"""The writer: the only code that writes records, repo rows, resync buffers, dead letters and cursors.
+
+`write` writes a `Batch` within an open transaction: live messages, the end of resyncs, replayed dead letters, erasures,
+narrowed scopes and untracked repos. Each row of a repo is compared with the version that its write was planned on. A
+resync writes its records before, in the same transaction, with `write_changes` and `create_records`, chunk by chunk.
 
 Each table is written by few statements per batch: one for new and one for existing rows, or one for writes and one for
 deletes. Repos of which only the head advances have their own. Records with large values take more statements, of at
 most `STATEMENT_BYTES` each. A statement takes arrays, sorted by key, with each key once: it cannot change a row twice,
-and concurrent statements lock rows in the same order. Many new records are written by COPY, also sorted by key.
+and concurrent statements lock rows in the same order. Many new records are written by COPY, which takes a third of the
+time, also sorted by key. A core that reads exports may return their rows in the binary format of COPY.
 """
 
 from collections import Counter
@@ -13,14 +18,18 @@ from dataclasses import dataclass
 from time import time
 from typing import Any, NamedTuple
 
-from indexer.db import dead_letters
-from indexer.db.change_log import log_changes
+from asyncpg import UniqueViolationError
+
+from indexer.crash_points import crash_point
+from indexer.db import dead_letters, identities
+from indexer.db.change_log import log_changes, log_chunks
 from indexer.db.columns import (
     HEAD_COLUMNS,
     REPO_COLUMNS,
     Connection,
     buckets_of,
     columns_of,
+    copy_binary,
     head_arrays,
     of_buckets,
     repo_arrays,
@@ -28,16 +37,16 @@ from indexer.db.columns import (
     storable,
     unnest,
 )
-from indexer.db.copy_records import create_records, record_rows
-from indexer.db.identities import is_postponed
 from indexer.db.placement import shard_of
 from indexer.sync.changes import (
     RecordKey,
     RepoVisibility,
     change_log_entries,
     effective_changes,
+    record_entries,
     visibility_of,
 )
+from indexer.sync.export import RecordChunk
 from indexer.sync.plans import Action, Batch, Cursor, RecordChange, RepoWrite
 from indexer.sync.repo_state import DELETED, Repo, SyncStatus
 from indexer.sync.shard import bucket_of
@@ -54,12 +63,13 @@ MIN_SPLIT = 10
 
 _VALUES = repo_values("w")
 
-INSERT_REPOS = f"""
+# Takes the arrays of `repo_arrays`; returns the DIDs that had no row yet.
+_INSERT_REPOS = f"""
+
     insert into indexer.repo ({", ".join(_VALUES)}) select {", ".join(_VALUES.values())}
     from {unnest(REPO_COLUMNS, "w")} order by w.ordinal
     on conflict (did, bucket) do nothing returning did
 """
-"""Takes the arrays of `repo_arrays`; returns the DIDs that had no row yet."""
 
 
 def _assignments(values: Mapping[str, str]) -> str:
@@ -93,9 +103,10 @@ the write is not read: a row at the expected version is equal to the row that th
 `lease_until` and `updated_at`.
 """
 
-_RECORD_KEY = {"did": "text", "collection": "text", "rkey": "text"}
-RECORD_TYPES = {
-    **_RECORD_KEY,
+RECORD_COLUMNS = {
+    "did": "text",
+    "collection": "text",
+    "rkey": "text",
     "bucket": "smallint",
     "cid": "bytea",
     "rev": "text",
@@ -103,31 +114,22 @@ RECORD_TYPES = {
     "value_problem": "text",
     "original": "bytea",
 }
-"""The SQL types of the columns of `record_rows`, in their order."""
+"""The SQL types of the columns of `record_rows`, in their order, which is also that of the rows of a `RecordChunk`."""
+_RECORD_KEY = {name: RECORD_COLUMNS[name] for name in ("did", "collection", "rkey")}
 
-
-def upsert_records(rows: str) -> str:
-    """Return the statement that writes records, and returns their keys, each with `existed`.
-
-    Args:
-        rows: What follows `from`: rows with the columns of `RECORD_TYPES` and `ordinal`.
-    """
-    # The system column xmax of a row that was just inserted is 0, because no transaction has locked the row yet.
-    return f"""
+# For records that may exist, and for few new ones. Returns the keys of the rows that existed: the system column xmax of
+# a row that was just inserted is 0, because no transaction has locked the row yet.
+_UPSERT_RECORDS = f"""
+    with written as (
         insert into indexer.record
             (did, collection, rkey, bucket, cid, rev, value, value_problem, original, indexed_at)
         select did, collection, rkey, bucket, cid, rev, value::jsonb, value_problem, original, statement_timestamp()
-        from {rows} order by ordinal
+        from {unnest(RECORD_COLUMNS, "w")} order by ordinal
         on conflict (did, collection, rkey, bucket) do update
         set cid = excluded.cid, rev = excluded.rev, value = excluded.value, value_problem = excluded.value_problem,
             original = excluded.original, indexed_at = excluded.indexed_at
         returning did, collection, rkey, xmax <> 0 as existed
-    """
-
-
-# For records that may exist, and for few new ones. Returns the keys of the rows that existed.
-_UPSERT_RECORDS = f"""
-    with written as ({upsert_records(unnest(RECORD_TYPES, "w"))})
+    )
     select did, collection, rkey from written where existed
 """
 
@@ -149,22 +151,8 @@ _DELETE_BUFFERED_EVENTS = """
     delete from indexer.buffered_event where did = any($1::text[]) and bucket = any($2::smallint[])
 """
 
-# `refresh_at` is not before the latest announcement, so that a lookup that asked earlier does not remove the mark
-# (`identities._CHANGED_SINCE`). So an announcement ends a postponement, but not the back-off after failed refreshes,
-# which is the same however often the identity is announced.
-_MARK_STALE = f"""
-    update indexer.identity i
-    set stale = true, refresh_at = case
-        when i.refresh_failures > 0 then greatest(i.refresh_at, to_timestamp($3)) else to_timestamp($3)
-    end
-    from {unnest({"did": "text"}, "w", 2)}
-    where i.did = w.did and {of_buckets("i")} and (
-        not i.stale or i.refresh_at < to_timestamp($3) or i.refresh_failures = 0 and {is_postponed("$3")}
-    )
-"""
-
 # A time that is far ahead is from before the clock was set back, and would hide the lag.
-SAVE_CURSOR = """
+_SAVE_CURSOR = """
     insert into indexer.cursor as c (relay, shard, epoch, seq, event_time, caught_up_at, stored_until, updated_at)
     values ($1, $2, $3, $4, $5, to_timestamp($6), to_timestamp($7), to_timestamp($8))
     on conflict (relay, shard) do update
@@ -175,11 +163,21 @@ SAVE_CURSOR = """
         )
     where (excluded.epoch, excluded.seq) >= (c.epoch, c.seq)
 """
-"""Takes the values of `cursor_values`."""
+
+
+class RecordsExistError(Exception):
+    """A record exists already. The transaction has failed."""
+
+
+class NewRepoRecords(NamedTuple):
+    """A chunk of new records of one repo."""
+
+    did: str
+    chunk: RecordChunk
 
 
 @dataclass(frozen=True, slots=True)
-class AppliedBatch:
+class WrittenBatch:
     """The result of one batch.
 
     Attributes:
@@ -191,7 +189,7 @@ class AppliedBatch:
     changes: Counter[Action]
 
 
-class WrittenRecords(NamedTuple):
+class _WrittenRecords(NamedTuple):
     """The result of writing changes of records.
 
     Attributes:
@@ -204,24 +202,27 @@ class WrittenRecords(NamedTuple):
     as_planned: bool
 
 
-async def apply(connection: Connection, batch: Batch, *, shards: int = 1, buffers_empty: bool = False) -> AppliedBatch:
+async def write(connection: Connection, batch: Batch, *, shards: int = 1, buffers_empty: bool = False) -> WrittenBatch:
     """Write the batch within the open transaction.
 
     A write is skipped, together with the dead letters of its DID, if the row of the repo is no longer at the version
-    that the write was planned on. If any write is skipped, the cursor is not saved.
+    that the write was planned on. If any write is skipped, the cursor is not saved, and no dead letter is resolved.
 
     Args:
         connection: The connection.
         batch: The batch.
         shards: The number of shards of each table, if it is a distributed database.
         buffers_empty: No event is buffered for a repo at its expected version.
+
+    Raises:
+        DeadLetterGoneError: The dead letter that the batch resolves does not exist.
     """
     before = await _write_repos(connection, batch.writes, shards)
     writes = [write for write in batch.writes if write.repo.did in before]
     skipped = frozenset([write.repo.did for write in batch.writes]) - before.keys()
     changes = [(write.repo.did, change) for write in writes for change in write.changes]
     unproven = frozenset([write.repo.did for write in writes if write.repo.unproven_since is not None])
-    written = await write_records(connection, changes, unproven)
+    written = await _write_records(connection, changes, unproven)
     if not written.as_planned:
         writes = [_as_it_happened(write, written.existed) for write in writes]
     await log_changes(
@@ -234,11 +235,45 @@ async def apply(connection: Connection, batch: Batch, *, shards: int = 1, buffer
         connection, [dead_letter for dead_letter in batch.dead_letters if dead_letter.did not in skipped]
     )
     if batch.stale_identities:
-        dids = sorted(batch.stale_identities)
-        await connection.execute(_MARK_STALE, buckets_of(dids), dids, time())
+        await identities.mark_stale(connection, batch.stale_identities)
+    if batch.resolved is not None and not skipped:
+        await dead_letters.delete(connection, batch.resolved)
+        crash_point("dead-letter.resolved")
     if batch.cursor is not None and not skipped:
-        await connection.execute(SAVE_CURSOR, *cursor_values(batch.cursor))
-    return AppliedBatch(skipped, Counter([change.action for write in writes for change in write.changes]))
+        await _save_cursor(connection, batch.cursor)
+    return WrittenBatch(skipped, Counter([change.action for write in writes for change in write.changes]))
+
+
+async def write_changes(
+    connection: Connection, did: str, changes: Sequence[RecordChange], *, live: bool
+) -> tuple[RecordChange, ...]:
+    """Write and log changes of a repo in progress, whose row `write` writes later; return them as they happened.
+
+    Only the resync that has claimed the repo writes its records. If it has lost the claim, `write` skips the row.
+    """
+    written = await _write_records(connection, [(did, change) for change in changes])
+    effective = tuple(changes) if written.as_planned else effective_changes(did, changes, written.existed)
+    await log_changes(connection, list(record_entries(did, effective, live=live)))
+    return effective
+
+
+async def create_records(connection: Connection, parts: Sequence[NewRepoRecords]) -> None:
+    """Insert records of repos in progress of which none are stored, and log them as one batch of changes.
+
+    Raises:
+        RecordsExistError: One of the records exists already.
+    """
+    ready = [part for part in parts if part.chunk.record_rows is not None]
+    others = [part for part in parts if part.chunk.record_rows is None and part.chunk.count]
+    try:
+        if ready:
+            pieces = (piece for part in ready for piece in part.chunk.record_rows or ())
+            await copy_binary(connection, "record", list(RECORD_COLUMNS), pieces)
+        if others:
+            await _copy_records(connection, [(did, change) for did, chunk in others for change in chunk.changes()])
+    except UniqueViolationError as error:
+        raise RecordsExistError(str(error)) from error
+    await log_chunks(connection, ready, others)
 
 
 def _as_it_happened(write: RepoWrite, stored: set[RecordKey]) -> RepoWrite:
@@ -257,14 +292,14 @@ async def _write_repos(
     ordered = sorted(writes, key=lambda write: write.repo.did)
     written: dict[str, RepoVisibility | None] = {}
     if new := [write.repo for write in ordered if write.expected_version == 0]:
-        rows = await connection.fetch(INSERT_REPOS, *repo_arrays(new))
+        rows = await connection.fetch(_INSERT_REPOS, *repo_arrays(new))
         written.update({did: visibility_of(Repo(did)) for (did,) in rows})
     known = [write for write in ordered if write.expected_version != 0]
     for advanced in _by_shard([write for write in known if write.advances], shards):
-        rows = await connection.fetch(ADVANCE_REPOS, *update_arguments(advanced, head_arrays))
+        rows = await connection.fetch(ADVANCE_REPOS, *_update_arguments(advanced, head_arrays))
         written.update(dict.fromkeys([did for (did,) in rows]))
     if others := [write for write in known if not write.advances]:
-        rows = await connection.fetch(UPDATE_REPOS, *update_arguments(others, repo_arrays))
+        rows = await connection.fetch(UPDATE_REPOS, *_update_arguments(others, repo_arrays))
         written.update({did: RepoVisibility(*before) for did, *before in rows})
     return written
 
@@ -284,7 +319,7 @@ def _by_shard(writes: Sequence[RepoWrite], shards: int) -> Iterator[Sequence[Rep
     yield from filter(None, parts)
 
 
-def update_arguments(
+def _update_arguments(
     writes: Sequence[RepoWrite], arrays: Callable[[Sequence[Repo]], list[list[Any]]]
 ) -> list[list[Any]]:
     """Return the arguments of `UPDATE_REPOS` or `ADVANCE_REPOS`, which takes these arrays."""
@@ -292,9 +327,9 @@ def update_arguments(
     return [buckets_of([repo.did for repo in repos]), *arrays(repos), [write.expected_version for write in writes]]
 
 
-async def write_records(
+async def _write_records(
     connection: Connection, changes: Sequence[tuple[str, RecordChange]], unproven: AbstractSet[str] = frozenset()
-) -> WrittenRecords:
+) -> _WrittenRecords:
     """Write changes, each with its DID, in order. Of several changes of one record only the last one is written.
 
     New records are copied. If one of them exists already, all are upserted instead. Then the COPY was wasted. To avoid
@@ -318,17 +353,17 @@ async def write_records(
             creates.append((key[0], change))
         else:
             puts.append((key[0], change))
-    if len(creates) < MIN_COPIED or not await create_records(connection, creates):
+    if len(creates) < MIN_COPIED or not await _try_copy(connection, creates):
         puts = [(key[0], last[key]) for key in keys if last[key].action != "delete"]
     existed: set[RecordKey] = set()
     for part in _statements(puts):
-        updated = await connection.fetch(_UPSERT_RECORDS, *columns_of(record_rows(part), RECORD_TYPES))
+        updated = await connection.fetch(_UPSERT_RECORDS, *columns_of(record_rows(part), RECORD_COLUMNS))
         existed.update([(did, collection, rkey) for did, collection, rkey in updated])
     if deletes:
         buckets = buckets_of([did for did, _, _ in deletes])
         deleted = await connection.fetch(_DELETE_RECORDS, buckets, *columns_of(deletes, _RECORD_KEY))
         existed.update([(did, collection, rkey) for did, collection, rkey in deleted])
-    return WrittenRecords(existed, distinct and existed == {key for key in keys if last[key].action != "create"})
+    return _WrittenRecords(existed, distinct and existed == {key for key in keys if last[key].action != "create"})
 
 
 def _statements(puts: Sequence[tuple[str, RecordChange]]) -> Iterator[Sequence[tuple[str, RecordChange]]]:
@@ -341,6 +376,29 @@ def _statements(puts: Sequence[tuple[str, RecordChange]]) -> Iterator[Sequence[t
             start, size = number, change.size
     if puts:
         yield puts[start:]
+
+
+async def _try_copy(connection: Connection, creates: Sequence[tuple[str, RecordChange]]) -> bool:
+    """Insert new records in a savepoint; return False if one of them exists already. Then nothing is written."""
+    try:
+        async with connection.transaction():
+            await _copy_records(connection, creates)
+    except UniqueViolationError:
+        return False
+    return True
+
+
+async def _copy_records(connection: Connection, creates: Sequence[tuple[str, RecordChange]]) -> None:
+    rows = record_rows(creates)
+    await connection.copy_records_to_table("record", schema_name="indexer", columns=list(RECORD_COLUMNS), records=rows)
+
+
+def record_rows(changes: Iterable[tuple[str, RecordChange]]) -> list[tuple[Any, ...]]:
+    """Return the rows of records, each given with its DID, in the order of `RECORD_COLUMNS`."""
+    return [
+        (did, collection, rkey, bucket_of(did), cid, rev, value, problem, original)
+        for did, (_, collection, rkey, rev, cid, value, problem, original) in changes
+    ]
 
 
 async def _write_buffered_events(connection: Connection, writes: Iterable[RepoWrite]) -> None:
@@ -359,9 +417,9 @@ async def _write_buffered_events(connection: Connection, writes: Iterable[RepoWr
         await connection.execute(_INSERT_BUFFERED_EVENTS, *columns_of(rows, _BUFFERED_EVENT_COLUMNS))
 
 
-def cursor_values(cursor: Cursor) -> tuple[Any, ...]:
-    """Return the arguments of `SAVE_CURSOR`."""
-    return (
+async def _save_cursor(connection: Connection, cursor: Cursor) -> None:
+    await connection.execute(
+        _SAVE_CURSOR,
         cursor.relay,
         cursor.shard,
         cursor.epoch,
