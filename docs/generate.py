@@ -29,7 +29,6 @@ from indexer.app.settings import Settings, allowed, variable
 from indexer.atproto.limits import Limits
 from indexer.atproto.record import Problem
 from indexer.cli.command import ExitCode
-from indexer.cli.json_fields import JSON_LINES
 from indexer.cli.main import COMMANDS, load_command
 from indexer.db.migrate import migrate
 from indexer.embedded import database
@@ -244,9 +243,8 @@ or after the command. This page is generated from the code.
 Results go to stdout, log lines, errors and progress to stderr. With `--json`, a command prints one
 line of JSON in ASCII, or one line for each result. An error is one line on stderr that starts with
 `indexer: `, also with `--json`; then the exit code is not 0. Names of JSON fields are kept within a
-major version; fields may be added. Each command below has a table of its fields: `x[].y` is the
-field `y` of each item of the list `x`. An object whose fields are not listed has names from the
-data, such as reasons.
+major version; fields may be added. They are the names of the text and of the columns of the public
+views ([sql.md](sql.md)); run the command once to see them.
 
 Colours are used only on a terminal, and not if `NO_COLOR` is set. Commands that take longer show a
 progress bar with the rate and the time left on a terminal. Otherwise they write a line to stderr
@@ -280,12 +278,7 @@ def _command_section(command: click.Command, path: str) -> str:
     paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
     text = "\n\n".join(map(_help_paragraph, paragraphs))
     table = _table("option", options) + "\n" if options else ""
-    lines = JSON_LINES.get(path.removeprefix("indexer "), {})
-    json_tables = "".join(
-        f"{heading or 'The line'} of `--json`:\n\n{_table('field', list(meanings.items()))}\n"
-        for heading, meanings in lines.items()
-    )
-    return f"## `{path}`\n\n    {path} {usage}\n\n{text}\n\n{table}{json_tables}"
+    return f"## `{path}`\n\n    {path} {usage}\n\n{text}\n\n{table}"
 
 
 def _help_paragraph(text: str) -> str:

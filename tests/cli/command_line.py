@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 from indexer.cli.main import main
-from tests.cli.json_lines import check_json_lines
 
 PROJECT = Path(__file__).parents[2]
 
 
 def run_indexer(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the program in a process of its own, with no other INDEXER_ variables than the given ones."""
-    result = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "indexer", *arguments],
         cwd=PROJECT,
         env=environment_without_settings() | environment,
@@ -26,8 +25,6 @@ def run_indexer(*arguments: str, stdin: str = "", **environment: str) -> subproc
         check=False,
         timeout=60,
     )
-    check_json_lines(arguments, result.stdout)
-    return result
 
 
 def environment_without_settings() -> dict[str, str]:
@@ -58,7 +55,6 @@ class Session:
         self._capsys.readouterr()
         code = main(arguments)
         output = self._capsys.readouterr()
-        check_json_lines(arguments, output.out)
         return subprocess.CompletedProcess(arguments, code, output.out, output.err)
 
     async def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
