@@ -16,7 +16,6 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,7 +25,6 @@ import click
 
 from docs.client_types import PublicColumn, load_public_columns, sqlalchemy_models, typescript_types
 from indexer.app.settings import Settings, allowed, variable
-from indexer.atproto.limits import Limits
 from indexer.atproto.record import Problem
 from indexer.cli.command import ExitCode
 from indexer.cli.main import COMMANDS, load_command
@@ -112,19 +110,10 @@ def generated(public_schema: str, columns: Sequence[PublicColumn]) -> dict[Path,
 
 
 def settings_tables() -> str:
-    """Return the table of settings, and that of the limits."""
-    limits = {limit.name for limit in fields(Limits)}
-    head = "| variable | default | meaning | allowed |\n|---|---|---|---|\n"
-    rows = {
-        name: f"| `{variable(name)}` | {_default(name)} | {field.description} | {allowed(name)} |\n"
+    """Return the table of settings."""
+    return "| variable | default | meaning | allowed |\n|---|---|---|---|\n" + "".join(
+        f"| `{variable(name)}` | {_default(name)} | {field.description} | {allowed(name)} |\n"
         for name, field in Settings.model_fields.items()
-    }
-    return (
-        head
-        + "".join(row for name, row in rows.items() if name not in limits)
-        + "\nLimits for everything from outside. Input beyond a limit is rejected with a reason:\n\n"
-        + head
-        + "".join(row for name, row in rows.items() if name in limits)
     )
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from indexer.app.daemon import Daemon, open_daemon
 from indexer.app.process_setup import StopRequest
 from indexer.app.settings import Settings
 from indexer.app.tuning import Tuning
+from indexer.atproto.limits import Limits
 from indexer.concurrency.stage_progress import StageProgress
 from tests import waiting
 from tests.database_checks import stored_seq
@@ -17,8 +19,18 @@ from tests.event_loop_watch import EventLoopWatch
 from tests.waiting import until
 
 
+class NarrowSettings(Settings):
+    """Settings with other limits than the usual ones."""
+
+    narrow: dict[str, int]
+
+    @property
+    def limits(self) -> Limits:
+        return replace(super().limits, **self.narrow)
+
+
 def settings_for(relay_url: str, plc_url: str, directory: Path, **changes: Any) -> Settings:
-    """Return settings for a network on loopback, whose stream is read from its beginning."""
+    """Return settings for a network on loopback, whose stream is read from its beginning; `narrow`: other limits."""
     local: dict[str, Any] = {
         "data_dir": directory,
         "relays": relay_url,
@@ -31,7 +43,7 @@ def settings_for(relay_url: str, plc_url: str, directory: Path, **changes: Any) 
         "host_concurrency": "50",
         "outbound_rate": "1000",
     }
-    return Settings(**(local | changes))
+    return (NarrowSettings if "narrow" in changes else Settings)(**(local | changes))
 
 
 @asynccontextmanager

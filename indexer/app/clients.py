@@ -19,6 +19,8 @@ from indexer.telemetry.metrics import Metrics
 
 WEBHOOK_RATE = 10_000.0
 """Maximum requests per second to the webhook."""
+LOOKUP_CONCURRENCY = 248
+"""Maximum concurrent requests to all hosts beside those of resyncs."""
 
 
 @asynccontextmanager
@@ -114,11 +116,16 @@ def _rate_limits(settings: Settings, pauses: HostPauses) -> RateLimits:
         host=settings.host_rate,
         host_concurrency=settings.host_concurrency,
         total=settings.outbound_rate,
-        total_concurrency=settings.outbound_concurrency,
+        total_concurrency=outbound_concurrency(settings),
         configured_hosts={host_of(http_origin(relay)): settings.host_rate for relay in settings.relays}
         | {host_of(url): settings.plc_rate for url in settings.plc_url},
         pauses=pauses,
     )
+
+
+def outbound_concurrency(settings: Settings) -> int:
+    """Return the maximum number of concurrent requests to all hosts: one for each resync, and those of lookups."""
+    return settings.resync_workers + LOOKUP_CONCURRENCY
 
 
 async def stored_policy(settings: Settings, store: Store) -> Policy:

@@ -75,7 +75,7 @@ from indexer.telemetry.metrics import Metrics
 MAX_DRAIN_SHARE = 0.7
 """Maximum share of `INDEXER_STOP_TIMEOUT` that is spent on writing the received messages after a signal."""
 FRAME_SIZE_MARGIN = 4
-"""Frames up to this multiple of `INDEXER_FRAME_BYTES` are received and rejected, so that the connection stays
+"""Frames up to this multiple of the limit are received and rejected, so that the connection stays
 open. A larger frame ends the connection."""
 INBOX_BYTES = 64 * 1024 * 1024
 SILENCE_CHECK_SECONDS = 1.0
@@ -187,7 +187,7 @@ class Daemon:
         self.shard_ownership = ShardOwnership(self.store, shard, retry=tuning.retry)
         self.inbox = Inbox(INBOX_BYTES)
         self.subscription = Subscription(
-            settings.relays, FRAME_SIZE_MARGIN * settings.frame_bytes, settings.user_agent, tuning.connection
+            settings.relays, FRAME_SIZE_MARGIN * settings.limits.frame_bytes, settings.user_agent, tuning.connection
         )
         self.stream_position = StreamPosition(
             lambda: self.stream_continuity.is_known, upstream_is_pds=settings.upstream == "pds"
@@ -304,7 +304,6 @@ class Daemon:
             self.store,
             RetentionPolicy(settings.change_retention, settings.change_bytes, settings.consumer_lag_limit),
             self.metrics,
-            lag_alarm=settings.consumer_lag_alarm,
         )
         self.change_notifier = ChangeNotifier(self.store, self.metrics, self.conditions)
         self.change_numbering: ChangeNumbering | None = None

@@ -8,7 +8,7 @@ docs/settings.md. A test compares that page with this module.
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -183,10 +183,6 @@ class Settings(BaseSettings):
     )
     host_concurrency: Whole = Field(10, description="Maximum concurrent requests to one host.")
     outbound_rate: Rate = Field(100, description="Maximum requests per second to all hosts together.")
-    outbound_concurrency: Whole = Field(
-        256,
-        description="Maximum concurrent requests to all hosts together. A resync needs one. Lookups need up to 200.",
-    )
     contact: Contact | None = Field(
         None, description="Contact for operators of other hosts, sent in the User-Agent header of every request."
     )
@@ -210,11 +206,6 @@ class Settings(BaseSettings):
             description="Maximum size of the change log, in bytes. While consumers are behind, it may reach twice this "
             "size. A single transaction and a burst above 100 MB/s may exceed it.",
         )
-    )
-    consumer_lag_alarm: Seconds = Field(
-        3_600,
-        description="Report consumers of the change log that are further behind than this, in the log and on the "
-        "status page.",
     )
     consumer_lag_limit: Seconds = Field(
         1_209_600,
@@ -281,59 +272,10 @@ class Settings(BaseSettings):
         Literal["debug", "info", "warning", "error"], AllowedValues("`debug`, `info`, `warning`, or `error`")
     ] = Field("info", description="Minimum level of log lines.")
 
-    frame_bytes: Size = Field(DEFAULT_LIMITS.frame_bytes, description="Maximum size of a websocket message, in bytes.")
-    frame_items: Whole = Field(
-        DEFAULT_LIMITS.frame_items,
-        description="Maximum number of items of a websocket message: containers, keys and values at all levels. Beyond "
-        "it, the message is rejected.",
-    )
-    commit_blocks_bytes: Size = Field(
-        DEFAULT_LIMITS.commit_blocks_bytes, description="Maximum size of the blocks of a #commit, in bytes."
-    )
-    commit_ops: Whole = Field(DEFAULT_LIMITS.commit_ops, description="Maximum number of operations of a #commit.")
-    sync_blocks_bytes: Size = Field(
-        DEFAULT_LIMITS.sync_blocks_bytes, description="Maximum size of the blocks of a #sync, in bytes."
-    )
-    record_bytes: Size = Field(DEFAULT_LIMITS.record_bytes, description="Maximum size of a record, in bytes.")
-    record_json_bytes: Size = Field(
-        DEFAULT_LIMITS.record_json_bytes,
-        description="Maximum size of a record as JSON, in bytes. Beyond it, the record is stored without a value.",
-    )
-    record_items: Whole = Field(
-        DEFAULT_LIMITS.record_items,
-        description="Maximum number of items of a record: containers, keys and values at all levels. Beyond it, the "
-        "record is stored without a value.",
-    )
-    # With a lower limit, the native core would accept a usual header that the Python code rejects.
-    car_header_bytes: Annotated[
-        Size, Field(ge=58), AllowedValues("a size of at least 58 bytes, which a header with one root has")
-    ] = Field(
-        DEFAULT_LIMITS.car_header_bytes,
-        description="Maximum size of the header of a CAR file, in bytes, without its length.",
-    )
-    # The native core reads lengths of up to four bytes, at most 268 MB.
-    block_bytes: Annotated[Size, Field(le=256 * 10**6), AllowedValues("a size from 1 byte to 256MB")] = Field(
-        DEFAULT_LIMITS.block_bytes, description="Maximum size of one block of a CAR file, in bytes."
-    )
-    node_entries: Whole = Field(DEFAULT_LIMITS.node_entries, description="Maximum number of entries of a tree node.")
-    tree_depth: Annotated[Whole, Field(le=128), AllowedValues("a whole number from 1 to 128")] = Field(
-        DEFAULT_LIMITS.tree_depth, description="Maximum number of layers of a tree."
-    )
     repo_bytes: Size = Field(
         DEFAULT_LIMITS.repo_bytes, description="Maximum size of an export, decompressed, in bytes."
     )
     repo_blocks: Whole = Field(DEFAULT_LIMITS.repo_blocks, description="Maximum number of blocks of an export.")
-    clock_drift_seconds: Seconds = Field(
-        DEFAULT_LIMITS.clock_drift_seconds,
-        description="Maximum time that a rev, or the time of an #account message, may be ahead of the local clock.",
-    )
-    resync_buffer_events: Whole = Field(
-        DEFAULT_LIMITS.resync_buffer_events, description="Maximum number of events in the resync buffer of one repo."
-    )
-    resync_buffer_bytes: Size = Field(
-        DEFAULT_LIMITS.resync_buffer_bytes,
-        description="Maximum size of the frames in the resync buffer of one repo, in bytes.",
-    )
 
     @classmethod
     def settings_customise_sources(
@@ -355,7 +297,7 @@ class Settings(BaseSettings):
     @property
     def limits(self) -> Limits:
         """The limits on input from other hosts."""
-        return Limits(**{limit.name: int(getattr(self, limit.name)) for limit in fields(Limits)})
+        return replace(DEFAULT_LIMITS, repo_bytes=self.repo_bytes, repo_blocks=self.repo_blocks)
 
     @property
     def first_scope(self) -> Scope:

@@ -15,7 +15,7 @@ from time import time
 from typing import Any
 from urllib.parse import urlsplit
 
-from indexer.app.clients import http_origin, open_outbound_client
+from indexer.app.clients import http_origin, open_outbound_client, outbound_concurrency
 from indexer.app.core_choice import core_of
 from indexer.app.daemon import connection_count
 from indexer.app.interpreter import SLOWDOWN, InterpreterBuild, interpreter_build
@@ -366,7 +366,7 @@ async def _check_open_files(context: Context) -> Sequence[Finding]:
 
 def open_files_finding(limit: int, settings: Settings) -> Finding:
     """Compare the hard limit of open files, up to which the daemon raises its own, with what the daemon needs."""
-    needed = settings.outbound_concurrency + connection_count(settings.resync_workers) + OTHER_FILES
+    needed = outbound_concurrency(settings) + connection_count(settings.resync_workers) + OTHER_FILES
     if limit == resource.RLIM_INFINITY:
         return Finding("open files", Level.OK, f"no limit; a process needs {needed:,}")
     found = f"limit {limit:,}; a process needs {needed:,}"
@@ -376,7 +376,7 @@ def open_files_finding(limit: int, settings: Settings) -> Finding:
 
 
 async def _check_clock(context: Context) -> Sequence[Finding]:
-    limit = context.settings.clock_drift_seconds
+    limit = context.settings.limits.clock_drift_seconds
     relay = http_origin(context.settings.relays[0])
     ahead_by_host = {}
     with suppress(UnavailableError):  # the check of the relay reports it

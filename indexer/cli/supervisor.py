@@ -87,7 +87,6 @@ def process_environment(settings: Settings, index: int, processes: int) -> dict[
         "host_concurrency": ceil(settings.host_concurrency / processes),
         "handle_rate": settings.handle_rate / processes,
         "outbound_rate": settings.outbound_rate / processes,
-        "outbound_concurrency": ceil(settings.outbound_concurrency / processes),
         "stop_timeout": settings.stop_timeout * STOP_TIMEOUT_SHARE,
     }
     return {variable(name): str(value) for name, value in own.items()}

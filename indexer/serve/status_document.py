@@ -161,7 +161,7 @@ class DeliveryStatus:
     Attributes:
         read_seconds_ago: Age of `rejections` and `consumers`; None if they were never read.
         error: Why the last read failed; None if it succeeded.
-        lagging: The names of the consumers that are further behind than `INDEXER_CONSUMER_LAG_ALARM`.
+        lagging: The names of the consumers that are further behind than an hour.
     """
 
     read_seconds_ago: float | None

@@ -13,6 +13,7 @@ from indexer.db.periodic import DatabaseAttempt
 from indexer.telemetry.metrics import ConsumerLag, Metrics
 
 RETRY_SECONDS = 5.0
+LAG_ALARM_SECONDS = 3_600.0
 
 log = structlog.get_logger(__name__)
 
@@ -38,7 +39,7 @@ class ChangeLogRetention:
         policy: RetentionPolicy,
         metrics: Metrics,
         *,
-        lag_alarm: float,
+        lag_alarm: float = LAG_ALARM_SECONDS,
         interval: float = 60.0,
         retry: float = RETRY_SECONDS,
         max_transaction_seconds: float = 60.0,

@@ -81,7 +81,7 @@ LOG_EVENTS: dict[str, LogEvent] = {
     "consumer.caught-up": LogEvent(
         ("info",),
         ("reader",),
-        "A consumer that lagged is no longer behind by more than INDEXER_CONSUMER_LAG_ALARM.",
+        "A consumer that lagged is no longer behind by more than an hour.",
         "The change log is trimmed as usual.",
     ),
     "consumer.disconnected": LogEvent(
@@ -93,7 +93,7 @@ LOG_EVENTS: dict[str, LogEvent] = {
     "consumer.lagging": LogEvent(
         ("warning",),
         ("reader", "behind", "seconds", "seq"),
-        "A consumer is behind by more than INDEXER_CONSUMER_LAG_ALARM.",
+        "A consumer is behind by more than an hour.",
         "The change log retains what it has not read, up to twice INDEXER_CHANGE_BYTES. Repair the consumer, or "
         "unregister it (`atproto.unregister_reader`) if it is not used any more.",
     ),

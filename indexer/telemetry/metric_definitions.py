@@ -314,7 +314,7 @@ _CHANGE_LOG = (
         "indexer_consumer_lag_seconds",
         "gauge",
         "Age of the oldest change that a registered consumer has not read.",
-        "It is above `INDEXER_CONSUMER_LAG_ALARM`.",
+        "It is above an hour.",
     ),
     MetricDefinition(
         "indexer_consumers",
@@ -328,7 +328,7 @@ _CHANGE_LOG = (
         "indexer_consumer_behind_seconds",
         "gauge",
         f"Age of the oldest change that the consumer has not read, for the {MAX_LISTED} consumers that lag most.",
-        "It is above `INDEXER_CONSUMER_LAG_ALARM`.",
+        "It is above an hour.",
         ("consumer",),
     ),
     MetricDefinition(

@@ -1,14 +1,14 @@
 import os
 import re
 import tomllib
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from indexer.app.settings import OTHER_VARIABLES, Settings, allowed, load_settings, variable
-from indexer.atproto.limits import DEFAULT_LIMITS, Limits
+from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.errors import SettingsError
 from indexer.net.server.address import Address
 from indexer.sync.shard import Shard
@@ -76,8 +76,8 @@ def test_settings_constructor_ignores_the_environment(monkeypatch: pytest.Monkey
         ("sweep_interval", "250ms", 0.25),
         ("sweep_interval", "90", 90),
         ("sweep_interval", "0", 0),
-        ("frame_bytes", "5000001", 5_000_001),
-        ("frame_bytes", "2.5 MiB", 2_621_440),
+        ("repo_bytes", "5000001", 5_000_001),
+        ("repo_bytes", "2.5 MiB", 2_621_440),
         ("shard", "3/16", Shard(3, 16)),
         ("roles", "resync", ("resync",)),
         ("resync_source", "pds, relay", ("pds", "relay")),
@@ -91,8 +91,6 @@ def test_settings_constructor_ignores_the_environment(monkeypatch: pytest.Monkey
         ("export_time", "15m", 900),
         ("batch_window", "40ms", 0.04),
         ("export_rate", "2KiB", 2_048),
-        ("car_header_bytes", "58", 58),
-        ("block_bytes", "256MB", 256_000_000),
         ("store_values", "no", False),
         ("allow_private_hosts", "true", True),
     ],
@@ -152,7 +150,6 @@ INVALID = {
     "export_time": ("0",),
     "export_rate": ("0",),
     "outbound_rate": ("0",),
-    "outbound_concurrency": ("0",),
     "sweep_interval": ("-1", "1y", "nan", "1e15"),
     "deletion_grace": ("36501d",),
     "stop_timeout": ("1e12",),
@@ -164,10 +161,6 @@ INVALID = {
     "admin_password": ("two\nlines",),
     "http_bind": ("localhost", "::1:80", "[one]:80", "x:70000", "x:٣"),
     "log_level": ("loud",),
-    "frame_bytes": ("0", "5 parsecs"),
-    "tree_depth": ("129",),
-    "car_header_bytes": ("57",),
-    "block_bytes": ("256000001",),
     "repo_bytes": ("1000001GB",),
     "repo_blocks": ("1000000001",),
 }
@@ -199,8 +192,8 @@ def test_error_for_unknown_variable_suggests_the_right_one(monkeypatch: pytest.M
 
 
 def test_error_for_unknown_key_suggests_the_right_one(file: Path) -> None:
-    file.write_text("frame_byte = 5\n")
-    assert settings_error(file) == f"'frame_byte' in {file} is not a setting; did you mean frame_bytes?"
+    file.write_text("repo_byte = 5\n")
+    assert settings_error(file) == f"'repo_byte' in {file} is not a setting; did you mean repo_bytes?"
 
 
 @pytest.mark.parametrize("name", sorted(OTHER_VARIABLES - {"INDEXER_CONFIG"}))
@@ -259,11 +252,11 @@ def test_text_of_settings_does_not_contain_secrets() -> None:
     assert "hunter2" not in f"{settings!r} {settings}"
 
 
-def test_every_limit_is_a_setting_with_the_same_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_exports_are_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Settings().limits == DEFAULT_LIMITS
-    for limit in fields(Limits):
-        monkeypatch.setenv(variable(limit.name), "77")
-    assert load_settings().limits == Limits(**{limit.name: 77 for limit in fields(Limits)})
+    monkeypatch.setenv("INDEXER_REPO_BYTES", "77")
+    monkeypatch.setenv("INDEXER_REPO_BLOCKS", "78")
+    assert load_settings().limits == replace(DEFAULT_LIMITS, repo_bytes=77, repo_blocks=78)
 
 
 def test_example_file_contains_the_defaults(file: Path) -> None:

@@ -21,7 +21,7 @@ SETTINGS = {
     "INDEXER_COLLECTIONS": "app.bsky.actor.profile,com.example.*", "INDEXER_TRACK": "listed",
     "INDEXER_SHARD": "1/2", "INDEXER_ROLES": "resync", "INDEXER_RESYNC_WORKERS": "many", "INDEXER_UNKNOWN": "1",
     "INDEXER_DATA_DIR": "/dev/null/none", "INDEXER_HTTP_BIND": "192.0.2.1:1",
-    "INDEXER_RECORD_BYTES": "1", "INDEXER_STORE_VALUES": "false",
+    "INDEXER_REPO_BYTES": "1", "INDEXER_STORE_VALUES": "false",
     "INDEXER_LOG_LEVEL": "debug", "INDEXER_LOG_FORMAT": "json",
 }  # fmt: skip
 """Settings that have no effect, and those of the log, which have one."""

@@ -184,7 +184,7 @@ async def test_commits_during_a_resync_are_buffered_and_applied(database: str, t
 
 @pytest.mark.proof("daemon")
 async def test_lost_commit_and_full_buffer_end_a_resync(database: str, tmp_path: Path) -> None:
-    async with running_daemon(database, tmp_path, resync_buffer_events="3") as daemon:
+    async with running_daemon(database, tmp_path, narrow={"resync_buffer_events": 3}) as daemon:
         losing, flooding = (daemon.create_account(f"{name}.test", records=30) for name in ("ada", "eve"))
         await daemon.wait_until_equal()
         faults = [slow_down_export(account) for account in (losing, flooding)]

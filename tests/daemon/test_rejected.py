@@ -53,7 +53,7 @@ async def dead_letter_ids(daemon: RunningDaemon) -> list[str]:
 @pytest.mark.slow
 async def test_dead_letters_are_applied_by_a_replay_when_their_cause_is_gone(database: str, tmp_path: Path) -> None:
     """A key and an identity were not published, and a limit was too low."""
-    async with running_daemon(database, tmp_path, commit_ops="2") as daemon:
+    async with running_daemon(database, tmp_path, narrow={"commit_ops": 2}) as daemon:
         network, command = daemon.network, RejectedCommand(daemon.network, database, tmp_path)
         unpublished, large = daemon.create_account("ada.test"), daemon.create_account("bob.test")
         await daemon.wait_until_equal()
@@ -89,7 +89,7 @@ async def test_dead_letters_are_applied_by_a_replay_when_their_cause_is_gone(dat
 @pytest.mark.proof("daemon")
 async def test_replay_reports_an_outcome_for_each_dead_letter(database: str, tmp_path: Path) -> None:
     """One is older than the stored head, one is forged, and the frame of one is stored only in part."""
-    async with running_daemon(database, tmp_path, commit_ops="2") as daemon:
+    async with running_daemon(database, tmp_path, narrow={"commit_ops": 2}) as daemon:
         command = RejectedCommand(daemon.network, database, tmp_path)
         account, other = daemon.create_account("ada.test"), daemon.create_account("bob.test")
         await daemon.wait_until_equal()

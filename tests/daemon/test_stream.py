@@ -152,7 +152,7 @@ async def test_start_ahead_of_the_relay_is_reported_and_not_changed(database: st
 @pytest.mark.proof("daemon")
 async def test_several_too_large_messages_lose_no_other_message(database: str, tmp_path: Path) -> None:
     """The first two are received and rejected. The last two are so large that each ends the connection."""
-    async with running_daemon(database, tmp_path, frame_bytes="20000") as daemon:
+    async with running_daemon(database, tmp_path, narrow={"frame_bytes": 20_000}) as daemon:
         account = daemon.create_account("ada.test")
         await daemon.wait_until_equal()
         for size in (20_001, 20_001, 80_001, 80_001):
