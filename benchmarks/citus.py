@@ -29,8 +29,8 @@ from benchmarks.live import LiveOptions
 from benchmarks.report import Figures, Report, console_of, generation_progress, machine, number, show
 from benchmarks.resync import ResyncOptions
 from benchmarks.workload import Workload, WorkloadSpec, load_workload
+from indexer.cluster.distribute import distribute
 from indexer.db import Store
-from indexer.db.distribute import distribute
 from indexer.db.migrate import migrate
 from indexer.telemetry.log import configure_logging
 from tests.citus_cluster import NOTICE, find_citus, new_cluster

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import asyncpg
 from asyncpg import exceptions
 
-from indexer.db.distribute import distribute
+from indexer.cluster.distribute import distribute
 from tests.citus_cluster import Cluster, running_cluster
 from tests.database_server import DatabaseServer
 

@@ -2,9 +2,9 @@
 
 import asyncpg
 
+from indexer.cluster.change_numbering import ChangeNumbering
 from indexer.db import Store
 from indexer.sync.shard import Placement
-from indexer.tasks.change_numbering import ChangeNumbering
 from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metrics import Metrics
 from tests.waiting import until

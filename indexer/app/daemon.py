@@ -27,6 +27,7 @@ from indexer.app.scope import DaemonScope
 from indexer.app.settings import Settings
 from indexer.app.status import DaemonStatus, ShownStages
 from indexer.app.tuning import Tuning
+from indexer.cluster.change_numbering import ChangeNumbering
 from indexer.concurrency.event_loop_delay import measure_delays
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.crash_points import crash_point
@@ -61,7 +62,6 @@ from indexer.serve.status_page import status_routes
 from indexer.sync.repo_state import StreamPoint
 from indexer.sync.scope import Track
 from indexer.sync.shard import Placement
-from indexer.tasks.change_numbering import ChangeNumbering
 from indexer.tasks.erasure import AccountErasure
 from indexer.tasks.handles import HandleChecks
 from indexer.tasks.identities import IdentityRefresh

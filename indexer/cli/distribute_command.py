@@ -10,7 +10,7 @@ from indexer.cli.command import ExitCode, command, json_option
 from indexer.cli.database import open_database
 from indexer.cli.output import echo_result, progress_console
 from indexer.cli.progress_bars import show_progress
-from indexer.db.distribute import Distribution, distribute
+from indexer.cluster.distribute import Distribution, distribute
 from indexer.sync.shard import BUCKETS
 
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import pytest
 
-from indexer.db.distribute import distribute
+from indexer.cluster.distribute import distribute
 from indexer.db.migrate import migrate
 from tests.citus_cluster import COORDINATOR, Cluster, running_cluster
 from tests.citus_server import SHARDS

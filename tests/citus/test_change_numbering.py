@@ -12,11 +12,11 @@ from contextlib import asynccontextmanager, suppress
 import asyncpg
 import pytest
 
+from indexer.cluster.change_numbering import ChangeNumbering
 from indexer.db import Store
 from indexer.db.change_log import log_changes
 from indexer.db.change_log_segments import TrimPlan, trim
 from indexer.sync.shard import bucket_of
-from indexer.tasks.change_numbering import ChangeNumbering
 from indexer.telemetry.conditions import CLUSTER_NODE_UNAVAILABLE, TRANSACTIONS_IN_DOUBT, Conditions
 from indexer.telemetry.metrics import Metrics
 from tests.background import running

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from indexer.db.distribute import distribute
+from indexer.cluster.distribute import distribute
 from indexer.db.distributed_tables import DISTRIBUTED
 from indexer.db.migrate import migrate
 from indexer.demo.local_network import LocalNetwork

@@ -6,9 +6,9 @@ from pathlib import Path
 import asyncpg
 import pytest
 
+from indexer.cluster.change_numbering import IN_DOUBT_SECONDS, ChangeNumbering
 from indexer.db import Store
 from indexer.demo.local_network import LocalNetwork
-from indexer.tasks.change_numbering import IN_DOUBT_SECONDS, ChangeNumbering
 from indexer.telemetry.conditions import TRANSACTIONS_IN_DOUBT, Conditions
 from indexer.telemetry.metrics import Metrics
 from tests.citus_cluster import WORKERS

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import asyncpg
 import pytest
 
-from indexer.db.distribute import distribute
+from indexer.cluster.distribute import distribute
 from indexer.db.migrate import migrate
 from indexer.db.schema_version import require_privileges
 from indexer.demo.local_network import LocalNetwork

@@ -5,7 +5,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from indexer.db.distribute import distribute
+from indexer.cluster.distribute import distribute
 from indexer.db.placement import load_placement
 from indexer.demo.local_network import LocalNetwork
 from indexer.demo.scenario import Scenario

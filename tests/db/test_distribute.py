@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from indexer.cluster.distribute import Distribution, distribute
 from indexer.db import Store
-from indexer.db.distribute import Distribution, distribute
 from indexer.db.distributed_tables import DISTRIBUTED
 from indexer.db.migrate import migrate
 from indexer.errors import SettingsError

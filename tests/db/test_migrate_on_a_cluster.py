@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 import pytest
 from structlog.testing import capture_logs
 
+from indexer.cluster.distribute import distribute
 from indexer.db import Store, distributed_tables
-from indexer.db.distribute import distribute
 from indexer.db.migrate import migrate
 from indexer.db.schema_version import migrations_folder, schema_is_current
 from tests.citus_cluster import WORKERS

@@ -5,9 +5,9 @@ from dataclasses import replace
 import asyncpg
 import pytest
 
+from indexer.cluster.distribute import default_shards
+from indexer.cluster.nodes import ClusterNode, UnsuitableClusterError, check_nodes
 from indexer.db import Store
-from indexer.db.cluster_nodes import ClusterNode, UnsuitableClusterError, check_nodes
-from indexer.db.distribute import default_shards
 from indexer.errors import SettingsError
 
 pytestmark = pytest.mark.slow

@@ -1,9 +1,9 @@
-"""Cut the shards of the distributed tables, so that there are more of them (`indexer.db.distribute`)."""
+"""Cut the shards of the distributed tables, so that there are more of them (`indexer.cluster.distribute`)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from indexer.db.cluster_nodes import ClusterNode, UnsuitableClusterError
+from indexer.cluster.nodes import ClusterNode, UnsuitableClusterError
 from indexer.db.columns import Connection
 from indexer.db.distributed_tables import DISTRIBUTED, FIRST
 from indexer.sync.shard import BUCKETS, HASH_ORDER

@@ -26,13 +26,14 @@ from time import monotonic
 import asyncpg
 from asyncpg import exceptions
 
-from indexer.db.cluster_nodes import (
+from indexer.cluster.nodes import (
     ClusterNode,
     UnsuitableClusterError,
     check_nodes,
     load_nodes,
     notices,
 )
+from indexer.cluster.split_shards import WrittenBytes, cut_shards, load_shard_groups, plan_cuts
 from indexer.db.columns import Connection
 from indexer.db.database_errors import CONNECT_TIMEOUT, opening, unusable
 from indexer.db.distributed_tables import (
@@ -47,7 +48,6 @@ from indexer.db.gap_rows import load_cursors, open_gap
 from indexer.db.placement import load_placement
 from indexer.db.schema_version import require_current_schema, require_ownership
 from indexer.db.shard_lock import FEED, open_lock, session_name
-from indexer.db.split_shards import WrittenBytes, cut_shards, load_shard_groups, plan_cuts
 from indexer.reasons import GapReason
 from indexer.sync.gap import Gap
 from indexer.sync.shard import BUCKETS, Shard
