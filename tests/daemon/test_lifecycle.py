@@ -31,7 +31,6 @@ async def test_database_equals_the_network_after_a_scenario(database: str, tmp_p
         assert comparison.repos == scenario.report.accounts - 2
         assert comparison.records > STEPS / 2
         assert daemon.counter_sum("events_received") == daemon.counter_sum("events") >= len(daemon.network.relay.log)
-        assert daemon.counter("desynchronized", reason="chain-break") > 0, "the lost commit"
         rotated = {event.did for event in scenario.report.events if event.kind == "rotate key"}
         assert {did for did, _ in await daemon.dead_letters()} <= rotated, (
             "only commits whose key was replaced before they were verified"
