@@ -12,7 +12,7 @@ import pytest
 from indexer.db import Store
 from indexer.readers.jetstream.events import LogPosition, encode_page
 from indexer.readers.jetstream.options import EventFilter
-from indexer.readers.tap.feed import Deliveries
+from indexer.readers.tap.deliveries import Deliveries
 from indexer.readers.tap.set_aside import RefusalLimits
 from indexer.sync.feed_delivery import SNAPSHOT_BEGIN, DeliveryProgress
 from indexer.sync.plans import Batch, RepoWrite

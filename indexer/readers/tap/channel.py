@@ -20,7 +20,8 @@ from indexer.net.server.client_network import client_network
 from indexer.net.server.connection_limit import WEBSOCKETS
 from indexer.readers.limited_reading import LimitedReading
 from indexer.readers.tap.answers import problem
-from indexer.readers.tap.feed import Deliveries, TapFeed
+from indexer.readers.tap.deliveries import Deliveries
+from indexer.readers.tap.feed import TapFeed
 from indexer.telemetry.metrics import Metrics
 
 MAX_IN_FLIGHT = 1_000

@@ -11,7 +11,8 @@ from indexer.db import DatabaseError
 from indexer.errors import UnavailableError
 from indexer.net.http import OutboundClient, host_of
 from indexer.readers.access import USER
-from indexer.readers.tap.feed import Deliveries, Event, TapFeed
+from indexer.readers.tap.deliveries import Deliveries, Event
+from indexer.readers.tap.feed import TapFeed
 from indexer.reasons import FetchFailure
 from indexer.sync.backoff import backoff_seconds
 from indexer.sync.feed_delivery import LoggedChange
