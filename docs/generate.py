@@ -147,7 +147,7 @@ again; `next_attempt_at` says when.
 {_table("reason", [(reason, reason.text) for reason in Desync])}
 ## Why a fetch failed
 
-The first word of `atproto.repos.last_error`, `indexer_resync_total{{result}}`. After a *permanent*
+`atproto.repos.last_failure`, `indexer_resync_total{{result}}`. After a *permanent*
 failure the repo is parked: it is tried again when an event unparks it, or after
 `INDEXER_SWEEP_INTERVAL`.
 

@@ -83,7 +83,7 @@ class Desync(DescribedEnum):
 
 
 class FetchFailure(DescribedEnum):
-    """Why a fetch failed: the first word of the column `last_error`."""
+    """Why a fetch failed: the column `last_failure`, and the first word of `last_error`."""
 
     UNREACHABLE = "unreachable", "The connection to the host failed or broke."
     NO_SUCH_HOST = "no-such-host", "The host name does not exist or has no address."

@@ -25,6 +25,17 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - each session creates a private 
 MIN_FREE_MEMORY = 4 << 30
 DIRECTORY_PREFIX = "indexer-tests-"
 
+CHECK_TRANSITIONS = """
+    create function indexer.check_transition() returns trigger language plpgsql as $$ begin
+        if (old.sync_status, new.sync_status) not in (ALLOWED) then
+            raise exception '%: a % repo never becomes %', new.did, old.sync_status, new.sync_status;
+        end if;
+        return null;
+    end $$;
+    create trigger check_transition after update of sync_status on indexer.repo
+        for each row execute function indexer.check_transition()
+"""
+
 
 class DatabaseServer:
     """A Postgres server, and a thread with an event loop, so that synchronous fixtures can use it.
@@ -113,6 +124,17 @@ class DatabaseServer:
         from indexer.db.migrate import migrate  # noqa: PLC0415 - only tests with a database import migrations
 
         await migrate(dsn)
+        await self._check_transitions(dsn)
+
+    async def _check_transitions(self, dsn: str) -> None:
+        """Let the database refuse each change of a sync status that is not in the table of transitions."""
+        from indexer.sync.repo_transitions import TRANSITIONS  # noqa: PLC0415 - as above
+
+        changes = {(before, after) for before, row in TRANSITIONS.items() for _, after in row.values()}
+        allowed = ", ".join(f"('{before}', '{after}')" for before, after in sorted(changes))
+        connection = await asyncpg.connect(dsn)
+        await connection.execute(CHECK_TRANSITIONS.replace("ALLOWED", allowed))
+        await connection.close()
 
     async def _copy(self, template: str) -> str:
         name = self._new_name()

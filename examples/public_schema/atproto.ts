@@ -260,7 +260,7 @@ export interface Repo {
   resync_attempts: number;
   /** When the next resync may start; null: immediately; infinity: parked until an event unparks the repo. */
   next_attempt_at: DateOrInfinity | null;
-  /** Why the last fetch failed. The first word is from a closed set (docs/reasons.md). Null if it did not fail. */
+  /** Why the last fetch failed: last_failure, with details for people. Null if it did not fail. */
   last_error: string | null;
   /** When the repo last became synchronized; null if never. */
   synchronized_at: Date | null;
@@ -273,6 +273,8 @@ export interface Repo {
    * hosting_status names, such as throttled. The records stay visible, and may be outdated. Null: it does not
    * say so. */
   withheld_since: Date | null;
+  /** Why the last fetch failed, as one of a closed set (docs/reasons.md); null if it did not fail. */
+  last_failure: string | null;
 }
 
 /** The collections that are stored, with the progress of their backfill. Reads the row of every repo. */

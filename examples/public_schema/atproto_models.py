@@ -316,7 +316,7 @@ class Repo(PublicView):
     next_attempt_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
     """When the next resync may start; null: immediately; infinity: parked until an event unparks the repo."""
     last_error: Mapped[str | None] = mapped_column(Text)
-    """Why the last fetch failed. The first word is from a closed set (docs/reasons.md). Null if it did not fail."""
+    """Why the last fetch failed: last_failure, with details for people. Null if it did not fail."""
     synchronized_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
     """When the repo last became synchronized; null if never."""
     updated_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
@@ -328,6 +328,8 @@ class Repo(PublicView):
     """Since when the relay has said that it does not pass on the account, for a trouble of its own that
     hosting_status names, such as throttled. The records stay visible, and may be outdated. Null: it does not say
     so."""
+    last_failure: Mapped[str | None] = mapped_column(Text)
+    """Why the last fetch failed, as one of a closed set (docs/reasons.md); null if it did not fail."""
 
 
 class ScopeProgress(PublicView):

@@ -5,7 +5,7 @@ from typing import Any
 
 import asyncpg
 
-from indexer.reasons import Desync
+from indexer.reasons import Desync, FetchFailure
 from indexer.sync.export import PIECE_BYTES
 from indexer.sync.repo_state import Head, Repo, SyncStatus
 from indexer.sync.shard import bucket_of
@@ -38,6 +38,7 @@ _REPO: dict[str, tuple[str, Callable[[Repo], Any]]] = {
     "lease": ("bigint", lambda repo: repo.lease),
     "attempts": ("integer", lambda repo: repo.attempts),
     "next_attempt_at": ("float8", lambda repo: repo.next_attempt_at),
+    "last_failure": ("text", lambda repo: repo.last_failure),
     "last_error": ("text", lambda repo: storable(repo.last_error)),
     "synchronized_at": ("float8", lambda repo: repo.synchronized_at),
     "erase_at": ("float8", lambda repo: repo.erase_at),
@@ -49,6 +50,7 @@ _REPO: dict[str, tuple[str, Callable[[Repo], Any]]] = {
     "withheld_since": ("float8", lambda repo: repo.withheld_since),
 }
 _REASONS = {str(reason): reason for reason in Desync}
+_FAILURES = {str(failure): failure for failure in FetchFailure}
 _TIMES = ("hosting_time", "next_attempt_at", "synchronized_at", "erase_at", "unproven_since", "withheld_since")
 
 REPO_COLUMNS: Columns = {name: type_ for name, (type_, _) in _REPO.items()}
@@ -100,6 +102,7 @@ def repo_of(row: asyncpg.Record) -> Repo:
         lease=row["lease"],
         attempts=row["attempts"],
         next_attempt_at=row["next_attempt_at"],
+        last_failure=None if row["last_failure"] is None else _FAILURES[row["last_failure"]],
         last_error=row["last_error"],
         synchronized_at=row["synchronized_at"],
         erase_at=row["erase_at"],

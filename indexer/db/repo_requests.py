@@ -18,7 +18,7 @@ BATCH_SIZE = 1_000
 _REQUEST_RESYNCS = "select count(*) filter (where atproto.request_resync(did)) from unnest($1::text[]) did"
 
 _PAGE = f"""
-    select did, not $3 or (sync_status = '{SyncStatus.DESYNCHRONIZED}' and last_error is not null) as selected
+    select did, not $3 or (sync_status = '{SyncStatus.DESYNCHRONIZED}' and last_failure is not null) as selected
     from indexer.repo where did > $1 order by did limit $2
 """
 
@@ -29,8 +29,9 @@ _REQUEST_TAKEDOWN = "select atproto.request_takedown($1, $2)"
 _MARK_LISTED = f"""
     update indexer.repo
     set from_stream = false, version = version + 1,
-        next_attempt_at = case when last_error like '{FetchFailure.NEW_ACCOUNTS}%' then null else next_attempt_at end,
-        last_error = case when last_error like '{FetchFailure.NEW_ACCOUNTS}%' then null else last_error end
+        next_attempt_at = case when last_failure = '{FetchFailure.NEW_ACCOUNTS}' then null else next_attempt_at end,
+        last_error = case when last_failure = '{FetchFailure.NEW_ACCOUNTS}' then null else last_error end,
+        last_failure = nullif(last_failure, '{FetchFailure.NEW_ACCOUNTS}')
     where did = any($1::text[]) and bucket = any($2::smallint[]) and from_stream and rev is null
 """
 

@@ -96,7 +96,7 @@ _IS_INCOMPLETE = "active and priority <> 2 and parked_at is null"
 """The condition beside a low `scope_version`. Repos that were never fetched wait in the resync queue as new ones."""
 
 _COUNTED = f"""
-    sync_status, sync_reason, split_part(last_error, ':', 1) as failure, count(*) as repos,
+    sync_status, sync_reason, last_failure as failure, count(*) as repos,
     count(*) filter (where sync_status = '{SyncStatus.DESYNCHRONIZED}' and active) as waiting,
     count(parked_at) as parked, count(unproven_since) as unproven,
     count(*) filter (where greatest(synchronized_at, parked_at) >= to_timestamp($1)) as ended,
@@ -136,8 +136,8 @@ REPO = """
         r.withheld_since, r.takedown, r.tracked, r.visible, r.attempts as resync_attempts,
         nullif(r.next_attempt_at, 'infinity') as next_attempt_at,
         coalesce(r.next_attempt_at = 'infinity', false) as parked,
-        r.last_error, r.synchronized_at, r.unproven_since, r.updated_at, r.lease_until, r.buffered_events,
-        r.buffered_bytes, r.bucket,
+        r.last_failure, r.last_error, r.synchronized_at, r.unproven_since, r.updated_at, r.lease_until,
+        r.buffered_events, r.buffered_bytes, r.bucket,
         (select count(*) from indexer.record c where c.did = r.did and c.bucket = $2) as records
     from indexer.repo r left join indexer.identity i using (did, bucket)
     where r.did = $1 and r.bucket = $2

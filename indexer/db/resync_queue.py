@@ -90,7 +90,7 @@ LONG_WAITS = f"""
         select * from indexer.repo r
         where r.bucket = q.bucket and r.priority = q.priority and sync_status = '{_WAITING}' and active
             and {_DUE_AT} > to_timestamp($1) and {_DUE_AT} < 'infinity'
-            and coalesce(last_error, '') not like '{FetchFailure.NEW_ACCOUNTS}%'
+            and last_failure is distinct from '{FetchFailure.NEW_ACCOUNTS}'
         order by {_DUE_AT} limit $3
     ) late
     where q.bucket = any($2::smallint[]) limit $3
@@ -131,12 +131,14 @@ _STORED = "select true from indexer.record c where c.did = r.did and c.bucket = 
 _NOTHING_STORED = f"({_STORED} and {of_buckets('c', 4)} limit 1) is null"
 _NOTHING_STORED_IN_BUCKET = f"({_STORED} and c.bucket = $1 limit 1) is null"
 
+_NO_IDENTITY = f"r.last_failure in ('{FetchFailure.IDENTITY_MISSING}', '{FetchFailure.IDENTITY_GONE}')"
+
 # Repos without stored records that were parked: because their DID has no usable identity, and no authentic message of
 # them was received; or for any permanent failure, if only the stream has named them. An index lists them.
 DENIED = f"""
     select r.did, r.bucket from indexer.repo r
     where r.parked_at < to_timestamp($1) and r.bucket = any($2::smallint[]) and not r.takedown
-        and r.priority = 2 and (r.from_stream or r.last_error like 'identity-%')
+        and r.priority = 2 and (r.from_stream or {_NO_IDENTITY})
         and (r.from_stream or r.latest_verified_rev is null) and {_NOTHING_STORED}
     order by r.bucket, r.parked_at limit $3
 """

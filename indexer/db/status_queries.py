@@ -64,7 +64,7 @@ REJECTIONS = """
 ACCOUNT = """
     select r.did, i.handle, i.pds, r.sync_status, r.sync_reason, r.rev, r.active, r.hosting_status, r.takedown,
         date_part('epoch', r.withheld_since) as withheld_since, r.tracked, r.visible, r.attempts,
-        r.last_error,
+        r.last_failure, r.last_error,
         nullif(date_part('epoch', r.next_attempt_at), 'infinity') as next_attempt_at,
         coalesce(r.next_attempt_at = 'infinity', false) as parked,
         date_part('epoch', r.synchronized_at) as synchronized_at, date_part('epoch', r.updated_at) as updated_at,

@@ -491,4 +491,4 @@ def _reject_stale(exported: Head, rev: str) -> None:
 
 def _lacked_records(claimed: Repo) -> bool:
     """Return True if the last attempt failed because a complete tree lacked record blocks."""
-    return (claimed.last_error or "").partition(":")[0] == FetchFailure.EXPORT_LACKS_RECORDS
+    return claimed.last_failure is FetchFailure.EXPORT_LACKS_RECORDS

@@ -443,4 +443,4 @@ def _what_follows(written: Repo | None) -> str:
 
 
 def _released(repo: Repo, postponed: Postponed) -> Repo:
-    return release(repo, postponed.until, None if postponed.failure is None else str(postponed.failure))
+    return release(repo, postponed.until, postponed.failure)

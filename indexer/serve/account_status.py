@@ -79,8 +79,7 @@ def _sentences(row: Mapping[str, Any], now: float) -> Iterator[str]:
     if row["sync_status"] != SyncStatus.SYNCHRONIZED:
         if row["sync_reason"] is not None:
             yield f"Reason: {row['sync_reason']}. {_DESYNC_TEXTS.get(row['sync_reason'], '')}".rstrip()
-        if row["last_error"] is not None:
-            failure = row["last_error"].partition(":")[0]
+        if (failure := row["last_failure"]) is not None:
             yield f"The last attempt failed: {failure}. {_FAILURE_TEXTS.get(failure, '')}".rstrip()
     if row["sync_status"] == SyncStatus.DESYNCHRONIZED:
         yield _next_step(row, now)

@@ -187,7 +187,7 @@ def plan_failure(repo: Repo, claimed: Repo, failure: UnavailableError, now: floa
         wait = 0.0
     parked = failure.reason.is_permanent and repo.version == claimed.version
     next_attempt_at = PARKED if parked else now + wait
-    after = repo_transitions.fail(repo, attempts=attempts, next_attempt_at=next_attempt_at, last_error=str(failure))
+    after = repo_transitions.fail(repo, failure, attempts=attempts, next_attempt_at=next_attempt_at)
     if not parked or not repo.active:
         return after
     if failure.reason in HOST_STATUSES:

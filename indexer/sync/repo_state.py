@@ -84,6 +84,8 @@ class Repo(NamedTuple):
             arrived; None if it is not known.
         takedown: True if the local operator hides the account.
         lease: Incremented by every claim, so that a worker can tell whether its claim still holds.
+        last_failure: Why the last fetch failed; None if it did not.
+        last_error: The same with details, for people.
         next_attempt_at: Unix seconds; None means immediately, `PARKED` means after an event unparks the repo.
         erase_at: Unix seconds from which the records of a deleted account may be erased.
         unproven_since: When the first undecidable commit since the last complete export was applied (Unix seconds);
@@ -114,6 +116,7 @@ class Repo(NamedTuple):
     lease: int = 0
     attempts: int = 0
     next_attempt_at: float | None = None
+    last_failure: FetchFailure | None = None
     last_error: str | None = None
     synchronized_at: float | None = None
     erase_at: float | None = None
@@ -142,12 +145,12 @@ class Repo(NamedTuple):
     @property
     def waits_as_new(self) -> bool:
         """True if its first fetch was postponed because its host added too many accounts."""
-        return (self.last_error or "").partition(":")[0] == FetchFailure.NEW_ACCOUNTS
+        return self.last_failure is FetchFailure.NEW_ACCOUNTS
 
     @property
     def counts_as_new(self) -> bool:
         """True if its first fetch is about to begin, and counts towards the limit of its host."""
-        never_fetched = self.head is None and self.last_error is None
+        never_fetched = self.head is None and self.last_failure is None
         return never_fetched and self.from_stream and self.sync_reason in (Desync.NEW, Desync.IDENTITY)
 
     @property
@@ -161,7 +164,7 @@ class Repo(NamedTuple):
 
         So the first such message changes it, and only the first one.
         """
-        stale = (self.last_error or "").partition(":")[0] == FetchFailure.EXPORT_STALE
+        stale = self.last_failure is FetchFailure.EXPORT_STALE
         return stale and self.head is not None and not self.newer_is_verified
 
     def advanced_to(self, head: Head) -> "Repo":

@@ -1,14 +1,15 @@
-"""The state machine of a repo: every change of a repo's sync status in this program is an entry of `TRANSITIONS`.
+"""The state machine of a repo: every change of a repo's sync status is an entry of `TRANSITIONS`.
 
 `move` is the only Python function that sets a sync status. `tests/sync/test_repo_transitions.py` compares plans with
-the table. Two SQL statements set it themselves: the claim of a resync worker and the function `atproto.request_resync`.
-`tests/db/test_sync_status_writes.py` compares them with it.
+the table. In SQL, the claim of a resync worker, `atproto.request_resync` and `indexer.stop_tracking` set it, and new
+rows are desynchronized. `tests/db/test_sync_status_writes.py` compares them with the table, and in the database of each
+test, a trigger raises an error for a change that the table does not have.
 """
 
 from enum import StrEnum
 from typing import Any
 
-from indexer.errors import BrokenInvariantError
+from indexer.errors import BrokenInvariantError, UnavailableError
 from indexer.reasons import Desync
 from indexer.sync.backoff import backoff_seconds
 from indexer.sync.repo_state import PARKED, Head, Repo, SyncStatus
@@ -184,6 +185,7 @@ def synchronize(repo: Repo, trigger: Trigger, head: Head, now: float, scope_vers
         latest_unverified_rev=None,
         synchronized_at=now,
         next_attempt_at=None,
+        last_failure=None,
         last_error=None,
         buffered_events=0,
         buffered_bytes=0,
@@ -201,6 +203,7 @@ def track_again(repo: Repo, scope: Scope) -> Repo:
         withheld_since=None,
         erase_at=None,
         next_attempt_at=None,
+        last_failure=None,
         last_error=None,
         from_stream=True,
         wanted_in=scope.version,
@@ -239,19 +242,21 @@ def withhold(repo: Repo) -> Repo:
     return move(repo, Trigger.WITHHELD, sync_reason=Desync.WITHHELD, next_attempt_at=PARKED)
 
 
-def release(repo: Repo, at: float | None = None, error: str | None = None) -> Repo:
+def release(repo: Repo, at: float | None = None, failure: UnavailableError | None = None) -> Repo:
     """Return the row of a repo whose worker gives its claim back. It may be claimed again from `at` (None: now).
 
-    `error` replaces the last error.
+    `failure` replaces the last one.
     """
-    return _end_claim(repo, Trigger.RELEASED, next_attempt_at=at, last_error=error or repo.last_error)
+    return _end_claim(repo, Trigger.RELEASED, next_attempt_at=at, **_noted(failure))
 
 
-def fail(repo: Repo, *, attempts: int, next_attempt_at: float, last_error: str) -> Repo:
+def fail(repo: Repo, failure: UnavailableError, *, attempts: int, next_attempt_at: float) -> Repo:
     """Return the row of a repo whose resync failed."""
-    return _end_claim(
-        repo, Trigger.FAILED, attempts=attempts, next_attempt_at=next_attempt_at, last_error=last_error[:500]
-    )
+    return _end_claim(repo, Trigger.FAILED, attempts=attempts, next_attempt_at=next_attempt_at, **_noted(failure))
+
+
+def _noted(failure: UnavailableError | None) -> dict[str, Any]:
+    return {} if failure is None else {"last_failure": failure.reason, "last_error": str(failure)[:500]}
 
 
 def erase(repo: Repo) -> Repo:
@@ -279,6 +284,7 @@ def untrack(repo: Repo, status: str, now: float) -> Repo:
         withheld_since=None,
         latest_verified_rev=None,
         latest_unverified_rev=None,
+        last_failure=None,
         last_error=None,
         erase_at=now,
         scope_version=0,

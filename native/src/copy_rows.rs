@@ -4,7 +4,7 @@
 //! int16 number of fields, and for each field: int32 size (-1: null), bytes
 //! ```
 //!
-//! All numbers are big-endian. The columns are those of `indexer/db/copy_records.py`
+//! All numbers are big-endian. The columns are those of `indexer/db/write.py`
 //! and `indexer/db/change_log.py`.
 
 use crate::cid::Cid;

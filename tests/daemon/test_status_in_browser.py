@@ -110,7 +110,7 @@ async def make_hostile(daemon: RunningDaemon, account: LocalAccount) -> None:
     await daemon.execute("select atproto.register_reader($1)", f"reader {MARKUP}")
     await daemon.execute(
         "update indexer.repo set sync_status = 'desynchronized', sync_reason = 'requested', hosting_status = $2,"
-        " next_attempt_at = 'infinity', last_error = $1 where did = $3",
+        " next_attempt_at = 'infinity', last_failure = 'timeout', last_error = $1 where did = $3",
         f"last {MARKUP}",
         f"hosting {MARKUP}",
         account.did,

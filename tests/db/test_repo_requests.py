@@ -3,7 +3,7 @@
 import pytest
 
 from indexer.db import Store, repo_requests
-from indexer.reasons import Desync
+from indexer.reasons import Desync, FetchFailure
 from indexer.sync.repo_state import CHOSEN, PARKED, Repo
 from tests.db.repo_rows import did, in_progress, insert, synchronized
 
@@ -24,8 +24,15 @@ async def test_adding_repos_only_notes_that_known_ones_are_chosen(
 
 async def test_listed_repos_no_longer_count_as_new_and_no_longer_wait_for_their_host(store: Store) -> None:
     new = Repo(did("new"), version=1, from_stream=True, next_attempt_at=50.0)
-    waits = new._replace(did=did("waits"), next_attempt_at=9e9, last_error="new-accounts: evil.example")
-    failed = new._replace(did=did("failed"), next_attempt_at=9e9, last_error="timeout: 30 s")
+    waits = new._replace(
+        did=did("waits"),
+        next_attempt_at=9e9,
+        last_failure=FetchFailure.NEW_ACCOUNTS,
+        last_error="new-accounts: evil.example",
+    )
+    failed = new._replace(
+        did=did("failed"), next_attempt_at=9e9, last_failure=FetchFailure.TIMEOUT, last_error="timeout: 30 s"
+    )
     fetched = synchronized("fetched", from_stream=True)
     unlisted = waits._replace(did=did("unlisted"))
     await insert(store, new, waits, failed, fetched, unlisted)
@@ -33,7 +40,7 @@ async def test_listed_repos_no_longer_count_as_new_and_no_longer_wait_for_their_
     assert await store.repos([new.did, waits.did, failed.did, fetched.did, unlisted.did]) == {
         new.did: new._replace(version=3, from_stream=False, wanted_in=CHOSEN),
         waits.did: waits._replace(
-            version=3, from_stream=False, next_attempt_at=None, last_error=None, wanted_in=CHOSEN
+            version=3, from_stream=False, next_attempt_at=None, last_failure=None, last_error=None, wanted_in=CHOSEN
         ),
         failed.did: failed._replace(version=3, from_stream=False, wanted_in=CHOSEN),
         fetched.did: fetched._replace(version=2, wanted_in=CHOSEN),
@@ -44,7 +51,14 @@ async def test_listed_repos_no_longer_count_as_new_and_no_longer_wait_for_their_
 async def test_resyncs_are_requested_of_some_failed_or_all_repos(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repo_requests, "BATCH_SIZE", 2)
     claimed = await in_progress(store, "in progress")
-    failed = Repo(did("failed"), version=1, next_attempt_at=PARKED, attempts=4, last_error="timeout")
+    failed = Repo(
+        did("failed"),
+        version=1,
+        next_attempt_at=PARKED,
+        attempts=4,
+        last_failure=FetchFailure.TIMEOUT,
+        last_error="timeout",
+    )
     others = [synchronized(n) for n in range(5)]
     await insert(store, failed, *others)
     assert await store.request_resyncs([did(0), did("in progress"), did("unknown")]) == 2

@@ -12,7 +12,7 @@ from indexer.atproto.cid import cid_text
 from indexer.atproto.syntax import CollectionFilter
 from indexer.db import DatabaseError, Store, report_queries, status_queries
 from indexer.db.table_parts import estimate_rows, load_parts
-from indexer.reasons import Desync, Rejection
+from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.plans import Batch, Cursor, DeadLetter
 from indexer.sync.repo_state import PARKED, Repo, SyncStatus
 from indexer.sync.scope import Scope, Track
@@ -37,7 +37,13 @@ async def test_counts(store: Store, sql: asyncpg.Connection) -> None:
         store,
         Repo(did("at once"), version=1),
         Repo(did("later"), version=1, next_attempt_at=1e10),
-        Repo(did("parked"), version=1, next_attempt_at=PARKED, last_error="repo-not-found: 400 RepoNotFound"),
+        Repo(
+            did("parked"),
+            version=1,
+            next_attempt_at=PARKED,
+            last_failure=FetchFailure.REPO_NOT_FOUND,
+            last_error="repo-not-found: 400 RepoNotFound",
+        ),
         Repo(did("inactive"), version=1, active=False),
         synchronized(1),
         changes=(put("app.test/a"),),
@@ -103,13 +109,14 @@ async def test_repos_wait_for_an_added_collection_until_they_are_complete(store:
 
 MANY_REPOS = """
     insert into indexer.repo (did, bucket, version, sync_status, sync_reason, rev, data, commit, active, hosting_seq,
-        takedown, buffered_events, buffered_bytes, lease, lease_until, attempts, next_attempt_at, last_error,
-        synchronized_at, unproven_since)
+        takedown, buffered_events, buffered_bytes, lease, lease_until, attempts, next_attempt_at, last_failure,
+        last_error, synchronized_at, unproven_since)
     select 'did:plc:' || n, n % 256, 1,
         case when n % 10 = 0 then 'desynchronized' when n = 1 then 'in-progress' else 'synchronized' end,
         case when n % 10 = 0 then 'chain-break' end, '3aaaaaaaaaaaa', '\\x01', '\\x02', true, 0, false, 0, 0, 0,
         case when n = 1 then now() end, 0, case when n = 10 then 'infinity'::timestamptz end,
-        case when n % 20 = 0 then 'timeout: slow' end, to_timestamp(100 + n % 4), case when n = 3 then now() end
+        case when n % 20 = 0 then 'timeout' end, case when n % 20 = 0 then 'timeout: slow' end,
+        to_timestamp(100 + n % 4), case when n = 3 then now() end
     from generate_series(1, $1) n
 """
 """One of ten repos is desynchronized; one repo each is being resynced, parked and unproven."""
@@ -180,7 +187,15 @@ async def test_count_that_waits_for_a_lock_ends_with_a_database_error(
 async def test_reports_on_a_repo_and_on_a_visible_record(store: Store) -> None:
     await insert(
         store,
-        Repo(did(1), version=1, next_attempt_at=PARKED, last_error="repo-not-found", attempts=1, head=head()),
+        Repo(
+            did(1),
+            version=1,
+            next_attempt_at=PARKED,
+            last_failure=FetchFailure.REPO_NOT_FOUND,
+            last_error="repo-not-found",
+            attempts=1,
+            head=head(),
+        ),
         changes=(put("app.test/a"), put("app.test/b")),
     )
     await store.save_identities([StoredIdentity(did(1), "alice.test", "https://pds.test", "did:key:zabc", 5.5)])
@@ -192,6 +207,7 @@ async def test_reports_on_a_repo_and_on_a_visible_record(store: Store) -> None:
         "pds": "https://pds.test",
         "sync_status": "desynchronized",
         "sync_reason": "new",
+        "last_failure": FetchFailure.REPO_NOT_FOUND,
         "last_error": "repo-not-found",
         "rev": head().rev,
         "data": cid_text(head().data),
@@ -310,7 +326,14 @@ async def test_account_is_found_by_did_and_by_verified_handle(store: Store, monk
     assert await store.account_state(did(2)) is None
     await insert(
         store,
-        Repo(did(2), version=1, next_attempt_at=PARKED, head=head(), last_error="repo-not-found"),
+        Repo(
+            did(2),
+            version=1,
+            next_attempt_at=PARKED,
+            head=head(),
+            last_failure=FetchFailure.REPO_NOT_FOUND,
+            last_error="repo-not-found",
+        ),
         changes=tuple(put(f"app.test/{number}") for number in range(9)),
     )
     monkeypatch.setattr(status_queries, "MAX_COUNTED_RECORDS", 2)

@@ -175,15 +175,21 @@ async def test_an_expired_lease_ends_the_claim(store: Store, sql: asyncpg.Connec
 @pytest.mark.slow
 async def test_waits_and_leases_do_not_last_when_the_clock_is_set_back(store: Store) -> None:
     """They were written a day ahead. Parked repos and new accounts beyond the limit of their host keep waiting."""
-    now, limited = time(), f"{FetchFailure.NEW_ACCOUNTS}: too many"
+    now, limited = time(), FetchFailure.NEW_ACCOUNTS
     await in_progress(store, "claimed", now=now + 86_400)
     await insert(
         store,
         waiting("ahead", next_attempt_at=now + 86_400),
-        waiting("ahead, with records", next_attempt_at=now + 86_400, head=head(), last_error="http-status: 500"),
+        waiting(
+            "ahead, with records",
+            next_attempt_at=now + 86_400,
+            head=head(),
+            last_failure=FetchFailure.HTTP_STATUS,
+            last_error="http-status: 500",
+        ),
         waiting("soon", next_attempt_at=now + 60),
         waiting("parked", next_attempt_at=PARKED),
-        waiting("limited", next_attempt_at=now + 86_400, last_error=limited),
+        waiting("limited", next_attempt_at=now + 86_400, last_failure=limited, last_error="new-accounts: too many"),
     )
     assert await store.end_long_waits(ALL, 7_200.0, now) == 2
     assert await store.end_long_waits(ALL, 7_200.0, now) == 0
@@ -238,7 +244,9 @@ async def test_maintenance_skips_rows_that_changed_meanwhile(
 async def test_parked_repos_are_unparked_after_a_time(store: Store, sql: asyncpg.Connection) -> None:
     await insert(
         store,
-        waiting("parked", next_attempt_at=PARKED, last_error="repo-not-found"),
+        waiting(
+            "parked", next_attempt_at=PARKED, last_failure=FetchFailure.REPO_NOT_FOUND, last_error="repo-not-found"
+        ),
         waiting("later", next_attempt_at=time() + 60),
         waiting("inactive", next_attempt_at=PARKED, active=False),
     )

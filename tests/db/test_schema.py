@@ -88,6 +88,8 @@ async def test_versions_after_the_first_one_give_the_schema_of_the_files(
         before.setattr(migrate_module, "SCHEMA_FOLDER", files_before(LATER_VERSIONS, tmp_path))
         await migrate(empty_database)
     await migrate(empty_database)
+    async with connected(database) as connection:
+        await connection.execute("drop function indexer.check_transition cascade")  # only tests have it
     expected = await catalog(database)
     assert len(expected) > 400
     assert await catalog(empty_database) == expected

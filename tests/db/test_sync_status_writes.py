@@ -12,7 +12,7 @@ import pytest
 
 from indexer.atproto.record import Problem
 from indexer.db import Store
-from indexer.reasons import Desync
+from indexer.reasons import Desync, FetchFailure
 from indexer.sync.plans import Batch, BufferedEvent, RepoWrite
 from indexer.sync.repo_state import CHOSEN, Repo, SyncStatus
 from indexer.sync.repo_transitions import TRANSITIONS, Trigger, amend, erase
@@ -41,7 +41,12 @@ OPERATIONS: dict[Trigger, Callable[[Store], Awaitable[object]]] = {
 
 async def repo_in(store: Store, status: SyncStatus) -> Repo:
     """Insert a repo with this status, whose records are in doubt; if it is in progress, also with a buffered event."""
-    fields: dict[str, Any] = {"attempts": 3, "last_error": "timeout", "unproven_since": 1.0}
+    fields: dict[str, Any] = {
+        "attempts": 3,
+        "last_failure": FetchFailure.TIMEOUT,
+        "last_error": "timeout",
+        "unproven_since": 1.0,
+    }
     if status is SyncStatus.IN_PROGRESS:
         claimed = await in_progress(store, 1, sync_reason=Desync.CHAIN_BREAK, **fields)
         write = RepoWrite(claimed.version, amend(claimed, buffered_events=1, buffered_bytes=5))
@@ -86,7 +91,12 @@ async def check_operation(store: Store, sql: asyncpg.Connection, trigger: Trigge
     if trigger is Trigger.ERASED:
         assert after.erase_at is not None
         assert after == erase(before)._replace(
-            tracked=False, active=False, erase_at=after.erase_at, latest_verified_rev=None, last_error=None
+            tracked=False,
+            active=False,
+            erase_at=after.erase_at,
+            latest_verified_rev=None,
+            last_failure=None,
+            last_error=None,
         )
 
 
@@ -103,3 +113,17 @@ async def test_a_repo_is_added_desynchronized_and_tracked_again_in_its_status(
     assert {tuple(row) for row in changes} <= {(None, "desynchronized"), ("desynchronized", "desynchronized")}
     [after] = (await store.repos([did(1)])).values()
     assert after == amend(before, tracked=True, active=True, erase_at=None, next_attempt_at=None, wanted_in=CHOSEN)
+
+
+async def test_other_changes_of_a_sync_status_are_refused_in_tests(store: Store, sql: asyncpg.Connection) -> None:
+    await insert(store, synchronized(1))
+    with pytest.raises(asyncpg.RaiseError, match="a synchronized repo never becomes in-progress"):
+        await sql.execute("update indexer.repo set sync_status = 'in-progress', lease_until = now()")
+
+
+async def test_each_failure_can_be_stored_and_no_other_text(store: Store, sql: asyncpg.Connection) -> None:
+    repos = [Repo(did(one), version=1, last_failure=one, last_error=f"{one}: x") for one in FetchFailure]
+    await insert(store, *repos)
+    assert await store.repos([repo.did for repo in repos]) == {repo.did: repo for repo in repos}
+    with pytest.raises(asyncpg.CheckViolationError, match="repo_last_failure"):
+        await sql.execute("update indexer.repo set last_failure = 'other'")

@@ -11,7 +11,7 @@ from indexer.atproto.cid import cid_text
 from indexer.db import DatabaseError, Store, dead_letters
 from indexer.db.write import MIN_COPIED
 from indexer.errors import RefusedWriteError
-from indexer.reasons import Desync, Rejection
+from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.plans import Batch, BufferedEvent, Cursor, DeadLetter, RecordChange, RepoWrite
 from indexer.sync.repo_state import PARKED, Repo, SyncStatus
 from tests.db.repo_rows import delete, did, head, in_progress, insert, put, synchronized
@@ -42,7 +42,14 @@ async def terminate_all_but(connection: asyncpg.Connection) -> None:
 async def test_rows_are_read_as_they_were_written(store: Store, sql: asyncpg.Connection) -> None:
     rows = [
         Repo(did(1), version=1),
-        Repo(did(1), version=7, next_attempt_at=PARKED, last_error="http-status: 500", attempts=3),
+        Repo(
+            did(1),
+            version=7,
+            next_attempt_at=PARKED,
+            last_failure=FetchFailure.HTTP_STATUS,
+            last_error="http-status: 500",
+            attempts=3,
+        ),
         Repo(
             did(1),
             version=2**40,
@@ -139,15 +146,15 @@ async def test_of_two_writes_on_one_version_one_is_skipped(store: Store) -> None
     repos = [synchronized(n) for n in range(20)]
     await insert(store, *repos)
 
-    async def write(error: str, order: Iterable[Repo]) -> frozenset[str]:
-        after = [repo._replace(version=2, last_error=error) for repo in order]
+    async def write(status: str, order: Iterable[Repo]) -> frozenset[str]:
+        after = [repo._replace(version=2, hosting_status=status) for repo in order]
         return (await store.write(Batch(tuple(RepoWrite(1, repo, (put("app.test/a"),)) for repo in after)))).skipped
 
     first, second = await asyncio.gather(write("first", repos), write("second", reversed(repos)))
     rows = await store.repos([repo.did for repo in repos])
     assert first | second == set(rows)
     assert not first & second
-    assert {one for one, repo in rows.items() if repo.last_error == "first"} == second
+    assert {one for one, repo in rows.items() if repo.hosting_status == "first"} == second
 
 
 async def test_a_batch_that_fails_writes_nothing(store: Store, sql: asyncpg.Connection) -> None:

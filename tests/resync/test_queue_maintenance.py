@@ -97,7 +97,13 @@ async def maintained(
 
 
 def parked(name: object) -> Repo:
-    return Repo(did(name), version=1, next_attempt_at=PARKED, last_error="repo-not-found")
+    return Repo(
+        did(name),
+        version=1,
+        next_attempt_at=PARKED,
+        last_failure=FetchFailure.REPO_NOT_FOUND,
+        last_error="repo-not-found",
+    )
 
 
 async def test_all_due_repos_are_requested_once_in_batches(
@@ -167,7 +173,13 @@ async def test_repos_that_cannot_be_fetched_are_forgotten_a_day_after_they_were_
 
     Repos with records, with another failure, or taken down stay. A listed repo is tried again instead.
     """
-    denied = Repo(did("denied"), version=1, next_attempt_at=PARKED, last_error="identity-gone: not registered")
+    denied = Repo(
+        did("denied"),
+        version=1,
+        next_attempt_at=PARKED,
+        last_failure=FetchFailure.IDENTITY_GONE,
+        last_error="identity-gone: not registered",
+    )
     announced = parked("announced")._replace(from_stream=True, latest_verified_rev="3laaaaaaaaa22")
     stays = [
         denied._replace(did=did("synchronized"), head=head()),
@@ -252,7 +264,12 @@ async def test_denied_dids_with_records_that_an_erasure_left_are_tried_again(
 ) -> None:
     """They do not delay those of which nothing is stored."""
     monkeypatch.setattr("indexer.db.resync_queue.BATCH_SIZE", 2)
-    fields: dict[str, Any] = {"next_attempt_at": PARKED, "last_error": "identity-gone: x", "from_stream": from_stream}
+    fields: dict[str, Any] = {
+        "next_attempt_at": PARKED,
+        "last_failure": FetchFailure.IDENTITY_GONE,
+        "last_error": "identity-gone: x",
+        "from_stream": from_stream,
+    }
     with_records = await untracked_and_tracked_again(store, *"abcdef")
     for one in with_records:
         await store.update_repo(one, lambda repo: amend(repo, **fields))
@@ -270,7 +287,10 @@ async def test_maintenance_forgets_instead_of_unparking(store: Store, sql: async
     """More hidden accounts, and more DIDs that the directory denies, than one batch has."""
     hidden = [Repo(did(number), version=1, active=False) for number in range(600)]
     made_up = [
-        parked(f"made up {number}")._replace(last_error="identity-gone: not registered") for number in range(600)
+        parked(f"made up {number}")._replace(
+            last_failure=FetchFailure.IDENTITY_GONE, last_error="identity-gone: not registered"
+        )
+        for number in range(600)
     ]
     await insert(store, *hidden, *made_up, parked("real"))
     await sql.execute(_MAKE_A_DAY_OLD, [did("real"), *[repo.did for repo in (*hidden, *made_up)]])
@@ -285,9 +305,9 @@ async def test_repos_to_forget_are_found_by_index(sql: asyncpg.Connection, searc
     """And so are the records of each one, of which a few have some."""
     await sql.execute(
         "insert into indexer.repo (did, bucket, version, sync_status, active, takedown, hosting_seq, buffered_events, "
-        "buffered_bytes, lease, attempts, next_attempt_at, last_error) "
+        "buffered_bytes, lease, attempts, next_attempt_at, last_failure, last_error) "
         "select 'did:plc:' || n, n % 256, 1, 'desynchronized', n % 100 <> 1, false, 0, 0, 0, 0, 0, 'infinity', "
-        "case when n % 100 = 0 then 'identity-gone: x' else 'repo-not-found' end from generate_series(1, 20000) n"
+        "case when n % 100 = 0 then 'identity-gone' else 'repo-not-found' end, 'x' from generate_series(1, 20000) n"
     )
     await sql.execute(
         "insert into indexer.record (did, collection, rkey, bucket, cid, rev) "

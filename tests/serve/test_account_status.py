@@ -10,7 +10,7 @@ SYNCHRONIZED: dict[str, Any] = {
     "did": "did:plc:one", "handle": "one.test", "pds": "https://pds.test",
     "sync_status": "synchronized", "sync_reason": None, "rev": "3laaaaaaaaa22",
     "active": True, "hosting_status": None, "withheld_since": None, "takedown": False, "tracked": True, "visible": True,
-    "attempts": 0, "last_error": None, "next_attempt_at": None, "parked": False,
+    "attempts": 0, "last_failure": None, "last_error": None, "next_attempt_at": None, "parked": False,
     "synchronized_at": NOW - 60, "updated_at": NOW - 5, "buffered_events": 0, "records": 7,
 }  # fmt: skip
 BROKEN = SYNCHRONIZED | {"sync_status": "desynchronized", "sync_reason": "chain-break"}
@@ -31,7 +31,7 @@ def test_synchronized_repo() -> None:
         ({"next_attempt_at": NOW + 7_200}, "Reason: chain-break."),
         ({"next_attempt_at": NOW + 7_200}, " 2 h "),
         ({"parked": True}, "parked"),
-        ({"last_error": "timeout: pds.test"}, "timeout"),
+        ({"last_failure": "timeout", "last_error": "timeout: pds.test"}, "timeout"),
         ({"sync_status": "in-progress", "buffered_events": 1_200}, "1,200"),
         ({"tracked": False, "active": False}, "untracked"),
         ({"takedown": True}, "operator"),

@@ -54,7 +54,7 @@ RECORD_EVENTS = """
     create function simulation.record_state() returns trigger language plpgsql as $$
     begin
         insert into simulation.state (did, status, reason, error, scope)
-        select new.did, new.sync_status, new.sync_reason, new.last_error, (select version from indexer.scope);
+        select new.did, new.sync_status, new.sync_reason, new.last_failure, (select version from indexer.scope);
         return null;
     end $$;
     create trigger record_state after insert or update on indexer.repo
@@ -100,7 +100,7 @@ _QUIET = """
 """
 _DESYNCHRONIZED = "select count(*) from simulation.state where did = any($1) and status <> 'synchronized'"
 _REJECTED = "select from simulation.rejection where frame = any($1::text[])"
-_FAILED = "select from simulation.state where did = any($1::text[]) and error like $2"
+_FAILED = "select from simulation.state where did = any($1::text[]) and error = $2"
 _BACKENDS = """
     select count(*) from pg_stat_activity
     where datname = current_database() and backend_type = 'client backend' and application_name <> $1
@@ -244,7 +244,7 @@ class World:
 
     async def has_failed(self, reason: str, dids: Sequence[str]) -> bool:
         """Return True if a fetch of one of these repos has failed for this reason."""
-        return bool(await self.sql.fetch(_FAILED, dids, f"{reason}%"))
+        return bool(await self.sql.fetch(_FAILED, dids, reason))
 
     async def has_rejected(self, frames: Sequence[bytes]) -> bool:
         """Return True if there was a dead letter with one of these frames."""

@@ -15,7 +15,7 @@ from tests.simulation.simulated_world import World
 from tests.simulation.world_oracle import TrueRepo, Truth
 
 _REPOS = """
-    select did, sync_status, sync_reason, rev, hosting_status, active, split_part(last_error, ':', 1) as failure,
+    select did, sync_status, sync_reason, rev, hosting_status, active, last_failure as failure,
         coalesce(next_attempt_at = 'infinity', false) as parked
     from indexer.repo
 """

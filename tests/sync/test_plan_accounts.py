@@ -49,8 +49,8 @@ class TestNewAccounts:
 
     def test_verified_commit_does_not_move_a_repo_forward_that_waits_for_its_host(self) -> None:
         alice = SigningAccount()
-        error = "new-accounts: evil.example added too many accounts"
-        waiting = Repo(alice.did, version=2, next_attempt_at=NOW + 5_000, last_error=error, from_stream=True)
+        limited = FetchFailure.NEW_ACCOUNTS
+        waiting = Repo(alice.did, version=2, next_attempt_at=NOW + 5_000, last_failure=limited, from_stream=True)
         after = plan(waiting, "commit", alice.commit_post("a"), alice.key_state).repo
         assert (after.next_attempt_at, after.latest_verified_rev) == (NOW + 5_000, alice.head.rev)
         assert not after.counts_as_new, "it was counted when it was postponed"

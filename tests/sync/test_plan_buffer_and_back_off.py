@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from indexer.atproto.limits import Limits
-from indexer.reasons import Desync
+from indexer.reasons import Desync, FetchFailure
 from indexer.sync.plan_event import plan_event
 from indexer.sync.plans import NeedsKey
 from indexer.sync.repo_state import PARKED, Head, Repo
@@ -90,7 +90,13 @@ def test_the_back_off_grows_when_resyncs_overflow_repeatedly() -> None:
 
 def test_an_event_unparks_a_parked_repo() -> None:
     alice = SigningAccount()
-    repo = alice.row(DESYNCHRONIZED, next_attempt_at=PARKED, attempts=2, last_error="repo-not-found")
+    repo = alice.row(
+        DESYNCHRONIZED,
+        next_attempt_at=PARKED,
+        attempts=2,
+        last_failure=FetchFailure.REPO_NOT_FOUND,
+        last_error="repo-not-found",
+    )
     assert isinstance(plan_event(repo, decoded_event("commit", alice.commit_post("a")), 1_000, None, CONTEXT), NeedsKey)
     for kind, payload in (
         ("commit", alice.commit_post("b")),

@@ -7,7 +7,7 @@ import pytest
 from indexer.atproto.cid import cid_of
 from indexer.atproto.syntax import CollectionFilter, tid_of
 from indexer.demo.local_repo import Write
-from indexer.reasons import Desync, Rejection
+from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.plans import Plan
 from indexer.sync.repo_state import Repo, SyncStatus
 from indexer.sync.repo_transitions import Outcome
@@ -78,7 +78,11 @@ def test_commit_above_the_stored_rev_makes_a_repo_due_whose_export_was_older_tha
     alice = SigningAccount()
     alice.commit_post("missed")
     waiting = alice.row(
-        DESYNCHRONIZED, attempts=7, next_attempt_at=NOW + 4_500.0, last_error=f"export-stale: 3j < {alice.head.rev}"
+        DESYNCHRONIZED,
+        attempts=7,
+        next_attempt_at=NOW + 4_500.0,
+        last_failure=FetchFailure.EXPORT_STALE,
+        last_error=f"export-stale: 3j < {alice.head.rev}",
     )
     payload = alice.commit_post("received")
     bring_forward = plan(waiting, "commit", payload, alice.key_state)
@@ -86,7 +90,7 @@ def test_commit_above_the_stored_rev_makes_a_repo_due_whose_export_was_older_tha
     failed = bring_forward.repo._replace(attempts=8, next_attempt_at=NOW + 4_500.0)
     again = plan(failed, "commit", alice.commit_post("third"), alice.key_state)
     assert again.repo.next_attempt_at == NOW + 4_500.0
-    other = waiting._replace(last_error="timeout: 60 s")
+    other = waiting._replace(last_failure=FetchFailure.TIMEOUT, last_error="timeout: 60 s")
     assert plan(other, "commit", payload, alice.key_state).repo.next_attempt_at == NOW + 4_500.0
     forged = payload | {"repo": alice.did, "commit": alice.commit_post("fourth")["commit"]}
     assert plan(waiting, "commit", forged, alice.key_state).repo.next_attempt_at == NOW + 4_500.0

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from indexer.reasons import Desync
+from indexer.reasons import Desync, FetchFailure
 from indexer.sync.repo_state import Head, Repo, SyncStatus
 
 BEFORE = Repo(
@@ -39,7 +39,7 @@ def test_repo_of_the_stream_counts_as_new_until_it_is_fetched() -> None:
     for other in (
         new._replace(from_stream=False),
         new._replace(head=HEAD),
-        new._replace(last_error="timeout: 30 s"),
+        new._replace(last_failure=FetchFailure.TIMEOUT, last_error="timeout: 30 s"),
         new._replace(sync_reason=Desync.REQUESTED),
     ):
         assert not other.counts_as_new

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from indexer.errors import BrokenInvariantError
-from indexer.reasons import Desync
+from indexer.errors import BrokenInvariantError, UnavailableError
+from indexer.reasons import Desync, FetchFailure
 from indexer.sync.backoff import backoff_seconds
 from indexer.sync.plan_event import plan_event
 from indexer.sync.plans import Plan
@@ -61,6 +61,7 @@ def test_only_a_whole_tree_or_a_completed_resync_synchronizes() -> None:
 # Functions that change rows
 
 HEAD = Head("3laaaaaaaaa22", b"data", b"commit")
+SLOW = UnavailableError(FetchFailure.TIMEOUT)
 ROW_FUNCTIONS: dict[Trigger, Callable[[Repo, Trigger], Repo]] = {
     Trigger.WHOLE: lambda repo, trigger: synchronize(repo, trigger, HEAD, NOW, 0),
     Trigger.BREAKS: lambda repo, trigger: desynchronize(repo, trigger, Desync.CHAIN_BREAK, NOW),
@@ -69,7 +70,7 @@ ROW_FUNCTIONS: dict[Trigger, Callable[[Repo, Trigger], Repo]] = {
     Trigger.REFUSED: lambda repo, trigger: desynchronize(repo, trigger, Desync.STORE_FAILED, NOW),
     Trigger.OVERFLOWS: lambda repo, trigger: desynchronize(repo, trigger, Desync.BUFFER_OVERFLOW, NOW),
     Trigger.COMPLETED: lambda repo, trigger: synchronize(repo, trigger, HEAD, NOW, 0),
-    Trigger.FAILED: lambda repo, _: fail(repo, attempts=1, next_attempt_at=NOW, last_error="timeout"),
+    Trigger.FAILED: lambda repo, _: fail(repo, SLOW, attempts=1, next_attempt_at=NOW),
     Trigger.RELEASED: lambda repo, _: release(repo),
     Trigger.LEASE_EXPIRED: lambda repo, trigger: desynchronize(repo, trigger, Desync.LEASE_EXPIRED, NOW),
     Trigger.BEHIND: lambda repo, trigger: desynchronize(repo, trigger, Desync.BEHIND, NOW),
@@ -126,7 +127,7 @@ def test_the_mark_of_lenient_commits_stays_until_the_records_are_compared_or_era
     marked = row(SyncStatus.SYNCHRONIZED)._replace(unproven_since=NOW)
     waiting = desynchronize(marked, Trigger.UNPROVEN, Desync.LENIENT_COMMIT, NOW)
     claimed = move(waiting, Trigger.CLAIMED)
-    failed = fail(claimed, attempts=1, next_attempt_at=NOW, last_error="timeout")
+    failed = fail(claimed, SLOW, attempts=1, next_attempt_at=NOW)
     unfinished = [marked, waiting, claimed, failed, release(claimed), reactivate(claimed, NOW)]
     unfinished.append(desynchronize(claimed, Trigger.LEASE_EXPIRED, Desync.LEASE_EXPIRED, NOW))
     unfinished.append(desynchronize(marked, Trigger.BREAKS, Desync.CHAIN_BREAK, NOW))
@@ -141,7 +142,8 @@ def worn_row(status: SyncStatus, **fields: Any) -> Repo:
     """Return a row in which a function that forgets a column leaves a value behind."""
     return Repo(
         "did:plc:x", 7, status, Desync.CHAIN_BREAK, HEAD, buffered_events=2, buffered_bytes=30, attempts=3,
-        next_attempt_at=NOW + 5, last_error="timeout", synchronized_at=NOW, erase_at=NOW + 9, unproven_since=NOW,
+        next_attempt_at=NOW + 5, last_failure=FetchFailure.TIMEOUT, last_error="timeout", synchronized_at=NOW,
+        erase_at=NOW + 9, unproven_since=NOW,
     )._replace(**fields)  # fmt: skip
 
 
@@ -156,7 +158,8 @@ def test_synchronized_repo_keeps_its_attempts_and_nothing_of_its_failures() -> N
     claimed = worn_row(SyncStatus.IN_PROGRESS, latest_unverified_rev=head.rev)
     assert synchronize(claimed, Trigger.COMPLETED, head, NOW + 1, 4) == worn_row(
         SyncStatus.SYNCHRONIZED, version=8, sync_reason=None, head=head, buffered_events=0, buffered_bytes=0,
-        next_attempt_at=None, last_error=None, synchronized_at=NOW + 1, unproven_since=None, scope_version=4,
+        next_attempt_at=None, last_failure=None, last_error=None, synchronized_at=NOW + 1, unproven_since=None,
+        scope_version=4,
     )  # fmt: skip
 
 
@@ -171,20 +174,24 @@ def test_released_repo_waits_until_a_time_and_keeps_its_last_error_unless_there_
     claimed = worn_row(SyncStatus.IN_PROGRESS)
     released = worn_row(SyncStatus.DESYNCHRONIZED, version=8, buffered_events=0, buffered_bytes=0)
     assert release(claimed) == released._replace(next_attempt_at=None)
-    assert release(claimed, NOW + 1, "busy") == released._replace(next_attempt_at=NOW + 1, last_error="busy")
+    busy = UnavailableError(FetchFailure.THROTTLED, "busy")
+    assert release(claimed, NOW + 1, busy) == released._replace(
+        next_attempt_at=NOW + 1, last_failure=FetchFailure.THROTTLED, last_error="throttled: busy"
+    )
     assert release(claimed._replace(sync_reason=None)).sync_reason is Desync.REQUESTED
 
 
 def test_last_error_of_a_failure_is_cut() -> None:
-    failed = fail(worn_row(SyncStatus.IN_PROGRESS), attempts=4, next_attempt_at=NOW, last_error="x" * 501)
-    assert failed.last_error == "x" * 500
+    failure = UnavailableError(FetchFailure.TIMEOUT, "x" * 501)
+    failed = fail(worn_row(SyncStatus.IN_PROGRESS), failure, attempts=4, next_attempt_at=NOW)
+    assert failed.last_error == str(failure)[:500]
 
 
 def test_repo_that_the_scope_wants_again_is_fetched_at_once() -> None:
     untracked = worn_row(SyncStatus.DESYNCHRONIZED, tracked=False, active=False, hosting_status=OUT_OF_SCOPE)
     assert track_again(untracked, Scope(4)) == worn_row(
-        SyncStatus.DESYNCHRONIZED, version=8, next_attempt_at=None, last_error=None, erase_at=None, from_stream=True,
-        wanted_in=4,
+        SyncStatus.DESYNCHRONIZED, version=8, next_attempt_at=None, last_failure=None, last_error=None, erase_at=None,
+        from_stream=True, wanted_in=4,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from indexer.atproto.syntax import tid_of
 from indexer.db.crawl_rows import ListDifferences
-from indexer.reasons import Desync
+from indexer.reasons import Desync, FetchFailure
 from indexer.sync.crawl_progress import CrawlProgress
 from indexer.sync.plans import Batch, RepoWrite
 from indexer.sync.repo_state import TOMBSTONED, Repo, SyncStatus
@@ -57,13 +57,21 @@ async def test_only_repos_that_are_behind_are_desynchronized(crawl: Crawl) -> No
 async def test_reconciliation_ends_the_wait_of_new_accounts_that_the_relay_lists(crawl: Crawl) -> None:
     """Their host added too many. Others keep waiting."""
     error = "new-accounts: evil.example added too many accounts"
-    waiting = Repo(did("listed"), version=1, from_stream=True, next_attempt_at=9e9, last_error=error)
+    waiting = Repo(
+        did("listed"),
+        version=1,
+        from_stream=True,
+        next_attempt_at=9e9,
+        last_failure=FetchFailure.NEW_ACCOUNTS,
+        last_error=error,
+    )
     await insert(crawl.store, waiting, waiting._replace(did=did("not listed")))
     crawl.lists((did("listed"), STORED))
     progress = await crawl.reconcile()
     assert (progress.listed, progress.found) == (1, 0)
     listed = await crawl.row("listed")
-    assert (listed.next_attempt_at, listed.last_error, listed.from_stream) == (None, None, False)
+    assert (listed.next_attempt_at, listed.last_failure, listed.last_error) == (None, None, None)
+    assert not listed.from_stream
     assert (await crawl.row("not listed")).next_attempt_at == 9e9
 
 

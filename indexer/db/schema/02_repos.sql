@@ -26,6 +26,9 @@ create table indexer.repo (
     attempts integer not null,
     -- Null: immediately. Infinity: parked until an event unparks the repo.
     next_attempt_at timestamptz,
+    -- Why the last fetch failed: see FetchFailure in indexer/reasons.py.
+    last_failure text,
+    -- The same with details, for people.
     last_error text,
     synchronized_at timestamptz,
     updated_at timestamptz not null default now(),
@@ -62,6 +65,12 @@ create table indexer.repo (
     visible boolean not null generated always as (active and not takedown) stored,
     primary key (did, bucket),
     constraint repo_head check (num_nulls(rev, data, commit) in (0, 3)),
+    constraint repo_last_failure check (last_failure in ('unreachable', 'no-such-host', 'timeout', 'http-status',
+        'throttled', 'host-paused', 'too-large', 'refused-address', 'bad-answer', 'repo-not-found', 'repo-takendown',
+        'repo-suspended', 'repo-deactivated', 'identity-missing', 'identity-gone', 'identity-doubtful',
+        'identity-unavailable', 'new-accounts', 'export-rejected', 'export-incomplete', 'export-lacks-records',
+        'export-stale', 'spool-full', 'spool-unreadable', 'not-storable')),
+    constraint repo_last_error check ((last_failure is null) = (last_error is null)),
     constraint repo_leased check ((sync_status = 'in-progress') = (lease_until is not null)),
     constraint repo_sync_status check (sync_status in ('desynchronized', 'in-progress', 'synchronized')),
     constraint repo_synchronized check (sync_status <> 'synchronized' or rev is not null)
@@ -73,7 +82,7 @@ create table indexer.repo (
 );
 -- Do not index rev or updated_at, not even in a condition: then each commit would update each index (no HOT).
 create index repo_denied on indexer.repo (bucket, parked_at)
-    where parked_at is not null and priority = 2 and (from_stream or last_error like 'identity-%');
+    where parked_at is not null and priority = 2 and (from_stream or last_failure in ('identity-missing', 'identity-gone'));
 create index repo_due on indexer.repo (bucket, priority, coalesce(next_attempt_at, '-infinity'::timestamptz))
     where sync_status = 'desynchronized' and active;
 create index repo_erasures on indexer.repo (erase_at) where erase_at is not null;

@@ -153,7 +153,7 @@ begin
         update indexer.repo r
         set version = r.version + 1, tracked = true, active = true, hosting_status = null, withheld_since = null,
             erase_at = null,
-            next_attempt_at = null, last_error = null, from_stream = false, wanted_in = $2, updated_at = now()
+            next_attempt_at = null, last_failure = null, last_error = null, from_stream = false, wanted_in = $2, updated_at = now()
         where r.did = $1 and r.bucket = indexer.bucket_of($1);
         if not before.takedown then
             perform indexer.change_visibility($1, true, null);
@@ -163,8 +163,9 @@ begin
     if before.from_stream and before.rev is null then
         update indexer.repo r
         set version = r.version + 1, from_stream = false, updated_at = now(),
-            next_attempt_at = case when r.last_error like 'new-accounts%' then null else r.next_attempt_at end,
-            last_error = case when r.last_error like 'new-accounts%' then null else r.last_error end
+            next_attempt_at = case when r.last_failure = 'new-accounts' then null else r.next_attempt_at end,
+            last_error = case when r.last_failure = 'new-accounts' then null else r.last_error end,
+            last_failure = nullif(r.last_failure, 'new-accounts')
         where r.did = $1 and r.bucket = indexer.bucket_of($1);
     end if;
     if before.wanted_in < $2 then
@@ -197,7 +198,7 @@ begin
     set version = r.version + 1, tracked = false, active = false, hosting_status = $2, erase_at = now(),
         sync_status = 'desynchronized', sync_reason = 'erased', rev = null, data = null, commit = null,
         latest_verified_rev = null, latest_unverified_rev = null, unproven_since = null, attempts = 0,
-        next_attempt_at = 'infinity', last_error = null, synchronized_at = null, lease_until = null,
+        next_attempt_at = 'infinity', last_failure = null, last_error = null, synchronized_at = null, lease_until = null,
         buffered_events = 0, buffered_bytes = 0, scope_version = 0, wanted_in = 0, updated_at = now()
     where r.did = $1 and r.bucket = indexer.bucket_of($1);
     delete from indexer.buffered_event b where b.did = $1 and b.bucket = indexer.bucket_of($1);

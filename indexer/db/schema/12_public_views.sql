@@ -25,7 +25,7 @@ begin
             coalesce(r.hosting_status, case when r.active then 'active' else 'inactive' end) as hosting_status,
             r.takedown, r.visible,
             r.attempts as resync_attempts, r.next_attempt_at, r.last_error, r.synchronized_at, r.updated_at,
-            r.bucket, r.withheld_since
+            r.bucket, r.withheld_since, r.last_failure
         from indexer.repo r left join indexer.identity i using (did, bucket)
         where r.tracked
     $view$;
@@ -95,7 +95,9 @@ comment on column atproto.repos.resync_attempts is
 comment on column atproto.repos.next_attempt_at is
     'When the next resync may start; null: immediately; infinity: parked until an event unparks the repo.';
 comment on column atproto.repos.last_error is
-    'Why the last fetch failed. The first word is from a closed set (docs/reasons.md). Null if it did not fail.';
+    'Why the last fetch failed: last_failure, with details for people. Null if it did not fail.';
+comment on column atproto.repos.last_failure is
+    'Why the last fetch failed, as one of a closed set (docs/reasons.md); null if it did not fail.';
 comment on column atproto.repos.synchronized_at is 'When the repo last became synchronized; null if never.';
 comment on column atproto.repos.updated_at is 'When this row was last updated.';
 comment on column atproto.repos.bucket is
