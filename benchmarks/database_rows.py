@@ -9,9 +9,9 @@ import asyncpg
 from benchmarks.workload import Workload, WorkloadAccount
 from indexer.db import Store
 from indexer.reasons import Desync
-from indexer.sync.plans import Batch, RepoWrite
-from indexer.sync.repo_state import Head, Repo, SyncStatus
-from indexer.sync.stored_identity import StoredIdentity
+from indexer.sync.changes import Batch, RepoWrite
+from indexer.sync.identity import StoredIdentity
+from indexer.sync.repo import Head, Repo, SyncStatus
 
 BATCH_SIZE = 1_000
 COLUMNS = ("did", "collection", "rkey", "bucket", "cid", "rev", "value")

@@ -20,9 +20,9 @@ from indexer.db.columns import Connection
 from indexer.net.pds import PdsClient, Spool
 from indexer.net.pds.export_download import ExportDownload
 from indexer.net.relay.subscription import Subscription
-from indexer.sync import record_change
+from indexer.sync import changes
 from indexer.sync.export import ExportReader
-from indexer.sync.repo_state import Repo
+from indexer.sync.repo import Repo
 from indexer.sync.verify import Snapshot
 
 Doubling = Callable[[], AbstractContextManager[None]]
@@ -150,7 +150,7 @@ def _compare_twice() -> Iterator[None]:
 
     with (
         patch.object(Snapshot, "records", records),
-        _call_twice((Spool, "block"), (record_change, "decode_record"))(),
+        _call_twice((Spool, "block"), (changes, "decode_record"))(),
     ):
         yield
 

@@ -22,7 +22,7 @@ from benchmarks.arrival_watch import ArrivalWatch, watch_arrivals
 from benchmarks.harness import DaemonProcess, Database, LoadProcess
 from benchmarks.report import MIB, MICRO, Figures, Report, cpu_of, generation_progress, machine, show
 from benchmarks.workload import Workload, WorkloadSpec, load_workload
-from indexer.sync.repo_state import SyncStatus
+from indexer.sync.repo import SyncStatus
 from indexer.telemetry.log import configure_logging
 
 _LOGGED = "select count(*) from indexer.change where collection is not null"

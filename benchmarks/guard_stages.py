@@ -17,7 +17,7 @@ from benchmarks.resync_stages import timed_resyncs
 from benchmarks.stage_clock import StageClock
 from benchmarks.workload import Workload, WorkloadSpec, load_workload
 from indexer.atproto.crypto import PublicKey, parse_did_key
-from indexer.sync.repo_state import SyncStatus
+from indexer.sync.repo import SyncStatus
 
 RELAY = "wss://relay.test"
 

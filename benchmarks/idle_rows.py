@@ -16,10 +16,10 @@ from benchmarks.signing_accounts import P256_EVERY
 from benchmarks.workload import Workload
 from indexer.atproto.crypto import PrivateKey
 from indexer.db import Store
-from indexer.sync.plans import Batch, RepoWrite
-from indexer.sync.repo_state import SyncStatus
+from indexer.sync.changes import Batch, RepoWrite
+from indexer.sync.identity import StoredIdentity
+from indexer.sync.repo import SyncStatus
 from indexer.sync.shard import bucket_of
-from indexer.sync.stored_identity import StoredIdentity
 
 HOSTS = 1_000
 """The number of PDSes that host the idle repos."""

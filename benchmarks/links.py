@@ -26,8 +26,8 @@ from indexer.db import Store
 from indexer.db.link_session import LinkSession
 from indexer.db.migrate import migrate
 from indexer.readers.links.reader import LinkReader
-from indexer.sync.plans import Batch, RecordChange, RepoWrite
-from indexer.sync.repo_state import Head, Repo, SyncStatus
+from indexer.sync.changes import Batch, RecordChange, RepoWrite
+from indexer.sync.repo import Head, Repo, SyncStatus
 from indexer.tasks.notifications import ChangeNotifier
 from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metrics import Metrics

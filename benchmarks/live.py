@@ -31,7 +31,7 @@ from benchmarks.report import MIB, MICRO, Figures, Report, costs, cpu_of, genera
 from benchmarks.turns import MIN_COMMITS, RATE, Floor, MeasuredDaemons, open_floor, overall_rate
 from benchmarks.workload import Workload, WorkloadSpec, load_workload
 from indexer.atproto.crypto import parse_did_key
-from indexer.sync.repo_state import SyncStatus
+from indexer.sync.repo import SyncStatus
 from indexer.telemetry.log import configure_logging
 
 _CACHED_IDENTITIES = "indexer_identity_cache_total database"

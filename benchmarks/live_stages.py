@@ -17,15 +17,15 @@ from indexer.atproto.mst import Inversion, invert
 from indexer.atproto.record import Value, decode_record
 from indexer.db import Store
 from indexer.net.relay.subscription import Subscription
-from indexer.sync import record_change, verify
-from indexer.sync.events import CommitEvent
-from indexer.sync.fold_operations import fold_operations
-from indexer.sync.frames import decode_frame
-from indexer.sync.plan_batch import BatchPlan, ReceivedMessage, plan_batch
-from indexer.sync.plans import Batch, Cursor
+from indexer.sync import changes, verify
+from indexer.sync.batch import BatchPlan, ReceivedMessage, plan_batch
+from indexer.sync.changes import Batch
+from indexer.sync.events import CommitEvent, decode_frame
 from indexer.sync.policy import KeyState, PlanContext, Policy
-from indexer.sync.repo_state import Repo
+from indexer.sync.repo import Repo
 from indexer.sync.scope import Scope
+from indexer.sync.stream import Cursor
+from indexer.sync.verify import fold_operations
 
 BATCH_SIZE = 500
 VERIFICATION_STAGES = ("split", "commit", "signature", "inversion", "values")
@@ -187,7 +187,7 @@ class _VerificationResults:
                 (verify, "split_car", lambda data, *_, **__: self.cars[data]),
                 (verify, "decode_commit", lambda _, cid: self.commits[cid]),
                 (verify, "invert", lambda _, root, *__: self.inversions[root]),
-                (record_change, "decode_record", lambda block, *_: self.values[block]),
+                (changes, "decode_record", lambda block, *_: self.values[block]),
             ):
                 patches.enter_context(patch.object(module, name, substitute))
             yield

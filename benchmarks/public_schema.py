@@ -19,8 +19,8 @@ from indexer import embedded
 from indexer.atproto.cid import cid_of
 from indexer.db import Store
 from indexer.db.migrate import migrate
-from indexer.sync.plans import Batch, RecordChange, RepoWrite
-from indexer.sync.repo_state import Head, Repo, SyncStatus
+from indexer.sync.changes import Batch, RecordChange, RepoWrite
+from indexer.sync.repo import Head, Repo, SyncStatus
 
 RECORDS_PER_REPO = 100
 RECORDS_PER_STATEMENT = 250_000

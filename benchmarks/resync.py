@@ -30,7 +30,7 @@ from benchmarks.resync_stages import STAGES, timed_resyncs
 from benchmarks.workload import Workload, WorkloadAccount, WorkloadSpec, load_workload
 from indexer.atproto.crypto import parse_did_key
 from indexer.db import Store
-from indexer.sync.repo_state import SyncStatus
+from indexer.sync.repo import SyncStatus
 from indexer.telemetry.log import configure_logging
 
 SIGMA = 1.5

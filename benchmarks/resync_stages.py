@@ -11,13 +11,14 @@ from benchmarks.harness import BenchmarkError
 from benchmarks.live_stages import open_store
 from benchmarks.stage_clock import StageClock
 from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.core.native_core import CoreChoice, load_core
+from indexer.core.native_reader import reader_factory
 from indexer.db import Store
 from indexer.net.http import OutboundClient, OutboundSettings, RateLimits
 from indexer.net.identity import DidResolver, IdentityCache
-from indexer.net.pds import ExportDownload, PdsClient, reader_factory
+from indexer.net.pds import ExportDownload, PdsClient
 from indexer.resync.attempt import ResyncAttempts
 from indexer.resync.phase import Phase
-from indexer.sync.native_core import CoreChoice, load_core
 from indexer.sync.policy import Policy
 from indexer.sync.scope import Scope
 from indexer.sync.shard import BUCKETS

@@ -17,7 +17,7 @@ from benchmarks.report import MICRO, Figures, cpu_of
 from benchmarks.workload import Workload
 from indexer.atproto.crypto import parse_did_key
 from indexer.live.batch_writer import BATCH_SIZE
-from indexer.sync.repo_state import SyncStatus
+from indexer.sync.repo import SyncStatus
 
 MIN_COMMITS = 2 * BATCH_SIZE
 """The least number of commits of a part. The rate is measured from the first batch to the last one."""

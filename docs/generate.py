@@ -32,8 +32,7 @@ from indexer.db.migrate import migrate
 from indexer.embedded import database
 from indexer.net.server.address import Address
 from indexer.reasons import Desync, FetchFailure, GapReason, OmittedValue, Rejection
-from indexer.sync.repo_state import SyncStatus
-from indexer.sync.repo_transitions import TRANSITIONS, Trigger
+from indexer.sync.repo import TRANSITIONS, SyncStatus, Trigger
 from indexer.telemetry.log_events import LOG_EVENTS
 from indexer.telemetry.metric_definitions import METRIC_GROUPS, MetricDefinition
 

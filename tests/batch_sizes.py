@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from indexer.app.daemon import open_daemon
-from indexer.sync.plan_batch import ReceivedMessage
+from indexer.sync.batch import ReceivedMessage
 from tests.daemon_harness import settings_for
 
 

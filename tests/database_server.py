@@ -128,7 +128,7 @@ class DatabaseServer:
 
     async def _check_transitions(self, dsn: str) -> None:
         """Let the database refuse each change of a sync status that is not in the table of transitions."""
-        from indexer.sync.repo_transitions import TRANSITIONS  # noqa: PLC0415 - as above
+        from indexer.sync.repo import TRANSITIONS  # noqa: PLC0415 - as above
 
         changes = {(before, after) for before, row in TRANSITIONS.items() for _, after in row.values()}
         allowed = ", ".join(f"('{before}', '{after}')" for before, after in sorted(changes))

@@ -9,9 +9,9 @@ import pytest
 
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
+from indexer.core.native_core import CommitVerification, NativeCore, load_core
 from indexer.sync import verify
 from indexer.sync.events import CommitEvent, OtherShardEvent
-from indexer.sync.native_core import CommitVerification, NativeCore, load_core
 from indexer.sync.policy import Policy
 from indexer.sync.shard import Shard
 

@@ -7,13 +7,14 @@ from dataclasses import replace
 from time import time
 
 from indexer.app.settings import Settings, variable
+from indexer.core.native_core import NativeCore
+from indexer.core.native_reader import reader_factory
 from indexer.db import Store
 from indexer.errors import SettingsError
 from indexer.net.http import HostPauses, OutboundClient, OutboundSettings, RateLimits, Timeouts, host_of
 from indexer.net.identity import DidResolver, IdentityCache, IdentityLifetimes
-from indexer.net.pds import PdsClient, reader_factory
+from indexer.net.pds import PdsClient
 from indexer.readers.tap.webhook import CONCURRENCY
-from indexer.sync.native_core import NativeCore
 from indexer.sync.policy import Policy
 from indexer.telemetry.metrics import Metrics
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from indexer import __version__
 from indexer.app.process_setup import available_cores
 from indexer.app.settings import Settings
-from indexer.sync.native_core import NativeCore, load_core
+from indexer.core.native_core import NativeCore, load_core
 
 
 class DaemonCore(NamedTuple):

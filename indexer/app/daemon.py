@@ -59,7 +59,7 @@ from indexer.resync.worker_pool import WorkerPool, pool_settings
 from indexer.serve.database_monitor import DatabaseMonitor
 from indexer.serve.health import Listener, not_ready_reasons, serve_health
 from indexer.serve.status_page import status_routes
-from indexer.sync.repo_state import StreamPoint
+from indexer.sync.repo import StreamPoint
 from indexer.sync.scope import Track
 from indexer.sync.shard import Placement
 from indexer.tasks.erasure import AccountErasure

@@ -47,7 +47,7 @@ from indexer.serve.status_rows import (
     link_status,
 )
 from indexer.serve.status_samples import SAMPLE_SECONDS, StageTotals, StatusSamples
-from indexer.sync.host_state import HostState
+from indexer.sync.identity import HostState
 from indexer.tasks.reconcile import Reconciliation
 from indexer.tasks.retention import ChangeLogRetention
 from indexer.telemetry.conditions import Condition, Conditions

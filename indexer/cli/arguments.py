@@ -13,7 +13,7 @@ from indexer.atproto.syntax import AtUri, is_account_did, is_did, is_nsid, norma
 from indexer.errors import UpstreamError
 from indexer.net.relay.subscription import STREAM_PATH
 from indexer.reasons import Rejection
-from indexer.sync.frames import MAX_SEQ
+from indexer.sync.events import MAX_SEQ
 
 STDIN = "-"
 _MAX_SHOWN = 80

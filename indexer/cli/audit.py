@@ -27,7 +27,7 @@ from indexer.net.identity import DidResolver
 from indexer.net.pds import PdsClient
 from indexer.reasons import FetchFailure, Rejection
 from indexer.sync.policy import Policy, is_future
-from indexer.sync.repo_state import Head, Repo, SyncStatus
+from indexer.sync.repo import Head, Repo, SyncStatus
 from indexer.sync.verify import Snapshot, verify_snapshot
 
 MAX_CONCURRENCY = 16

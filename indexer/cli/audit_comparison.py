@@ -11,10 +11,10 @@ from indexer.atproto.record import Problem, decode_record
 from indexer.cli.audit_result import BEING_DELETED, BEING_FETCHED, RepoAudit
 from indexer.db import RecordRow
 from indexer.reasons import FetchFailure
+from indexer.sync.changes import selected_path
 from indexer.sync.policy import Policy
-from indexer.sync.record_change import selected_path
+from indexer.sync.resync import Difference, SnapshotDiff, without_value
 from indexer.sync.scope import filter_of
-from indexer.sync.snapshot_diff import Difference, SnapshotDiff, without_value
 from indexer.sync.verify import Snapshot
 
 _NO_VALUE = (None, None, None)

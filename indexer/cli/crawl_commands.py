@@ -12,11 +12,11 @@ from indexer.cli.database import open_store
 from indexer.cli.output import echo_result, progress_console
 from indexer.cli.progress_bars import show_progress
 from indexer.db import Store
+from indexer.db.crawl_progress import CrawlProgress
 from indexer.db.current_scope import CurrentScope
 from indexer.db.open_gaps import OpenGaps
 from indexer.errors import UnavailableError
 from indexer.net.http import OutboundClient
-from indexer.sync.crawl_progress import CrawlProgress
 from indexer.sync.shard import Shard
 from indexer.tasks.discover import Discovery
 from indexer.tasks.reconcile import Reconciliation, ReconciliationSettings

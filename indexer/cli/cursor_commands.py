@@ -16,11 +16,9 @@ from indexer.cli.database import open_store
 from indexer.cli.output import echo_result, literal_text, result_console, to_json
 from indexer.net.relay.live_position import live_position
 from indexer.serve.readiness import describe_gap
-from indexer.sync.event_time import event_seconds
-from indexer.sync.gap import OpenGap
+from indexer.sync.events import event_seconds
 from indexer.sync.shard import BUCKETS, Shard
-from indexer.sync.stored_cursor import StoredCursor
-from indexer.sync.watermark import Position
+from indexer.sync.stream import OpenGap, Position, StoredCursor
 
 COLUMNS = ("relay", "shard", "epoch", "seq", "event_time", "lag_seconds")
 

@@ -5,10 +5,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from indexer.db import StoredDeadLetter
+from indexer.db.feed_delivery import SetAside
 from indexer.errors import UpstreamError
 from indexer.live.dead_letter_replay import ReplayResult
-from indexer.sync.feed_delivery import SetAside
-from indexer.sync.frames import frame_for_display
+from indexer.sync.events import frame_for_display
 from indexer.telemetry.log import printable
 
 MAX_DETAIL_CHARACTERS = 160

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from indexer.cli.output import duration_text
 from indexer.db import Counts
+from indexer.db.feed_delivery import RefusedEvent
 from indexer.db.shard_lock import ShardSession
 from indexer.live.event_clock import MAX_AHEAD
 from indexer.serve.backfill import ScopeStatus, backfill_of, scope_status_of
@@ -19,9 +20,8 @@ from indexer.serve.status_rows import (
     gap_status,
     link_status,
 )
-from indexer.sync.feed_delivery import RefusedEvent
-from indexer.sync.plans import Cursor
 from indexer.sync.shard import BUCKETS, Shard
+from indexer.sync.stream import Cursor
 
 MAX_REPORT_AGE = 10.0
 """Seconds after which a daemon that has not reported its state counts as silent. It reports every two seconds."""

@@ -49,9 +49,8 @@ from indexer.db.placement import load_placement
 from indexer.db.schema_version import require_current_schema, require_ownership
 from indexer.db.shard_lock import FEED, open_lock, session_name
 from indexer.reasons import GapReason
-from indexer.sync.gap import Gap
 from indexer.sync.shard import BUCKETS, Shard
-from indexer.sync.stored_cursor import merged
+from indexer.sync.stream import Gap, merged
 
 SHARDS_PER_NODE = 2
 """Shards for each node if the operator names no number. Twice as many nodes can share them later, and each shard makes

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from indexer.db import erase_records, identities
 from indexer.db.connections import Connections
 from indexer.db.erase_records import ErasedBatch
-from indexer.sync.stored_identity import DueIdentity, HandleCheck, HandleClaim, StoredIdentity
+from indexer.sync.identity import DueIdentity, HandleCheck, HandleClaim, StoredIdentity
 
 
 class AccountMethods(Connections):

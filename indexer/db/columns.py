@@ -7,7 +7,7 @@ import asyncpg
 
 from indexer.reasons import Desync, FetchFailure
 from indexer.sync.export import PIECE_BYTES
-from indexer.sync.repo_state import Head, Repo, SyncStatus
+from indexer.sync.repo import Head, Repo, SyncStatus
 from indexer.sync.shard import bucket_of
 
 Columns = Mapping[str, str]

@@ -7,7 +7,7 @@ from asyncpg import Record as Row
 
 from indexer.db.columns import Connection, repo_columns, repo_of
 from indexer.db.database_errors import database_errors
-from indexer.sync.repo_state import Repo
+from indexer.sync.repo import Repo
 from indexer.sync.shard import bucket_of
 
 CHUNK_SIZE = 100

@@ -6,8 +6,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from indexer.db.columns import Connection, buckets_of, of_buckets, unnest
-from indexer.sync.crawl_progress import CrawlProgress, Purpose
-from indexer.sync.repo_state import OUT_OF_SCOPE, TOMBSTONED, SyncStatus
+from indexer.db.crawl_progress import CrawlProgress, Purpose
+from indexer.sync.repo import OUT_OF_SCOPE, TOMBSTONED, SyncStatus
 from indexer.sync.shard import Shard
 
 _LOAD = """

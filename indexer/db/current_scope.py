@@ -12,7 +12,7 @@ from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Store
 from indexer.db.periodic import run_periodically
 from indexer.sync.policy import Policy
-from indexer.sync.repo_state import Repo
+from indexer.sync.repo import Repo
 from indexer.sync.scope import Scope
 
 POLL_SECONDS = 1.0

@@ -9,8 +9,8 @@ import asyncpg
 
 from indexer.db.columns import Connection, columns_of, of_buckets, storable, unnest
 from indexer.reasons import Rejection
-from indexer.sync.plan_batch import DEAD_LETTER_BYTES
-from indexer.sync.plans import DeadLetter
+from indexer.sync.batch import DEAD_LETTER_BYTES
+from indexer.sync.changes import DeadLetter
 from indexer.sync.shard import bucket_of
 
 MAX_ROWS = 1_000

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from indexer.crash_points import crash_point
 from indexer.db.columns import Connection, repo_columns, repo_of
 from indexer.db.write import write
-from indexer.sync.plans import Batch, RecordChange, RepoWrite
-from indexer.sync.repo_state import TOMBSTONED
-from indexer.sync.repo_transitions import erase
+from indexer.sync.changes import Batch, RecordChange, RepoWrite
+from indexer.sync.repo import TOMBSTONED, erase
 from indexer.sync.shard import bucket_of
 
 BATCH_SIZE = 10_000

@@ -7,12 +7,12 @@ from indexer.db import change_signal, feed_page, feed_rows, link_session
 from indexer.db.change_signal import ChangeSignal
 from indexer.db.connections import SERVER_SETTINGS, Connections
 from indexer.db.database_errors import database_errors
+from indexer.db.feed_delivery import LoggedChange, RefusedEvent, SetAside, StoredAccount
 from indexer.db.feed_page import FeedPage, LoggedBatch
 from indexer.db.feed_rows import CountedTable, FeedSession
 from indexer.db.link_session import LinkSession
 from indexer.db.numbering import NumberingSession
 from indexer.db.shard_lock import FEED, LINKS, open_lock
-from indexer.sync.feed_delivery import LoggedChange, RefusedEvent, SetAside, StoredAccount
 
 
 class FeedMethods(Connections):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from asyncpg.exceptions import ObjectNotInPrerequisiteStateError
 
 from indexer.db.columns import Connection, columns_of, of_buckets, unnest
-from indexer.sync.feed_delivery import LoggedChange, StoredAccount, StoredRecord
+from indexer.db.feed_delivery import LoggedChange, StoredAccount, StoredRecord
 from indexer.sync.shard import bucket_of
 
 

@@ -13,10 +13,7 @@ from asyncpg import Record
 from indexer.crash_points import COMMITTED, crash_point
 from indexer.db.columns import Connection, buckets_of, columns_of, of_buckets, unnest
 from indexer.db.database_errors import database_errors
-from indexer.db.feed_page import LogTrimmedError, load_changes, load_latest_seq
-from indexer.db.shard_lock import ShardLock
-from indexer.db.table_parts import estimate_rows
-from indexer.sync.feed_delivery import (
+from indexer.db.feed_delivery import (
     SNAPSHOT_BEGIN,
     DeliveryProgress,
     LoggedChange,
@@ -27,6 +24,9 @@ from indexer.sync.feed_delivery import (
     StoredAccount,
     StoredRecord,
 )
+from indexer.db.feed_page import LogTrimmedError, load_changes, load_latest_seq
+from indexer.db.shard_lock import ShardLock
+from indexer.db.table_parts import estimate_rows
 from indexer.sync.shard import bucket_of
 
 FEED_CONSUMER = "tap-feed"

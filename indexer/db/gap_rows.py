@@ -4,11 +4,9 @@ from collections.abc import Sequence
 
 from indexer.db.columns import Connection, storable
 from indexer.reasons import GapReason
-from indexer.sync.gap import Gap, OpenGap
-from indexer.sync.repo_state import SyncStatus
+from indexer.sync.repo import SyncStatus
 from indexer.sync.shard import Shard
-from indexer.sync.stored_cursor import StoredCursor
-from indexer.sync.watermark import Position
+from indexer.sync.stream import Gap, OpenGap, Position, StoredCursor
 
 _REASONS = {str(reason): reason for reason in GapReason}
 

@@ -11,7 +11,7 @@ import asyncpg
 
 from indexer.db.columns import Connection, columns_of, storable, unnest
 from indexer.reasons import FetchFailure
-from indexer.sync.host_state import MAX_HOSTS, HostState
+from indexer.sync.identity import MAX_HOSTS, HostState
 
 REPORTED_HOSTS = 10
 """Paused hosts that `load_paused` returns."""

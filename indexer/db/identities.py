@@ -7,8 +7,8 @@ from indexer.crash_points import crash_point
 from indexer.db.change_log import log_changes
 from indexer.db.columns import Connection, buckets_of, columns_of, of_buckets, storable, unnest
 from indexer.sync.changes import ChangeLogEntry
+from indexer.sync.identity import INVALID_HANDLE, DueIdentity, HandleCheck, HandleClaim, StoredIdentity
 from indexer.sync.shard import bucket_of
-from indexer.sync.stored_identity import INVALID_HANDLE, DueIdentity, HandleCheck, HandleClaim, StoredIdentity
 
 MAX_LOCK_WAIT = 10
 """Seconds that a statement may wait for a row before its parameter for the present time is too old. It is shorter than

@@ -20,10 +20,10 @@ from indexer.crash_points import COMMITTED, crash_point
 from indexer.db.change_signal import ChangeSignal
 from indexer.db.columns import Columns, Connection, buckets_of, columns_of, of_buckets, unnest
 from indexer.db.database_errors import database_errors
+from indexer.db.feed_delivery import LoggedChange
 from indexer.db.feed_page import LogTrimmedError, load_changes
 from indexer.db.shard_lock import ShardLock
 from indexer.sync.changes import RecordKey
-from indexer.sync.feed_delivery import LoggedChange
 from indexer.sync.shard import bucket_of, bucket_of_target
 
 LINK_CONSUMER = "links"

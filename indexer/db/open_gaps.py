@@ -13,8 +13,8 @@ from indexer.concurrency.event_wait import wait_for_event
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Store
 from indexer.db.periodic import run_periodically
-from indexer.sync.gap import Gap, OpenGap
 from indexer.sync.shard import Shard
+from indexer.sync.stream import Gap, OpenGap
 from indexer.telemetry.metrics import Metrics
 
 REFRESH_SECONDS = 5.0

@@ -9,11 +9,10 @@ from indexer.atproto.syntax import is_nsid
 from indexer.crash_points import crash_point
 from indexer.db import crawl_rows, scope_row
 from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
+from indexer.db.crawl_progress import CrawlProgress
 from indexer.db.write import write
-from indexer.sync.crawl_progress import CrawlProgress
-from indexer.sync.plans import Batch, RepoWrite
-from indexer.sync.repo_state import CHOSEN, OUT_OF_SCOPE
-from indexer.sync.repo_transitions import untrack
+from indexer.sync.changes import Batch, RepoWrite
+from indexer.sync.repo import CHOSEN, OUT_OF_SCOPE, untrack
 from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import Shard
 

@@ -8,8 +8,8 @@ from indexer.db.columns import Connection, buckets_of
 from indexer.db.table_parts import estimate_rows
 from indexer.db.write import write
 from indexer.reasons import FetchFailure
-from indexer.sync.plans import Batch, RepoWrite
-from indexer.sync.repo_state import CHOSEN, OUT_OF_SCOPE, Repo, SyncStatus
+from indexer.sync.changes import Batch, RepoWrite
+from indexer.sync.repo import CHOSEN, OUT_OF_SCOPE, Repo, SyncStatus
 from indexer.sync.scope import Scope
 
 BATCH_SIZE = 1_000

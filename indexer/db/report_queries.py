@@ -15,6 +15,7 @@ from indexer.db import process_reports, scope_row
 from indexer.db.change_log_segments import ConsumerState, load_consumers
 from indexer.db.columns import Connection
 from indexer.db.database_errors import DatabaseError
+from indexer.db.feed_delivery import RefusedEvent
 from indexer.db.feed_rows import count_refused, load_refused
 from indexer.db.gap_rows import load_open as load_open_gaps
 from indexer.db.host_states import load_paused
@@ -23,12 +24,10 @@ from indexer.db.process_reports import ProcessReport
 from indexer.db.shard_lock import ShardSession, load_sessions
 from indexer.db.table_parts import TablePart, estimate_rows, load_parts
 from indexer.reasons import FetchFailure
-from indexer.sync.feed_delivery import RefusedEvent
-from indexer.sync.gap import OpenGap
-from indexer.sync.host_state import HostState
-from indexer.sync.plans import Cursor
-from indexer.sync.repo_state import SyncStatus
+from indexer.sync.identity import HostState
+from indexer.sync.repo import SyncStatus
 from indexer.sync.shard import BUCKETS, bucket_of
+from indexer.sync.stream import Cursor, OpenGap
 
 FIRST_PAGES_PER_REPO = 4
 """Pages of the table that a sample reads first, for each repo of the sample."""

@@ -11,7 +11,7 @@ from indexer.db.columns import Connection
 from indexer.db.connections import Connections
 from indexer.db.database_errors import database_errors, refused_writes
 from indexer.db.resync_transaction import NewReposTransaction, ResyncTransaction
-from indexer.sync.repo_state import Repo
+from indexer.sync.repo import Repo
 
 T = TypeVar("T", ResyncTransaction, NewReposTransaction)
 

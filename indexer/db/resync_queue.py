@@ -14,10 +14,8 @@ from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns,
 from indexer.db.placement import shard_of
 from indexer.db.write import write
 from indexer.reasons import Desync, FetchFailure
-from indexer.sync.changes import ChangeLogEntry
-from indexer.sync.plans import Batch, RepoWrite
-from indexer.sync.repo_state import OUT_OF_SCOPE, Repo, SyncStatus
-from indexer.sync.repo_transitions import Trigger, amend, desynchronize, transition
+from indexer.sync.changes import Batch, ChangeLogEntry, RepoWrite
+from indexer.sync.repo import OUT_OF_SCOPE, Repo, SyncStatus, Trigger, amend, desynchronize, transition
 from indexer.sync.shard import bucket_of
 
 LONGEST_LEASE_SECONDS = 600

@@ -17,9 +17,9 @@ from indexer.db.consistent_read import in_chunks
 from indexer.db.database_errors import database_errors, refused_writes
 from indexer.db.write import NewRepoRecords, create_records, write, write_changes
 from indexer.errors import BrokenInvariantError
+from indexer.sync.changes import Action, Batch, BufferedEvent, RecordChange
 from indexer.sync.export import RecordChunk
-from indexer.sync.plans import Action, Batch, BufferedEvent, RecordChange
-from indexer.sync.repo_state import Repo, SyncStatus
+from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.shard import bucket_of
 
 CHUNK_SIZE = 5_000

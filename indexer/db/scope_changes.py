@@ -9,10 +9,9 @@ from indexer.crash_points import crash_point
 from indexer.db import scope_row
 from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
 from indexer.db.write import write
-from indexer.sync.narrowing import plan_narrowing
-from indexer.sync.plans import Batch, RepoWrite
-from indexer.sync.repo_state import Repo, SyncStatus
-from indexer.sync.repo_transitions import amend, widen
+from indexer.sync.changes import Batch, RepoWrite
+from indexer.sync.plan import plan_narrowing
+from indexer.sync.repo import Repo, SyncStatus, amend, widen
 from indexer.sync.scope import Scope
 
 # One step along the index for each collection: there are some thousands at most.

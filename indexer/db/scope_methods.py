@@ -5,12 +5,12 @@ from collections.abc import Iterable, Sequence
 from indexer.atproto.syntax import CollectionFilter
 from indexer.db import crawl_rows, out_of_scope, scope_changes, scope_row
 from indexer.db.connections import Connections
+from indexer.db.crawl_progress import CrawlProgress
 from indexer.db.out_of_scope import NotChosen, UntrackedPage
 from indexer.db.scope_changes import NarrowedPage, RecordPosition, UnselectedRecords
 from indexer.db.scope_row import CollectionProgress
 from indexer.errors import BrokenInvariantError
-from indexer.sync.crawl_progress import CrawlProgress
-from indexer.sync.repo_state import Repo
+from indexer.sync.repo import Repo
 from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import Shard
 

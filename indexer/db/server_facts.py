@@ -10,7 +10,7 @@ from indexer.db.gap_rows import load_cursors
 from indexer.db.placement import load_placement
 from indexer.db.schema_version import SchemaState, schema_state
 from indexer.sync.shard import Placement
-from indexer.sync.stored_cursor import merged
+from indexer.sync.stream import merged
 
 SETTINGS = (
     "server_version",

@@ -18,6 +18,7 @@ from indexer.db.account_methods import AccountMethods
 from indexer.db.blocking_sessions import BlockingSession, OldSnapshots
 from indexer.db.change_log_segments import ChangeLogState, RetentionPolicy, TrimPlan
 from indexer.db.columns import Connection, buckets_of, repo_columns, repo_of
+from indexer.db.crawl_progress import CrawlProgress, Purpose
 from indexer.db.crawl_rows import ListDifferences
 from indexer.db.database_errors import DatabaseError, is_conflict, is_read_only, refused_writes
 from indexer.db.dead_letters import StoredDeadLetter
@@ -31,16 +32,13 @@ from indexer.db.scope_methods import ScopeMethods
 from indexer.db.shard_lock import ShardLock, ShardSession, load_sessions, open_lock, session_name
 from indexer.db.write import WrittenBatch, write
 from indexer.reasons import Rejection
-from indexer.sync.crawl_progress import CrawlProgress, Purpose
-from indexer.sync.gap import Gap, OpenGap
-from indexer.sync.host_state import HostState
-from indexer.sync.plan_event import plan_listed
-from indexer.sync.plans import Batch, DeadLetter, RepoWrite
-from indexer.sync.repo_state import Repo, SyncStatus
+from indexer.sync.changes import Batch, DeadLetter, RepoWrite
+from indexer.sync.identity import HostState
+from indexer.sync.plan import plan_listed
+from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.scope import Scope
 from indexer.sync.shard import Shard
-from indexer.sync.stored_cursor import StoredCursor
-from indexer.sync.watermark import Position
+from indexer.sync.stream import Gap, OpenGap, Position, StoredCursor
 
 LOAD_REPOS = f"""
     select {repo_columns("r")} from indexer.repo r where did = any($1::text[]) and bucket = any($2::smallint[])

@@ -39,17 +39,21 @@ from indexer.db.columns import (
 )
 from indexer.db.placement import shard_of
 from indexer.sync.changes import (
+    Action,
+    Batch,
+    RecordChange,
     RecordKey,
     RepoVisibility,
+    RepoWrite,
     change_log_entries,
     effective_changes,
     record_entries,
     visibility_of,
 )
 from indexer.sync.export import RecordChunk
-from indexer.sync.plans import Action, Batch, Cursor, RecordChange, RepoWrite
-from indexer.sync.repo_state import DELETED, Repo, SyncStatus
+from indexer.sync.repo import DELETED, Repo, SyncStatus
 from indexer.sync.shard import bucket_of
+from indexer.sync.stream import Cursor
 
 STATEMENT_BYTES = 8 << 20
 """Bytes of records in one statement, if it has more than one row. Postgres refuses messages of 1 GiB, and the driver

@@ -7,9 +7,9 @@ from time import time
 from indexer.net.http import registered_domain
 from indexer.net.identity import web_host
 from indexer.net.new_accounts import NewAccounts
-from indexer.sync.plan_batch import BatchPlan
+from indexer.sync.batch import BatchPlan
 from indexer.sync.policy import KeyStateOf, PlanContext
-from indexer.sync.repo_state import Repo
+from indexer.sync.repo import Repo
 from indexer.telemetry.conditions import NEW_ACCOUNTS_LIMITED, Conditions
 from indexer.telemetry.metrics import Metrics
 

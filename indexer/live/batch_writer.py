@@ -11,6 +11,7 @@ from time import monotonic, time
 import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
+from indexer.core.native_core import NativeCore
 from indexer.crash_points import crash_point
 from indexer.db import DatabaseError, Store
 from indexer.db.current_scope import CurrentScope
@@ -26,16 +27,13 @@ from indexer.live.settled_totals import SettledTotals
 from indexer.live.stream_position import StreamPosition
 from indexer.live.verification_ahead import VerificationAhead
 from indexer.reasons import Desync, Rejection
-from indexer.sync.event_time import event_seconds
-from indexer.sync.events import MalformedEvent, UnknownEvent
-from indexer.sync.native_core import NativeCore
-from indexer.sync.plan_batch import BatchPlan, ReceivedMessage, SettledMessage, is_quick, plan_batch, plan_refusal
-from indexer.sync.plans import Batch, Cursor
+from indexer.sync.batch import BatchPlan, ReceivedMessage, SettledMessage, is_quick, plan_batch, plan_refusal
+from indexer.sync.changes import Batch
+from indexer.sync.events import MalformedEvent, UnknownEvent, event_seconds
 from indexer.sync.policy import KeyStateOf, PlanContext, Policy
-from indexer.sync.repo_state import Repo
-from indexer.sync.repo_transitions import Outcome
+from indexer.sync.repo import Outcome, Repo
 from indexer.sync.shard import Shard
-from indexer.sync.watermark import Position
+from indexer.sync.stream import Cursor, Position
 from indexer.telemetry.conditions import MESSAGES_REFUSED, Conditions
 from indexer.telemetry.metrics import Metrics
 

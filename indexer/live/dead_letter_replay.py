@@ -17,12 +17,11 @@ from indexer.live.key_states import KeyStates
 from indexer.net.http import host_of
 from indexer.net.identity import IdentityCache
 from indexer.reasons import Desync, FetchFailure, Rejection
-from indexer.sync.events import InfoEvent, OtherShardEvent, StreamError, UnknownEvent
-from indexer.sync.frames import decode_frame
-from indexer.sync.plan_batch import BatchPlan, ReceivedMessage, plan_batch
-from indexer.sync.plans import Batch, DeadLetter, NeedsKey
+from indexer.sync.batch import BatchPlan, ReceivedMessage, plan_batch
+from indexer.sync.changes import Batch, DeadLetter, NeedsKey
+from indexer.sync.events import InfoEvent, OtherShardEvent, StreamError, UnknownEvent, decode_frame
 from indexer.sync.policy import KeyState, PlanContext, Policy
-from indexer.sync.repo_transitions import Outcome
+from indexer.sync.repo import Outcome
 
 MAX_ATTEMPTS = 5
 """Attempts to replay one dead letter while other writes change its repo."""

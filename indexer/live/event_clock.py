@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from itertools import chain, islice
 
-from indexer.sync.event_time import event_seconds
+from indexer.sync.events import event_seconds
 
 EARLIEST = 1_640_995_200.0
 """2022-01-01: no event of the protocol is older."""

@@ -8,11 +8,13 @@ import structlog
 
 from indexer.atproto.limits import Limits
 from indexer.concurrency.stage_progress import StageProgress
+from indexer.core.native_core import NativeCore, frame_decoder
 from indexer.live.inbox import Inbox
 from indexer.live.stream_continuity import StreamContinuity
 from indexer.live.stream_position import StreamPosition
 from indexer.net.relay.subscription import Subscription
 from indexer.reasons import Rejection
+from indexer.sync.batch import ReceivedMessage
 from indexer.sync.events import (
     AccountEvent,
     CommitEvent,
@@ -24,12 +26,9 @@ from indexer.sync.events import (
     StreamError,
     UnknownEvent,
 )
-from indexer.sync.native_core import NativeCore, frame_decoder
-from indexer.sync.plan_batch import ReceivedMessage
-from indexer.sync.repo_transitions import Outcome
-from indexer.sync.sequence_order import SequenceOrder, Step
+from indexer.sync.repo import Outcome
 from indexer.sync.shard import Shard
-from indexer.sync.watermark import Position
+from indexer.sync.stream import Position, SequenceOrder, Step
 from indexer.telemetry.metrics import Metrics
 
 STALL_SECONDS = 240.0

@@ -9,7 +9,7 @@ from time import monotonic
 
 from indexer.concurrency.event_wait import wait_for_event
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.sync.plan_batch import ReceivedMessage
+from indexer.sync.batch import ReceivedMessage
 
 MESSAGE_BYTES = 2_000
 """Approximate memory of a decoded message besides its frame."""

@@ -16,8 +16,8 @@ from indexer.live.inbox import Inbox, message_bytes
 from indexer.live.key_states import KeyStates
 from indexer.net.identity import METHODS, IdentityCache, Method, method_of
 from indexer.reasons import FetchFailure
-from indexer.sync.plan_batch import ReceivedMessage
-from indexer.sync.plans import NeedsKey
+from indexer.sync.batch import ReceivedMessage
+from indexer.sync.changes import NeedsKey
 from indexer.sync.policy import UNAVAILABLE, KeyState
 
 MAX_QUEUED_PER_SLOT = 4

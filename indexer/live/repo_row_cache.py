@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from time import monotonic
 
-from indexer.sync.repo_state import Repo, SyncStatus
+from indexer.sync.repo import Repo, SyncStatus
 
 ROW_BYTES = 1_200
 """Approximate memory of an entry without its DID, which is counted twice, as key and in the row."""

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from indexer.live.event_clock import MAX_AHEAD
-from indexer.sync.event_time import event_seconds
+from indexer.sync.events import event_seconds
 from indexer.sync.shard import Shard
-from indexer.sync.stored_cursor import StoredCursor
+from indexer.sync.stream import StoredCursor
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from indexer.reasons import Rejection
-from indexer.sync.plan_batch import SettledMessage
-from indexer.sync.plans import DeadLetter
+from indexer.sync.batch import SettledMessage
+from indexer.sync.changes import DeadLetter
 
 
 class SettledTotals:

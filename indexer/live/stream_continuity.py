@@ -13,9 +13,8 @@ from indexer.db.periodic import DatabaseAttempt
 from indexer.live.stream_entry import Continuity, StreamEntries, StreamEntry, continuity
 from indexer.net.relay.subscription import Subscription
 from indexer.reasons import GapReason
-from indexer.sync.events import Event, MalformedEvent, UnknownEvent
-from indexer.sync.frames import MAX_SEQ
-from indexer.sync.gap import Gap, OpenGap
+from indexer.sync.events import MAX_SEQ, Event, MalformedEvent, UnknownEvent
+from indexer.sync.stream import Gap, OpenGap
 
 PROOF_TIMEOUT = 15.0
 """Seconds after the connection in which the relay must send the message at the cursor again."""

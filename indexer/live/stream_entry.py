@@ -16,10 +16,9 @@ from indexer.db import Store
 from indexer.live.resume_point import ResumePoint, known_until, resume_point
 from indexer.net.relay.seek import Entry
 from indexer.reasons import GapReason
-from indexer.sync.event_time import event_seconds
-from indexer.sync.gap import Gap
+from indexer.sync.events import event_seconds
 from indexer.sync.shard import Shard
-from indexer.sync.watermark import Watermark
+from indexer.sync.stream import Gap, Watermark
 
 OVERLAP_SECONDS = 900.0
 """Seconds before the last stored message at which another relay is entered: relays differ in delay and order."""

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from indexer.net.http import host_of
-from indexer.sync.event_time import event_seconds
-from indexer.sync.repo_state import StreamPoint
-from indexer.sync.watermark import Watermark
+from indexer.sync.events import event_seconds
+from indexer.sync.repo import StreamPoint
+from indexer.sync.stream import Watermark
 
 
 class StreamPosition:

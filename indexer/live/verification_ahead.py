@@ -3,14 +3,13 @@
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
+from indexer.core.native_core import CommitsBeingVerified, NativeCore
 from indexer.live.inbox import Inbox
 from indexer.live.repo_row_cache import RepoRowCache
+from indexer.sync.batch import MAX_BATCH_BYTES, PreparedCommits, ReceivedMessage, commits_to_verify, commits_within
 from indexer.sync.events import CommitEvent
-from indexer.sync.native_core import NativeCore
-from indexer.sync.plan_batch import MAX_BATCH_BYTES, ReceivedMessage, commits_within
 from indexer.sync.policy import KeyStateOf, PlanContext
-from indexer.sync.prepared_commits import CommitsBeingVerified, PreparedCommits, commits_to_verify
-from indexer.sync.repo_state import Repo
+from indexer.sync.repo import Repo
 
 MIN_MESSAGES = 32
 """If fewer messages wait than this and than a full batch, their commits are verified when they are planned."""

@@ -30,14 +30,11 @@ from indexer.resync.admission import Postponed
 from indexer.resync.lease import ClaimLostError
 from indexer.resync.new_repo_writer import NewRepo, NewRepoWriter
 from indexer.resync.phase import Phase
+from indexer.sync.changes import Action, Batch, RecordChange, RecordConverter
 from indexer.sync.export import CHUNK_BYTES, CHUNK_RECORDS, ExportReader, NewRecords, RecordChunk, VerifiedExport
-from indexer.sync.plan_resync import Completion
-from indexer.sync.plans import Action, Batch, RecordChange
 from indexer.sync.policy import KeyState, PlanContext, Policy, is_future
-from indexer.sync.record_change import RecordConverter
-from indexer.sync.repo_state import Head, Repo, SyncStatus
-from indexer.sync.repo_transitions import needs_export
-from indexer.sync.snapshot_diff import Difference, SnapshotDiff, without_value
+from indexer.sync.repo import Head, Repo, SyncStatus, needs_export
+from indexer.sync.resync import Completion, Difference, SnapshotDiff, without_value
 from indexer.sync.verify import VerifiedChange
 from indexer.telemetry.conditions import EQUIVOCATIONS, VALUES_MISSING, Conditions
 from indexer.telemetry.metrics import Metrics

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from indexer.crash_points import crash_point
 from indexer.db import Store
 from indexer.db.periodic import DatabaseAttempt
-from indexer.sync.repo_state import Repo
+from indexer.sync.repo import Repo
 
 RENEWALS_PER_LEASE = 3
 

@@ -18,11 +18,11 @@ from indexer.concurrency.shared_calls import SharedCalls
 from indexer.db import DatabaseError, NewRepoRecords, NewReposTransaction, RecordsExistError, Store
 from indexer.db.placement import shard_of
 from indexer.errors import RefusedWriteError
+from indexer.sync.changes import Batch
 from indexer.sync.export import RecordChunk
-from indexer.sync.plan_resync import Completion
-from indexer.sync.plans import Batch
 from indexer.sync.policy import KeyState, PlanContext, Policy
-from indexer.sync.repo_state import Head, Repo
+from indexer.sync.repo import Head, Repo
+from indexer.sync.resync import Completion
 from indexer.sync.shard import bucket_of
 from indexer.telemetry.metrics import Metrics
 

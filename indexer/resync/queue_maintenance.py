@@ -11,7 +11,7 @@ from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Store
 from indexer.db.periodic import run_periodically
 from indexer.reasons import Desync
-from indexer.sync.repo_transitions import STABLE_SECONDS
+from indexer.sync.repo import STABLE_SECONDS
 from indexer.sync.shard import Shard
 from indexer.telemetry.metrics import Metrics
 

@@ -23,11 +23,10 @@ from indexer.resync.admission import UNKNOWN_HOST, Admission, Postponed, Slot
 from indexer.resync.attempt import ResyncAttempts
 from indexer.resync.lease import ClaimLostError, run_under_lease
 from indexer.resync.phase import Phase
-from indexer.sync.plan_account import plan_existence
-from indexer.sync.plan_resync import plan_failure
-from indexer.sync.plans import Batch, RepoWrite
-from indexer.sync.repo_state import PARKED, Repo, SyncStatus
-from indexer.sync.repo_transitions import release
+from indexer.sync.account import plan_existence
+from indexer.sync.changes import Batch, RepoWrite
+from indexer.sync.repo import PARKED, Repo, SyncStatus, release
+from indexer.sync.resync import plan_failure
 from indexer.sync.shard import Shard
 from indexer.telemetry.conditions import NEW_ACCOUNTS_LIMITED, RESYNCS_FAILING, RESYNCS_SLOW, Conditions
 from indexer.telemetry.metrics import Metrics

@@ -6,7 +6,7 @@ from typing import Any
 
 from indexer.db.status_queries import MAX_COUNTED_RECORDS
 from indexer.reasons import Desync, FetchFailure
-from indexer.sync.repo_state import SyncStatus
+from indexer.sync.repo import SyncStatus
 
 _MINUTE, _HOUR, _DAY = 60, 3_600, 86_400
 _DESYNC_TEXTS = {str(reason): reason.text for reason in Desync}

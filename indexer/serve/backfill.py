@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import inf
 
 from indexer.db import Counts
-from indexer.sync.repo_state import SyncStatus
+from indexer.sync.repo import SyncStatus
 
 RATE_SECONDS = 600.0
 """Time over which the rate is averaged, or the time between two counts if that is longer."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from indexer.sync.gap import OpenGap
+from indexer.sync.stream import OpenGap
 
 MAX_LISTED_GAPS = 5
 MAX_READY_LAG_SECONDS = 60.0

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from indexer.db import ConsumerState, LinkProgress, LinkProgressState
-from indexer.sync.gap import OpenGap
+from indexer.sync.stream import OpenGap
 
 
 @dataclass(frozen=True, slots=True)

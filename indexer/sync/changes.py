@@ -1,10 +1,242 @@
-"""Derive the entries of the change log from a write: entries of records, and entries of the repo itself."""
+"""The effects of events and exports as data: changes of records, writes of repos, and entries of the change log.
+
+Pure functions make them from a repo's row and a verified value, so the same inputs give the same effects. `db.write`
+writes them. A resync also writes the differences to its export.
+"""
 
 from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from indexer.sync.plans import Action, RecordChange, RepoWrite
-from indexer.sync.repo_state import DELETED, Repo, SyncStatus
+from indexer.atproto.record import ConvertedRecord, ItemBudget, Problem, Value, decode_record
+from indexer.atproto.syntax import split_path
+from indexer.errors import UpstreamError
+from indexer.reasons import Desync, Rejection
+from indexer.sync.policy import Policy
+from indexer.sync.repo import DELETED, Outcome, Repo, SyncStatus
+from indexer.sync.stream import Cursor
+from indexer.sync.verify import VerifiedChange
+
+Action = Literal["create", "update", "delete"]
+
+CHANGE_BYTES = 200
+"""Approximate bytes of a record change in a statement besides its path and its value."""
+MAX_CHARACTER_BYTES = 4
+"""Bytes of the longest character in UTF-8."""
+
+
+class RecordChange(NamedTuple):
+    """A change of one record. `cid`, `value`, `problem` and `original` are None for a delete.
+
+    Attributes:
+        action: What the commit or the export says. It may differ from what happens to the stored record: see
+            `effective_changes`.
+        rev: The rev of the commit or the export; None for a delete that neither caused.
+        value: The record as JSON text (docs/protocol.md#record-json).
+        problem: Why `value` is None or differs from the original; None if it is complete.
+        original: The record as DAG-CBOR, only if `value` does not contain all of it.
+    """
+
+    action: Action
+    collection: str
+    rkey: str
+    rev: str | None
+    cid: bytes | None = None
+    value: str | None = None
+    problem: str | None = None
+    original: bytes | None = None
+
+    @property
+    def size(self) -> int:
+        """Return the bytes that the change takes in a statement, or a little more."""
+        value = self.value or ""
+        value_bytes = len(value) if value.isascii() else MAX_CHARACTER_BYTES * len(value)
+        return CHANGE_BYTES + len(self.collection) + len(self.rkey) + value_bytes + len(self.original or b"")
+
+
+class Plan(NamedTuple):
+    """The complete effect of one event on one repo.
+
+    Attributes:
+        repo: The row afterwards; the same object if the row does not change.
+        changes: The changes of records, in the order in which they happened.
+        buffer: True if the frame goes to the resync buffer.
+        why: The reason for a rejection or a desynchronization, or why a #commit or #sync was not applied.
+        lenient: True if the event is a commit that was applied although its inversion is undecidable.
+        refresh_identity: True if the identity may have changed, so that it is looked up again.
+    """
+
+    repo: Repo
+    outcome: Outcome
+    changes: tuple[RecordChange, ...] = ()
+    buffer: bool = False
+    why: Rejection | Desync | None = None
+    detail: str = ""
+    lenient: bool = False
+    refresh_identity: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NeedsKey:
+    """Planning needs the signing key of `did` first: with `refresh`, from a new lookup instead of the cache."""
+
+    did: str
+    refresh: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BufferedEvent:
+    """A frame in the resync buffer, which is applied at the end of the repo's resync."""
+
+    did: str
+    relay: str
+    seq: int
+    frame: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A rejected message.
+
+    Attributes:
+        frame: The frame, truncated to `batch.DEAD_LETTER_BYTES`.
+        epoch: The epoch of the relay's sequence that `seq` belongs to.
+    """
+
+    relay: str
+    seq: int | None
+    did: str | None
+    kind: str
+    reason: Rejection
+    detail: str
+    frame: bytes
+    epoch: int = 0
+
+
+class RepoWrite(NamedTuple):
+    """The changes of one repo in one transaction.
+
+    Attributes:
+        expected_version: The version of the row that the changes were planned on; 0: no row. If the row has another
+            version when the transaction runs, nothing is written.
+        live: True if the stream caused the changes, False if a resync did.
+        advances: True if nothing but the head changes (see `Repo.advances`).
+        lenient_commits: Number of commits among them that were applied although their inversion is undecidable.
+    """
+
+    expected_version: int
+    repo: Repo
+    changes: tuple[RecordChange, ...] = ()
+    buffered: tuple[BufferedEvent, ...] = ()
+    live: bool = True
+    lenient_commits: int = 0
+    advances: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The content of one transaction: at most one `RepoWrite` per repo, in any order.
+
+    Attributes:
+        stale_identities: DIDs that need an identity refresh.
+        resolved: The ID of the dead letter whose replay has these effects; it is deleted.
+    """
+
+    writes: tuple[RepoWrite, ...] = ()
+    dead_letters: tuple[DeadLetter, ...] = ()
+    stale_identities: frozenset[str] = field(default_factory=frozenset)
+    cursor: Cursor | None = None
+    resolved: int | None = None
+
+
+MAX_EXPANSION = 16
+"""Bytes of stored values per byte of their commit or export. The most that JSON takes is 14 bytes, for an empty byte
+string, so only blocks that many paths name exceed this."""
+MIN_VALUE_BYTES = 1 << 20
+"""Bytes of values that even a small commit or export may have."""
+
+
+def selected_path(path: bytes, policy: Policy) -> tuple[str, str] | None:
+    """Return collection and record key; None if the path is outside the selected collections or breaks the syntax.
+
+    A path with bad syntax in a signed tree still takes part in every proof. It only names no record
+    (docs/protocol.md#merkle-search-tree).
+    """
+    try:
+        collection, rkey = split_path(path.decode())
+    except (UpstreamError, UnicodeDecodeError):
+        return None
+    return (collection, rkey) if policy.scope.collections.matches(collection) else None
+
+
+class RecordConverter:
+    """Converts the changes of one commit or of one export, within bounds that follow from its size.
+
+    A block that many paths name is decoded once, and its value is in memory once. In the database, each path has a copy
+    of the value, so that a small commit could fill the disk. Beyond `MAX_EXPANSION`, values are omitted.
+
+    Attributes:
+        bytes_converted: The sum of the sizes of the changes with values so far, in bytes (see `RecordChange.size`).
+    """
+
+    def __init__(self, policy: Policy, rev: str, source_bytes: int) -> None:
+        self._policy = policy
+        self._rev = rev
+        self._max_bytes = MIN_VALUE_BYTES + MAX_EXPANSION * source_bytes
+        self.bytes_converted = 0
+        self._items = ItemBudget(source_bytes)
+        self._decoded: dict[tuple[bytes, str], Value] = {}
+
+    @property
+    def items_left(self) -> int:
+        """The number of items that the records may still have."""
+        return self._items.left
+
+    @property
+    def bytes_left(self) -> int:
+        """The bytes that may still be converted before values are omitted."""
+        return max(0, self._max_bytes - self.bytes_converted)
+
+    def count_converted(self, items: int, size: int) -> None:
+        """Count records that were converted elsewhere, with so many items, and with changes of this size in bytes."""
+        self._items.subtract(items)
+        self.bytes_converted += size
+
+    def forget_values(self) -> None:
+        """Release the memory of the decoded values. A later path that names one of their blocks decodes it again."""
+        self._decoded.clear()
+
+    def convert(self, change: VerifiedChange) -> RecordChange | None:
+        """Return the change to store; None if the path is not selected."""
+        names = selected_path(change.path, self._policy)
+        if names is None:
+            return None
+        collection, rkey = names
+        if change.new is None:
+            return RecordChange("delete", collection, rkey, self._rev)
+        action: Action = "create" if change.old is None else "update"
+        if not self._policy.store_values:
+            return RecordChange(action, collection, rkey, self._rev, change.new)
+        if change.block is None:
+            return RecordChange(action, collection, rkey, self._rev, change.new, problem=Problem.MISSING)
+        if self.bytes_converted > self._max_bytes:  # without a conversion, whose result would need memory
+            return RecordChange(action, collection, rkey, self._rev, change.new, problem=Problem.OMITTED)
+        value = self._value(change.new, change.block, collection, change.converted)
+        converted = RecordChange(
+            action, collection, rkey, self._rev, change.new, value.json, value.problem, value.original
+        )
+        self.bytes_converted += converted.size
+        if self.bytes_converted > self._max_bytes:
+            return converted._replace(value=None, problem=Problem.OMITTED, original=None)
+        return converted
+
+    def _value(self, cid: bytes, block: bytes, collection: str, converted: ConvertedRecord | None) -> Value:
+        value = self._decoded.get((cid, collection))
+        if value is None:
+            value = decode_record(block, collection, self._policy.limits, self._items, converted)
+            self._decoded[cid, collection] = value
+        return value
+
 
 RepoAction = Literal["hidden", "visible", "deleted", "identity", "moved", "completed"]
 RecordKey = tuple[str, str, str]

@@ -1,12 +1,20 @@
-"""The messages of `com.atproto.sync.subscribeRepos` as immutable values (docs/protocol.md#frames).
+"""The messages of `com.atproto.sync.subscribeRepos` as immutable values, and how frames are decoded to them.
 
-Fields have the names of the lexicon, in snake case. CIDs are their 36 binary bytes. `frames.decode_frame` has checked
-the syntax of DIDs and TIDs, and the size limits. Signatures and operations are not verified yet.
+Each frame is two DAG-CBOR objects, a header and a payload. The rules are in docs/protocol.md#frames. Fields have the
+names of the lexicon, in snake case. CIDs are their 36 binary bytes. `decode_frame` checks the syntax of DIDs and TIDs,
+and the size limits. Signatures and operations are not verified yet.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from datetime import datetime
+from typing import Any, Literal, NamedTuple
 
+from indexer.atproto.cbor import CborError, abridged, count_items, decode_pair, explain_frame
+from indexer.atproto.cid import is_cid, is_link
+from indexer.atproto.limits import Limits
+from indexer.atproto.syntax import is_did, is_tid
+from indexer.errors import UpstreamError
 from indexer.reasons import Rejection
 
 
@@ -137,3 +145,289 @@ class MalformedEvent:
 
 RepoEvent = CommitEvent | SyncEvent | IdentityEvent | AccountEvent
 Event = RepoEvent | InfoEvent | StreamError | UnknownEvent | MalformedEvent | OtherShardEvent
+
+
+MAX_SEQ = 2**63 - 1
+MAX_STATUS_CHARACTERS = 128
+_MAX_PATH_CHARACTERS = 1_024
+_MAX_DID_CHARACTERS = 2_048
+_MAX_TYPE_CHARACTERS = 64
+_MAX_TIME_CHARACTERS = 64
+_NAMESPACE = "com.atproto.sync.subscribeRepos"
+_RepoEventKind = Literal["commit", "sync", "identity", "account"]
+_REPO_EVENT_KINDS: dict[str, _RepoEventKind] = {
+    "#commit": "commit",
+    "#sync": "sync",
+    "#identity": "identity",
+    "#account": "account",
+}
+
+
+def decode_frame(frame: bytes, limits: Limits, owns: Callable[[str], bool] | None = None) -> Event:
+    """Return the event of a frame; a `MalformedEvent` if the frame breaks a rule. Never raises.
+
+    Args:
+        frame: One websocket message.
+        limits: Limits on sizes and counts.
+        owns: Returns True for a DID of this shard; None means all DIDs. An event about another DID becomes an
+            `OtherShardEvent`, which is at least twice as fast as decoding it completely.
+    """
+    if len(frame) > limits.frame_bytes:
+        return _malformed({}, {}, UpstreamError(Rejection.FRAME_TOO_LARGE, f"{len(frame)} bytes"))
+    if _has_more_items(frame, limits.frame_items):
+        return _malformed({}, {}, UpstreamError(Rejection.FRAME_TOO_LARGE, f"over {limits.frame_items} items"))
+    try:
+        header, payload = _split_frame(frame)
+    except UpstreamError as error:
+        return _malformed({}, {}, error)
+    if owns is not None and (other := _other_shard_event(header, payload, owns)) is not None:
+        return other
+    try:
+        return _decode_payload(header, payload, limits)
+    except UpstreamError as error:
+        return _malformed(header, payload, error)
+
+
+def frame_for_display(frame: bytes) -> dict[str, Any]:
+    """Return a frame's header and payload for display, as JSON values with long strings shortened.
+
+    Raises:
+        UpstreamError: The frame is not a header and a payload.
+    """
+    header, payload = _split_frame(frame)
+    return {"header": abridged(header), "payload": abridged(payload)}
+
+
+def hosting_status(report: Mapping[str, Any]) -> str | None:
+    """Return the `status` of an account in a message or an answer: a short text that Postgres can store.
+
+    The set of values is open. A status that is not a text is not known: the account must not stay as it was because of
+    it.
+    """
+    status = report.get("status")
+    text = "" if status is None else status if isinstance(status, str) else f"invalid: {status!r:.100}"
+    return text[:MAX_STATUS_CHARACTERS].replace("\0", "\ufffd") or None
+
+
+def _has_more_items(frame: bytes, max_items: int) -> bool:
+    """Return True if the frame has too many items. Decoding 5 MB of nested lists would take two seconds.
+
+    Each item has at least one byte, so small frames are not counted.
+    """
+    return len(frame) > max_items and count_items(frame, max_items, max_items, objects=max_items + 1)[0] > max_items
+
+
+def _split_frame(frame: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    try:
+        header, payload = decode_pair(frame)
+    except CborError as error:
+        raise UpstreamError(Rejection.FRAME_MALFORMED, f"{error}: {explain_frame(frame)}") from None
+    if not isinstance(header, dict) or not isinstance(payload, dict):
+        raise UpstreamError(Rejection.FRAME_MALFORMED, "header or payload is not a map")
+    return header, payload
+
+
+def _other_shard_event(
+    header: dict[str, Any], payload: dict[str, Any], owns: Callable[[str], bool]
+) -> OtherShardEvent | None:
+    op, kind, seq = header.get("op"), _repo_event_kind(header), _seq_or_none(payload)
+    if op != 1 or op is True or kind is None or seq is None:  # in Python, True == 1
+        return None
+    did = payload.get(_did_field(kind))
+    if not isinstance(did, str) or len(did) > _MAX_DID_CHARACTERS or owns(did):
+        return None
+    return OtherShardEvent(seq, kind, did, _time(payload))
+
+
+def _repo_event_kind(header: dict[str, Any]) -> _RepoEventKind | None:
+    name = header.get("t")
+    return _REPO_EVENT_KINDS.get(name.removeprefix(_NAMESPACE)) if isinstance(name, str) else None
+
+
+def _did_field(kind: _RepoEventKind | None) -> str:
+    return "repo" if kind == "commit" else "did"
+
+
+def _decode_payload(header: dict[str, Any], payload: dict[str, Any], limits: Limits) -> Event:
+    match header.get("op"):
+        case True | False:  # in Python, True == 1
+            raise UpstreamError(Rejection.FRAME_MALFORMED, "op is not an integer")
+        case 1:
+            name = header.get("t")
+            if not isinstance(name, str):
+                raise UpstreamError(Rejection.FRAME_MALFORMED, "t is not a string")
+            decode = _DECODERS.get(name.removeprefix(_NAMESPACE))
+            return (
+                decode(payload, limits) if decode else UnknownEvent(name[:_MAX_TYPE_CHARACTERS], _seq_or_none(payload))
+            )
+        case -1:
+            return StreamError(_text(payload, "error"), _text_or(payload, "message", ""))
+        case int():
+            return UnknownEvent("op", _seq_or_none(payload))
+        case _:
+            raise UpstreamError(Rejection.FRAME_MALFORMED, "op is not an integer")
+
+
+def _commit(payload: dict[str, Any], limits: Limits) -> CommitEvent:
+    blocks = _bytes(payload, "blocks", limits.commit_blocks_bytes)
+    ops = payload.get("ops")
+    if not isinstance(ops, list):
+        raise UpstreamError(Rejection.FIELD_INVALID, "ops is not a list")
+    if len(ops) > limits.commit_ops:
+        raise UpstreamError(Rejection.TOO_MANY_OPS, f"{len(ops)} ops")
+    return CommitEvent(
+        seq=_seq(payload),
+        did=_did(payload, "repo"),
+        commit=_cid(payload, "commit"),
+        rev=_tid(payload, "rev"),
+        since=_since(payload),
+        prev_data=_cid_or_none(payload, "prevData"),
+        ops=tuple([_op(op) for op in ops]),
+        blocks=blocks,
+        time=_time(payload),
+    )
+
+
+def _since(payload: dict[str, Any]) -> str | None:
+    """Return the rev before the commit; "" if it is not a TID: only whether there is one has an effect."""
+    since = payload.get("since")
+    return since if since is None or (isinstance(since, str) and is_tid(since)) else ""
+
+
+def _op(op: Any) -> RepoOp:
+    if not isinstance(op, dict):
+        raise UpstreamError(Rejection.FIELD_INVALID, "op is not a map")
+    path = _text(op, "path")
+    if len(path) > _MAX_PATH_CHARACTERS:
+        raise UpstreamError(Rejection.FIELD_INVALID, f"path has {len(path)} characters")
+    return RepoOp(_text(op, "action"), path, _link_or_none(op, "cid"), _link_or_none(op, "prev"))
+
+
+def _sync(payload: dict[str, Any], limits: Limits) -> SyncEvent:
+    return SyncEvent(
+        seq=_seq(payload),
+        did=_did(payload, "did"),
+        rev=_tid(payload, "rev"),
+        blocks=_bytes(payload, "blocks", limits.sync_blocks_bytes),
+        time=_time(payload),
+    )
+
+
+def _identity(payload: dict[str, Any], _limits: Limits) -> IdentityEvent:
+    return IdentityEvent(_seq(payload), _did(payload, "did"), _time(payload))
+
+
+def _account(payload: dict[str, Any], _limits: Limits) -> AccountEvent:
+    active = payload.get("active")
+    if not isinstance(active, bool):
+        raise UpstreamError(Rejection.FIELD_INVALID, "active is not a boolean")
+    return AccountEvent(_seq(payload), _did(payload, "did"), active, hosting_status(payload), _time(payload))
+
+
+def _info(payload: dict[str, Any], _limits: Limits) -> InfoEvent:
+    return InfoEvent(_text(payload, "name"), _text_or(payload, "message", ""))
+
+
+_DECODERS: dict[str, Callable[[dict[str, Any], Limits], Event]] = {
+    "#commit": _commit,
+    "#sync": _sync,
+    "#identity": _identity,
+    "#account": _account,
+    "#info": _info,
+}
+
+
+def _seq(payload: dict[str, Any]) -> int:
+    seq = _seq_or_none(payload)
+    if seq is None:
+        raise UpstreamError(Rejection.FIELD_INVALID, "seq is not a positive integer")
+    return seq
+
+
+def _seq_or_none(payload: dict[str, Any]) -> int | None:
+    seq = payload.get("seq")
+    return seq if type(seq) is int and 0 < seq <= MAX_SEQ else None
+
+
+def _did(payload: dict[str, Any], name: str) -> str:
+    did = payload.get(name)
+    if not isinstance(did, str) or not is_did(did):
+        raise UpstreamError(Rejection.FIELD_INVALID, f"{name} is not a DID")
+    return did
+
+
+def _tid(payload: dict[str, Any], name: str) -> str:
+    tid = payload.get(name)
+    if not isinstance(tid, str) or not is_tid(tid):
+        raise UpstreamError(Rejection.FIELD_INVALID, f"{name} is not a TID")
+    return tid
+
+
+def _cid(payload: dict[str, Any], name: str) -> bytes:
+    cid = payload.get(name)
+    if not isinstance(cid, bytes) or not is_cid(cid):
+        raise UpstreamError(Rejection.FIELD_INVALID, f"{name} is not a CID link")
+    return cid
+
+
+def _cid_or_none(payload: dict[str, Any], name: str) -> bytes | None:
+    return None if payload.get(name) is None else _cid(payload, name)
+
+
+def _link_or_none(payload: dict[str, Any], name: str) -> bytes | None:
+    """Return the CID of a record, which may be any CID version 1 (docs/protocol.md#commits)."""
+    cid = payload.get(name)
+    if cid is None:
+        return None
+    if not isinstance(cid, bytes) or not (is_cid(cid) or is_link(cid)):
+        raise UpstreamError(Rejection.FIELD_INVALID, f"{name} is not a CID link")
+    return cid
+
+
+def _bytes(payload: dict[str, Any], name: str, max_bytes: int) -> bytes:
+    data = payload.get(name)
+    if not isinstance(data, bytes):
+        raise UpstreamError(Rejection.FIELD_INVALID, f"{name} is not a byte string")
+    if len(data) > max_bytes:
+        raise UpstreamError(Rejection.BLOCKS_TOO_LARGE, f"{len(data)} bytes")
+    return data
+
+
+def _text(payload: dict[str, Any], name: str) -> str:
+    text = payload.get(name)
+    if not isinstance(text, str):
+        raise UpstreamError(Rejection.FIELD_INVALID, f"{name} is not a string")
+    return text
+
+
+def _text_or(payload: dict[str, Any], name: str, default: str) -> str:
+    text = payload.get(name)
+    return text if isinstance(text, str) else default
+
+
+def _time(payload: dict[str, Any]) -> str:
+    """Return the time, which identifies the message at a cursor and is stored with it; "" if it is too long."""
+    time = _text_or(payload, "time", "")
+    return time if len(time) <= _MAX_TIME_CHARACTERS else ""
+
+
+def _malformed(header: dict[str, Any], payload: dict[str, Any], error: UpstreamError) -> MalformedEvent:
+    """Return the event with the fields that can be read: its dead letter names them, and the cursor passes its seq."""
+    name = header.get("t")
+    did = payload.get(_did_field(_repo_event_kind(header)))
+    return MalformedEvent(
+        reason=error.reason,
+        detail=error.detail,
+        type=name[:_MAX_TYPE_CHARACTERS] if isinstance(name, str) else "",
+        seq=_seq_or_none(payload),
+        did=did if isinstance(did, str) and is_did(did) else None,
+    )
+
+
+def event_seconds(event_time: str | None) -> float | None:
+    """Return the time as Unix seconds; None if it is not a datetime with a time zone."""
+    try:
+        moment = datetime.fromisoformat(event_time or "")
+        return None if moment.tzinfo is None else moment.timestamp()
+    except (ValueError, OverflowError):
+        return None

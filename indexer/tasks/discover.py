@@ -6,10 +6,10 @@ from time import time
 
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Store
+from indexer.db.crawl_progress import CrawlProgress, Purpose
 from indexer.net.http import OutboundClient
-from indexer.sync.crawl_progress import CrawlProgress, Purpose
-from indexer.sync.plan_account import plan_hidden
-from indexer.sync.repo_state import Repo, hides
+from indexer.sync.account import plan_hidden
+from indexer.sync.repo import Repo, hides
 from indexer.sync.scope import Scope
 from indexer.tasks.repo_list_pages import repo_list_pages
 

@@ -11,9 +11,9 @@ from indexer.db.periodic import DatabaseAttempt, run_periodically
 from indexer.errors import UnavailableError
 from indexer.net.identity import IdentityCache
 from indexer.net.pds import PdsClient
-from indexer.sync.plan_account import plan_erasure_later, plan_existence
+from indexer.sync.account import plan_erasure_later, plan_existence
+from indexer.sync.identity import StoredIdentity
 from indexer.sync.shard import Shard
-from indexer.sync.stored_identity import StoredIdentity
 from indexer.telemetry.metrics import Metrics
 
 CHECKS = 16

@@ -19,8 +19,8 @@ from indexer.errors import UnavailableError
 from indexer.net.http import registered_domain
 from indexer.net.identity import HandleVerifier
 from indexer.sync.backoff import backoff_seconds
+from indexer.sync.identity import INVALID_HANDLE, HandleCheck, HandleClaim
 from indexer.sync.shard import Shard
-from indexer.sync.stored_identity import INVALID_HANDLE, HandleCheck, HandleClaim
 
 MAX_CONCURRENCY = 64
 MAX_DOMAINS = 10_000

@@ -21,8 +21,8 @@ from indexer.net.http import OutboundClient, host_of
 from indexer.net.identity import IdentityCache
 from indexer.net.pds.repo_list import RepoStatus, fetch_host_status, fetch_repo_status, is_silent
 from indexer.reasons import Desync, FetchFailure
-from indexer.sync.plan_account import plan_active, plan_hidden, plan_status_unknown
-from indexer.sync.repo_state import Repo, StreamPoint, SyncStatus, hides
+from indexer.sync.account import plan_active, plan_hidden, plan_status_unknown
+from indexer.sync.repo import Repo, StreamPoint, SyncStatus, hides
 from indexer.telemetry.metrics import Metrics
 
 MAX_ATTEMPTS = 4

@@ -15,10 +15,10 @@ from indexer.db.periodic import DatabaseAttempt, run_periodically
 from indexer.errors import UnavailableError
 from indexer.net.http import host_of
 from indexer.net.identity import METHODS, IdentityCache, Method
+from indexer.sync.account import plan_existence
 from indexer.sync.backoff import backoff_seconds
-from indexer.sync.plan_account import plan_existence
+from indexer.sync.identity import DueIdentity
 from indexer.sync.shard import Shard
-from indexer.sync.stored_identity import DueIdentity
 
 BATCH_SIZE = 100
 MAX_PER_HOST = 20

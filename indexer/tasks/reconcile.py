@@ -22,6 +22,7 @@ from indexer.atproto.syntax import tid_micros
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.crash_points import crash_point
 from indexer.db import Store
+from indexer.db.crawl_progress import CrawlProgress
 from indexer.db.current_scope import CurrentScope
 from indexer.db.open_gaps import OpenGaps
 from indexer.db.periodic import DatabaseAttempt
@@ -30,8 +31,7 @@ from indexer.net.http import OutboundClient
 from indexer.net.identity import IdentityCache
 from indexer.net.pds.repo_list import RepoListPage
 from indexer.reasons import Desync
-from indexer.sync.crawl_progress import CrawlProgress
-from indexer.sync.repo_state import StreamPoint, hides
+from indexer.sync.repo import StreamPoint, hides
 from indexer.sync.scope import Track
 from indexer.sync.shard import Shard
 from indexer.tasks.hosting_status import UNLISTED, HostingStatusChecks, ListReport

@@ -20,6 +20,7 @@ from indexer.atproto.syntax import is_nsid
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.crash_points import crash_point
 from indexer.db import DatabaseError, Store
+from indexer.db.crawl_progress import CrawlProgress
 from indexer.db.current_scope import CurrentScope
 from indexer.db.periodic import run_periodically
 from indexer.errors import UnavailableError
@@ -27,8 +28,7 @@ from indexer.net.http import OutboundClient
 from indexer.net.pds.repo_list import RepoListPage
 from indexer.net.pds.xrpc import MethodNotOfferedError
 from indexer.reasons import Desync, FetchFailure
-from indexer.sync.crawl_progress import CrawlProgress
-from indexer.sync.repo_state import Repo
+from indexer.sync.repo import Repo
 from indexer.sync.scope import Scope
 from indexer.sync.shard import Shard
 from indexer.tasks.listed_accounts import ListedAccounts

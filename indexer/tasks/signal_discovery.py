@@ -8,12 +8,12 @@ import structlog
 from indexer.atproto.syntax import is_nsid
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import DatabaseError, Store
+from indexer.db.crawl_progress import CrawlProgress
 from indexer.db.current_scope import CurrentScope
 from indexer.db.periodic import run_periodically
 from indexer.errors import UnavailableError
 from indexer.net.http import OutboundClient
 from indexer.net.pds.xrpc import MethodNotOfferedError
-from indexer.sync.crawl_progress import CrawlProgress
 from indexer.sync.scope import Scope
 from indexer.tasks.discover import Discovery
 

@@ -23,9 +23,8 @@ from prometheus_client.registry import Collector
 
 from indexer import __version__
 from indexer.reasons import Desync, FetchFailure, OmittedValue, Rejection
-from indexer.sync.plans import Action
-from indexer.sync.repo_state import SyncStatus
-from indexer.sync.repo_transitions import Outcome
+from indexer.sync.changes import Action
+from indexer.sync.repo import Outcome, SyncStatus
 from indexer.telemetry.metric_definitions import (
     FOUND_IN,
     MAX_LISTED,

@@ -2,7 +2,7 @@
 //!
 //! Everything here is about exports without a flaw. Of any other one, `prove` returns `None`, and the reference decides
 //! with its reason (`indexer/sync/verify.py`). Records that are not ordinary are left to the reference, too
-//! (`indexer/sync/record_change.py`).
+//! (`indexer/sync/changes.py`).
 
 use std::collections::{HashSet, VecDeque};
 use std::io;
@@ -133,7 +133,7 @@ impl Walk {
     }
 }
 
-/// The bounds of a chunk (`indexer/sync/record_change.py`).
+/// The bounds of a chunk (`indexer/sync/changes.py`).
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
     /// Records of a chunk.

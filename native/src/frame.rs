@@ -1,6 +1,6 @@
 //! Frames of the stream: the fields of an ordinary `#commit` (docs/protocol.md#frames).
 //!
-//! `decode_commit` returns what `indexer/sync/frames.py` returns. It returns `None`, and the reference decides, for any
+//! `decode_commit` returns what `indexer/sync/events.py` returns. It returns `None`, and the reference decides, for any
 //! other message, for a commit with an invalid or unusual field, and for a frame that is not canonical.
 
 use crate::cbor::Reader;

@@ -2,7 +2,7 @@
 //! JSON.
 //!
 //! **The Python code is the reference.** For a commit without any flaw, whose values are ordinary, this crate returns
-//! exactly what `indexer/sync/frames.py`, `indexer/sync/verify.py` and `indexer/atproto/record.py` return. In every
+//! exactly what `indexer/sync/events.py`, `indexer/sync/verify.py` and `indexer/atproto/record.py` return. In every
 //! other case it returns `None`, and the caller asks the reference: for a malformed byte, a wrong hash or signature, a
 //! missing block, and also for anything valid that is rare. So there are no reasons and no messages in this crate, and
 //! it is correct if it never *accepts* something with another result. `tests/sync/test_native_core.py`,

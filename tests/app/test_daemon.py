@@ -12,13 +12,13 @@ from indexer.app.core_choice import DaemonCore
 from indexer.app.daemon import connection_count, open_daemon
 from indexer.app.process_setup import StopRequest
 from indexer.app.tuning import Tuning
+from indexer.core.native_core import CommitVerification, NativeCore
 from indexer.db import RESERVED_CONNECTIONS
 from indexer.demo.local_network import LocalNetwork
 from indexer.errors import BrokenInvariantError
 from indexer.live.batch_writer import BATCH_SIZE
 from indexer.resync.large_repo_slots import large_repo_slot_count
-from indexer.sync.native_core import CommitVerification, NativeCore
-from indexer.sync.repo_state import Repo
+from indexer.sync.repo import Repo
 from tests.batch_sizes import first_batch_size
 from tests.daemon_harness import run_daemon, settings_for
 from tests.native_module import CountingCore, module_core

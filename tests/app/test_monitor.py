@@ -12,10 +12,10 @@ from indexer.live.settled_totals import SettledTotals
 from indexer.net.http.host_limits import FAILURE_THRESHOLD, HostLimits, RateLimits
 from indexer.net.identity import LookupTotals
 from indexer.reasons import FetchFailure, Rejection
+from indexer.sync.batch import ReceivedMessage, SettledMessage
+from indexer.sync.changes import DeadLetter
 from indexer.sync.events import UnknownEvent
-from indexer.sync.plan_batch import ReceivedMessage, SettledMessage
-from indexer.sync.plans import DeadLetter
-from indexer.sync.repo_transitions import Outcome
+from indexer.sync.repo import Outcome
 from indexer.telemetry.conditions import Conditions
 
 EXAMPLE = DeadLetter("wss://one.example", 7, "did:plc:a", "commit", Rejection.WRONG_HOST, "hosted at two.example", b"")

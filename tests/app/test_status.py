@@ -17,9 +17,9 @@ from indexer.serve.backfill import RepoCounts
 from indexer.serve.readiness import ReadinessReason
 from indexer.serve.status_document import MAX_ROWS, MAX_TEXT_LENGTH, StatusDocument
 from indexer.serve.status_samples import MAX_SAMPLES
-from indexer.sync.gap import Gap, OpenGap
-from indexer.sync.host_state import HostState
-from indexer.sync.repo_state import SyncStatus
+from indexer.sync.identity import HostState
+from indexer.sync.repo import SyncStatus
+from indexer.sync.stream import Gap, OpenGap
 from indexer.telemetry.conditions import CONDITION_KINDS, DATABASE_ERRORS, HOST_FAILING, Conditions
 
 MAX_DOCUMENT_BYTES = 300_000

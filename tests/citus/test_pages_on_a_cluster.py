@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from indexer.db import DatabaseError, Store, crawl_rows, repo_requests
+from indexer.db.crawl_progress import CrawlProgress
 from indexer.db.crawl_rows import ListDifferences
 from indexer.db.placement import divide_by_shard, shard_of
 from indexer.reasons import FetchFailure
-from indexer.sync.crawl_progress import CrawlProgress
 from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import bucket_of
 from tests.db.change_log_helpers import connected

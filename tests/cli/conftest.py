@@ -8,9 +8,10 @@ import pytest
 from indexer.db import Store
 from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_repo import Write
-from indexer.sync.plans import Batch, Cursor, RecordChange, RepoWrite
-from indexer.sync.repo_state import Head, Repo, SyncStatus
-from indexer.sync.stored_identity import HandleCheck, HandleClaim, StoredIdentity
+from indexer.sync.changes import Batch, RecordChange, RepoWrite
+from indexer.sync.identity import HandleCheck, HandleClaim, StoredIdentity
+from indexer.sync.repo import Head, Repo, SyncStatus
+from indexer.sync.stream import Cursor
 from tests.cli.audit_world import POST, AuditWorld, audit_world
 from tests.cli.command_line import Session
 from tests.cli.stored_account import CID, DID, HANDLE, REV

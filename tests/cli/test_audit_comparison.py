@@ -18,8 +18,8 @@ from indexer.cli.audit_comparison import RepoComparison, equal_json
 from indexer.cli.audit_result import BEING_DELETED
 from indexer.db import RecordRow
 from indexer.demo.local_repo import LocalRepo
+from indexer.sync.changes import RecordConverter
 from indexer.sync.policy import Policy
-from indexer.sync.record_change import RecordConverter
 from indexer.sync.scope import Scope
 from indexer.sync.verify import Snapshot, VerifiedChange, verify_snapshot
 

@@ -8,10 +8,10 @@ from time import time
 import pytest
 
 from indexer.db import Store
+from indexer.db.crawl_progress import CrawlProgress
 from indexer.demo.local_network import LocalNetwork
 from indexer.reasons import Desync
-from indexer.sync.crawl_progress import CrawlProgress
-from indexer.sync.repo_state import SyncStatus
+from indexer.sync.repo import SyncStatus
 from indexer.tasks.reconcile import ReconciliationSettings
 from tests.cli.command_line import Session
 from tests.daemon_harness import run_daemon, settings_for, wait_for_cursor

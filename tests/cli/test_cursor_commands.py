@@ -7,9 +7,10 @@ import pytest
 
 from indexer.db import Store
 from indexer.demo.local_network import LocalNetwork
-from indexer.sync.frames import MAX_SEQ
-from indexer.sync.plans import Batch, Cursor
+from indexer.sync.changes import Batch
+from indexer.sync.events import MAX_SEQ
 from indexer.sync.shard import Shard
+from indexer.sync.stream import Cursor
 from tests.cli.command_line import Session, error_line
 from tests.daemon.running_daemon import POST, post, running_daemon
 from tests.waiting import until

@@ -35,9 +35,10 @@ from indexer.db.server_facts import ServerFacts, load_server_facts
 from indexer.demo.http_server import Fault
 from indexer.demo.local_network import LocalNetwork
 from indexer.errors import SettingsError
+from indexer.sync.changes import Batch
 from indexer.sync.events import InfoEvent, StreamError
-from indexer.sync.plans import Batch, Cursor
 from indexer.sync.shard import Placement
+from indexer.sync.stream import Cursor
 from tests.cli.command_line import Session
 from tests.daemon_harness import settings_for
 

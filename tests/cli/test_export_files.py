@@ -17,7 +17,7 @@ from indexer.cli import export_files
 from indexer.cli.export_files import Format, JsonLinesWriter, ParquetWriter, export
 from indexer.db import DatabaseError, ExportedRecord, Store, collection_export
 from indexer.reasons import FetchFailure
-from indexer.sync.plans import Batch, RecordChange, RepoWrite
+from indexer.sync.changes import Batch, RecordChange, RepoWrite
 from indexer.sync.scope import Scope
 from tests.cli.command_line import Session, error_line
 from tests.db.repo_rows import delete, did, head, insert, put, synchronized

@@ -9,7 +9,8 @@ import pytest
 from indexer.cli.main import COMMANDS, load_command
 from indexer.demo.local_relay import message_frame
 from indexer.reasons import Rejection
-from indexer.sync.plans import Batch, Cursor, DeadLetter
+from indexer.sync.changes import Batch, DeadLetter
+from indexer.sync.stream import Cursor
 from tests.cli.audit_world import POST, AuditWorld
 from tests.cli.command_line import Session
 from tests.cli.test_main import leaf_commands

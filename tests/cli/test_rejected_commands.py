@@ -5,10 +5,10 @@ import pytest
 
 from indexer.atproto.cid import cid_text
 from indexer.db import Store
+from indexer.db.feed_delivery import DeliveryProgress, SetAside, SetAsideChanges
 from indexer.demo.local_relay import message_frame
 from indexer.reasons import Rejection
-from indexer.sync.feed_delivery import DeliveryProgress, SetAside, SetAsideChanges
-from indexer.sync.plans import Batch, DeadLetter
+from indexer.sync.changes import Batch, DeadLetter
 from tests.cli.command_line import Session, error_line
 from tests.cli.stored_account import CID, DID, REV
 

@@ -15,9 +15,9 @@ import pytest
 from indexer.atproto.cid import cid_text
 from indexer.cli.status_commands import sample_statuses
 from indexer.db import Counts
-from indexer.sync.plans import Cursor
-from indexer.sync.repo_state import SyncStatus
+from indexer.sync.repo import SyncStatus
 from indexer.sync.shard import Shard
+from indexer.sync.stream import Cursor
 from tests.cli.command_line import PROJECT, Session, error_line
 from tests.cli.stored_account import CID, DID, HANDLE, REV
 

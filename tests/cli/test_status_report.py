@@ -10,15 +10,14 @@ from indexer.cli.output import duration_text, fact_table
 from indexer.cli.status_report import Sample, Status, status_of
 from indexer.cli.status_tables import status_tables
 from indexer.db import ConsumerState, Counts, LinkProgress
+from indexer.db.feed_delivery import RefusedEvent
 from indexer.db.process_reports import ProcessReport
 from indexer.db.shard_lock import ShardSession
 from indexer.reasons import FetchFailure, GapReason
-from indexer.sync.feed_delivery import RefusedEvent
-from indexer.sync.gap import Gap, OpenGap
-from indexer.sync.host_state import HostState
-from indexer.sync.plans import Cursor
-from indexer.sync.repo_state import SyncStatus
+from indexer.sync.identity import HostState
+from indexer.sync.repo import SyncStatus
 from indexer.sync.shard import Shard
+from indexer.sync.stream import Cursor, Gap, OpenGap
 
 RELAY = "wss://one.example"
 NOON = 1_767_268_800.0  # 2026-01-01T12:00:00Z

@@ -20,8 +20,7 @@ from indexer.demo.local_network import LocalNetwork, RecordsByRepo
 from indexer.demo.local_pds import GET_REPO
 from indexer.demo.local_relay import message_frame
 from indexer.demo.local_repo import LocalChange
-from indexer.sync.events import MalformedEvent
-from indexer.sync.frames import decode_frame
+from indexer.sync.events import MalformedEvent, decode_frame
 from tests.daemon_harness import run_daemon, settings_for, wait_for_cursor
 from tests.database_checks import fetch
 from tests.lost_commits import lose_commit

@@ -15,8 +15,8 @@ from indexer.demo import dag_cbor
 from indexer.demo.http_server import Fault
 from indexer.demo.local_pds import GET_REPO
 from indexer.demo.local_repo import Write
-from indexer.sync.plan_batch import ReceivedMessage
-from indexer.sync.plan_resync import Completion
+from indexer.sync.batch import ReceivedMessage
+from indexer.sync.resync import Completion
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
 from tests.waiting import until
 

@@ -15,10 +15,10 @@ from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_pds import GET_REPO, LIST_REPOS
 from indexer.reasons import Desync, FetchFailure, GapReason, Rejection
-from indexer.sync.gap import Gap
-from indexer.sync.host_state import HostState
-from indexer.sync.plans import Batch, DeadLetter
+from indexer.sync.changes import Batch, DeadLetter
+from indexer.sync.identity import HostState
 from indexer.sync.shard import Shard
+from indexer.sync.stream import Gap
 from indexer.telemetry.conditions import HOST_FAILING
 from tests import chromium
 from tests.chromium import Page, Scheme, open_browser

@@ -11,8 +11,8 @@ from indexer.cluster.change_numbering import ChangeNumbering
 from indexer.db import Store
 from indexer.db.link_session import LinkSession
 from indexer.readers.links.reader import LinkReader
-from indexer.sync.plans import Batch, RecordChange, RepoWrite
-from indexer.sync.repo_state import Repo
+from indexer.sync.changes import Batch, RecordChange, RepoWrite
+from indexer.sync.repo import Repo
 from indexer.sync.shard import Placement
 from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metrics import Metrics

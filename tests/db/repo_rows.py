@@ -7,8 +7,8 @@ import asyncpg
 
 from indexer.atproto.cid import cid_of
 from indexer.db import Store
-from indexer.sync.plans import Action, Batch, BufferedEvent, RecordChange, RepoWrite
-from indexer.sync.repo_state import Head, Repo, SyncStatus
+from indexer.sync.changes import Action, Batch, BufferedEvent, RecordChange, RepoWrite
+from indexer.sync.repo import Head, Repo, SyncStatus
 
 
 def did(name: object) -> str:

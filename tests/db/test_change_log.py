@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from indexer.db import Store
 from indexer.db.change_log import log_changes
-from indexer.sync.plans import Batch, RepoWrite
-from indexer.sync.repo_state import SyncStatus
-from indexer.sync.stored_identity import HandleCheck, HandleClaim, StoredIdentity
+from indexer.sync.changes import Batch, RepoWrite
+from indexer.sync.identity import HandleCheck, HandleClaim, StoredIdentity
+from indexer.sync.repo import SyncStatus
 from tests.database_server import DatabaseServer
 from tests.db.change_log_helpers import NEXT, after, batches, change, connected, log, rkeys
 from tests.db.repo_rows import delete, did, insert, put, synchronized

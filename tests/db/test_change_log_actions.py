@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from indexer.db import Store, erase_records, resync_transaction
-from indexer.sync.plans import Batch, RecordChange, RepoWrite
-from indexer.sync.repo_state import Repo, SyncStatus
-from indexer.sync.snapshot_diff import Difference, SnapshotDiff
+from indexer.sync.changes import Batch, RecordChange, RepoWrite
+from indexer.sync.repo import Repo, SyncStatus
+from indexer.sync.resync import Difference, SnapshotDiff
 from tests.database_checks import assert_log_gives_records
 from tests.db.repo_rows import delete, did, insert, put, synchronized
 from tests.profiles import scaled

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from indexer.db import DatabaseError, RecordRow, Store, consistent_read
 from indexer.db.consistent_read import path_order_ranges
-from indexer.sync.plans import Batch, RecordChange, RepoWrite
+from indexer.sync.changes import Batch, RecordChange, RepoWrite
 from tests.db.repo_rows import delete, did, head, insert, put, synchronized
 
 NAMES = st.lists(st.text("ab.-", min_size=1, max_size=4), unique=True, max_size=12)

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from indexer.db import Store
+from indexer.db.crawl_progress import CrawlProgress
 from indexer.db.crawl_rows import ListDifferences
 from indexer.reasons import Desync
-from indexer.sync.crawl_progress import CrawlProgress
-from indexer.sync.repo_state import TOMBSTONED, Repo, SyncStatus
+from indexer.sync.repo import TOMBSTONED, Repo, SyncStatus
 from indexer.sync.scope import Scope, Track
 from tests.db.repo_rows import did, head, insert, synchronized
 

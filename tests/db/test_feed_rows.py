@@ -4,8 +4,7 @@ import asyncpg
 import pytest
 
 from indexer.db import Store
-from indexer.db.feed_rows import FEED_CONSUMER
-from indexer.sync.feed_delivery import (
+from indexer.db.feed_delivery import (
     SNAPSHOT_BEGIN,
     DeliveryProgress,
     RefusedEvent,
@@ -15,6 +14,7 @@ from indexer.sync.feed_delivery import (
     SnapshotPosition,
     StoredAccount,
 )
+from indexer.db.feed_rows import FEED_CONSUMER
 from tests.db.change_log_helpers import change, log
 from tests.db.repo_rows import did, insert, put, synchronized
 

@@ -8,10 +8,10 @@ import asyncpg
 import pytest
 
 from indexer.db import Store
+from indexer.db.crawl_progress import CrawlProgress
 from indexer.reasons import GapReason
-from indexer.sync.crawl_progress import CrawlProgress
-from indexer.sync.gap import Gap, OpenGap
 from indexer.sync.shard import BUCKETS, Shard
+from indexer.sync.stream import Gap, OpenGap
 
 RELAY = "wss://relay.test"
 CLOSED = "select closed_at is not null from indexer.gap order by id"

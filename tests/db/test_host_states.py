@@ -8,7 +8,7 @@ import pytest
 
 from indexer.db import Store, host_states
 from indexer.reasons import FetchFailure
-from indexer.sync.host_state import HostState
+from indexer.sync.identity import HostState
 
 HEALTHY = HostState("pds.example", 10, 1, 0, None, None, "timeout: 5 s", 1_800_000_000.0)
 FAILING = HostState(

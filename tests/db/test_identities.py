@@ -9,8 +9,8 @@ import asyncpg
 import pytest
 
 from indexer.db import Store
-from indexer.sync.plans import Batch
-from indexer.sync.stored_identity import INVALID_HANDLE, HandleCheck, HandleClaim, StoredIdentity
+from indexer.sync.changes import Batch
+from indexer.sync.identity import INVALID_HANDLE, HandleCheck, HandleClaim, StoredIdentity
 from tests.db.change_log_helpers import connected
 from tests.db.repo_rows import did, insert, synchronized, waiting_for_locks
 from tests.waiting import until

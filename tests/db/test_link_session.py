@@ -7,7 +7,7 @@ from indexer.db import LinkProgress, Store, link_progress, link_session
 from indexer.db.link_progress import share_before
 from indexer.db.link_session import LINK_CONSUMER, PositionLostError
 from indexer.readers.links.reader import LinkReader
-from indexer.sync.plans import Batch, RepoWrite
+from indexer.sync.changes import Batch, RepoWrite
 from tests.background import running
 from tests.db.link_checks import assert_links_exact
 from tests.db.link_steps import LIKE, count, like, number_changes, owned_links, settle, turn_off, turn_on

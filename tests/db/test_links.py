@@ -14,8 +14,8 @@ import pytest
 
 from indexer.db import Store, link_session
 from indexer.readers.links.reader import LinkReader
-from indexer.sync.plans import Batch, RecordChange, RepoWrite
-from indexer.sync.repo_state import Repo, SyncStatus
+from indexer.sync.changes import Batch, RecordChange, RepoWrite
+from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.shard import Placement, bucket_of
 from tests.db.change_log_helpers import connected
 from tests.db.link_checks import assert_links_exact, compare_links, links_at_end

@@ -9,11 +9,11 @@ import pytest
 
 from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.core.native_reader import NativeReader
 from indexer.db.write import NewRepoRecords, create_records
 from indexer.demo import dag_cbor
 from indexer.demo.local_repo import LocalRepo, Write
 from indexer.net.pds import Spool
-from indexer.net.pds.native_reader import NativeReader
 from indexer.sync.export import CHUNK_BYTES, ExportReader, RecordChunk
 from tests.native_module import native_core
 from tests.sync.signing_account import POST, STORE_ALL

@@ -10,8 +10,8 @@ import pytest
 from indexer.atproto.record import Problem
 from indexer.db import NewRepoRecords, RecordsExistError, Store
 from indexer.errors import RefusedWriteError
-from indexer.sync.plans import Batch, RecordChange, RepoWrite
-from indexer.sync.repo_state import Repo
+from indexer.sync.changes import Batch, RecordChange, RepoWrite
+from indexer.sync.repo import Repo
 from tests.db.repo_rows import buffer_event, completed, did, insert, put, synchronized
 
 ALL = range(256)

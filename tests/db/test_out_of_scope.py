@@ -10,8 +10,8 @@ import pytest
 
 from indexer.atproto.syntax import CollectionFilter
 from indexer.db import Store
-from indexer.sync.crawl_progress import CrawlProgress
-from indexer.sync.repo_state import Repo
+from indexer.db.crawl_progress import CrawlProgress
+from indexer.sync.repo import Repo
 from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import Shard
 from tests.db.change_log_helpers import after

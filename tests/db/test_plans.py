@@ -18,7 +18,7 @@ from indexer.db.resync_queue import CLAIM, DUE, INCOMPLETE, PARKED, UNPROVEN
 from indexer.db.resync_transaction import ELIGIBLE
 from indexer.db.store import LOAD_REPOS
 from indexer.db.write import ADVANCE_REPOS, UPDATE_REPOS, write
-from indexer.sync.plans import Batch, RepoWrite
+from indexer.sync.changes import Batch, RepoWrite
 from tests.database_server import DatabaseServer
 from tests.db.change_log_helpers import connected
 from tests.db.repo_rows import delete, did, put

@@ -4,7 +4,7 @@ import pytest
 
 from indexer.db import Store, repo_requests
 from indexer.reasons import Desync, FetchFailure
-from indexer.sync.repo_state import CHOSEN, PARKED, Repo
+from indexer.sync.repo import CHOSEN, PARKED, Repo
 from tests.db.repo_rows import did, in_progress, insert, synchronized
 
 

@@ -13,11 +13,12 @@ from indexer.atproto.syntax import CollectionFilter
 from indexer.db import DatabaseError, Store, report_queries, status_queries
 from indexer.db.table_parts import estimate_rows, load_parts
 from indexer.reasons import Desync, FetchFailure, Rejection
-from indexer.sync.plans import Batch, Cursor, DeadLetter
-from indexer.sync.repo_state import PARKED, Repo, SyncStatus
+from indexer.sync.changes import Batch, DeadLetter
+from indexer.sync.identity import HandleCheck, HandleClaim, StoredIdentity
+from indexer.sync.repo import PARKED, Repo, SyncStatus
 from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import BUCKETS
-from indexer.sync.stored_identity import HandleCheck, HandleClaim, StoredIdentity
+from indexer.sync.stream import Cursor
 from tests.db.repo_rows import did, head, in_progress, insert, put, synchronized
 
 LETTER = DeadLetter("wss://one.example", 7, None, "commit", Rejection.FIELD_INVALID, "no rev", b"frame", 0)

@@ -14,7 +14,7 @@ from indexer.db import Store
 from indexer.db.placement import shard_of
 from indexer.db.resync_queue import DUE
 from indexer.reasons import Desync, FetchFailure
-from indexer.sync.repo_state import PARKED, Repo, SyncStatus
+from indexer.sync.repo import PARKED, Repo, SyncStatus
 from indexer.sync.shard import Placement, Shard, bucket_of
 from tests.db.change_log_helpers import connected
 from tests.db.repo_rows import buffer_event, did, head, in_progress, insert, put, synchronized, waiting_for_locks

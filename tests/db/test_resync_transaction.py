@@ -9,9 +9,9 @@ from indexer.atproto.cid import cid_of
 from indexer.atproto.record import Problem
 from indexer.db import Store, resync_transaction
 from indexer.errors import BrokenInvariantError
-from indexer.sync.plans import Batch, BufferedEvent, RecordChange, RepoWrite
-from indexer.sync.repo_state import Repo, SyncStatus
-from indexer.sync.snapshot_diff import without_value
+from indexer.sync.changes import Batch, BufferedEvent, RecordChange, RepoWrite
+from indexer.sync.repo import Repo, SyncStatus
+from indexer.sync.resync import without_value
 from tests.db.repo_rows import completed, delete, did, in_progress, insert, put, synchronized
 
 RELAY = "wss://relay.test"

@@ -7,7 +7,7 @@ import asyncpg
 import pytest
 
 from indexer.db import Store
-from indexer.sync.plans import Batch, RepoWrite
+from indexer.sync.changes import Batch, RepoWrite
 from tests.db.change_log_helpers import connected
 from tests.db.repo_rows import did, insert, put, synchronized
 

@@ -17,8 +17,7 @@ from indexer.db.columns import storable
 from indexer.db.migrate import migrate
 from indexer.db.schema_version import migrations_folder
 from indexer.db.write import write
-from indexer.sync.changes import visibility_of
-from indexer.sync.plans import Batch, RepoWrite
+from indexer.sync.changes import Batch, RepoWrite, visibility_of
 from indexer.sync.shard import HASH_ORDER, bucket_of
 from tests.cli.command_line import PROJECT
 from tests.db.change_log_helpers import connected

@@ -8,8 +8,8 @@ import pytest
 from indexer.atproto.syntax import CollectionFilter, is_did
 from indexer.db import Store
 from indexer.errors import InvalidScopeError
-from indexer.sync.plans import Batch, RepoWrite
-from indexer.sync.repo_state import CHOSEN, Repo, SyncStatus
+from indexer.sync.changes import Batch, RepoWrite
+from indexer.sync.repo import CHOSEN, Repo, SyncStatus
 from indexer.sync.scope import Scope, Track, filter_of
 from tests.db.change_log_helpers import after
 from tests.db.repo_rows import buffer_event, did, in_progress, insert, put, synchronized

@@ -13,8 +13,9 @@ import pytest
 from indexer import crash_points
 from indexer.db import DatabaseError, RetentionPolicy, Store
 from indexer.db.shard_lock import ShardLock, open_lock
-from indexer.sync.plans import Batch, Cursor, RepoWrite
+from indexer.sync.changes import Batch, RepoWrite
 from indexer.sync.shard import Placement, Shard
+from indexer.sync.stream import Cursor
 from tests.db.change_log_helpers import connected, fill_segments, rkeys
 from tests.db.repo_rows import head, insert, put, synchronized
 from tests.waiting import TIMEOUT

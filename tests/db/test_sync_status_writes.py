@@ -13,9 +13,8 @@ import pytest
 from indexer.atproto.record import Problem
 from indexer.db import Store
 from indexer.reasons import Desync, FetchFailure
-from indexer.sync.plans import Batch, BufferedEvent, RepoWrite
-from indexer.sync.repo_state import CHOSEN, Repo, SyncStatus
-from indexer.sync.repo_transitions import TRANSITIONS, Trigger, amend, erase
+from indexer.sync.changes import Batch, BufferedEvent, RepoWrite
+from indexer.sync.repo import CHOSEN, TRANSITIONS, Repo, SyncStatus, Trigger, amend, erase
 from tests.db.repo_rows import did, in_progress, insert, put, synchronized
 
 ALL = range(256)

@@ -9,10 +9,10 @@ import pytest
 from indexer.db import RetentionPolicy, Store
 from indexer.db.change_log_segments import load_state
 from indexer.reasons import FetchFailure
-from indexer.sync.host_state import HostState
-from indexer.sync.plans import Batch, Cursor
-from indexer.sync.repo_state import Repo
-from indexer.sync.stored_identity import StoredIdentity
+from indexer.sync.changes import Batch
+from indexer.sync.identity import HostState, StoredIdentity
+from indexer.sync.repo import Repo
+from indexer.sync.stream import Cursor
 from tests.crashes.shifted_clock import Offset
 from tests.db.change_log_helpers import change, log
 from tests.db.repo_rows import did, insert

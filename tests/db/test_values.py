@@ -10,7 +10,7 @@ from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.record import Problem, decode_record
 from indexer.db import Store
 from indexer.demo import dag_cbor
-from indexer.sync.plans import Batch, RecordChange, RepoWrite
+from indexer.sync.changes import Batch, RecordChange, RepoWrite
 from tests.db.repo_rows import head, insert, synchronized
 
 COLLECTION = "app.test.record"

@@ -10,12 +10,12 @@ import orjson
 import pytest
 
 from indexer.db import Store
+from indexer.db.feed_delivery import SNAPSHOT_BEGIN, DeliveryProgress
 from indexer.readers.jetstream.events import LogPosition, encode_page
 from indexer.readers.jetstream.options import EventFilter
 from indexer.readers.tap.deliveries import Deliveries
 from indexer.readers.tap.set_aside import RefusalLimits
-from indexer.sync.feed_delivery import SNAPSHOT_BEGIN, DeliveryProgress
-from indexer.sync.plans import Batch, RepoWrite
+from indexer.sync.changes import Batch, RepoWrite
 from indexer.telemetry.metrics import FEED_KINDS, Metrics
 from tests.db.link_steps import settle, turn_on
 from tests.db.repo_rows import did, insert, put, synchronized
@@ -148,6 +148,6 @@ async def test_there_is_one_definition_of_what_is_hidden(sql: asyncpg.Connection
         assert "takedown" not in text.lower() or name in COLUMN_ITSELF, name
         found |= {name} if ".visible" in text else set()
     assert found >= {"repos", "records", "blobs", "links", "record_bytes", "link_count", "stop_tracking"}
-    own = {"indexer/sync/repo_state.py", "indexer/sync/feed_delivery.py"}
+    own = {"indexer/sync/repo.py", "indexer/db/feed_delivery.py"}
     places = [path for path in source_files("indexer") if path.suffix == ".py" and IN_PYTHON.search(path.read_text())]
     assert {str(path.relative_to(PROJECT)) for path in places} == own

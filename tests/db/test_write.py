@@ -12,8 +12,9 @@ from indexer.db import DatabaseError, Store, dead_letters
 from indexer.db.write import MIN_COPIED
 from indexer.errors import RefusedWriteError
 from indexer.reasons import Desync, FetchFailure, Rejection
-from indexer.sync.plans import Batch, BufferedEvent, Cursor, DeadLetter, RecordChange, RepoWrite
-from indexer.sync.repo_state import PARKED, Repo, SyncStatus
+from indexer.sync.changes import Batch, BufferedEvent, DeadLetter, RecordChange, RepoWrite
+from indexer.sync.repo import PARKED, Repo, SyncStatus
+from indexer.sync.stream import Cursor
 from tests.db.repo_rows import delete, did, head, in_progress, insert, put, synchronized
 
 RELAY = "wss://relay.test"

@@ -9,9 +9,9 @@ import pytest
 from indexer.atproto.cid import cid_of
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.record import decode_record
+from indexer.db.feed_delivery import LoggedChange, StoredRecord
 from indexer.readers.tap.events import record_event
 from indexer.reasons import OmittedValue
-from indexer.sync.feed_delivery import LoggedChange, StoredRecord
 from tests.feed_clients.link_records import encode, link
 from tests.feed_clients.node_process import needs_clients, node_process
 from tests.waiting import until

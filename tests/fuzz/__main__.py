@@ -32,7 +32,7 @@ INSTRUMENTED = [
     "indexer.net.http.public_addresses",
     "indexer.net.http.registered_domain",
     "indexer.net.http.retry_after",
-    "indexer.net.pds.native_reader",
+    "indexer.core.native_reader",
     "indexer.net.pds.pds_client",
     "indexer.net.pds.repo_list",
     "indexer.net.pds.spool",

@@ -12,12 +12,11 @@ from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst import EMPTY_TREE
 from indexer.demo.local_repo import Write
 from indexer.errors import UpstreamError
-from indexer.sync.events import CommitEvent, SyncEvent
-from indexer.sync.frames import decode_frame
-from indexer.sync.plan_batch import BatchPlan, ReceivedMessage, plan_batch
-from indexer.sync.plan_resync import Completion
-from indexer.sync.plans import RecordChange
-from indexer.sync.repo_state import Head, Repo, SyncStatus
+from indexer.sync.batch import BatchPlan, ReceivedMessage, plan_batch
+from indexer.sync.changes import RecordChange
+from indexer.sync.events import CommitEvent, SyncEvent, decode_frame
+from indexer.sync.repo import Head, Repo, SyncStatus
+from indexer.sync.resync import Completion
 from indexer.sync.verify import verify_commit
 from tests.fuzz.comparison import OLDEST_REV, DifferenceError
 from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes

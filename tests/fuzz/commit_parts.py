@@ -15,7 +15,7 @@ from indexer.atproto.syntax import is_tid, tid_of
 from indexer.demo.local_repo import car_header, car_section
 from indexer.errors import UpstreamError
 from indexer.sync.events import RepoOp
-from indexer.sync.fold_operations import LegacyOperationsError, fold_operations
+from indexer.sync.verify import LegacyOperationsError, fold_operations
 
 MAX_RENAMES = 64
 _SIGNATURE_HEAD = b"\x63sig\x58\x40"

@@ -7,14 +7,12 @@ from typing import TypeVar
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.atproto.mst import EMPTY_TREE
 from indexer.atproto.syntax import CollectionFilter
+from indexer.core.native_core import NativeCore
 from indexer.errors import UpstreamError
-from indexer.sync.events import CommitEvent, OtherShardEvent
-from indexer.sync.frames import decode_frame
-from indexer.sync.native_core import NativeCore
-from indexer.sync.plan_batch import BatchPlan, ReceivedMessage, plan_batch
+from indexer.sync.batch import BatchPlan, PreparedCommits, ReceivedMessage, plan_batch, prepared_commits
+from indexer.sync.events import CommitEvent, OtherShardEvent, decode_frame
 from indexer.sync.policy import KeyState, PlanContext, Policy
-from indexer.sync.prepared_commits import PreparedCommits, prepared_commits
-from indexer.sync.repo_state import Head, Repo, SyncStatus
+from indexer.sync.repo import Head, Repo, SyncStatus
 from indexer.sync.scope import Scope
 from indexer.sync.shard import Placement, Shard
 from tests.fuzz.outcome_counts import OutcomeCounts

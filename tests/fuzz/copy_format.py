@@ -6,8 +6,7 @@ from typing import Any
 from indexer.db.change_log import COLUMNS, log_rows
 from indexer.db.write import RECORD_COLUMNS
 from indexer.db.write import record_rows as rows_of_records
-from indexer.sync.changes import record_entries
-from indexer.sync.plans import RecordChange
+from indexer.sync.changes import RecordChange, record_entries
 
 _INTEGER_BYTES = {"segment": 2, "batch": 8, "ordinal": 4, "bucket": 2}
 _PREFIXES = {"value": b"\x01"}

@@ -18,9 +18,8 @@ from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.links import links_of
 from indexer.atproto.record import Problem, decode_record
 from indexer.db import Store
-from indexer.sync.plans import Batch, RecordChange, RepoWrite
+from indexer.sync.changes import Batch, RecordChange, RecordConverter, RepoWrite
 from indexer.sync.policy import Policy
-from indexer.sync.record_change import RecordConverter
 from indexer.sync.scope import Scope
 from indexer.sync.verify import VerifiedChange
 from tests.atproto.dag_cbor_oracle import Cid, canonical_value

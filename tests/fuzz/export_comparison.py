@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import CollectionFilter
+from indexer.core.native_core import NativeCore
+from indexer.core.native_reader import NativeReader, ProvenExport, ReadyChunk
 from indexer.errors import UnavailableError, UpstreamError
-from indexer.net.pds.native_reader import NativeReader, ProvenExport, ReadyChunk
 from indexer.net.pds.spool import DEFAULT_SIZES, Spool, SpoolSizes
 from indexer.sync.export import ExportReader, RecordChunk
-from indexer.sync.native_core import NativeCore
 from indexer.sync.policy import Policy
 from indexer.sync.scope import Scope
 from tests.fuzz.comparison import SMALL_LIMITS, DifferenceError

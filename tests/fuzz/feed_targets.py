@@ -11,6 +11,7 @@ from urllib.parse import urlencode
 
 from aiohttp import web
 
+from indexer.db.feed_delivery import DeliveryProgress, LoggedChange
 from indexer.readers.access import Access
 from indexer.readers.jetstream.options import (
     ALL_EVENTS,
@@ -23,7 +24,6 @@ from indexer.readers.jetstream.options import (
 )
 from indexer.readers.tap.channel import acknowledged_seq
 from indexer.readers.tap.delivery_window import DeliveryWindow
-from indexer.sync.feed_delivery import DeliveryProgress, LoggedChange
 from tests.fuzz import syntax_reference as reference
 from tests.fuzz.comparison import DifferenceError
 from tests.fuzz.examples import DID, NSID

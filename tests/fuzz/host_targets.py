@@ -22,7 +22,7 @@ from indexer.net.http.retry_after import MAX_SECONDS, retry_after_seconds
 from indexer.net.pds.pds_client import PdsClient
 from indexer.net.pds.repo_list import ListedAccount, RepoStatus, fetch_repo_status, list_repos
 from indexer.reasons import FetchFailure
-from indexer.sync.frames import MAX_STATUS_CHARACTERS, hosting_status
+from indexer.sync.events import MAX_STATUS_CHARACTERS, hosting_status
 from tests.fuzz import syntax_reference as reference
 from tests.fuzz.comparison import DifferenceError
 from tests.fuzz.examples import DID, TID

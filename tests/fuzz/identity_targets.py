@@ -20,7 +20,7 @@ from indexer.errors import UnavailableError
 from indexer.net.identity.did_resolver import DidResolver, web_host
 from indexer.net.identity.handle_verifier import HandleVerifier
 from indexer.reasons import FetchFailure
-from indexer.sync.stored_identity import INVALID_HANDLE, StoredIdentity
+from indexer.sync.identity import INVALID_HANDLE, StoredIdentity
 from tests.atproto.plc_operations import current_form, document_of
 from tests.fuzz import syntax_reference as reference
 from tests.fuzz.comparison import DifferenceError

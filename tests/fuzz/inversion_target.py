@@ -15,9 +15,8 @@ from indexer.atproto.mst import EMPTY_TREE, NetOp, Verdict, invert
 from indexer.atproto.mst.tree_builder import key_of
 from indexer.demo.reference_tree import ReferenceTree
 from indexer.errors import UpstreamError
-from indexer.sync.events import CommitEvent
-from indexer.sync.fold_operations import LegacyOperationsError, fold_operations
-from indexer.sync.frames import decode_frame
+from indexer.sync.events import CommitEvent, decode_frame
+from indexer.sync.verify import LegacyOperationsError, fold_operations
 from tests.atproto.mst import oracle
 from tests.atproto.mst.oracle import Records
 from tests.atproto.mst.random_trees import KEYS, A, B, C, edited

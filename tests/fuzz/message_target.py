@@ -7,6 +7,7 @@ from indexer.atproto.cbor import CborError, decode_pair, encode
 from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst import EMPTY_TREE
+from indexer.sync.batch import ReceivedMessage, plan_batch
 from indexer.sync.events import (
     CommitEvent,
     InfoEvent,
@@ -14,12 +15,10 @@ from indexer.sync.events import (
     OtherShardEvent,
     StreamError,
     SyncEvent,
+    decode_frame,
 )
-from indexer.sync.frames import decode_frame
-from indexer.sync.plan_batch import ReceivedMessage, plan_batch
 from indexer.sync.policy import KeyState
-from indexer.sync.repo_state import Head, Repo, SyncStatus
-from indexer.sync.repo_transitions import Outcome
+from indexer.sync.repo import Head, Outcome, Repo, SyncStatus
 from tests.fuzz.comparison import OLDEST_REV, SMALL_LIMITS, DifferenceError
 from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes
 from tests.fuzz.mutation import mutate_frame

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from indexer.sync.native_core import NativeCore, load_core
+from indexer.core.native_core import NativeCore, load_core
 from tests.fuzz.comparison import Comparison
 from tests.fuzz.export_comparison import ExportComparison
 from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes

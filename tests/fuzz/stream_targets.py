@@ -4,8 +4,7 @@ import asyncio
 from random import Random
 
 from indexer.net.relay.seek import TIMES_PER_SIGHTING, Sighting, seek
-from indexer.sync.event_time import event_seconds
-from indexer.sync.frames import MAX_SEQ
+from indexer.sync.events import MAX_SEQ, event_seconds
 from tests.fuzz.comparison import DifferenceError
 from tests.fuzz.fuzz_target import Choices, FuzzTarget, TextTarget, text_of
 from tests.fuzz.outcome_counts import OutcomeCounts

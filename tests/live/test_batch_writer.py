@@ -7,8 +7,8 @@ import pytest
 
 from indexer.db import DatabaseError
 from indexer.reasons import FetchFailure
-from indexer.sync.plans import Batch
-from indexer.sync.repo_state import SyncStatus
+from indexer.sync.changes import Batch
+from indexer.sync.repo import SyncStatus
 from tests.live.writer_scenario import SEEDS, MakeScenario, WriterScenario, new_post
 from tests.native_module import CountingCore, native_core
 from tests.sync.signing_account import SigningAccount

@@ -8,10 +8,9 @@ import pytest
 
 from indexer.db import DatabaseError
 from indexer.reasons import FetchFailure
-from indexer.sync.plan_batch import ReceivedMessage
-from indexer.sync.plans import Batch, RepoWrite
-from indexer.sync.repo_state import SyncStatus
-from indexer.sync.repo_transitions import amend
+from indexer.sync.batch import ReceivedMessage
+from indexer.sync.changes import Batch, RepoWrite
+from indexer.sync.repo import SyncStatus, amend
 from tests.live.writer_scenario import SEEDS, MakeScenario, ObservedStore, WriterScenario, new_post
 from tests.sync.signing_account import SigningAccount, received_message
 from tests.waiting import until

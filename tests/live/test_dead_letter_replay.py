@@ -20,13 +20,12 @@ from indexer.errors import UnavailableError
 from indexer.live.dead_letter_replay import MAX_ATTEMPTS, UNKNOWN, UNTRIED, DeadLetterReplay, ReplayResult
 from indexer.net.identity import IdentityCache, IdentityLifetimes
 from indexer.reasons import Desync, FetchFailure, Rejection
-from indexer.sync.plan_batch import DEAD_LETTER_BYTES
-from indexer.sync.plans import Batch, DeadLetter, RepoWrite
+from indexer.sync.batch import DEAD_LETTER_BYTES
+from indexer.sync.changes import Batch, DeadLetter, RepoWrite
+from indexer.sync.identity import StoredIdentity
 from indexer.sync.policy import Policy
-from indexer.sync.repo_state import Head, Repo, SyncStatus
-from indexer.sync.repo_transitions import Outcome
+from indexer.sync.repo import Head, Outcome, Repo, SyncStatus
 from indexer.sync.scope import Scope
-from indexer.sync.stored_identity import StoredIdentity
 from indexer.telemetry.metrics import Metrics
 from tests.db.repo_rows import waiting_for_locks
 from tests.resync.resync_world import COLLECTIONS, AccountOwner

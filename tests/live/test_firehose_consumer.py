@@ -6,6 +6,7 @@ from typing import Any, Literal, Self, cast
 import pytest
 
 from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.core.native_core import NativeCore
 from indexer.db.open_gaps import OpenGaps
 from indexer.demo.local_relay import error_frame, message_frame
 from indexer.live.firehose_consumer import ConsumerSettings, FirehoseConsumer
@@ -16,13 +17,9 @@ from indexer.live.stream_position import StreamPosition
 from indexer.net.relay.seek import Entry
 from indexer.net.relay.subscription import Connection, Subscription
 from indexer.reasons import GapReason
-from indexer.sync.events import IdentityEvent, MalformedEvent
-from indexer.sync.frames import MAX_SEQ
-from indexer.sync.gap import Gap, OpenGap
-from indexer.sync.native_core import NativeCore
-from indexer.sync.sequence_order import MAX_STEP
+from indexer.sync.events import MAX_SEQ, IdentityEvent, MalformedEvent
 from indexer.sync.shard import Shard
-from indexer.sync.stored_cursor import StoredCursor
+from indexer.sync.stream import MAX_STEP, Gap, OpenGap, StoredCursor
 from indexer.telemetry.metrics import Metrics
 from tests.native_module import CountingCore
 from tests.sync.signing_account import SigningAccount, encoded_frame

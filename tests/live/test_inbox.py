@@ -5,8 +5,8 @@ import pytest
 
 from indexer.live.inbox import MESSAGE_BYTES, Inbox
 from indexer.reasons import Rejection
+from indexer.sync.batch import ReceivedMessage
 from indexer.sync.events import MalformedEvent
-from indexer.sync.plan_batch import ReceivedMessage
 
 
 def message(seq: int, size: int = 10) -> ReceivedMessage:

@@ -11,9 +11,9 @@ from indexer.live.inbox import Inbox
 from indexer.live.key_lookups import MAX_QUEUED_PER_SLOT, KeyLookups
 from indexer.net.identity import CachedIdentity
 from indexer.reasons import FetchFailure
+from indexer.sync.batch import ReceivedMessage
+from indexer.sync.changes import NeedsKey
 from indexer.sync.events import IdentityEvent
-from indexer.sync.plan_batch import ReceivedMessage
-from indexer.sync.plans import NeedsKey
 from indexer.sync.policy import UNAVAILABLE
 from tests.sync.signing_account import SigningAccount, received_message
 from tests.waiting import until

@@ -1,7 +1,7 @@
 import pytest
 
 from indexer.live.repo_row_cache import MAX_AGE_SECONDS, ROW_BYTES, RepoRowCache
-from indexer.sync.repo_state import Repo, SyncStatus
+from indexer.sync.repo import Repo, SyncStatus
 from tests.db.repo_rows import did, synchronized
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from indexer.live.resume_point import ResumePoint, known_until, resume_point
 from indexer.sync.shard import BUCKETS, Placement, Shard
-from indexer.sync.stored_cursor import StoredCursor
+from indexer.sync.stream import StoredCursor
 
 RELAY = "wss://relay.test"
 SHARDS = st.integers(1, BUCKETS).flatmap(lambda count: st.builds(Shard, st.integers(0, count - 1), st.just(count)))

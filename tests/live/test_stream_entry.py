@@ -9,9 +9,10 @@ from indexer.live.resume_point import ResumePoint
 from indexer.live.stream_entry import OVERLAP_SECONDS, Continuity, StreamEntries, StreamEntry, continuity
 from indexer.net.relay.seek import Entry
 from indexer.reasons import GapReason
-from indexer.sync.event_time import event_seconds
-from indexer.sync.plans import Batch, Cursor
+from indexer.sync.changes import Batch
+from indexer.sync.events import event_seconds
 from indexer.sync.shard import Shard
+from indexer.sync.stream import Cursor
 
 RELAY, OTHER = "wss://relay.test", "wss://other.test"
 TIME = "2024-05-01T12:00:00Z"

@@ -1,8 +1,8 @@
 """The position in the stream of the connected relay."""
 
 from indexer.live.stream_position import StreamPosition
-from indexer.sync.repo_state import StreamPoint
-from indexer.sync.watermark import Watermark
+from indexer.sync.repo import StreamPoint
+from indexer.sync.stream import Watermark
 
 RELAY = "wss://relay.test"
 

@@ -3,7 +3,7 @@
 from indexer.live.inbox import Inbox
 from indexer.live.repo_row_cache import RepoRowCache
 from indexer.live.verification_ahead import MIN_MESSAGES, VerificationAhead
-from indexer.sync.plan_batch import ReceivedMessage
+from indexer.sync.batch import ReceivedMessage
 from tests.native_module import CountingCore
 from tests.sync.signing_account import CONTEXT, SigningAccount, received_message
 

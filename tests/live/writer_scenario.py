@@ -10,6 +10,7 @@ from time import time
 import asyncpg
 import pytest
 
+from indexer.core.native_core import NativeCore
 from indexer.db import Store
 from indexer.db.current_scope import CurrentScope
 from indexer.db.write import WrittenBatch
@@ -20,13 +21,12 @@ from indexer.live.key_lookups import KeyLookups
 from indexer.live.stream_position import StreamPosition
 from indexer.net.identity import IdentityCache
 from indexer.net.new_accounts import NewAccounts
-from indexer.sync.native_core import NativeCore
-from indexer.sync.plan_batch import ReceivedMessage
-from indexer.sync.plans import Batch, RepoWrite
-from indexer.sync.repo_state import Repo
+from indexer.sync.batch import ReceivedMessage
+from indexer.sync.changes import Batch, RepoWrite
+from indexer.sync.identity import StoredIdentity
+from indexer.sync.repo import Repo
 from indexer.sync.shard import Shard
-from indexer.sync.stored_identity import StoredIdentity
-from indexer.sync.watermark import Watermark
+from indexer.sync.stream import Watermark
 from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metrics import Metrics
 from tests.sync.signing_account import RELAY, STORE_ALL, SigningAccount, received_message

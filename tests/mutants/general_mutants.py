@@ -135,7 +135,7 @@ def _mutmut(copy: ProjectCopy, *arguments: str, shown: bool = False) -> str:
 @click.option("--jobs", default=1, show_default=True, help="Tests that run at the same time.")
 @click.argument("modules", nargs=-1)
 def main(jobs: int, modules: Sequence[str]) -> None:
-    """Mutate MODULES (paths such as indexer/sync/watermark.py; default: all of atproto and sync), and check survivors.
+    """Mutate MODULES (paths such as indexer/sync/stream.py; default: all of atproto and sync), and check survivors.
 
     The exit code is 1 if one survives that is not judged.
     """

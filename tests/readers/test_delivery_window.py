@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from indexer.db.feed_delivery import SNAPSHOT_BEGIN, DeliveryProgress, LoggedChange, SnapshotPosition
 from indexer.readers.tap.delivery_window import FIRST_SNAPSHOT_ID, MAX_IN_FLIGHT, DeliveryWindow
-from indexer.sync.feed_delivery import SNAPSHOT_BEGIN, DeliveryProgress, LoggedChange, SnapshotPosition
 from tests.profiles import scaled
 
 START = DeliveryProgress(0, 0)

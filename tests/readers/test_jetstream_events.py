@@ -12,11 +12,11 @@ from websockets.protocol import CLIENT, Protocol
 
 from indexer.atproto.cid import cid_of, cid_text
 from indexer.atproto.syntax import CollectionFilter
+from indexer.db.feed_delivery import LoggedChange, StoredAccount, StoredRecord
 from indexer.db.feed_page import FeedPage, LoggedBatch
 from indexer.readers.jetstream import events
 from indexer.readers.jetstream.events import EventChunk, LogPosition, encode_page, position_before
 from indexer.readers.jetstream.options import ALL_EVENTS, EventFilter
-from indexer.sync.feed_delivery import LoggedChange, StoredAccount, StoredRecord
 
 ADA, BOB = "did:plc:ada", "did:plc:bob"
 POST, LIKE = "app.bsky.feed.post", "app.bsky.feed.like"

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import cast
 
 from indexer.db import Store
+from indexer.db.feed_delivery import LoggedChange
 from indexer.db.feed_page import FeedPage
 from indexer.readers.jetstream.events import LogPosition
 from indexer.readers.jetstream.options import ALL_EVENTS, EventFilter
 from indexer.readers.jetstream.pages import PAGE_CHANGES, ReplayPages
-from indexer.sync.feed_delivery import LoggedChange
 from tests.readers.test_jetstream_events import ADA, record_change, value
 
 NOTHING = EventFilter(dids=frozenset({"did:plc:nobody"}))

@@ -6,10 +6,10 @@ from typing import cast
 import pytest
 
 from indexer.db import Store
+from indexer.db.feed_delivery import DeliveryProgress, LoggedChange, SetAside
 from indexer.readers.tap.deliveries import Deliveries
 from indexer.readers.tap.delivery_window import FIRST_SNAPSHOT_ID
 from indexer.readers.tap.set_aside import RefusalLimits
-from indexer.sync.feed_delivery import DeliveryProgress, LoggedChange, SetAside
 from indexer.telemetry.metrics import Metrics
 
 A, B = "did:plc:a", "did:plc:b"

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from indexer.atproto.cid import cid_text, parse_cid
+from indexer.db.feed_delivery import LoggedChange, StoredAccount, StoredRecord
 from indexer.readers.tap.events import MAX_LEVELS, identity_event, record_event, value_refusal
 from indexer.reasons import OmittedValue
-from indexer.sync.feed_delivery import LoggedChange, StoredAccount, StoredRecord
 
 CID = "bafyreifepiu23okq5zuyvyhsoiazv2icw2van3s7ko6d3ixl5jx2yj2yhu"
 BLOB_CID = "bafkreifepiu23okq5zuyvyhsoiazv2icw2van3s7ko6d3ixl5jx2yj2yhu"

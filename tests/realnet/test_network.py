@@ -12,7 +12,7 @@ import pytest
 from indexer.app.daemon import Daemon
 from indexer.app.tuning import Tuning
 from indexer.reasons import GapReason
-from indexer.sync.gap import Gap
+from indexer.sync.stream import Gap
 from tests.daemon_harness import run_daemon, settings_for, wait_for_cursor
 from tests.database_checks import fetch
 from tests.quick_tuning import QUICK

@@ -56,7 +56,7 @@ async def test_stream_with_the_directory_of_its_time_needs_almost_no_export(
 ) -> None:
     """Only invalid messages are rejected, and no chain breaks."""
     # On a loaded machine, the first commit of an account may come later than the default allows.
-    for module in ("plan_account", "plan_event"):
+    for module in ("account", "plan"):
         monkeypatch.setattr(f"indexer.sync.{module}.FIRST_COMMIT_SECONDS", 20.0)
     recorded = recording()
     async with replayed_network(recorded) as network, indexing(network, database, tmp_path) as running:

@@ -31,13 +31,12 @@ from indexer.resync.admission import Postponed
 from indexer.resync.attempt import ResyncAttempts
 from indexer.resync.lease import ClaimLostError
 from indexer.resync.phase import Phase
+from indexer.sync.batch import ReceivedMessage, SettledMessage, plan_batch
+from indexer.sync.changes import Batch
 from indexer.sync.events import AccountEvent, CommitEvent, SyncEvent
-from indexer.sync.plan_batch import ReceivedMessage, SettledMessage, plan_batch
-from indexer.sync.plan_resync import plan_failure
-from indexer.sync.plans import Batch
 from indexer.sync.policy import UNAVAILABLE, KeyState, PlanContext, Policy
-from indexer.sync.repo_state import Repo, SyncStatus
-from indexer.sync.repo_transitions import Outcome, release
+from indexer.sync.repo import Outcome, Repo, SyncStatus, release
+from indexer.sync.resync import plan_failure
 from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metrics import Metrics
 from tests.sync.signing_account import STORE_ALL, SigningAccount, received_message

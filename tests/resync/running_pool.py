@@ -16,8 +16,8 @@ from indexer.reasons import FetchFailure
 from indexer.resync.admission import Postponed
 from indexer.resync.attempt import ExportSlots
 from indexer.resync.worker_pool import WorkerPool, WorkerPoolSettings
-from indexer.sync.plans import Batch
-from indexer.sync.repo_state import Repo, SyncStatus
+from indexer.sync.changes import Batch
+from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.shard import Shard
 from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metrics import Metrics

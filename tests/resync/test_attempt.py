@@ -12,8 +12,7 @@ from indexer.db import Store
 from indexer.demo.local_repo import Write
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.resync.admission import Postponed
-from indexer.sync.repo_state import PARKED, SyncStatus
-from indexer.sync.repo_transitions import Outcome
+from indexer.sync.repo import PARKED, Outcome, SyncStatus
 from tests.resync.resync_world import MIRROR, PDS, ResyncWorld
 from tests.sync.signing_account import STORE_ALL, received_message
 
@@ -175,7 +174,7 @@ async def test_worker_that_lost_its_claim_writes_nothing_more(
     world: ResyncWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the worker that holds the claim would wait for the transaction."""
-    monkeypatch.setattr("indexer.sync.new_records.CHUNK_RECORDS", 1)
+    monkeypatch.setattr("indexer.sync.export.CHUNK_RECORDS", 1)
     await world.store.add_repos([world.owner.did])
     for number in range(3):
         world.owner.change(Write.create(f"com.example.a/{number}", {"$type": "com.example.a"}))

@@ -26,7 +26,7 @@ NARROW = replace(STORE_ALL, limits=replace(STORE_ALL.limits, resync_buffer_event
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("indexer.db.resync_transaction.CHUNK_SIZE", 3)
     monkeypatch.setattr("indexer.resync.attempt.CHUNK_RECORDS", 2)
-    monkeypatch.setattr("indexer.sync.new_records.CHUNK_RECORDS", 2)
+    monkeypatch.setattr("indexer.sync.export.CHUNK_RECORDS", 2)
     monkeypatch.setattr("indexer.resync.attempt.LOCKED_BYTES", 0)  # drain before the lock, too
 
 

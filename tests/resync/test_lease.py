@@ -6,7 +6,7 @@ import pytest
 from indexer.db import DatabaseError
 from indexer.reasons import FetchFailure
 from indexer.resync.lease import ClaimLostError, run_under_lease
-from indexer.sync.repo_state import Repo
+from indexer.sync.repo import Repo
 from tests.waiting import until
 
 CLAIMED = Repo("did:plc:a", version=2, lease=1)

@@ -18,10 +18,10 @@ from indexer.demo.local_repo import Write
 from indexer.net.identity import CachedIdentity
 from indexer.resync.attempt import ResyncAttempts
 from indexer.resync.new_repo_writer import MAX_SIDE_BY_SIDE, NewRepo, NewRepoWriter
-from indexer.sync.new_records import ConvertedChunk
-from indexer.sync.plans import Batch, RecordChange
+from indexer.sync.changes import Batch, RecordChange
+from indexer.sync.export import ConvertedChunk
 from indexer.sync.policy import KeyState
-from indexer.sync.repo_state import Repo, SyncStatus
+from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.shard import bucket_of
 from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metrics import Metrics
@@ -138,7 +138,7 @@ async def test_new_repo_gets_the_same_rows_and_changes_as_by_a_comparison(
     store: Store, sql: asyncpg.Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: int, chunk: int
 ) -> None:
     """In chunks of 2,000, the repo is written in a shared transaction; else in one of its own, and keeps its worker."""
-    monkeypatch.setattr("indexer.sync.new_records.CHUNK_RECORDS", chunk)
+    monkeypatch.setattr("indexer.sync.export.CHUNK_RECORDS", chunk)
     monkeypatch.setattr("indexer.resync.attempt.CHUNK_RECORDS", chunk)
     owner, slots = account(records), CountedSlots()
     states = []

@@ -18,11 +18,10 @@ from indexer.net.identity import CachedIdentity
 from indexer.reasons import Desync, FetchFailure
 from indexer.resync.queue_maintenance import MaintenanceSettings, QueueMaintenance
 from indexer.resync.worker_pool import WorkerPool, WorkerPoolSettings
-from indexer.sync.plan_account import plan_active, plan_hidden
-from indexer.sync.repo_state import PARKED, Repo
-from indexer.sync.repo_transitions import Trigger, amend, synchronize
+from indexer.sync.account import plan_active, plan_hidden
+from indexer.sync.identity import StoredIdentity
+from indexer.sync.repo import PARKED, Repo, Trigger, amend, synchronize
 from indexer.sync.shard import Shard
-from indexer.sync.stored_identity import StoredIdentity
 from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metrics import Metrics
 from tests.db.repo_rows import did, head, insert, put, synchronized

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 from indexer.errors import UnavailableError
 from indexer.reasons import FetchFailure
 from indexer.resync.worker_pool import WorkerPoolSettings, pool_settings
-from indexer.sync.repo_state import SyncStatus
+from indexer.sync.repo import SyncStatus
 from tests.resync.running_pool import DID, Download, RunningPool
 from tests.waiting import until
 

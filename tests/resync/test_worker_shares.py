@@ -9,7 +9,7 @@ from indexer.errors import UnavailableError
 from indexer.net.new_accounts import NewAccounts
 from indexer.reasons import FetchFailure
 from indexer.resync.admission import Admission, Postponed, Slot
-from indexer.sync.repo_state import SyncStatus
+from indexer.sync.repo import SyncStatus
 from indexer.telemetry.conditions import NEW_ACCOUNTS_LIMITED
 from tests.resync.running_pool import Download, RunningPool
 from tests.waiting import until

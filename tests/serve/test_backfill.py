@@ -3,7 +3,7 @@ from math import inf
 
 from indexer.db import Counts
 from indexer.serve.backfill import RATE_SECONDS, Backfill, RepoCounts, ScopeStatus, scope_status_of
-from indexer.sync.repo_state import SyncStatus
+from indexer.sync.repo import SyncStatus
 
 COUNTS = Counts(
     {SyncStatus.SYNCHRONIZED: 60, SyncStatus.IN_PROGRESS: 4, SyncStatus.DESYNCHRONIZED: 56}, {}, 36, 20, 0, []

@@ -7,10 +7,9 @@ from indexer.atproto.cid import cid_of
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.did_document import parse_did_document
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.sync.events import CommitEvent
-from indexer.sync.frames import decode_frame
+from indexer.sync.events import CommitEvent, decode_frame
 from indexer.sync.policy import PlanContext, Policy
-from indexer.sync.repo_state import Head, Repo, SyncStatus
+from indexer.sync.repo import Head, Repo, SyncStatus
 from indexer.sync.scope import Scope
 from tests.vectors import vectors
 

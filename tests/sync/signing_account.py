@@ -9,12 +9,12 @@ from indexer.demo import dag_cbor
 from indexer.demo.local_network import did_of
 from indexer.demo.local_repo import LocalChange, LocalRepo, Write
 from indexer.reasons import Desync
-from indexer.sync.frames import decode_frame
-from indexer.sync.plan_batch import ReceivedMessage
-from indexer.sync.plan_event import plan_event
-from indexer.sync.plans import Plan
+from indexer.sync.batch import ReceivedMessage
+from indexer.sync.changes import Plan
+from indexer.sync.events import decode_frame
+from indexer.sync.plan import plan_event
 from indexer.sync.policy import KeyState, PlanContext, Policy
-from indexer.sync.repo_state import Head, Repo, SyncStatus
+from indexer.sync.repo import Head, Repo, SyncStatus
 from indexer.sync.scope import Scope
 from tests.sync.hidden_deletion import hide_deletion
 

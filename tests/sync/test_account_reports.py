@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.sync.plan_account import plan_active, plan_hidden
-from indexer.sync.repo_state import Repo, StreamPoint
-from indexer.sync.repo_transitions import Outcome
+from indexer.sync.account import plan_active, plan_hidden
+from indexer.sync.repo import Outcome, Repo, StreamPoint
 from tests.sync.signing_account import CONTEXT, NOW, RELAY, SigningAccount, plan
 
 OTHER = "wss://other.test"

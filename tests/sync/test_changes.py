@@ -5,9 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.sync.changes import ChangeLogEntry, RepoVisibility, change_log_entries, effective_changes, visibility_of
-from indexer.sync.plans import Action, RecordChange, RepoWrite
-from indexer.sync.repo_state import Head, Repo, SyncStatus
+from indexer.sync.changes import (
+    Action,
+    ChangeLogEntry,
+    RecordChange,
+    RepoVisibility,
+    RepoWrite,
+    change_log_entries,
+    effective_changes,
+    visibility_of,
+)
+from indexer.sync.repo import Head, Repo, SyncStatus
 
 NEW = Repo("did:plc:a")
 HEAD = Head("3laaaaaaaaa22", bytes(36), bytes(36))

@@ -6,8 +6,8 @@ from unittest.mock import Mock
 import pytest
 
 from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.core.native_core import INTERFACE, NativeCore, frame_decoder, load_core
 from indexer.errors import SettingsError
-from indexer.sync.native_core import INTERFACE, NativeCore, frame_decoder, load_core
 from indexer.sync.shard import Shard
 from tests.native_module import native_core
 from tests.sync.signing_account import SigningAccount, decoded_event

@@ -1,6 +1,6 @@
 import pytest
 
-from indexer.sync.event_time import event_seconds
+from indexer.sync.events import event_seconds
 
 
 @pytest.mark.parametrize("event_time", ["1970-01-01T00:01:30.5Z", "1970-01-01T01:01:30.500+01:00"])

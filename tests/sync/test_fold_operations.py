@@ -8,7 +8,7 @@ from indexer.atproto.mst import NetOp
 from indexer.errors import UpstreamError
 from indexer.reasons import Rejection
 from indexer.sync.events import RepoOp
-from indexer.sync.fold_operations import LegacyOperationsError, fold_operations
+from indexer.sync.verify import LegacyOperationsError, fold_operations
 from tests.atproto.mst.oracle import cid_of
 
 A, B, C, D = (cid_of(name) for name in (b"a", b"b", b"c", b"d"))

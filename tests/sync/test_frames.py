@@ -12,6 +12,7 @@ from indexer.demo.local_repo import Write
 from indexer.errors import UpstreamError
 from indexer.reasons import Rejection
 from indexer.sync.events import (
+    MAX_SEQ,
     AccountEvent,
     CommitEvent,
     IdentityEvent,
@@ -22,8 +23,9 @@ from indexer.sync.events import (
     StreamError,
     SyncEvent,
     UnknownEvent,
+    decode_frame,
+    frame_for_display,
 )
-from indexer.sync.frames import MAX_SEQ, decode_frame, frame_for_display
 from tests.sync.signing_account import POST, SigningAccount, decoded_event, encoded_frame
 
 
@@ -305,7 +307,7 @@ ITEMS = {"nulls": b"\xf6", "empty lists": b"\x80", "maps": b"\xa1\x61a\x40", "de
 @pytest.mark.parametrize("name", ITEMS)
 def test_frame_with_too_many_items_is_rejected_before_it_is_decoded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding 5 MB of deep lists takes two seconds. The items are in a list, or one after the other."""
-    monkeypatch.setattr("indexer.sync.frames.decode_pair", lambda _: pytest.fail("decoded"))
+    monkeypatch.setattr("indexer.sync.events.decode_pair", lambda _: pytest.fail("decoded"))
     item = ITEMS[name]
     count = (DEFAULT_LIMITS.frame_bytes - 100) // len(item)
     header = dag_cbor.encode({"op": 1, "t": "#commit"})

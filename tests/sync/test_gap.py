@@ -3,8 +3,8 @@
 from itertools import product
 
 from indexer.reasons import GapReason
-from indexer.sync.gap import Gap, OpenGap
 from indexer.sync.shard import Shard
+from indexer.sync.stream import Gap, OpenGap
 
 
 def test_gap_affects_the_shards_that_share_a_position_with_it_until_that_is_reconciled() -> None:

@@ -15,20 +15,18 @@ from indexer.atproto.cid import RAW, cid_of
 from indexer.atproto.crypto import Curve, PublicKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import CollectionFilter
+from indexer.core.native_core import CommitsBeingVerified, NativeCore
+from indexer.core.native_reader import NativeReader
 from indexer.demo import dag_cbor
 from indexer.demo.local_repo import Write, car, car_header, car_section
 from indexer.errors import UpstreamError
-from indexer.net.pds.native_reader import NativeReader
 from indexer.net.pds.spool import SpoolSizes
 from indexer.reasons import Desync, Rejection
+from indexer.sync.batch import MAX_BATCH_BYTES, commits_to_verify, commits_within, plan_batch
+from indexer.sync.changes import RecordChange, RecordConverter
 from indexer.sync.events import CommitEvent, RepoOp
-from indexer.sync.native_core import NativeCore
-from indexer.sync.plan_batch import MAX_BATCH_BYTES, commits_within, plan_batch
-from indexer.sync.plans import RecordChange
 from indexer.sync.policy import KeyState, Policy
-from indexer.sync.prepared_commits import CommitsBeingVerified, commits_to_verify
-from indexer.sync.record_change import RecordConverter
-from indexer.sync.repo_state import Repo
+from indexer.sync.repo import Repo
 from indexer.sync.scope import Scope
 from indexer.sync.verify import VerifiedCommit, verify_commit
 from tests.native_module import module_core, native_core, native_module, shared_core

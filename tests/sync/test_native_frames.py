@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from indexer.atproto.cbor import count_items
 from indexer.atproto.cid import RAW, cid_of
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
+from indexer.core.native_core import frame_decoder
 from indexer.demo import dag_cbor
 from indexer.demo.local_repo import Write
-from indexer.sync.events import CommitEvent, Event, MalformedEvent, OtherShardEvent, RepoOp
-from indexer.sync.frames import MAX_SEQ, decode_frame
-from indexer.sync.native_core import frame_decoder
+from indexer.sync.events import MAX_SEQ, CommitEvent, Event, MalformedEvent, OtherShardEvent, RepoOp, decode_frame
 from indexer.sync.shard import Placement, Shard
 from tests.native_module import CountingCore, native_module, shared_core
 from tests.profiles import scaled

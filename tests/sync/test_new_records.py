@@ -10,9 +10,8 @@ from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.record import Problem
 from indexer.demo.local_repo import Write
 from indexer.errors import BrokenInvariantError
-from indexer.sync.new_records import ConvertedChunk, ConvertedRecords, SnapshotExport
-from indexer.sync.plans import RecordChange
-from indexer.sync.record_change import RecordConverter
+from indexer.sync.changes import RecordChange, RecordConverter
+from indexer.sync.export import ConvertedChunk, ConvertedRecords, SnapshotExport
 from indexer.sync.verify import verify_snapshot
 from tests.sync.signing_account import POST, STORE_ALL, SigningAccount
 
@@ -73,7 +72,7 @@ def test_all_selected_records_are_converted() -> None:
 
 def test_chunk_ends_after_the_maximum_of_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values are kept for one chunk only."""
-    monkeypatch.setattr("indexer.sync.new_records.CHUNK_RECORDS", 3)
+    monkeypatch.setattr("indexer.sync.export.CHUNK_RECORDS", 3)
     with patch.object(RecordConverter, "forget_values") as forget:
         chunks = chunks_of(export_of(account_with_posts(), "04", "06").new_records(STORE_ALL, 10_000))
     assert [rkeys(chunk) for chunk in chunks] == [RKEYS[:3], RKEYS[3:6], RKEYS[6:]]
@@ -88,7 +87,7 @@ def test_chunk_ends_with_the_record_that_takes_it_to_the_maximum_of_bytes(
     export = export_of(account_with_posts())
     [whole] = chunks_of(export.new_records(STORE_ALL, 10_000))
     two = sum(change.size for change in whole.changes()[:2])
-    monkeypatch.setattr("indexer.sync.new_records.CHUNK_BYTES", two - less)
+    monkeypatch.setattr("indexer.sync.export.CHUNK_BYTES", two - less)
     chunks = chunks_of(export.new_records(STORE_ALL, 10_000))
     assert [rkeys(chunk) for chunk in chunks] == [RKEYS[n : n + records] for n in range(0, 7, records)]
     assert all(chunk.size == sum(change.size for change in chunk.changes()) for chunk in chunks)

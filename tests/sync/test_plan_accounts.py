@@ -8,7 +8,7 @@ from indexer.atproto.cid import cid_of
 from indexer.atproto.syntax import tid_of
 from indexer.errors import UnavailableError
 from indexer.reasons import Desync, FetchFailure
-from indexer.sync.plan_account import (
+from indexer.sync.account import (
     FIRST_COMMIT_SECONDS,
     plan_active,
     plan_erasure_later,
@@ -16,11 +16,21 @@ from indexer.sync.plan_account import (
     plan_hidden,
     plan_status_unknown,
 )
-from indexer.sync.plan_event import plan_listed
-from indexer.sync.plan_resync import HOST_STATUSES, Completion, plan_failure
-from indexer.sync.plans import Plan
-from indexer.sync.repo_state import OUT_OF_SCOPE, PARKED, TOMBSTONED, Head, Repo, SyncStatus
-from indexer.sync.repo_transitions import Outcome, Trigger, move, synchronize
+from indexer.sync.changes import Plan
+from indexer.sync.plan import plan_listed
+from indexer.sync.repo import (
+    OUT_OF_SCOPE,
+    PARKED,
+    TOMBSTONED,
+    Head,
+    Outcome,
+    Repo,
+    SyncStatus,
+    Trigger,
+    move,
+    synchronize,
+)
+from indexer.sync.resync import HOST_STATUSES, Completion, plan_failure
 from tests.sync.signing_account import CONTEXT, DESYNCHRONIZED, NOW, RELAY, SYNCHRONIZED, SigningAccount, plan
 
 

@@ -9,22 +9,21 @@ from indexer.atproto.limits import Limits
 from indexer.demo.local_repo import Write
 from indexer.errors import UpstreamError
 from indexer.reasons import Desync, Rejection
-from indexer.sync.events import CommitEvent, MalformedEvent, UnknownEvent
-from indexer.sync.plan_batch import (
+from indexer.sync.batch import (
     DEAD_LETTER_BYTES,
     MAX_BATCH_BYTES,
     MAX_BATCH_CHANGES,
     BatchPlan,
+    PreparedCommits,
     ReceivedMessage,
     commits_within,
     plan_batch,
     plan_refusal,
 )
-from indexer.sync.plans import DeadLetter, NeedsKey, RecordChange, RepoWrite
+from indexer.sync.changes import DeadLetter, NeedsKey, RecordChange, RepoWrite
+from indexer.sync.events import CommitEvent, MalformedEvent, UnknownEvent
 from indexer.sync.policy import UNAVAILABLE, KeyState, Policy
-from indexer.sync.prepared_commits import PreparedCommits
-from indexer.sync.repo_state import PARKED, Repo, SyncStatus
-from indexer.sync.repo_transitions import TRANSITIONS, Outcome
+from indexer.sync.repo import PARKED, TRANSITIONS, Outcome, Repo, SyncStatus
 from indexer.sync.scope import Scope
 from indexer.sync.verify import VerifiedCommit
 from tests.profiles import scaled

@@ -6,10 +6,9 @@ import pytest
 
 from indexer.atproto.limits import Limits
 from indexer.reasons import Desync, FetchFailure
-from indexer.sync.plan_event import plan_event
-from indexer.sync.plans import NeedsKey
-from indexer.sync.repo_state import PARKED, Head, Repo
-from indexer.sync.repo_transitions import STABLE_SECONDS, Outcome, Trigger, desynchronize
+from indexer.sync.changes import NeedsKey
+from indexer.sync.plan import plan_event
+from indexer.sync.repo import PARKED, STABLE_SECONDS, Head, Outcome, Repo, Trigger, desynchronize
 from tests.sync.signing_account import (
     CONTEXT,
     DESYNCHRONIZED,

@@ -8,9 +8,8 @@ from indexer.atproto.cid import cid_of
 from indexer.atproto.syntax import CollectionFilter, tid_of
 from indexer.demo.local_repo import Write
 from indexer.reasons import Desync, FetchFailure, Rejection
-from indexer.sync.plans import Plan
-from indexer.sync.repo_state import Repo, SyncStatus
-from indexer.sync.repo_transitions import Outcome
+from indexer.sync.changes import Plan
+from indexer.sync.repo import Outcome, Repo, SyncStatus
 from indexer.sync.scope import Scope
 from tests.sync.signing_account import (
     CONTEXT,

@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 
 from indexer.reasons import Rejection
-from indexer.sync.plan_event import plan_event
-from indexer.sync.plans import NeedsKey, Plan
+from indexer.sync.changes import NeedsKey, Plan
+from indexer.sync.plan import plan_event
 from indexer.sync.policy import MAX_IDENTITY_AGE, UNAVAILABLE
-from indexer.sync.repo_state import Repo
-from indexer.sync.repo_transitions import Outcome
+from indexer.sync.repo import Outcome, Repo
 from tests.sync.signing_account import CONTEXT, SigningAccount, decoded_event, plan
 
 

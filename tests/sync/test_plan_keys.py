@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 
 from indexer.reasons import Desync, Rejection
-from indexer.sync.plan_event import key_to_verify, plan_event
-from indexer.sync.plans import NeedsKey, Plan
+from indexer.sync.changes import NeedsKey, Plan
+from indexer.sync.plan import key_to_verify, plan_event
 from indexer.sync.policy import UNAVAILABLE, KeyState
-from indexer.sync.repo_state import TOMBSTONED, Repo, SyncStatus
-from indexer.sync.repo_transitions import Outcome
+from indexer.sync.repo import TOMBSTONED, Outcome, Repo, SyncStatus
 from tests.sync.signing_account import (
     CONTEXT,
     DESYNCHRONIZED,

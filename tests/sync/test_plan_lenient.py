@@ -5,7 +5,7 @@ from dataclasses import replace
 from indexer.atproto.car import split_car
 from indexer.demo.local_repo import Write, car
 from indexer.reasons import Desync
-from indexer.sync.repo_transitions import Outcome
+from indexer.sync.repo import Outcome
 from tests.sync.hidden_deletion import high_path
 from tests.sync.signing_account import CONTEXT, NOW, POST, STORE_ALL, SYNCHRONIZED, SigningAccount, plan
 

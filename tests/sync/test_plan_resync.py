@@ -8,11 +8,11 @@ from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.demo.local_repo import Write
 from indexer.errors import UnavailableError
 from indexer.reasons import Desync, FetchFailure, Rejection
-from indexer.sync.plan_event import plan_event
-from indexer.sync.plan_resync import Completion, plan_failure
-from indexer.sync.plans import Batch, BufferedEvent, Plan, RecordChange, RepoWrite
+from indexer.sync.changes import Batch, BufferedEvent, Plan, RecordChange, RepoWrite
+from indexer.sync.plan import plan_event
 from indexer.sync.policy import UNAVAILABLE, KeyState, PlanContext
-from indexer.sync.repo_state import PARKED, Head, Repo, SyncStatus
+from indexer.sync.repo import PARKED, Head, Repo, SyncStatus
+from indexer.sync.resync import Completion, plan_failure
 from tests.sync.hidden_deletion import high_path
 from tests.sync.signing_account import CONTEXT, NOW, POST, RELAY, SigningAccount, decoded_event, encoded_frame
 

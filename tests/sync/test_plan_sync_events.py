@@ -2,9 +2,8 @@
 
 from indexer.atproto.syntax import tid_of
 from indexer.reasons import Desync, Rejection
-from indexer.sync.plans import Plan
-from indexer.sync.repo_state import Repo
-from indexer.sync.repo_transitions import Outcome
+from indexer.sync.changes import Plan
+from indexer.sync.repo import Outcome, Repo
 from tests.sync.signing_account import NOW, SYNCHRONIZED, SigningAccount, plan
 
 

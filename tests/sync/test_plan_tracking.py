@@ -5,12 +5,11 @@ from dataclasses import replace
 from indexer.atproto.syntax import CollectionFilter
 from indexer.demo.local_repo import Write
 from indexer.reasons import Desync
-from indexer.sync.plan_account import plan_active
-from indexer.sync.plan_event import plan_event
-from indexer.sync.plans import NeedsKey, Plan
+from indexer.sync.account import plan_active
+from indexer.sync.changes import NeedsKey, Plan
+from indexer.sync.plan import plan_event
 from indexer.sync.policy import UNAVAILABLE, PlanContext
-from indexer.sync.repo_state import OUT_OF_SCOPE, Repo, SyncStatus
-from indexer.sync.repo_transitions import Outcome
+from indexer.sync.repo import OUT_OF_SCOPE, Outcome, Repo, SyncStatus
 from indexer.sync.scope import Scope, Track
 from tests.sync.signing_account import (
     CONTEXT,

@@ -9,8 +9,8 @@ from indexer.atproto import cbor
 from indexer.atproto.cbor import decode_json
 from indexer.demo import dag_cbor
 from indexer.demo.local_repo import Write
-from indexer.sync.plan_event import plan_event
-from indexer.sync.plans import NeedsKey
+from indexer.sync.changes import NeedsKey
+from indexer.sync.plan import plan_event
 from tests.sync.signing_account import CONTEXT, POST, SigningAccount, decoded_event, encoded_frame
 
 MAX_COST = 6.0

@@ -10,11 +10,10 @@ from indexer.atproto.record import ConvertedRecord
 from indexer.atproto.syntax import CollectionFilter
 from indexer.demo.local_repo import Write
 from indexer.errors import UpstreamError
+from indexer.sync.batch import PreparedCommits, ReceivedMessage, commits_to_verify, is_quick, prepared_commits
 from indexer.sync.events import CommitEvent
-from indexer.sync.plan_batch import ReceivedMessage, is_quick
 from indexer.sync.policy import KeyState, Policy
-from indexer.sync.prepared_commits import PreparedCommits, commits_to_verify, prepared_commits
-from indexer.sync.repo_state import Repo
+from indexer.sync.repo import Repo
 from indexer.sync.verify import VerifiedCommit, verify_commit
 from tests.sync.signing_account import CONTEXT, POST, STORE_ALL, SigningAccount, decoded_event, received_message
 

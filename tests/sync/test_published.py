@@ -11,13 +11,11 @@ from indexer.atproto.cid import cid_text, parse_cid
 from indexer.atproto.crypto import parse_multikey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.demo import dag_cbor
-from indexer.sync.events import AccountEvent, CommitEvent, IdentityEvent, MalformedEvent
-from indexer.sync.frames import decode_frame
-from indexer.sync.plan_event import plan_event
-from indexer.sync.plans import NeedsKey, Plan
+from indexer.sync.changes import NeedsKey, Plan
+from indexer.sync.events import AccountEvent, CommitEvent, IdentityEvent, MalformedEvent, decode_frame
+from indexer.sync.plan import plan_event
 from indexer.sync.policy import KeyState
-from indexer.sync.repo_state import Repo, SyncStatus
-from indexer.sync.repo_transitions import Outcome
+from indexer.sync.repo import Outcome, Repo, SyncStatus
 from tests.sync.published_frames import CONTEXT, keys, recorded, row_before
 from tests.vectors import vectors
 

@@ -7,8 +7,7 @@ from indexer.atproto.cid import cid_of
 from indexer.atproto.record import ConvertedRecord, Problem, decode_record
 from indexer.atproto.syntax import CollectionFilter
 from indexer.demo import dag_cbor
-from indexer.sync.plans import RecordChange
-from indexer.sync.record_change import MAX_EXPANSION, MIN_VALUE_BYTES, RecordConverter
+from indexer.sync.changes import MAX_EXPANSION, MIN_VALUE_BYTES, RecordChange, RecordConverter
 from indexer.sync.scope import Scope
 from indexer.sync.verify import VerifiedChange
 from tests.sync.signing_account import POST, STORE_ALL
@@ -33,7 +32,7 @@ def converted(converter: RecordConverter, change: VerifiedChange) -> RecordChang
 def test_block_that_many_paths_of_a_collection_name_is_decoded_once_until_values_are_forgotten() -> None:
     block = record(10)
     converter = RecordConverter(STORE_ALL, REV, len(block))
-    with patch("indexer.sync.record_change.decode_record", wraps=decode_record) as decode:
+    with patch("indexer.sync.changes.decode_record", wraps=decode_record) as decode:
         changes = [converted(converter, create(number, block)) for number in range(50)]
         assert decode.call_count == 1
         assert len({id(change.value) for change in changes}) == 1
@@ -61,7 +60,7 @@ def test_block_is_not_decoded_for_values_that_are_omitted_anyway() -> None:
     block = record(100_000)
     converter = RecordConverter(STORE_ALL, REV, len(block))
     paths = [f"com.example.c{number}/r".encode() for number in range(100)]
-    with patch("indexer.sync.record_change.decode_record", wraps=decode_record) as decode:
+    with patch("indexer.sync.changes.decode_record", wraps=decode_record) as decode:
         changes = [converted(converter, VerifiedChange(path, None, cid_of(block), block)) for path in paths]
     stored = [change for change in changes if change.problem is not Problem.OMITTED]
     assert 16 <= len(stored) < 30

@@ -3,7 +3,7 @@
 from typing import Any
 
 from indexer.reasons import Desync, FetchFailure
-from indexer.sync.repo_state import Head, Repo, SyncStatus
+from indexer.sync.repo import Head, Repo, SyncStatus
 
 BEFORE = Repo(
     "did:plc:aaaaaaaaaaaaaaaaaaaaaaaa",

@@ -8,15 +8,19 @@ import pytest
 from indexer.errors import BrokenInvariantError, UnavailableError
 from indexer.reasons import Desync, FetchFailure
 from indexer.sync.backoff import backoff_seconds
-from indexer.sync.plan_event import plan_event
-from indexer.sync.plans import Plan
+from indexer.sync.changes import Plan
+from indexer.sync.plan import plan_event
 from indexer.sync.policy import UNAVAILABLE, KeyState, PlanContext
-from indexer.sync.repo_state import OUT_OF_SCOPE, PARKED, Head, Repo, SyncStatus
-from indexer.sync.repo_transitions import (
+from indexer.sync.repo import (
     MAX_UNPARK_SECONDS,
+    OUT_OF_SCOPE,
+    PARKED,
     TRANSITIONS,
     UNPROVEN_REASONS,
+    Head,
     Outcome,
+    Repo,
+    SyncStatus,
     Trigger,
     desynchronize,
     erase,

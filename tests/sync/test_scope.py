@@ -4,10 +4,9 @@ from dataclasses import replace
 
 from indexer.atproto.syntax import CollectionFilter
 from indexer.reasons import Desync
-from indexer.sync.narrowing import plan_narrowing
-from indexer.sync.plans import RecordChange, RepoWrite
-from indexer.sync.repo_state import Head, Repo, SyncStatus
-from indexer.sync.repo_transitions import amend, needs_export, widen
+from indexer.sync.changes import RecordChange, RepoWrite
+from indexer.sync.plan import plan_narrowing
+from indexer.sync.repo import Head, Repo, SyncStatus, amend, needs_export, widen
 from indexer.sync.scope import Scope, Track, covers, filter_of
 
 HEAD = Head("3laaaaaaaaa22", b"data", b"commit")

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.sync.frames import MAX_SEQ
-from indexer.sync.sequence_order import MAX_STEP, SequenceOrder, Step
+from indexer.sync.events import MAX_SEQ
+from indexer.sync.stream import MAX_STEP, SequenceOrder, Step
 
 LEAP = 5 + MAX_STEP + 1
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from indexer.atproto.cid import cid_of, is_cid
 from indexer.errors import BrokenInvariantError
-from indexer.sync.snapshot_diff import Difference, Entry, SnapshotDiff, without_value
+from indexer.sync.resync import Difference, Entry, SnapshotDiff, without_value
 
 PATHS = st.sampled_from([f"{nsid}/{rkey}".encode() for nsid in ("a.b", "a.b-x", "a.b.c", "a.bc") for rkey in "123:_~"])
 CIDS = [b"1", b"2", b"3"]

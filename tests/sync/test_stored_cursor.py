@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from indexer.sync.shard import BUCKETS, Shard
-from indexer.sync.stored_cursor import StoredCursor, merged
+from indexer.sync.stream import StoredCursor, merged
 
 Given = Sequence[tuple[str, int, int]]
 """Shard, epoch and seq of each cursor."""

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from indexer.sync.stored_identity import CERTAIN_DENIALS, DENIAL_SECONDS, StoredIdentity, add_denial
+from indexer.sync.identity import CERTAIN_DENIALS, DENIAL_SECONDS, StoredIdentity, add_denial
 
 DID = "did:plc:ewvi7nxzyoun6zhxrhs64oiz"
 KNOWN = StoredIdentity(DID, "alice.test", "https://pds.test", "did:key:zabc", 0.0)

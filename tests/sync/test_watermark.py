@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.errors import BrokenInvariantError
-from indexer.sync.watermark import Position, Watermark
+from indexer.sync.stream import Position, Watermark
 
 
 def oracle(start: int | None, seqs: list[int], done: set[int]) -> int | None:

@@ -10,13 +10,13 @@ import asyncpg
 import orjson
 
 from indexer.db import Store
+from indexer.db.crawl_progress import CrawlProgress
 from indexer.db.current_scope import CurrentScope
 from indexer.db.open_gaps import OpenGaps
 from indexer.net.http import OutboundClient
 from indexer.net.identity import IdentityCache
 from indexer.net.pds.xrpc import MissingMethodAnswer
-from indexer.sync.crawl_progress import CrawlProgress
-from indexer.sync.repo_state import Repo, StreamPoint
+from indexer.sync.repo import Repo, StreamPoint
 from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import Shard
 from indexer.tasks.reconcile import Reconciliation, ReconciliationSettings

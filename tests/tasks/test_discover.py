@@ -9,10 +9,10 @@ import stamina
 from structlog.testing import capture_logs
 
 from indexer.db import Store
+from indexer.db.crawl_progress import CrawlProgress
 from indexer.errors import UnavailableError
 from indexer.net.http import OutboundClient
-from indexer.sync.crawl_progress import CrawlProgress
-from indexer.sync.repo_state import CHOSEN
+from indexer.sync.repo import CHOSEN
 from indexer.tasks.discover import Discovery
 from indexer.telemetry.log_events import LOG_EVENTS
 from tests.db.repo_rows import did, insert, synchronized

@@ -12,8 +12,8 @@ import pytest
 
 from indexer.db import Store
 from indexer.net.identity import HandleVerifier
+from indexer.sync.identity import INVALID_HANDLE, StoredIdentity
 from indexer.sync.shard import Shard
-from indexer.sync.stored_identity import INVALID_HANDLE, StoredIdentity
 from indexer.tasks.handles import MAX_ATTEMPTS, HandleCheckIntervals, HandleChecks
 from tests.db.repo_rows import did, insert, synchronized
 from tests.net.http.scripted_host import http_response

@@ -15,9 +15,9 @@ from indexer.db import Store
 from indexer.errors import UnavailableError
 from indexer.net.identity import IdentityCache, IdentityLifetimes
 from indexer.reasons import FetchFailure
-from indexer.sync.plans import Batch
+from indexer.sync.changes import Batch
+from indexer.sync.identity import DueIdentity, StoredIdentity
 from indexer.sync.shard import Shard
-from indexer.sync.stored_identity import DueIdentity, StoredIdentity
 from indexer.tasks.identities import BATCH_SIZE, MAX_PER_HOST, IdentityRefresh, fair_batch
 from indexer.telemetry.metrics import Metrics
 from tests.db.repo_rows import did

@@ -9,11 +9,11 @@ from time import monotonic, time
 import pytest
 
 from indexer.atproto.syntax import tid_of
+from indexer.db.crawl_progress import CrawlProgress
 from indexer.db.crawl_rows import ListDifferences
 from indexer.reasons import Desync, FetchFailure
-from indexer.sync.crawl_progress import CrawlProgress
-from indexer.sync.plans import Batch, RepoWrite
-from indexer.sync.repo_state import TOMBSTONED, Repo, SyncStatus
+from indexer.sync.changes import Batch, RepoWrite
+from indexer.sync.repo import TOMBSTONED, Repo, SyncStatus
 from indexer.sync.scope import Track
 from tests.db.repo_rows import did, head, in_progress, insert
 from tests.tasks.crawl_scenario import (

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import pytest
 import stamina
 
+from indexer.db.crawl_progress import CrawlProgress
 from indexer.db.open_gaps import OpenGaps
 from indexer.errors import UnavailableError
 from indexer.reasons import Desync, GapReason
-from indexer.sync.crawl_progress import CrawlProgress
-from indexer.sync.gap import Gap
-from indexer.sync.repo_state import SyncStatus
+from indexer.sync.repo import SyncStatus
 from indexer.sync.shard import Shard
+from indexer.sync.stream import Gap
 from indexer.tasks.reconcile import Reconciliation, ReconciliationSettings
 from tests.db.repo_rows import did, insert
 from tests.net.http.scripted_host import ScriptedHost, http_response

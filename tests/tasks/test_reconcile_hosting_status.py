@@ -19,10 +19,10 @@ from indexer.net.http.host_limits import FAILURE_THRESHOLD
 from indexer.net.identity import IdentityCache
 from indexer.net.pds.xrpc import MISSING_METHOD_ANSWERS, MissingMethodAnswer
 from indexer.reasons import Desync, FetchFailure
-from indexer.sync.repo_state import Repo, StreamPoint, SyncStatus
+from indexer.sync.identity import StoredIdentity
+from indexer.sync.repo import Repo, StreamPoint, SyncStatus
 from indexer.sync.scope import Track
 from indexer.sync.shard import Shard
-from indexer.sync.stored_identity import StoredIdentity
 from indexer.tasks.hosting_status import MAX_ATTEMPTS, UNLISTED, HostingStatusChecks
 from indexer.telemetry.metrics import Metrics
 from tests.db.repo_rows import did, insert

@@ -11,12 +11,12 @@ import stamina
 from structlog.testing import capture_logs
 
 from indexer.db import Store
+from indexer.db.crawl_progress import CrawlProgress
 from indexer.db.current_scope import CurrentScope
 from indexer.net.pds.xrpc import MISSING_METHOD_ANSWERS, MissingMethodAnswer
 from indexer.reasons import Desync
-from indexer.sync.crawl_progress import CrawlProgress
-from indexer.sync.plan_account import plan_active
-from indexer.sync.repo_transitions import needs_export
+from indexer.sync.account import plan_active
+from indexer.sync.repo import needs_export
 from indexer.sync.shard import Shard
 from indexer.tasks.scope_backfill import ScopeBackfill
 from indexer.telemetry.metrics import Metrics

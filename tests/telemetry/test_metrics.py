@@ -4,10 +4,9 @@ from typing import get_args
 import pytest
 
 from indexer.reasons import Desync, FetchFailure, Rejection
+from indexer.sync.changes import Action
 from indexer.sync.events import Event
-from indexer.sync.plans import Action
-from indexer.sync.repo_state import SyncStatus
-from indexer.sync.repo_transitions import Outcome
+from indexer.sync.repo import Outcome, SyncStatus
 from indexer.telemetry.metric_definitions import MAX_LISTED, METRICS
 from indexer.telemetry.metrics import ACTIONS, KINDS, ConsumerLag, Metrics
 

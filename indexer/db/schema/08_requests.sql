@@ -7,7 +7,7 @@ begin
     perform indexer.log_repo_change($1, case when $2 then 'visible' else 'hidden' end, $3);
 end $$;
 
--- The trigger REQUESTED of indexer/sync/repo_transitions.py. A test runs it in every state and compares. A resync in
+-- The trigger REQUESTED of indexer/sync/repo.py. A test runs it in every state and compares. A resync in
 -- progress ends: it may have read the repo before the fault that the request is about.
 create function atproto.request_resync(did text) returns boolean
 language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$

@@ -23,7 +23,7 @@ from indexer.errors import UnavailableError
 from indexer.net.http.registered_domain import registered_domain
 from indexer.reasons import FetchFailure
 from indexer.sync.backoff import backoff_seconds
-from indexer.sync.host_state import MAX_HOSTS, HostState
+from indexer.sync.identity import MAX_HOSTS, HostState
 
 MAX_SHARED_LIMITS = 4_096
 """Network addresses, and registered domains, whose limits are tracked."""

@@ -15,7 +15,7 @@ from indexer.atproto.syntax import is_handle, is_resolvable
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.net.identity.directory_turns import DirectoryTurns
 from indexer.reasons import FetchFailure
-from indexer.sync.stored_identity import CERTAIN_DENIALS, StoredIdentity
+from indexer.sync.identity import CERTAIN_DENIALS, StoredIdentity
 
 DOCUMENT_BYTES = 65_536
 REQUEST_TIMEOUT = 10.0

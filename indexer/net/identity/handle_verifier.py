@@ -11,7 +11,7 @@ from indexer.errors import UnavailableError
 from indexer.net.identity.did_resolver import HttpGetter
 from indexer.net.identity.dns_records import DNS_TIMEOUT, DnsRecords
 from indexer.reasons import FetchFailure
-from indexer.sync.stored_identity import INVALID_HANDLE
+from indexer.sync.identity import INVALID_HANDLE
 
 HTTP_TIMEOUT = 5.0
 WELL_KNOWN_BYTES = 2_048

@@ -27,8 +27,8 @@ from indexer.net.http import host_of, registered_domain
 from indexer.net.identity.did_resolver import METHODS, Method, method_of, web_host
 from indexer.net.identity.refresh_budget import RefreshBudget
 from indexer.reasons import FetchFailure
+from indexer.sync.identity import StoredIdentity, add_denial
 from indexer.sync.policy import MAX_IDENTITY_AGE
-from indexer.sync.stored_identity import StoredIdentity, add_denial
 from indexer.telemetry.metric_definitions import RefreshCause
 
 MAX_LOOKUPS = 128
@@ -57,7 +57,7 @@ class CachedIdentity:
         fetched_at: Unix seconds.
         stale: True if the identity is known to have changed, or a refresh failed.
         denied: True if the directory denies the DID.
-        gone: True if it has denied the DID often enough to be certain (`stored_identity.CERTAIN_DENIALS`).
+        gone: True if it has denied the DID often enough to be certain (`identity.CERTAIN_DENIALS`).
     """
 
     key: PublicKey | None

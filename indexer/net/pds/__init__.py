@@ -1,8 +1,7 @@
 """Requests to a PDS or relay about repos: exports, the latest commit, and lists (docs/protocol.md#exports)."""
 
 from indexer.net.pds.export_download import ExportDownload
-from indexer.net.pds.native_reader import reader_factory
 from indexer.net.pds.pds_client import LARGE_BYTES, PdsClient
 from indexer.net.pds.spool import Spool
 
-__all__ = ["LARGE_BYTES", "ExportDownload", "PdsClient", "Spool", "reader_factory"]
+__all__ = ["LARGE_BYTES", "ExportDownload", "PdsClient", "Spool"]

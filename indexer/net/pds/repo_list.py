@@ -8,8 +8,8 @@ from indexer.errors import UnavailableError
 from indexer.net.http import OutboundClient
 from indexer.net.pds.xrpc import MethodNotOfferedError, XrpcError, query
 from indexer.reasons import FetchFailure
-from indexer.sync.frames import hosting_status
-from indexer.sync.plan_resync import HOST_STATUSES
+from indexer.sync.events import hosting_status
+from indexer.sync.resync import HOST_STATUSES
 
 _PAGE_SIZE = 1_000
 _COLLECTION_PAGE_SIZE = 2_000

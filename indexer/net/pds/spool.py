@@ -25,7 +25,7 @@ from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.reasons import FetchFailure
-from indexer.sync.new_records import SnapshotExport
+from indexer.sync.export import SnapshotExport
 from indexer.sync.verify import verify_snapshot
 
 _LENGTH_BYTES = 4

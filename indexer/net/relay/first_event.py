@@ -4,8 +4,7 @@ import asyncio
 
 from indexer.atproto.limits import Limits
 from indexer.net.relay.subscription import ConnectionSettings, open_stream
-from indexer.sync.events import Event
-from indexer.sync.frames import decode_frame
+from indexer.sync.events import Event, decode_frame
 
 
 async def first_event(

@@ -4,9 +4,8 @@ import asyncio
 
 from indexer.atproto.limits import Limits
 from indexer.net.relay.subscription import ConnectionSettings, open_stream
-from indexer.sync.events import InfoEvent, MalformedEvent, StreamError, UnknownEvent
-from indexer.sync.frames import decode_frame
-from indexer.sync.watermark import Position
+from indexer.sync.events import InfoEvent, MalformedEvent, StreamError, UnknownEvent, decode_frame
+from indexer.sync.stream import Position
 
 LIVE_TIMEOUT = 30.0
 """Seconds in which the relay must send a message."""

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from statistics import median
 
-from indexer.sync.frames import MAX_SEQ
+from indexer.sync.events import MAX_SEQ
 
 TIMES_PER_SIGHTING = 15
 """Event times that prove a position. A position with fewer messages after it is at the end of the stream."""

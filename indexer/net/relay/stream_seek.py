@@ -7,9 +7,7 @@ from indexer.atproto.limits import Limits
 from indexer.net.relay.seek import TIMES_PER_SIGHTING, Entry, Sighting, seek
 from indexer.net.relay.stream_socket import Ending, StreamSocket, StreamSocketError
 from indexer.net.relay.subscription import ConnectionSettings, open_stream
-from indexer.sync.event_time import event_seconds
-from indexer.sync.events import StreamError
-from indexer.sync.frames import decode_frame
+from indexer.sync.events import StreamError, decode_frame, event_seconds
 
 _MESSAGES_PER_PROBE = 4 * TIMES_PER_SIGHTING
 """Messages received by one probe if many have no readable time."""

@@ -14,10 +14,10 @@ import orjson
 from backports.zstd import ZstdCompressor, ZstdDict
 
 from indexer.atproto.cid import cid_text
+from indexer.db.feed_delivery import LoggedChange, StoredAccount, StoredRecord
 from indexer.db.feed_page import FeedPage, LoggedBatch
 from indexer.readers.jetstream.options import EventFilter
-from indexer.sync.feed_delivery import LoggedChange, StoredAccount, StoredRecord
-from indexer.sync.repo_state import DELETED, OUT_OF_SCOPE
+from indexer.sync.repo import DELETED, OUT_OF_SCOPE
 
 _TEXT_FRAME, _BINARY_FRAME = 0x81, 0x82
 _SHORT_FRAME, _LONG_FRAME = 126, 1 << 16

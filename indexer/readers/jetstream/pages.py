@@ -8,10 +8,10 @@ import structlog
 
 from indexer.concurrency.turns import Turns
 from indexer.db import Store
+from indexer.db.feed_delivery import LoggedChange
 from indexer.readers.jetstream.events import EventChunk, LogPosition, encode_page, position_before
 from indexer.readers.jetstream.options import ALL_EVENTS, EventFilter
 from indexer.readers.log_rate import LogRate
-from indexer.sync.feed_delivery import LoggedChange
 
 PAGE_CHANGES = 1_000
 PAGE_BYTES = 4 << 20

@@ -8,11 +8,11 @@ from time import monotonic, time
 from typing import NamedTuple
 
 from indexer.db import Store
+from indexer.db.feed_delivery import DeliveryProgress, LoggedChange, RefusedEvent, SnapshotPosition, StoredAccount
 from indexer.db.feed_rows import FeedRecords
 from indexer.readers.tap.delivery_window import FIRST_SNAPSHOT_ID, RECORD_ACTIONS, DeliveryWindow
 from indexer.readers.tap.events import identity_event, record_event
 from indexer.readers.tap.set_aside import RefusalLimits, Sending, SetAsideEvents
-from indexer.sync.feed_delivery import DeliveryProgress, LoggedChange, RefusedEvent, SnapshotPosition, StoredAccount
 from indexer.telemetry.metrics import Metrics
 
 FULL_SECONDS = 1.0

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from math import inf
 
-from indexer.sync.feed_delivery import SNAPSHOT_BEGIN, DeliveryProgress, LoggedChange, SetAside, SnapshotPosition
+from indexer.db.feed_delivery import SNAPSHOT_BEGIN, DeliveryProgress, LoggedChange, SetAside, SnapshotPosition
 
 IDENTITY_ACTIONS = frozenset({"identity", "hidden", "visible", "deleted"})
 """Changes of a repo that are delivered as the present state of the account."""

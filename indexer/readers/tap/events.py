@@ -11,10 +11,10 @@ from typing import Any
 import orjson
 
 from indexer.atproto.cid import cid_text
+from indexer.db.feed_delivery import LoggedChange, StoredAccount, StoredRecord
 from indexer.reasons import OmittedValue
-from indexer.sync.feed_delivery import LoggedChange, StoredAccount, StoredRecord
-from indexer.sync.repo_state import DELETED
-from indexer.sync.stored_identity import INVALID_HANDLE
+from indexer.sync.identity import INVALID_HANDLE
+from indexer.sync.repo import DELETED
 
 ACTIVE, TAKEN_DOWN, DEACTIVATED = "active", "takendown", "deactivated"
 STATUSES = frozenset({ACTIVE, TAKEN_DOWN, "suspended", DEACTIVATED, DELETED})

@@ -18,6 +18,7 @@ import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Store
+from indexer.db.feed_delivery import DeliveryProgress, RefusedEvent
 from indexer.db.feed_rows import FEED_CONSUMER, FeedSession
 from indexer.db.periodic import DatabaseAttempt
 from indexer.readers.tap.deliveries import Deliveries
@@ -26,7 +27,6 @@ from indexer.readers.tap.delivery_window import (
     MAX_UNACKNOWLEDGED,
 )
 from indexer.readers.tap.set_aside import RefusalLimits
-from indexer.sync.feed_delivery import DeliveryProgress, RefusedEvent
 from indexer.telemetry.conditions import (
     FEED_CUT_OFF,
     FEED_EVENT_REFUSED,

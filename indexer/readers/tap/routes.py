@@ -14,8 +14,8 @@ from indexer.errors import InvalidScopeError, UnavailableError
 from indexer.readers.access import Access, Handler
 from indexer.readers.tap.answers import answer, problem
 from indexer.reasons import Desync
-from indexer.sync.repo_state import SyncStatus
-from indexer.sync.stored_identity import INVALID_HANDLE, StoredIdentity
+from indexer.sync.identity import INVALID_HANDLE, StoredIdentity
+from indexer.sync.repo import SyncStatus
 
 MAX_QUERIES = 2
 """Concurrent requests about repos and tables: each one uses a connection of the database, and may count many rows."""

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from time import time
 from typing import NamedTuple, Self
 
+from indexer.db.feed_delivery import LoggedChange, SetAside, SetAsideChanges, SetAsideKey
 from indexer.readers.tap.delivery_window import DeliveryWindow
-from indexer.sync.feed_delivery import LoggedChange, SetAside, SetAsideChanges, SetAsideKey
 
 
 class RefusalLimits(NamedTuple):

@@ -8,6 +8,7 @@ from aiohttp import hdrs
 
 from indexer.concurrency.stage_progress import StageProgress, Work
 from indexer.db import DatabaseError
+from indexer.db.feed_delivery import LoggedChange
 from indexer.errors import UnavailableError
 from indexer.net.http import OutboundClient, host_of
 from indexer.readers.access import USER
@@ -15,7 +16,6 @@ from indexer.readers.tap.deliveries import Deliveries, Event
 from indexer.readers.tap.feed import TapFeed
 from indexer.reasons import FetchFailure
 from indexer.sync.backoff import backoff_seconds
-from indexer.sync.feed_delivery import LoggedChange
 from indexer.telemetry.conditions import WEBHOOK_FAILING, Conditions
 from indexer.telemetry.metrics import Metrics
 

@@ -14,7 +14,7 @@ from indexer.net.http.host_limits import (
     RateLimits,
 )
 from indexer.reasons import FetchFailure
-from indexer.sync.host_state import MAX_HOSTS
+from indexer.sync.identity import MAX_HOSTS
 
 FAST = RateLimits(host=100_000, total=100_000)
 PDS = "pds.example"

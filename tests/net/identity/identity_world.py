@@ -8,7 +8,7 @@ from indexer.atproto.crypto import PrivateKey, PublicKey
 from indexer.errors import UnavailableError
 from indexer.net.identity.identity_cache import IdentityCache, IdentityLifetimes
 from indexer.reasons import FetchFailure
-from indexer.sync.stored_identity import StoredIdentity
+from indexer.sync.identity import StoredIdentity
 
 DID = "did:plc:ewvi7nxzyoun6zhxrhs64oiz"
 KEYS = [PrivateKey.from_seed("k256", bytes([n])).public for n in range(3)]

@@ -8,7 +8,7 @@ from indexer.atproto.crypto import PrivateKey
 from indexer.errors import UnavailableError
 from indexer.net.identity import DidResolver
 from indexer.reasons import FetchFailure
-from indexer.sync.stored_identity import StoredIdentity
+from indexer.sync.identity import StoredIdentity
 from tests.net.http.http_requests import writes
 from tests.net.http.scripted_host import Script, gzip_response, hang, http_response
 from tests.net.identity.conftest import Loopback

@@ -7,7 +7,7 @@ import pytest
 from indexer.errors import UnavailableError
 from indexer.net.identity import HandleVerifier
 from indexer.reasons import FetchFailure
-from indexer.sync.stored_identity import INVALID_HANDLE
+from indexer.sync.identity import INVALID_HANDLE
 from tests.net.http.http_requests import writes
 from tests.net.http.scripted_host import Script, gzip_response, hang, http_response
 from tests.net.identity.conftest import Loopback

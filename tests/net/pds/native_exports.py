@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 from indexer.atproto.cid import cid_of
 from indexer.atproto.crypto import Curve, PrivateKey, PublicKey
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
+from indexer.core.native_reader import NativeReader, ProvenExport, ReadyChunk
 from indexer.demo import dag_cbor
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.net.pds import Spool
-from indexer.net.pds.native_reader import NativeReader, ProvenExport, ReadyChunk
 from indexer.net.pds.spool import DEFAULT_SIZES, SpoolSizes
+from indexer.sync.changes import RecordChange
 from indexer.sync.export import ExportReader, VerifiedExport
-from indexer.sync.plans import RecordChange
 from indexer.sync.policy import Policy
 from tests.atproto.mst import oracle
 from tests.native_module import native_core

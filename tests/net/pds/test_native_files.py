@@ -9,9 +9,9 @@ import pytest
 
 from indexer.atproto.cid import DAG_CBOR, cid_of
 from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.core.native_reader import NativeReader
 from indexer.demo.local_repo import car
 from indexer.errors import UnavailableError
-from indexer.net.pds.native_reader import NativeReader
 from indexer.reasons import FetchFailure
 from tests.native_module import native_core, native_module
 from tests.net.pds.native_exports import DID, KEYS, SMALL_BUFFERS, post, posts, repo

@@ -16,10 +16,10 @@ from indexer.atproto.cid import RAW, cid_of
 from indexer.atproto.crypto import Curve
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.atproto.syntax import CollectionFilter
+from indexer.core.native_reader import NativeReader
 from indexer.demo import dag_cbor
 from indexer.demo.local_repo import car, car_header, car_section
 from indexer.net.pds import Spool
-from indexer.net.pds.native_reader import NativeReader
 from indexer.net.pds.spool import SpoolSizes
 from indexer.reasons import FetchFailure, Rejection
 from indexer.sync.export import CHUNK_BYTES, CHUNK_RECORDS, ExportReader

@@ -10,8 +10,7 @@ from websockets.asyncio.server import ServerConnection, serve
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.demo.local_network import LocalNetwork
 from indexer.net.relay.subscription import STREAM_PATH, ConnectionSettings, Subscription
-from indexer.sync.events import StreamError
-from indexer.sync.frames import decode_frame
+from indexer.sync.events import StreamError, decode_frame
 from tests.event_loop_watch import EventLoopWatch
 from tests.net.http.scripted_host import ScriptedHost, http_response
 from tests.waiting import until

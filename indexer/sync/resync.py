@@ -1,23 +1,98 @@
-"""Plan the end of a resync: the export applied and the buffered events drained, or a failure.
+"""Compare the stored records of a repo with an export, and plan the end of its resync: completion or failure.
 
 The rules are those of live events: once the export is stored, each buffered event is planned as if it had just arrived.
+
+Stored records and an export are merged in path order, which is the order of the tree: bytewise over `collection/rkey`.
+It differs from the order of (collection, rkey) pairs, because `-` and `.` sort before `/`: `a.b.c/x` comes before
+`a.b/x`.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from indexer.errors import BrokenInvariantError, UnavailableError
 from indexer.reasons import Desync, FetchFailure, Rejection
-from indexer.sync import repo_transitions
 from indexer.sync.backoff import backoff_seconds
-from indexer.sync.events import CommitEvent, MalformedEvent, SyncEvent
-from indexer.sync.frames import decode_frame
-from indexer.sync.plan_batch import DEAD_LETTER_BYTES, MAX_BATCH_CHANGES
-from indexer.sync.plan_event import plan_event
-from indexer.sync.plans import Batch, BufferedEvent, DeadLetter, NeedsKey, Plan, RecordChange, RepoWrite
+from indexer.sync.batch import DEAD_LETTER_BYTES, MAX_BATCH_CHANGES
+from indexer.sync.changes import Batch, BufferedEvent, DeadLetter, NeedsKey, Plan, RecordChange, RepoWrite
+from indexer.sync.events import CommitEvent, MalformedEvent, SyncEvent, decode_frame
+from indexer.sync.plan import plan_event
 from indexer.sync.policy import KeyState, PlanContext
-from indexer.sync.repo_state import PARKED, Head, Repo, SyncStatus
-from indexer.sync.repo_transitions import Outcome, Trigger, desynchronize, hide, synchronize, withhold
+from indexer.sync.repo import (
+    PARKED,
+    Head,
+    Outcome,
+    Repo,
+    SyncStatus,
+    Trigger,
+    desynchronize,
+    fail,
+    hide,
+    synchronize,
+    withhold,
+)
+
+Entry = tuple[bytes, bytes]
+"""The path and the CID of a record."""
+
+
+class Difference(NamedTuple):
+    """A path with different CIDs: `old` is None for a create, `new` is None for a delete."""
+
+    path: bytes
+    old: bytes | None
+    new: bytes | None
+
+
+def without_value(cid: bytes) -> bytes:
+    """Return the CID marked as "value missing". It equals no CID, so a snapshot that has the value differs."""
+    return cid + b"\0"
+
+
+class SnapshotDiff:
+    """Merges the entries of a snapshot with the stored entries, which come in chunks. Holds one entry at a time.
+
+    Call `compare` for each chunk in order, then `remaining` once. Exhaust each iterator before the next call.
+    """
+
+    def __init__(self, snapshot: Iterator[Entry]) -> None:
+        self._snapshot = snapshot
+        self._entry = next(snapshot, None)
+        self._last = b""
+
+    def compare(self, stored: Sequence[Entry]) -> Iterator[Difference]:
+        """Yield the differences up to the last path of this chunk.
+
+        Raises:
+            BrokenInvariantError: The stored entries are out of order, so the merge would delete existing records.
+        """
+        entry = self._entry
+        for path, cid in stored:
+            if path <= self._last:
+                raise BrokenInvariantError(f"stored paths out of order: {path!r} after {self._last!r}")
+            self._last = path
+            while entry is not None and entry[0] < path:
+                yield Difference(entry[0], None, entry[1])
+                entry = self._advance()
+            if entry is None or entry[0] != path:
+                yield Difference(path, cid, None)
+                continue
+            if entry[1] != cid:
+                yield Difference(path, cid, entry[1])
+            entry = self._advance()
+
+    def remaining(self) -> Iterator[Difference]:
+        """Yield the entries of the snapshot after the last stored path."""
+        if self._entry is not None:
+            yield Difference(self._entry[0], None, self._entry[1])
+        for path, cid in self._snapshot:
+            yield Difference(path, None, cid)
+
+    def _advance(self) -> Entry | None:
+        self._entry = next(self._snapshot, None)
+        return self._entry
+
 
 HOST_STATUSES = {
     FetchFailure.REPO_TAKENDOWN: "takendown",
@@ -35,7 +110,7 @@ _NOT_ACTIVE_AT_RELAY = frozenset({Desync.STATUS_UNKNOWN, Desync.WITHHELD})
 class Completion:
     """The last writes of a resync whose stored records are those of `head`.
 
-    They must have been compared with a complete export if the row needs one (`repo_transitions.needs_export`).
+    They must have been compared with a complete export if the row needs one (`repo.needs_export`).
 
     The repo ends synchronized, unless a buffered event breaks the chain or a newer rev than this is known. Then it
     waits for its next resync, at the head that was reached.
@@ -187,7 +262,7 @@ def plan_failure(repo: Repo, claimed: Repo, failure: UnavailableError, now: floa
         wait = 0.0
     parked = failure.reason.is_permanent and repo.version == claimed.version
     next_attempt_at = PARKED if parked else now + wait
-    after = repo_transitions.fail(repo, failure, attempts=attempts, next_attempt_at=next_attempt_at)
+    after = fail(repo, failure, attempts=attempts, next_attempt_at=next_attempt_at)
     if not parked or not repo.active:
         return after
     if failure.reason in HOST_STATUSES:

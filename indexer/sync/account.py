@@ -5,12 +5,26 @@ exists (docs/protocol.md#accounts).
 """
 
 from indexer.reasons import Desync
-from indexer.sync.event_time import event_seconds
-from indexer.sync.events import AccountEvent
-from indexer.sync.plans import Plan
+from indexer.sync.changes import Plan
+from indexer.sync.events import AccountEvent, event_seconds
 from indexer.sync.policy import PlanContext
-from indexer.sync.repo_state import DELETED, OUT_OF_SCOPE, TOMBSTONED, Repo, StreamPoint, SyncStatus, hides
-from indexer.sync.repo_transitions import Outcome, Trigger, amend, desynchronize, hide, reactivate, unparked, withhold
+from indexer.sync.repo import (
+    DELETED,
+    OUT_OF_SCOPE,
+    TOMBSTONED,
+    Outcome,
+    Repo,
+    StreamPoint,
+    SyncStatus,
+    Trigger,
+    amend,
+    desynchronize,
+    hide,
+    hides,
+    reactivate,
+    unparked,
+    withhold,
+)
 
 FIRST_COMMIT_SECONDS = 3.0
 """Time that the resync of a new account waits for its first commit, which may contain the whole repo."""

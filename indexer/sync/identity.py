@@ -1,6 +1,8 @@
-"""Identities as they are stored: the content of a DID document, and the verification of its handle."""
+"""What is stored about identities and hosts: DID documents, the verification of handles, and the state of hosts."""
 
 from dataclasses import dataclass, replace
+
+from indexer.reasons import FetchFailure
 
 INVALID_HANDLE = "handle.invalid"
 """Replaces a claimed handle that failed verification (docs/protocol.md#handles)."""
@@ -106,3 +108,27 @@ class HandleCheck:
     handle: str | None
     attempts: int
     due_at: float | None
+
+
+MAX_HOSTS = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class HostState:
+    """The state of a host that is stored across restarts. Times are Unix seconds.
+
+    Attributes:
+        requests: Requests in total in the table; in memory, requests since the state was last saved.
+        failures: Failed requests, counted like `requests`.
+        consecutive_failures: Failures since the last response.
+        paused_until: End of the last pause; it may be over.
+    """
+
+    host: str
+    requests: int
+    failures: int
+    consecutive_failures: int
+    paused_until: float | None
+    pause_reason: FetchFailure | None
+    last_error: str | None
+    last_success: float | None

@@ -1,18 +1,99 @@
-"""Plan a batch of received messages, in the order of the stream, for one transaction."""
+"""Plan a batch of received messages, in the order of the stream, for one transaction.
 
-from collections.abc import Iterable, Mapping, Sequence
+The native core may have verified their commits ahead (`PreparedCommits`). The plan is the same with and without it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
+from indexer.atproto.crypto import PublicKey
+from indexer.atproto.limits import Limits
 from indexer.reasons import Desync, Rejection
+from indexer.sync.changes import BufferedEvent, DeadLetter, NeedsKey, Plan, RecordChange, RepoWrite, selected_path
 from indexer.sync.events import CommitEvent, MalformedEvent, RepoEvent, SyncEvent, UnknownEvent
-from indexer.sync.plan_event import plan_event
-from indexer.sync.plans import BufferedEvent, DeadLetter, NeedsKey, Plan, RecordChange, RepoWrite
-from indexer.sync.policy import KeyStateOf, PlanContext, Policy
-from indexer.sync.prepared_commits import PreparedCommits
-from indexer.sync.repo_state import Repo, SyncStatus
-from indexer.sync.repo_transitions import Outcome, Trigger, desynchronize, unparked
+from indexer.sync.plan import key_to_verify, plan_event
+from indexer.sync.policy import KeyState, KeyStateOf, PlanContext, Policy
+from indexer.sync.repo import Outcome, Repo, SyncStatus, Trigger, desynchronize, unparked
+from indexer.sync.verify import VerifiedCommit, verify_commit
+
+
+class _Prepared(NamedTuple):
+    event: CommitEvent
+    key: PublicKey
+    commit: VerifiedCommit | None
+
+
+class PreparedCommits:
+    """The results of the native core for some commits: a verified commit, or None if `verify_commit` has to decide."""
+
+    def __init__(self, prepared: Iterable[_Prepared] = ()) -> None:
+        # By identity, because hashing an event hashes its blocks. The results refer to the events, so no id is reused.
+        self._prepared = {id(item.event): item for item in prepared}
+
+    def __len__(self) -> int:
+        """Return the number of commits that the native core was asked for."""
+        return len(self._prepared)
+
+    def __contains__(self, event: CommitEvent) -> bool:
+        return id(event) in self._prepared
+
+    def __ior__(self, other: "PreparedCommits") -> Self:
+        """Add other results."""
+        self._prepared |= other._prepared
+        return self
+
+    def drop(self, events: Iterable[object]) -> None:
+        """Drop the results for these events, if there are any."""
+        for event in events:
+            self._prepared.pop(id(event), None)
+
+    def has_all_of(self, event: CommitEvent, key: KeyState | None, policy: Policy) -> bool:
+        """Return True if the native core accepted the commit with this key, and has converted each record to store."""
+        prepared = self._prepared.get(id(event))
+        if prepared is None or prepared.commit is None or key is None or key.key != prepared.key:
+            return False
+        for change in prepared.commit.changes if policy.store_values else ():
+            if change.converted is None and change.block and selected_path(change.path, policy):
+                return False
+        return True
+
+    def verify(self, event: CommitEvent, key: PublicKey, limits: Limits) -> VerifiedCommit:
+        """Return the verified commit if the native core accepted it with this key, else the result of `verify_commit`.
+
+        Raises:
+            UpstreamError: As `verify_commit`.
+        """
+        prepared = self._prepared.get(id(event))
+        if prepared is not None and prepared.commit is not None and (prepared.key is key or prepared.key == key):
+            return prepared.commit
+        return verify_commit(event, key, limits)
+
+
+def commits_to_verify(
+    commits: Iterable[CommitEvent],
+    repo_of: Callable[[str], Repo],
+    key_state_of: KeyStateOf,
+    context: PlanContext,
+) -> list[tuple[CommitEvent, PublicKey]]:
+    """Return the commits that `plan_event` will verify if these are the rows of their repos, with their keys."""
+    worthwhile = []
+    for event in commits:
+        key = key_to_verify(repo_of(event.did), event, key_state_of(event.did), context)
+        if key is not None:
+            worthwhile.append((event, key))
+    return worthwhile
+
+
+def prepared_commits(
+    commits: Iterable[tuple[CommitEvent, PublicKey]], results: Iterable[VerifiedCommit | None]
+) -> PreparedCommits:
+    """Return these results of the native core for these commits, in the same order."""
+    return PreparedCommits(
+        [_Prepared(event, key, commit) for (event, key), commit in zip(commits, results, strict=True)]
+    )
+
 
 MAX_BATCH_BYTES = 16 << 20
 """Frames and record changes of one batch, in bytes: a batch takes no further message beyond this."""

@@ -1,22 +1,27 @@
 """Plan the effect of one event on one repo: the acceptance rules of docs/protocol.md#order-of-checks.
 
 Cheap checks come first. Before the signature is verified, only a rate-limited key lookup causes work elsewhere.
-`repo_transitions.TRANSITIONS` says what an event does to each sync status.
+`repo.TRANSITIONS` says what an event does to each sync status.
 """
+
+from collections.abc import Mapping, Sequence
 
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.mst import EMPTY_TREE
 from indexer.atproto.syntax import CollectionFilter
 from indexer.errors import UpstreamError
 from indexer.reasons import Desync, Rejection
+from indexer.sync.account import FIRST_COMMIT_SECONDS, plan_account
+from indexer.sync.changes import NeedsKey, Plan, RecordChange, RecordConverter, RecordKey, RepoWrite
 from indexer.sync.events import AccountEvent, CommitEvent, IdentityEvent, RepoEvent, SyncEvent
-from indexer.sync.plan_account import FIRST_COMMIT_SECONDS, plan_account
-from indexer.sync.plans import NeedsKey, Plan, RecordChange
 from indexer.sync.policy import KeyState, PlanContext, is_future
-from indexer.sync.record_change import RecordConverter
-from indexer.sync.repo_state import PARKED, TOMBSTONED, Head, Repo, SyncStatus
-from indexer.sync.repo_transitions import (
+from indexer.sync.repo import (
+    PARKED,
+    TOMBSTONED,
+    Head,
     Outcome,
+    Repo,
+    SyncStatus,
     Trigger,
     amend,
     desynchronize,
@@ -372,3 +377,21 @@ def _can_synchronize_without_export(repo: Repo, rev: str, context: PlanContext) 
     if repo.did in context.limited or repo.withheld_since is not None:
         return False
     return repo.latest_verified_rev is None or repo.latest_verified_rev <= rev
+
+
+def plan_narrowing(repos: Mapping[str, Repo], keys: Sequence[RecordKey]) -> tuple[RepoWrite, ...]:
+    """Return one write per repo that deletes these records.
+
+    A repo in progress is left out: its resync compares all stored records. So is one without a head: its erasure or its
+    next resync does.
+
+    Args:
+        repos: The rows of the repos.
+        keys: The records, which the scope does not select.
+    """
+    deletes: dict[str, list[RecordChange]] = {}
+    for did, collection, rkey in keys:
+        repo = repos.get(did)
+        if repo is not None and repo.head is not None and repo.sync_status is not SyncStatus.IN_PROGRESS:
+            deletes.setdefault(did, []).append(RecordChange("delete", collection, rkey, None))
+    return tuple([RepoWrite(repos[did].version, amend(repos[did]), tuple(gone)) for did, gone in deletes.items()])

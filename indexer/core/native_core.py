@@ -7,17 +7,18 @@ these two decide.
 
 import sys
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, Literal
 
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
 from indexer.atproto.record import Problem
+from indexer.core.native_export import ExportClass
 from indexer.errors import SettingsError
 from indexer.sync import events, verify
-from indexer.sync.events import CommitEvent, Event, OtherShardEvent
-from indexer.sync.frames import decode_frame
-from indexer.sync.native_export import ExportClass
-from indexer.sync.policy import Policy
+from indexer.sync.batch import PreparedCommits, prepared_commits
+from indexer.sync.events import CommitEvent, Event, OtherShardEvent, decode_frame
+from indexer.sync.policy import PlanContext, Policy
 from indexer.sync.shard import Shard
 from indexer.sync.verify import VerifiedCommit, previous_root
 
@@ -34,7 +35,7 @@ class NativeCore:
     Attributes:
         version: The version of its distribution.
         threads: The number of threads that verify commits at once.
-        new_export: Creates an empty export, which `pds.native_reader` reads.
+        new_export: Creates an empty export, which `native_reader` reads.
     """
 
     def __init__(self, module: Any, threads: int) -> None:
@@ -87,6 +88,30 @@ class CommitVerification:
     def results(self) -> list[VerifiedCommit | None]:
         """Return all results that were not returned yet."""
         return self.next_results(sys.maxsize)
+
+
+class CommitsBeingVerified:
+    """Commits that the native core verifies while the interpreter does something else."""
+
+    def __init__(
+        self, core: NativeCore, commits: Sequence[tuple[CommitEvent, PublicKey]], context: PlanContext
+    ) -> None:
+        """Begin to verify them."""
+        self._waiting = iter(commits)
+        self._running = core.begin_verification(commits, context.policy)
+
+    def wait(self) -> None:
+        """Block until all results are there, without the interpreter's lock."""
+        self._running.wait()
+
+    def next_results(self, count: int) -> PreparedCommits:
+        """Return the results of the next commits, at most `count`; none at the end. Wait for all of them."""
+        results = self._running.next_results(count)
+        return prepared_commits(islice(self._waiting, len(results)), results)
+
+    def results(self) -> PreparedCommits:
+        """Return all results that were not returned yet."""
+        return prepared_commits(self._waiting, self._running.results())
 
 
 def frame_decoder(core: NativeCore | None, limits: Limits, shard: Shard) -> Callable[[bytes], Event]:

@@ -17,18 +17,25 @@ from pathlib import Path
 from indexer.atproto.car import CarReader
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
+from indexer.core.native_core import NativeCore
+from indexer.core.native_export import NativeChunk, NativeExport, NativeProof, NativeRecords
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.net.pds.pds_client import ReaderFactory
 from indexer.net.pds.spool import DEFAULT_SIZES, Spool, SpoolSizes
 from indexer.reasons import FetchFailure, Rejection
-from indexer.sync.export import CHUNK_BYTES, CHUNK_RECORDS, PIECE_BYTES, NewRecords, RecordChunk, VerifiedExport
-from indexer.sync.native_core import NativeCore
-from indexer.sync.native_export import NativeChunk, NativeExport, NativeProof, NativeRecords
-from indexer.sync.new_records import ConvertedRecords, SnapshotExport
-from indexer.sync.plans import RecordChange
+from indexer.sync.changes import RecordChange, RecordConverter
+from indexer.sync.export import (
+    CHUNK_BYTES,
+    CHUNK_RECORDS,
+    PIECE_BYTES,
+    ConvertedRecords,
+    NewRecords,
+    RecordChunk,
+    SnapshotExport,
+    VerifiedExport,
+)
 from indexer.sync.policy import Policy
-from indexer.sync.record_change import RecordConverter
-from indexer.sync.repo_state import Head
+from indexer.sync.repo import Head
 from indexer.sync.verify import verify_snapshot
 
 _COLLECTION, _RKEY, _CID, _REV, _VALUE, _PROBLEM = 1, 2, 4, 5, 6, 7  # columns of `db.write.RECORD_COLUMNS`

@@ -1,0 +1,1 @@
+"""Decoding, verification and exports. Only this package knows whether the native core is used."""
