@@ -4,12 +4,12 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import NamedTuple
 
 from indexer.db import scope_row
-from indexer.db.columns import Connection, buckets_of
+from indexer.db.columns import Connection, buckets_of, repo_columns, repo_of
 from indexer.db.table_parts import estimate_rows
 from indexer.db.write import write
 from indexer.reasons import FetchFailure
 from indexer.sync.changes import Batch, RepoWrite
-from indexer.sync.repo import CHOSEN, OUT_OF_SCOPE, Repo, SyncStatus
+from indexer.sync.repo import CHOSEN, OUT_OF_SCOPE, Repo, SyncStatus, track_again
 from indexer.sync.scope import Scope
 
 BATCH_SIZE = 1_000
@@ -42,11 +42,9 @@ _MARK_WANTED = """
 """
 
 _OUT_OF_SCOPE = f"""
-    select did from indexer.repo
+    select {repo_columns("r")} from indexer.repo r
     where did = any($1::text[]) and bucket = any($2::smallint[]) and not tracked and hosting_status = '{OUT_OF_SCOPE}'
-    order by did
 """
-_TRACK_AGAIN = "select count(*) filter (where indexer.start_tracking(did, $2)) from unnest($1::text[]) did"
 
 
 async def add_repos(
@@ -68,14 +66,19 @@ async def add_repos(
     for start in range(0, len(repos), BATCH_SIZE):
         batch = repos[start : start + BATCH_SIZE]
         known = [repo.did for repo in batch]
-        skipped = (await write(connection, Batch(tuple([RepoWrite(0, repo) for repo in batch])))).skipped
-        added += len(batch) - len(skipped)
+        added += await _write_repos(connection, [RepoWrite(0, repo) for repo in batch])
         await connection.execute(_MARK_LISTED, known, buckets_of(known))
         if wanted_before:
             await connection.execute(_MARK_WANTED, known, buckets_of(known), wanted_in, wanted_before)
-        if dropped := [did for (did,) in await connection.fetch(_OUT_OF_SCOPE, known, buckets_of(known))]:
-            added += await connection.fetchval(_TRACK_AGAIN, dropped, wanted_in)
+        dropped = [repo_of(row) for row in await connection.fetch(_OUT_OF_SCOPE, known, buckets_of(known))]
+        again = [RepoWrite(repo.version, track_again(repo, wanted_in, from_stream=False)) for repo in dropped]
+        added += await _write_repos(connection, again)
     return added
+
+
+async def _write_repos(connection: Connection, writes: Sequence[RepoWrite]) -> int:
+    """Write the rows; return how many were still at the version that was read."""
+    return len(writes) - len((await write(connection, Batch(tuple(writes)))).skipped)
 
 
 async def add_listed(

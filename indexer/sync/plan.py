@@ -102,7 +102,7 @@ def _plan_out_of_scope(repo: Repo, event: RepoEvent, key: KeyState | None, conte
             if error.reason is Rejection.SIGNATURE_INVALID and not key.final:
                 return NeedsKey(repo.did, refresh=True)
             return ignored
-    return Plan(track_again(repo, scope), Outcome.DESYNCHRONIZED, why=Desync.NEW)
+    return Plan(track_again(repo, scope.version, from_stream=True), Outcome.DESYNCHRONIZED, why=Desync.NEW)
 
 
 def _hosted_elsewhere(

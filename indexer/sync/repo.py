@@ -371,8 +371,8 @@ def synchronize(repo: Repo, trigger: Trigger, head: Head, now: float, scope_vers
     )
 
 
-def track_again(repo: Repo, scope: Scope) -> Repo:
-    """Return the row of a repo that was out of scope, and that the scope wants again: it is fetched."""
+def track_again(repo: Repo, wanted_in: int, *, from_stream: bool) -> Repo:
+    """Return the row of a repo that was out of scope, and that this version of the scope wants: it is fetched."""
     return amend(
         repo,
         tracked=True,
@@ -383,8 +383,8 @@ def track_again(repo: Repo, scope: Scope) -> Repo:
         next_attempt_at=None,
         last_failure=None,
         last_error=None,
-        from_stream=True,
-        wanted_in=scope.version,
+        from_stream=from_stream,
+        wanted_in=wanted_in,
     )
 
 

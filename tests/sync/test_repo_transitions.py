@@ -193,7 +193,7 @@ def test_last_error_of_a_failure_is_cut() -> None:
 
 def test_repo_that_the_scope_wants_again_is_fetched_at_once() -> None:
     untracked = worn_row(SyncStatus.DESYNCHRONIZED, tracked=False, active=False, hosting_status=OUT_OF_SCOPE)
-    assert track_again(untracked, Scope(4)) == worn_row(
+    assert track_again(untracked, 4, from_stream=True) == worn_row(
         SyncStatus.DESYNCHRONIZED, version=8, next_attempt_at=None, last_failure=None, last_error=None, erase_at=None,
         from_stream=True, wanted_in=4,
     )  # fmt: skip

@@ -175,8 +175,8 @@ begin
     return false;
 end $$;
 
--- Stop to track a repo, with this hosting status; false if it was not tracked.
-create function indexer.stop_tracking(one text, status text) returns boolean
+-- Stop to track a repo; false if it was not tracked. The trigger ERASED of indexer/sync/repo.py.
+create function indexer.stop_tracking(one text) returns boolean
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
     before indexer.repo;
@@ -188,14 +188,14 @@ begin
     on conflict (did, bucket) do nothing;
     select r.* into before from indexer.repo r where r.did = $1 and r.bucket = indexer.bucket_of($1) for update;
     if not before.tracked and not before.active then
-        if before.hosting_status is distinct from $2 then
-            update indexer.repo r set version = r.version + 1, hosting_status = $2, updated_at = now()
+        if before.hosting_status is not null then
+            update indexer.repo r set version = r.version + 1, hosting_status = null, updated_at = now()
             where r.did = $1 and r.bucket = indexer.bucket_of($1);
         end if;
         return false;
     end if;
     update indexer.repo r
-    set version = r.version + 1, tracked = false, active = false, hosting_status = $2, erase_at = now(),
+    set version = r.version + 1, tracked = false, active = false, hosting_status = null, erase_at = now(),
         sync_status = 'desynchronized', sync_reason = 'erased', rev = null, data = null, commit = null,
         latest_verified_rev = null, latest_unverified_rev = null, unproven_since = null, attempts = 0,
         next_attempt_at = 'infinity', last_failure = null, last_error = null, synchronized_at = null, lease_until = null,
@@ -261,7 +261,7 @@ declare
     changed bigint := 0;
 begin
     foreach one in array indexer.checked_dids($1) loop
-        if indexer.stop_tracking(one, null) then
+        if indexer.stop_tracking(one) then
             changed := changed + 1;
         end if;
     end loop;
