@@ -2,7 +2,7 @@
 
 Generated are the tables of docs/settings.md and config/indexer.example.toml (from indexer/app/settings.py),
 docs/commands.md (from the commands), docs/reasons.md (from indexer/reasons.py and indexer/atproto/record.py),
-docs/metrics.md and docs/logs.md (from metric_definitions.py and log_events.py in indexer/telemetry),
+docs/metrics.md (from indexer/telemetry/metric_definitions.py),
 config/grafana/dashboards/indexer.json (from docs/dashboard_panels.py), the transition table of
 docs/architecture.md, and from a migrated database the reference of docs/sql.md and the client types in
 examples/public_schema/ (docs/client_types.py).
@@ -33,7 +33,6 @@ from indexer.embedded import database
 from indexer.net.server.address import Address
 from indexer.reasons import Desync, FetchFailure, GapReason, OmittedValue, Rejection
 from indexer.sync.repo import TRANSITIONS, SyncStatus, Trigger
-from indexer.telemetry.log_events import LOG_EVENTS
 from indexer.telemetry.metric_definitions import METRIC_GROUPS, MetricDefinition
 
 PROJECT = Path(__file__).parents[1]
@@ -99,7 +98,6 @@ def generated(public_schema: str, columns: Sequence[PublicColumn]) -> dict[Path,
         PROJECT / "config" / "indexer.example.toml": example_settings(),
         docs / "reasons.md": reasons_page(),
         docs / "metrics.md": metrics_page(),
-        docs / "logs.md": logs_page(),
         docs / "commands.md": commands_page(),
         docs / "architecture.md": _with_block(docs / "architecture.md", "transitions", transition_table()),
         docs / "sql.md": _with_block(docs / "sql.md", "public schema", public_schema),
@@ -193,29 +191,6 @@ This page is generated from the code.
 def _metric_row(metric: MetricDefinition) -> str:
     labels = ", ".join(f"`{label}`" for label in metric.labels)
     return f"| `{metric.name}` | {metric.kind} | {labels} | {metric.meaning} | {metric.worry} |\n"
-
-
-def logs_page() -> str:
-    """Return docs/logs.md."""
-    rows = "".join(
-        f"| `{name}` | {' or '.join(event.levels)} | {', '.join(f'`{field}`' for field in event.fields)} "
-        f"| {event.happened} | {event.then} |\n"
-        for name, event in sorted(LOG_EVENTS.items())
-    )
-    return f"""# Log events
-
-Every log line of this program has `timestamp`, `level`, `logger` and `event`, and the fields below.
-`exception` is a traceback. Lines of libraries have their text in `event`.
-
-A line of the level info or above is a change of state. What can happen for each message, repo or
-host is counted: it has lines of the level debug only (`INDEXER_LOG_LEVEL=debug`), and belongs to a
-[condition](operations.md#log-lines-during-an-outage) or to a summary. A *warning* needs an operator
-only if the last column says what to do, or if it is repeated. An *error* needs one soon, or it is
-a bug. The [runbook](runbook.md) has the steps. This page is generated from the code.
-
-| event | level | fields | what happened | what happens next, or what to do |
-|---|---|---|---|---|
-{rows}"""
 
 
 def commands_page() -> str:

@@ -11,8 +11,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from indexer.telemetry.log_events import LOG_EVENTS
 from tests.cli.command_line import PROJECT, Session, environment_without_settings
+from tests.telemetry.log_events import listed_events
 
 SETTINGS_FILE = "collections = ['com.example.none']\nshard = '1/2'\n"
 SETTINGS = {
@@ -63,7 +63,7 @@ async def test_demo_compares_its_own_network_and_keeps_running_whatever_the_sett
         assert await asyncio.wait_for(process.wait(), 60) == 0
         events = {json.loads(line)["event"] for line in log.read_text().splitlines()}
         assert "relay.connected" in events
-        assert events <= LOG_EVENTS.keys(), "docs/logs.md has every event, also of libraries"
+        assert events <= listed_events().keys(), "docs/logs.md has every event, also of libraries"
     finally:
         if process.returncode is None:
             process.kill()

@@ -14,10 +14,10 @@ from indexer.errors import UnavailableError
 from indexer.net.http import OutboundClient
 from indexer.sync.repo import CHOSEN
 from indexer.tasks.discover import Discovery
-from indexer.telemetry.log_events import LOG_EVENTS
 from tests.db.repo_rows import did, insert, synchronized
 from tests.net.http.scripted_host import ScriptedHost
 from tests.tasks.crawl_scenario import FAILURE, page, path, requested_cursors
+from tests.telemetry.log_events import listed_events
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -77,7 +77,9 @@ async def test_interrupted_crawl_is_resumed_and_a_finished_one_starts_again(
     failed = pytest.raises(UnavailableError, match="http-status: 404")
     with stamina.set_testing(True, attempts=2), capture_logs() as lines, failed:
         await discover(store, outbound, host)
-    assert {line["event"] for line in lines} <= LOG_EVENTS.keys(), "docs/logs.md has every event, also of libraries"
+    assert {line["event"] for line in lines} <= listed_events().keys(), (
+        "docs/logs.md has every event, also of libraries"
+    )
     assert [line["attempt"] for line in lines if line["event"] == "repo-list.page-failed"] == [1, 2]
     assert requested_cursors(host) == [None, "x", "x"]
     assert await tracked(sql) == {did(1)}

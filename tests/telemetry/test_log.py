@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from indexer.telemetry.log import printable
-from indexer.telemetry.log_events import LOG_EVENTS
+from tests.source_code import source_files
+from tests.telemetry.log_events import listed_events
 
 ROOT = Path(__file__).parents[2]
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
@@ -141,5 +142,18 @@ def test_printable_escapes_control_characters_only() -> None:
 
 def test_no_event_about_a_single_repo_or_handle_is_above_the_level_debug() -> None:
     """Each of millions of repos can cause such an event."""
-    single = {name: event.levels for name, event in LOG_EVENTS.items() if {"did", "handle"} & set(event.fields)}
+    single = {name: event.levels for name, event in listed_events().items() if {"did", "handle"} & event.fields}
     assert set(single.values()) == {("debug",)}, single
+
+
+def test_each_event_of_the_code_is_listed_with_its_level() -> None:
+    call = re.compile(r"\blog\.(debug|info|warning|error|critical)\(\s*\"([a-z0-9.-]+)\"")
+    found = {
+        (name, level)
+        for path in source_files("indexer")
+        if path.suffix == ".py"
+        for level, name in call.findall(path.read_text())
+    }
+    listed = {(name, level) for name, event in listed_events().items() for level in event.levels}
+    assert len(found) > 50
+    assert found - listed == set()
