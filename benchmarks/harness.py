@@ -25,7 +25,7 @@ from indexer.serve.health import DEFAULT_HTTP_LIMITS
 
 T = TypeVar("T")
 
-CORE_VARIABLES = frozenset({"INDEXER_CORE", "INDEXER_VERIFY_THREADS"})
+DAEMON_VARIABLES = frozenset({"INDEXER_BATCH_WINDOW", "INDEXER_CORE", "INDEXER_VERIFY_THREADS"})
 """Settings that daemons get from the environment of the benchmark."""
 TIMEOUT_SECONDS = 60.0
 """Maximum time to wait for a process that makes no progress."""
@@ -205,7 +205,7 @@ async def daemon(dsn: str, directory: Path, **settings: object) -> AsyncIterator
     """Run the daemon with these settings and those of the core. Kill it at the end of the block if it still runs."""
     directory.mkdir()  # noqa: ASYNC240 - no other task is running
     environment = {
-        name: value for name, value in os.environ.items() if name in CORE_VARIABLES or not name.startswith("INDEXER_")
+        name: value for name, value in os.environ.items() if name in DAEMON_VARIABLES or not name.startswith("INDEXER_")
     }
     defaults = {"database_url": dsn, "data_dir": directory, "allow_private_hosts": "true", "http_bind": "127.0.0.1:0"}
     environment |= {f"INDEXER_{name.upper()}": str(value) for name, value in (defaults | settings).items()}
