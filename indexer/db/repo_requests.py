@@ -7,9 +7,8 @@ from indexer.db import scope_row
 from indexer.db.columns import Connection, buckets_of, repo_columns, repo_of
 from indexer.db.table_parts import estimate_rows
 from indexer.db.write import write
-from indexer.reasons import FetchFailure
 from indexer.sync.changes import Batch, RepoWrite
-from indexer.sync.repo import CHOSEN, OUT_OF_SCOPE, Repo, SyncStatus, track_again
+from indexer.sync.repo import CHOSEN, OUT_OF_SCOPE, Repo, SyncStatus, named
 from indexer.sync.scope import Scope
 
 BATCH_SIZE = 1_000
@@ -24,26 +23,12 @@ _PAGE = f"""
 
 _REQUEST_TAKEDOWN = "select atproto.request_takedown($1, $2)"
 
-
-# Whatever was planned meanwhile is planned again, on the new version. The DIDs are sorted, as in batches.
-_MARK_LISTED = f"""
-    update indexer.repo
-    set from_stream = false, version = version + 1,
-        next_attempt_at = case when last_failure = '{FetchFailure.NEW_ACCOUNTS}' then null else next_attempt_at end,
-        last_error = case when last_failure = '{FetchFailure.NEW_ACCOUNTS}' then null else last_error end,
-        last_failure = nullif(last_failure, '{FetchFailure.NEW_ACCOUNTS}')
-    where did = any($1::text[]) and bucket = any($2::smallint[]) and from_stream and rev is null
-"""
-
-
-_MARK_WANTED = """
-    update indexer.repo set wanted_in = $3, version = version + 1
-    where did = any($1::text[]) and bucket = any($2::smallint[]) and tracked and wanted_in < $4
-"""
-
-_OUT_OF_SCOPE = f"""
+_TO_NAME = f"""
     select {repo_columns("r")} from indexer.repo r
-    where did = any($1::text[]) and bucket = any($2::smallint[]) and not tracked and hosting_status = '{OUT_OF_SCOPE}'
+    where did = any($1::text[]) and bucket = any($2::smallint[]) and (
+        tracked and wanted_in < $3 or from_stream and rev is null
+        or not tracked and hosting_status = '{OUT_OF_SCOPE}'
+    )
 """
 
 
@@ -65,20 +50,21 @@ async def add_repos(
     added = 0
     for start in range(0, len(repos), BATCH_SIZE):
         batch = repos[start : start + BATCH_SIZE]
-        known = [repo.did for repo in batch]
-        added += await _write_repos(connection, [RepoWrite(0, repo) for repo in batch])
-        await connection.execute(_MARK_LISTED, known, buckets_of(known))
-        if wanted_before:
-            await connection.execute(_MARK_WANTED, known, buckets_of(known), wanted_in, wanted_before)
-        dropped = [repo_of(row) for row in await connection.fetch(_OUT_OF_SCOPE, known, buckets_of(known))]
-        again = [RepoWrite(repo.version, track_again(repo, wanted_in, from_stream=False)) for repo in dropped]
-        added += await _write_repos(connection, again)
+        skipped = (await write(connection, Batch(tuple([RepoWrite(0, repo) for repo in batch])))).skipped
+        added += len(batch) - len(skipped) + await _name_known(connection, sorted(skipped), wanted_in, wanted_before)
     return added
 
 
-async def _write_repos(connection: Connection, writes: Sequence[RepoWrite]) -> int:
-    """Write the rows; return how many were still at the version that was read."""
-    return len(writes) - len((await write(connection, Batch(tuple(writes)))).skipped)
+async def _name_known(connection: Connection, dids: Sequence[str], wanted_in: int, wanted_before: int) -> int:
+    """Mark repos that have a row as named; return how many were out of scope, and are tracked again."""
+    tracked = 0
+    while dids:
+        rows = await connection.fetch(_TO_NAME, dids, buckets_of(dids), wanted_before)
+        repos = [repo_of(row) for row in rows]
+        writes = [RepoWrite(repo.version, named(repo, wanted_in, wanted_before)) for repo in repos]
+        dids = sorted((await write(connection, Batch(tuple(writes)))).skipped)
+        tracked += sum(repo.out_of_scope and repo.did not in dids for repo in repos)
+    return tracked
 
 
 async def add_listed(

@@ -388,6 +388,24 @@ def track_again(repo: Repo, wanted_in: int, *, from_stream: bool) -> Repo:
     )
 
 
+def named(repo: Repo, wanted_in: int, wanted_before: int) -> Repo:
+    """Return the row of a repo that a command or a repo list has named, for this version of the scope.
+
+    It is tracked again if it was out of scope. If it was never fetched, it no longer waits as a new account of its
+    host. If it was wanted only before the version `wanted_before`, it is wanted now.
+    """
+    if repo.out_of_scope:
+        return track_again(repo, wanted_in, from_stream=False)
+    fields: dict[str, Any] = {}
+    if repo.from_stream and repo.head is None:
+        fields["from_stream"] = False
+        if repo.waits_as_new:
+            fields |= {"next_attempt_at": None, "last_failure": None, "last_error": None}
+    if repo.tracked and repo.wanted_in < wanted_before:
+        fields["wanted_in"] = wanted_in
+    return amend(repo, **fields)
+
+
 def widen(repo: Repo) -> Repo:
     """Return the row of a repo that is fetched because collections were added. It broke nothing: no back-off."""
     return move(repo, Trigger.WIDENED, sync_reason=Desync.SCOPE_WIDENED, next_attempt_at=None)

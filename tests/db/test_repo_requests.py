@@ -38,11 +38,11 @@ async def test_listed_repos_no_longer_count_as_new_and_no_longer_wait_for_their_
     await insert(store, new, waits, failed, fetched, unlisted)
     assert await store.add_repos([new.did, waits.did, failed.did, fetched.did]) == 0
     assert await store.repos([new.did, waits.did, failed.did, fetched.did, unlisted.did]) == {
-        new.did: new._replace(version=3, from_stream=False, wanted_in=CHOSEN),
+        new.did: new._replace(version=2, from_stream=False, wanted_in=CHOSEN),
         waits.did: waits._replace(
-            version=3, from_stream=False, next_attempt_at=None, last_failure=None, last_error=None, wanted_in=CHOSEN
+            version=2, from_stream=False, next_attempt_at=None, last_failure=None, last_error=None, wanted_in=CHOSEN
         ),
-        failed.did: failed._replace(version=3, from_stream=False, wanted_in=CHOSEN),
+        failed.did: failed._replace(version=2, from_stream=False, wanted_in=CHOSEN),
         fetched.did: fetched._replace(version=2, wanted_in=CHOSEN),
         unlisted.did: unlisted,
     }
