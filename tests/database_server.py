@@ -20,7 +20,13 @@ from indexer import embedded
 
 T = TypeVar("T")
 
-SERVER_SETTINGS = {"fsync": "off", "shared_buffers": "64MB", "synchronous_commit": "off", "max_connections": "200"}
+SERVER_SETTINGS = {
+    "fsync": "off",
+    "shared_buffers": "64MB",
+    "synchronous_commit": "off",
+    "max_connections": "200",
+    "max_prepared_transactions": "10",
+}
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - each session creates a private directory in it
 MIN_FREE_MEMORY = 4 << 30
 DIRECTORY_PREFIX = "indexer-tests-"

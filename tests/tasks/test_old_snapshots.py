@@ -63,3 +63,20 @@ async def test_consumers_snapshot_is_ended_after_many_batches_and_that_of_anothe
     finally:
         await store.close()
         await sql.execute("drop role hostile_consumer")
+
+
+async def test_old_prepared_transaction_is_named(database: str, store: Store, sql: asyncpg.Connection) -> None:
+    conditions = Conditions()
+    notifier = ChangeNotifier(store, Metrics(), conditions, max_dead_cursors=BATCHES)
+    await sql.execute(INSERT_CURSOR)
+    async with connected(database) as forgetful:
+        await forgetful.execute("create table forgotten (); begin; insert into forgotten default values")
+        await forgetful.execute("prepare transaction 'forgotten'")
+    try:
+        await write_batches(sql, BATCHES + 50)
+        await notifier.check_snapshots()
+        [condition] = conditions.active()
+        assert condition.kind is DEAD_ROWS_KEPT
+        assert "prepared transaction forgotten" in condition.message
+    finally:
+        await sql.execute("rollback prepared 'forgotten'")
