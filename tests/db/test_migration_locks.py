@@ -150,3 +150,13 @@ async def read_repos(dsn: str) -> int:
 async def wait_for_reader(dsn: str) -> None:
     async with connected(dsn) as sql:
         await until(lambda: sql.fetchval(WAITS, STEADY))
+
+
+async def test_migration_of_a_process_that_was_stopped_ends_after_a_minute(
+    database: str, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Postgres ends it, and the locks that all daemons would wait for."""
+    limit = "current_setting('idle_in_transaction_session_timeout')"
+    use_later_release(monkeypatch, tmp_path, [f"create table indexer.seen as select {limit} as limit_in_migration"])
+    await migrate(database)
+    assert await sql.fetchval("select limit_in_migration from indexer.seen") == "1min"
