@@ -45,7 +45,8 @@ async def insert_workload(dsn: str, workload: Workload, pds_of: Callable[[str], 
     now = time()
     for start in range(0, len(workload.accounts), BATCH_SIZE):
         accounts = workload.accounts[start : start + BATCH_SIZE]
-        await store.write(Batch(tuple([RepoWrite(0, repo_before(account, status, now)) for account in accounts])))
+        rows = [repo_before(account, status, now) for account in accounts]
+        await store.write(Batch(tuple([RepoWrite(Repo(row.did), row) for row in rows])))
         await store.save_identities(
             [StoredIdentity(account.did, None, pds_of(account.did), account.key, now) for account in accounts]
         )

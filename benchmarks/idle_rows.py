@@ -18,7 +18,7 @@ from indexer.atproto.crypto import PrivateKey
 from indexer.db import Store
 from indexer.sync.changes import Batch, RepoWrite
 from indexer.sync.identity import StoredIdentity
-from indexer.sync.repo import SyncStatus
+from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.shard import bucket_of
 
 HOSTS = 1_000
@@ -68,7 +68,7 @@ async def add_idle(dsn: str, workload: Workload, repos: int, records: int) -> No
         return
     first = repo_before(workload.accounts[0], SyncStatus.SYNCHRONIZED, time())._replace(did=idle_did(1))
     store = await Store.open(dsn)
-    skipped = (await store.write(Batch((RepoWrite(0, first),)))).skipped
+    skipped = (await store.write(Batch((RepoWrite(Repo(first.did), first),)))).skipped
     await store.close()
     if skipped:
         return

@@ -219,7 +219,7 @@ def like_batch(number: int, commits: int = COMMITS_PER_BATCH) -> Batch:
         )
         text = json.dumps({"$type": LIKE, "subject": {"uri": POST, "cid": CID}, "createdAt": "2026-01-01T00:00:00Z"})
         change = RecordChange("create", LIKE, REV, REV, cid_of(text.encode()), text)
-        writes.append(RepoWrite(0, repo, (change,)))
+        writes.append(RepoWrite(Repo(repo.did), repo, (change,)))
     return Batch(tuple(writes))
 
 

@@ -210,7 +210,7 @@ def commit(repo: Repo, number: int) -> RepoWrite:
     value = '{"$type": "app.bsky.feed.post", "text": "' + "x" * 150 + '"}'
     change = RecordChange("create", "app.bsky.feed.post", rev, rev, head.data, value)
     after = Repo(repo.did, repo.version + 1, SyncStatus.SYNCHRONIZED, None, head, active=repo.active)
-    return RepoWrite(repo.version, after, (change,))
+    return RepoWrite(repo, after, (change,))
 
 
 if __name__ == "__main__":

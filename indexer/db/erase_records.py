@@ -77,6 +77,6 @@ async def erase_batch(
     finished = len(records) < BATCH_SIZE
     after = erase(repo)._replace(erase_at=None if finished else repo.erase_at)
     deletes = tuple([RecordChange("delete", collection, rkey, None) for collection, rkey in records])
-    written = await write(connection, Batch((RepoWrite(repo.version, after, deletes),)))
+    written = await write(connection, Batch((RepoWrite(repo, after, deletes),)))
     crash_point("erasure.written")
     return ErasedBatch(did, written.changes["delete"], finished and not written.skipped)

@@ -96,7 +96,7 @@ async def untrack_page(
     rows = await connection.fetch(NOT_WANTED, progress.cursor or "", buckets, since, limit)
     page = {row["did"]: repo_of(row) for row in rows}
     found, incomplete = await _without_signal(connection, scope, list(page))
-    writes = [RepoWrite(page[did].version, untrack(page[did], OUT_OF_SCOPE, time())) for did in found]
+    writes = [RepoWrite(page[did], untrack(page[did], OUT_OF_SCOPE, time())) for did in found]
     skipped = (await write(connection, Batch(tuple(writes)))).skipped
     untracked, incomplete = len(writes) - len(skipped), incomplete + len(skipped)
     after = progress.after_page(rows[-1]["did"] if len(rows) == limit else None, len(page), incomplete, time())

@@ -50,7 +50,7 @@ async def add_repos(
     added = 0
     for start in range(0, len(repos), BATCH_SIZE):
         batch = repos[start : start + BATCH_SIZE]
-        skipped = (await write(connection, Batch(tuple([RepoWrite(0, repo) for repo in batch])))).skipped
+        skipped = (await write(connection, Batch(tuple([RepoWrite(Repo(repo.did), repo) for repo in batch])))).skipped
         added += len(batch) - len(skipped) + await _name_known(connection, sorted(skipped), wanted_in, wanted_before)
     return added
 
@@ -61,7 +61,7 @@ async def _name_known(connection: Connection, dids: Sequence[str], wanted_in: in
     while dids:
         rows = await connection.fetch(_TO_NAME, dids, buckets_of(dids), wanted_before)
         repos = [repo_of(row) for row in rows]
-        writes = [RepoWrite(repo.version, named(repo, wanted_in, wanted_before)) for repo in repos]
+        writes = [RepoWrite(repo, named(repo, wanted_in, wanted_before)) for repo in repos]
         dids = sorted((await write(connection, Batch(tuple(writes)))).skipped)
         tracked += sum(repo.out_of_scope and repo.did not in dids for repo in repos)
     return tracked

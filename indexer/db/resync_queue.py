@@ -323,7 +323,7 @@ def _desynchronization(trigger: Trigger, reason: Desync, now: float) -> Callable
 
 async def _write_repos(connection: Connection, repos: Sequence[Repo], change: Callable[[Repo], Repo]) -> int:
     """Write the changed rows; return how many were still at the version that was read."""
-    writes = tuple([RepoWrite(repo.version, change(repo)) for repo in repos])
+    writes = tuple([RepoWrite(repo, change(repo)) for repo in repos])
     written = len(writes) - len((await write(connection, Batch(writes))).skipped)
     if written:
         crash_point("queue.written")

@@ -160,7 +160,7 @@ async def incomplete_repos(
 
 async def mark_complete(connection: Connection, repos: Sequence[Repo], scope: Scope) -> int:
     """Note that these repos lack no records; return how many did not change meanwhile. Run it in a transaction."""
-    writes = [RepoWrite(repo.version, amend(repo, scope_version=scope.version)) for repo in repos]
+    writes = [RepoWrite(repo, amend(repo, scope_version=scope.version)) for repo in repos]
     skipped = (await write(connection, Batch(tuple(writes)))).skipped
     crash_point("scope.marked")
     return len(writes) - len(skipped)
@@ -175,7 +175,7 @@ async def mark_incomplete(
     """
     buckets = buckets_of(dids)
     rows = await connection.fetch(NOT_FETCHED, dids, buckets, added_in, fetched_before, collection, buckets)
-    writes = [RepoWrite(repo.version, amend(repo, scope_version=added_in - 1)) for repo in map(repo_of, rows)]
+    writes = [RepoWrite(repo, amend(repo, scope_version=added_in - 1)) for repo in map(repo_of, rows)]
     return len(writes) - len((await write(connection, Batch(tuple(writes)))).skipped)
 
 
@@ -205,7 +205,7 @@ async def request_listed(
 
 
 async def _widen(connection: Connection, repos: Sequence[Repo]) -> int:
-    writes = [RepoWrite(repo.version, widen(repo)) for repo in repos]
+    writes = [RepoWrite(repo, widen(repo)) for repo in repos]
     skipped = (await write(connection, Batch(tuple(writes)))).skipped
     if writes:
         crash_point("scope.requested")

@@ -87,7 +87,7 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, FeedMethods, ReportMeth
             repo = (await self.repos([did])).get(did)
             if repo is None or (after := plan(repo)) is repo:
                 return None
-            if not (await self.write(Batch((RepoWrite(repo.version, after),)))).skipped:
+            if not (await self.write(Batch((RepoWrite(repo, after),)))).skipped:
                 return after
 
     async def shard_sessions(self) -> list[ShardSession]:
@@ -252,7 +252,7 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, FeedMethods, ReportMeth
         while pending:
             repos = await self.repos(pending)
             after = {did: plan_listed(repo, revs[did], now) for did, repo in repos.items()}
-            writes = [RepoWrite(repos[did].version, repo) for did, repo in after.items() if repo is not repos[did]]
+            writes = [RepoWrite(repos[did], repo) for did, repo in after.items() if repo is not repos[did]]
             pending = list((await self.write(Batch(tuple(writes)))).skipped)
             desynchronized += sum(
                 write.repo.sync_status is SyncStatus.DESYNCHRONIZED for write in writes if write.repo.did not in pending

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from time import time
 from typing import Any, NamedTuple
 
+from asyncpg import Record as Row
 from asyncpg import UniqueViolationError
 
 from indexer.crash_points import crash_point
@@ -43,15 +44,13 @@ from indexer.sync.changes import (
     Batch,
     RecordChange,
     RecordKey,
-    RepoVisibility,
     RepoWrite,
     change_log_entries,
     effective_changes,
     record_entries,
-    visibility_of,
 )
 from indexer.sync.export import RecordChunk
-from indexer.sync.repo import DELETED, Repo, SyncStatus
+from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.shard import bucket_of
 from indexer.sync.stream import Cursor
 
@@ -84,15 +83,10 @@ UPDATE_REPOS = f"""
     update indexer.repo r set {_assignments(_VALUES)}, updated_at = now(),
         lease_until = case when w.sync_status = '{SyncStatus.IN_PROGRESS}' then r.lease_until end
     from {unnest({**REPO_COLUMNS, "expected_version": "bigint"}, "w", 2)}
-    join indexer.repo before
-        on before.did = w.did and {of_buckets("before")} and before.version = w.expected_version
-    where r.did = before.did and r.bucket = before.bucket and {of_buckets("r")} and r.version = w.expected_version
-    returning r.did, before.visible,
-        not before.active and before.hosting_status is not distinct from '{DELETED}' as deleted,
-        before.sync_status = '{SyncStatus.SYNCHRONIZED}' as synchronized,
-        case when before.active then 'active' else coalesce(before.hosting_status, 'inactive') end as hosting_status
+    where r.did = w.did and {of_buckets("r")} and r.version = w.expected_version
+    returning r.did
 """
-"""Takes the buckets, the arrays of `repo_arrays`, and the expected versions; returns a `RepoVisibility` per DID."""
+"""Takes the buckets, the arrays of `repo_arrays`, and the expected versions; returns the DIDs that were written."""
 
 ADVANCE_REPOS = f"""
     update indexer.repo r set {_assignments({name: f"w.{name}" for name in HEAD_COLUMNS})}, updated_at = now()
@@ -102,9 +96,7 @@ ADVANCE_REPOS = f"""
 """
 """Takes the buckets, the arrays of `head_arrays`, and the expected versions; returns the DIDs that were written.
 
-Nearly all writes only advance the head. With the arrays of all columns they take twice the time. The visibility before
-the write is not read: a row at the expected version is equal to the row that the write was planned on, except for
-`lease_until` and `updated_at`.
+Nearly all writes only advance the head. With the arrays of all columns they take twice the time.
 """
 
 RECORD_COLUMNS = {
@@ -221,17 +213,15 @@ async def write(connection: Connection, batch: Batch, *, shards: int = 1, buffer
     Raises:
         DeadLetterGoneError: The dead letter that the batch resolves does not exist.
     """
-    before = await _write_repos(connection, batch.writes, shards)
-    writes = [write for write in batch.writes if write.repo.did in before]
-    skipped = frozenset([write.repo.did for write in batch.writes]) - before.keys()
+    done = await _write_repos(connection, batch.writes, shards)
+    writes = [write for write in batch.writes if write.repo.did in done]
+    skipped = frozenset([write.repo.did for write in batch.writes]) - done
     changes = [(write.repo.did, change) for write in writes for change in write.changes]
     unproven = frozenset([write.repo.did for write in writes if write.repo.unproven_since is not None])
     written = await _write_records(connection, changes, unproven)
     if not written.as_planned:
         writes = [_as_it_happened(write, written.existed) for write in writes]
-    await log_changes(
-        connection, [entry for write in writes for entry in change_log_entries(before[write.repo.did], write)]
-    )
+    await log_changes(connection, [entry for write in writes for entry in change_log_entries(write)])
     # A repo of which only the head advances was synchronized before, so its buffer is empty.
     if not buffers_empty:
         await _write_buffered_events(connection, [write for write in writes if not write.advances])
@@ -285,27 +275,18 @@ def _as_it_happened(write: RepoWrite, stored: set[RecordKey]) -> RepoWrite:
     return write if changes == write.changes else write._replace(changes=changes)  # a copy costs 3 µs
 
 
-async def _write_repos(
-    connection: Connection, writes: Sequence[RepoWrite], shards: int
-) -> dict[str, RepoVisibility | None]:
-    """Write the rows that are at the expected version.
-
-    Returns:
-        The visibility before the write by DID, without the repos whose writes were skipped. None: it does not change.
-    """
+async def _write_repos(connection: Connection, writes: Sequence[RepoWrite], shards: int) -> set[str]:
+    """Write the rows that are at the expected version; return their DIDs."""
     ordered = sorted(writes, key=lambda write: write.repo.did)
-    written: dict[str, RepoVisibility | None] = {}
-    if new := [write.repo for write in ordered if write.expected_version == 0]:
-        rows = await connection.fetch(_INSERT_REPOS, *repo_arrays(new))
-        written.update({did: visibility_of(Repo(did)) for (did,) in rows})
-    known = [write for write in ordered if write.expected_version != 0]
+    written: list[Row] = []
+    if new := [write.repo for write in ordered if not write.before.known]:
+        written += await connection.fetch(_INSERT_REPOS, *repo_arrays(new))
+    known = [write for write in ordered if write.before.known]
     for advanced in _by_shard([write for write in known if write.advances], shards):
-        rows = await connection.fetch(ADVANCE_REPOS, *_update_arguments(advanced, head_arrays))
-        written.update(dict.fromkeys([did for (did,) in rows]))
+        written += await connection.fetch(ADVANCE_REPOS, *_update_arguments(advanced, head_arrays))
     if others := [write for write in known if not write.advances]:
-        rows = await connection.fetch(UPDATE_REPOS, *_update_arguments(others, repo_arrays))
-        written.update({did: RepoVisibility(*before) for did, *before in rows})
-    return written
+        written += await connection.fetch(UPDATE_REPOS, *_update_arguments(others, repo_arrays))
+    return {did for (did,) in written}
 
 
 def _by_shard(writes: Sequence[RepoWrite], shards: int) -> Iterator[Sequence[RepoWrite]]:
@@ -328,7 +309,7 @@ def _update_arguments(
 ) -> list[list[Any]]:
     """Return the arguments of `UPDATE_REPOS` or `ADVANCE_REPOS`, which takes these arrays."""
     repos = [write.repo for write in writes]
-    return [buckets_of([repo.did for repo in repos]), *arrays(repos), [write.expected_version for write in writes]]
+    return [buckets_of([repo.did for repo in repos]), *arrays(repos), [write.before.version for write in writes]]
 
 
 async def _write_records(

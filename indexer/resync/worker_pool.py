@@ -325,7 +325,7 @@ class WorkerPool:
         return Postponed(until, failure=UnavailableError(FetchFailure.NEW_ACCOUNTS, message))
 
     async def _postpone(self, repos: Sequence[tuple[Repo, Postponed]]) -> None:
-        writes = [RepoWrite(repo.version, _released(repo, postponed)) for repo, postponed in repos]
+        writes = [RepoWrite(repo, _released(repo, postponed)) for repo, postponed in repos]
         changed = (await self._store.write(Batch(tuple(writes)))).skipped
         for repo in [repo for repo, _ in repos if repo.did in changed]:
             await self._update_claimed(repo, release)

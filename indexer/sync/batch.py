@@ -143,9 +143,7 @@ class _Draft:
     def write(self) -> RepoWrite:
         """Return the changes as one write."""
         before, after, advances = self.before, self.after, self.after.advances(self.before)
-        return RepoWrite(
-            before.version, after, tuple(self.changes), tuple(self.buffered), True, self.lenient_commits, advances
-        )
+        return RepoWrite(before, after, tuple(self.changes), tuple(self.buffered), True, self.lenient_commits, advances)
 
 
 @dataclass(slots=True)

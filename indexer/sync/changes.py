@@ -117,14 +117,14 @@ class RepoWrite(NamedTuple):
     """The changes of one repo in one transaction.
 
     Attributes:
-        expected_version: The version of the row that the changes were planned on; 0: no row. If the row has another
-            version when the transaction runs, nothing is written.
+        before: The row that the changes were planned on; with version 0, there is none. If the row has another version
+            when the transaction runs, nothing is written.
         live: True if the stream caused the changes, False if a resync did.
         advances: True if nothing but the head changes (see `Repo.advances`).
         lenient_commits: Number of commits among them that were applied although their inversion is undecidable.
     """
 
-    expected_version: int
+    before: Repo
     repo: Repo
     changes: tuple[RecordChange, ...] = ()
     buffered: tuple[BufferedEvent, ...] = ()
@@ -288,24 +288,20 @@ def visibility_of(repo: Repo) -> RepoVisibility:
     )
 
 
-def change_log_entries(before: RepoVisibility | None, write: RepoWrite) -> Iterator[ChangeLogEntry]:
+def change_log_entries(write: RepoWrite) -> Iterator[ChangeLogEntry]:
     """Return the entries of one write, in the order in which a consumer can apply them.
 
     Entries of records come while the repo is visible, if it is visible before or after the write, and before the
     "completed" entry of the resync that wrote them. "identity" says that the hosting status changed if no other entry
     does.
-
-    Args:
-        before: The properties of the repo before the write; None if the write does not change them.
-        write: The write.
     """
-    if before is None:
+    if write.advances:
         return record_entries(write.repo.did, write.changes, live=write.live)
-    return _entries(before, write)
+    return _entries(write)
 
 
-def _entries(before: RepoVisibility, write: RepoWrite) -> Iterator[ChangeLogEntry]:
-    repo, after = write.repo, visibility_of(write.repo)
+def _entries(write: RepoWrite) -> Iterator[ChangeLogEntry]:
+    repo, before, after = write.repo, visibility_of(write.before), visibility_of(write.repo)
     rev = repo.head.rev if repo.head else None
     if after.visible and not before.visible:
         yield ChangeLogEntry(repo.did, "visible", rev, live=True)

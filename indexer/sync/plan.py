@@ -394,4 +394,4 @@ def plan_narrowing(repos: Mapping[str, Repo], keys: Sequence[RecordKey]) -> tupl
         repo = repos.get(did)
         if repo is not None and repo.head is not None and repo.sync_status is not SyncStatus.IN_PROGRESS:
             deletes.setdefault(did, []).append(RecordChange("delete", collection, rkey, None))
-    return tuple([RepoWrite(repos[did].version, amend(repos[did]), tuple(gone)) for did, gone in deletes.items()])
+    return tuple([RepoWrite(repos[did], amend(repos[did]), tuple(gone)) for did, gone in deletes.items()])

@@ -202,7 +202,7 @@ class Completion:
         else:
             # The rest of the buffer is discarded, and the newest unverified rev may be of an event in it.
             repo = repo._replace(latest_unverified_rev=locked.latest_unverified_rev)
-        write = RepoWrite(locked.version, repo, lenient_commits=self._lenient_commits)
+        write = RepoWrite(locked, repo, lenient_commits=self._lenient_commits)
         return Batch((write,), tuple(self._dead_letters))
 
 

@@ -55,7 +55,7 @@ async def stored_account(database: str) -> None:
     store = await Store.open(database, connections=1)
     try:
         cursor = Cursor("wss://one.example", "0/1", 77, (now - timedelta(seconds=5)).isoformat())
-        await store.write(Batch((RepoWrite(0, repo, (record,)),), cursor=cursor))
+        await store.write(Batch((RepoWrite(Repo(repo.did), repo, (record,)),), cursor=cursor))
         await store.save_identities([StoredIdentity(DID, HANDLE, "https://pds.example", None, now.timestamp())])
         await store.save_handle_check(HandleCheck(HandleClaim(DID, HANDLE, None, 0), HANDLE, 0, now.timestamp()))
     finally:

@@ -71,7 +71,8 @@ async def test_export_is_read_in_pages_as_of_one_point_in_time(
         if not found:
             other = await Store.open(database, connections=1)
             changes = (delete("many.test/9"), put("many.test/0", "[]", "update"), put("many.test/new"))
-            assert not (await other.write(Batch((RepoWrite(1, synchronized(3, version=2), changes),)))).skipped
+            write = RepoWrite(synchronized(3), synchronized(3, version=2), changes)
+            assert not (await other.write(Batch((write,)))).skipped
             await other.close()
         assert len(page) <= 3
         found += [f"{record.rkey} {record.value}" for record in page]

@@ -92,4 +92,4 @@ async def finish_resync(
         locked = await transaction.lock()
         assert locked is not None
         await transaction.write_drained(drained)
-        await transaction.finish(Batch((RepoWrite(locked.version, completed(locked), live=False),)))
+        await transaction.finish(Batch((RepoWrite(locked, completed(locked), live=False),)))

@@ -50,14 +50,14 @@ def delete(path: str, rev: str = "3laaaaaaaaa22") -> RecordChange:
 
 async def insert(store: Store, *repos: Repo, changes: tuple[RecordChange, ...] = ()) -> None:
     """Insert repos, each with these record changes."""
-    assert not (await store.write(Batch(tuple(RepoWrite(0, repo, changes) for repo in repos)))).skipped
+    assert not (await store.write(Batch(tuple(RepoWrite(Repo(repo.did), repo, changes) for repo in repos)))).skipped
 
 
 async def buffer_event(store: Store, claimed: Repo, *changes: RecordChange) -> Repo:
     """Store a buffered event of a repo in progress, as the live path does; return the row."""
     buffering = claimed._replace(version=claimed.version + 1, buffered_events=1, buffered_bytes=5)
     event = BufferedEvent(claimed.did, "wss://relay.test", 5, b"frame")
-    assert not (await store.write(Batch((RepoWrite(claimed.version, buffering, changes, (event,)),)))).skipped
+    assert not (await store.write(Batch((RepoWrite(claimed, buffering, changes, (event,)),)))).skipped
     return buffering
 
 

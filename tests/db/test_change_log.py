@@ -48,7 +48,8 @@ async def test_a_snapshot_of_records_and_the_changes_after_it_fit_together(
     await insert(store, synchronized(1), changes=(put("app.test/a"),))
     async with sql.transaction(isolation="repeatable_read", readonly=True):
         position = await sql.fetchval("select atproto.latest_seq()")
-        await store.write(Batch((RepoWrite(1, synchronized(1, version=2), (delete("app.test/a"), put("b.c/d"))),)))
+        changes = (delete("app.test/a"), put("b.c/d"))
+        await store.write(Batch((RepoWrite(synchronized(1), synchronized(1, version=2), changes),)))
         assert [row[0] for row in await sql.fetch("select rkey from atproto.records")] == ["a"]
         assert await after(sql, position) == []
         assert await sql.fetchval("select atproto.latest_seq()") == position
@@ -225,10 +226,11 @@ async def test_takedowns_and_account_statuses_are_logged(store: Store, sql: asyn
         assert await store.set_takedown(did(1), on=True)
     assert await store.set_takedown(did("inactive"), on=True)
     assert not await store.set_takedown(did("unknown"), on=True)
-    await store.write(Batch((RepoWrite(2, synchronized(1, version=3, takedown=True), (put("app.test/a"),)),)))
+    hidden = synchronized(1, version=2, takedown=True)
+    await store.write(Batch((RepoWrite(hidden, hidden._replace(version=3), (put("app.test/a"),)),)))
     assert await store.set_takedown(did(1), on=False)
     back = synchronized(1, version=5, sync_status=SyncStatus.DESYNCHRONIZED, active=False, hosting_status="suspended")
-    await store.write(Batch((RepoWrite(4, back._replace(synchronized_at=None)),)))
+    await store.write(Batch((RepoWrite(synchronized(1, version=4), back._replace(synchronized_at=None)),)))
     rows = await after(sql, position)
     assert [(row["action"], row["rkey"]) for row in rows] == [
         ("hidden", None),

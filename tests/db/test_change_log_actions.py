@@ -102,7 +102,7 @@ class Scenario:
         before = self.repos[number]
         self.repos[number] = synchronized(number, version=before.version + 1, lease=before.lease, **fields)
         self.change(number, changes)
-        return RepoWrite(before.version, self.repos[number], tuple(changes))
+        return RepoWrite(before, self.repos[number], tuple(changes))
 
     def change(self, number: int, changes: Iterable[RecordChange]) -> None:
         for change in changes:
@@ -127,6 +127,6 @@ async def test_several_changes_of_a_record_in_one_batch_are_logged_in_order(
     await insert(store, synchronized(1), changes=(put("app.test/a", "1"),))
     update, create = put("app.test/a", "2", "update"), put("app.test/a", "3")
     changes = (delete("app.test/a"), update, create, delete("app.test/a"), delete("app.test/a"), update)
-    assert not (await store.write(Batch((RepoWrite(1, synchronized(1, version=2), changes),)))).skipped
+    assert not (await store.write(Batch((RepoWrite(synchronized(1), synchronized(1, version=2), changes),)))).skipped
     logged = [action for action, _ in await sql.fetch(LOG, did(1))]
     assert logged == ["create", "delete", "create", "update", "delete", "create"]

@@ -34,7 +34,7 @@ async def test_a_read_has_one_snapshot_and_yields_chunks(store: Store, monkeypat
         chunks: list[list[RecordRow]] = []
         async for chunk in read.records():
             if not chunks:
-                assert not (await store.write(Batch((RepoWrite(1, later, changes),)))).skipped
+                assert not (await store.write(Batch((RepoWrite(synchronized(1), later, changes),)))).skipped
             chunks.append(chunk)
         assert await read.repo() == synchronized(1)
     assert [len(chunk) for chunk in chunks] == [2, 2, 2, 2, 1]

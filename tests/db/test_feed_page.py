@@ -29,7 +29,7 @@ async def test_a_time_finds_the_last_batch_before_it(store: Store, sql: asyncpg.
 async def test_a_page_has_the_records_of_its_changes(store: Store) -> None:
     first, second = put("app.test/a"), put("app.test/b")
     await insert(store, synchronized(1), changes=(first, second))
-    after = RepoWrite(1, synchronized(1, version=2), (delete("app.test/a"), put("app.test/b")))
+    after = RepoWrite(synchronized(1), synchronized(1, version=2), (delete("app.test/a"), put("app.test/b")))
     await store.write(Batch((after,)))
     page = await store.feed_page(0, 100, 1 << 20)
     assert [(entry.action, entry.rkey) for entry in page.changes if entry.collection] == [

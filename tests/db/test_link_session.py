@@ -43,11 +43,12 @@ async def test_stored_records_are_backfilled_while_others_are_written(
         assert await count(sql, 0) is None
         assert await sql.fetchval(STATE) == "backfill"
     touched = (like("r0000", "new", action="update"), delete(f"{LIKE}/r0001"), like("later"))
-    await store.write(Batch((RepoWrite(1, synchronized("large", version=2), touched),)))
+    await store.write(Batch((RepoWrite(synchronized("large"), synchronized("large", version=2), touched),)))
     async with owned_links(store) as session:
         assert session.backfilled_to > ("", "", "")
         await session.backfill()
-        await store.write(Batch((RepoWrite(2, synchronized("large", version=3), (delete(f"{LIKE}/r0299"),)),)))
+        before, repo = synchronized("large", version=2), synchronized("large", version=3)
+        await store.write(Batch((RepoWrite(before, repo, (delete(f"{LIKE}/r0299"),)),)))
         while await session.backfill():
             pass
     await settle(store)
@@ -73,7 +74,8 @@ async def test_turning_links_off_removes_them_and_on_again_brings_them_back(
     assert await count(sql) is None
     assert await sql.fetchval("select count(*) from indexer.record_link") == 0
     assert await sql.fetchval("select count(*) from atproto.readers") == 0
-    await store.write(Batch((RepoWrite(1, synchronized(1, version=2), (like("b"), delete(f"{LIKE}/a"))),)))
+    changes = (like("b"), delete(f"{LIKE}/a"))
+    await store.write(Batch((RepoWrite(synchronized(1), synchronized(1, version=2), changes),)))
     await turn_on(store)
     assert await count(sql) == 1
     await assert_links_exact(sql)
@@ -96,7 +98,7 @@ async def test_a_reader_that_lost_its_position_begins_again(store: Store, sql: a
     """Nothing of the transaction that found it out is stored. A daemon then adds the links of all stored records."""
     await insert(store, synchronized(1), changes=(like("a"), like("b")))
     await turn_on(store)
-    await store.write(Batch((RepoWrite(1, synchronized(1, version=2), (delete(f"{LIKE}/a"),)),)))
+    await store.write(Batch((RepoWrite(synchronized(1), synchronized(1, version=2), (delete(f"{LIKE}/a"),)),)))
     await number_changes(store)
     await sql.execute(LOSSES[loss])
     async with owned_links(store) as session:

@@ -47,7 +47,7 @@ async def test_links_follow_creates_updates_and_deletes(store: Store, sql: async
     row = await sql.fetchrow("select * from atproto.links where rkey = 'c'")
     assert tuple(row or ()) == (post("two"), "strong-ref", did(1), LIKE, "c", PATH, bucket_of(did(1)))
     changes = (like("a", "two", action="update"), delete(f"{LIKE}/b"), delete(f"{LIKE}/absent"))
-    await store.write(Batch((RepoWrite(1, synchronized(1, version=2), changes),)))
+    await store.write(Batch((RepoWrite(synchronized(1), synchronized(1, version=2), changes),)))
     await number_changes(store)
     assert not await links_at_end(sql)
     assert await count(sql) == 2, "they are those of the position"
@@ -67,8 +67,10 @@ async def test_links_of_a_hidden_repo_are_neither_shown_nor_counted(store: Store
     changes = tuple(like(number) for number in range(5))
     await insert(store, synchronized(1), synchronized(2), changes=changes)
     await settle(store)
-    for version, (visible, settled) in enumerate(((False, True), (True, True), (False, False), (True, False)), 1):
-        write = RepoWrite(version, synchronized(1, version=version + 1, active=visible))
+    repo = synchronized(1)
+    for visible, settled in ((False, True), (True, True), (False, False), (True, False)):
+        before, repo = repo, repo._replace(version=repo.version + 1, active=visible)
+        write = RepoWrite(before, repo)
         assert not (await store.write(Batch((write,)))).skipped
         assert await sql.fetchval("select count(*) from atproto.links") == (10 if visible else 5)
         async with owned_links(store) as session:
@@ -204,7 +206,7 @@ class EverythingAtOnce:
     async def replace(self, repo: Repo, *changes: RecordChange, **fields: Any) -> bool:
         """Write a row as the batch writer does, unless it has changed."""
         after = repo._replace(version=repo.version + 1, **fields)
-        return not (await self.store.write(Batch((RepoWrite(repo.version, after, changes),)))).skipped
+        return not (await self.store.write(Batch((RepoWrite(repo, after, changes),)))).skipped
 
     def some_changes(self, stored: set[str] | None = None) -> tuple[RecordChange, ...]:
         """Return changes of random records; with `stored`, those that fit the stored records."""
@@ -233,7 +235,7 @@ class EverythingAtOnce:
                 locked = await transaction.lock()
                 if locked is None:
                     return False
-                await transaction.finish(Batch((RepoWrite(locked.version, completed(locked), live=False),)))
+                await transaction.finish(Batch((RepoWrite(locked, completed(locked), live=False),)))
                 return True
         return False
 

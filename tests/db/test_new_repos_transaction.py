@@ -91,7 +91,7 @@ async def claim_new(store: Store, *names: object) -> list[Repo]:
 
 def end(*rows: Repo) -> Batch:
     """Return the batch that ends the resyncs of these repos."""
-    return Batch(tuple(RepoWrite(row.version, completed(row)) for row in rows))
+    return Batch(tuple(RepoWrite(row, completed(row)) for row in rows))
 
 
 async def write(store: Store, claimed: Sequence[Repo], parts: Sequence[NewRepoRecords], scope: int = SCOPE) -> bool:

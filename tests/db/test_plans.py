@@ -150,9 +150,9 @@ async def test_a_batch_finds_its_repos_by_primary_key(store: Store, sql: asyncpg
     await sql.execute(f"set plan_cache_mode = {mode}")
     assert "Index Scan using repo_pkey" in await explain(sql, LOAD_REPOS, dids, buckets)
     buckets = buckets_of(repo.did for repo in repos)
-    for statement, arrays, scans in ((UPDATE_REPOS, repo_arrays(repos), 2), (ADVANCE_REPOS, head_arrays(repos), 1)):
+    for statement, arrays in ((UPDATE_REPOS, repo_arrays(repos)), (ADVANCE_REPOS, head_arrays(repos))):
         found = await explain(sql, statement, buckets, *arrays, [1] * len(repos))
-        assert found.count("Index Scan using repo_pkey") == scans, found
+        assert found.count("Index Scan using repo_pkey") == 1, found
         assert not re.search("Index Cond:.* ANY ", found), found
 
 
@@ -164,7 +164,7 @@ async def test_a_batch_finds_its_records_by_primary_key(large: str, mode: str) -
         stored = await connection.fetch("select collection, rkey from indexer.record where did = $1 limit 6", owner)
         *updated, last = (f"{collection}/{rkey}" for collection, rkey in stored)
         changes = (*(put(path, "{}", "update") for path in updated), delete(last))
-        batch = Batch((RepoWrite(row["version"], repo_of(row), changes, advances=True),))
+        batch = Batch((RepoWrite(repo_of(row), repo_of(row), changes, advances=True),))
         for _ in range(7):
             logged.clear()
             transaction = connection.transaction()

@@ -81,13 +81,13 @@ async def test_changes_become_visible_with_the_commit(store: Store, sql: asyncpg
         row = (await store.repos([did(1)]))[did(1)]  # an event of the stream arrives
         buffering = row._replace(version=row.version + 1, buffered_events=1)
         buffered = tuple(BufferedEvent(did(1), RELAY, seq, b"frame") for seq in (9, 8))
-        assert not (await store.write(Batch((RepoWrite(row.version, buffering, (), buffered),)))).skipped
+        assert not (await store.write(Batch((RepoWrite(row, buffering, (), buffered),)))).skipped
         assert await store.visible_records(did(1)) == {}
         locked = await transaction.lock()
         assert locked == buffering
         assert [event.seq for event in await transaction.buffered()] == [9, 8]
         end = completed(buffering)
-        await transaction.finish(Batch((RepoWrite(buffering.version, end, (drained._replace(action="update"),)),)))
+        await transaction.finish(Batch((RepoWrite(buffering, end, (drained._replace(action="update"),)),)))
         assert await store.visible_records(did(1)) == {}
     assert await store.repos([did(1)]) == {did(1): end}
     assert await store.visible_records(did(1)) == {"app.test/a": put("app.test/a").cid, "app.test/b": drained.cid}
@@ -113,13 +113,13 @@ async def test_a_block_that_raises_or_does_not_finish_writes_nothing(store: Stor
                 await transaction.write([put("app.test/a")])
                 await transaction.lock()
                 if finish:
-                    await transaction.finish(Batch((RepoWrite(claimed.version, completed(claimed)),)))
+                    await transaction.finish(Batch((RepoWrite(claimed, completed(claimed)),)))
                 raise LeftBlockError
     async with store.resync(claimed) as transaction:
         await transaction.write([put("app.test/a")])
     with pytest.raises(BrokenInvariantError):  # another version
         async with store.resync(claimed) as transaction:
-            await transaction.finish(Batch((RepoWrite(claimed.version - 1, claimed),)))
+            await transaction.finish(Batch((RepoWrite(claimed._replace(version=claimed.version - 1), claimed),)))
     assert await store.repos([did(1)]) == {did(1): claimed}
     assert await sql.fetchval("select count(*) from indexer.record") == 0
     assert await sql.fetchval("select count(*) from indexer.change where rkey is not null") == 0
@@ -155,7 +155,7 @@ async def test_a_record_with_special_characters_is_stored_unchanged(store: Store
     async with store.resync(claimed) as transaction:
         await transaction.write([odd])
         await transaction.lock()
-        await transaction.finish(Batch((RepoWrite(claimed.version, completed(claimed)),)))
+        await transaction.finish(Batch((RepoWrite(claimed, completed(claimed)),)))
     record = await store.record(did(1), "app.test", "NULL")
     assert record is not None
     assert record["value"]["braces"] == "{a,b}"

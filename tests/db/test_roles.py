@@ -123,7 +123,8 @@ async def test_a_reader_cannot_block_the_writer(
         await reader.execute(f"select pg_advisory_lock({lock})")
     version = 2
     for version in range(2, 5):
-        write = RepoWrite(version - 1, synchronized(1, version=version), (put("app.test/a", f'"{version}"', "update"),))
+        changes = (put("app.test/a", f'"{version}"', "update"),)
+        write = RepoWrite(synchronized(1, version=version - 1), synchronized(1, version=version), changes)
         assert not (await store.write(Batch((write,)))).skipped
     assert await store.set_takedown(did(1), on=True)
     blocked = await sql.fetchval("select count(*) from pg_stat_activity where cardinality(pg_blocking_pids(pid)) > 0")

@@ -117,7 +117,7 @@ async def test_a_commit_updates_no_index_of_the_repo_table(store: Store, sql: as
     await insert(store, synchronized(1))
     async with sql.transaction():
         repo = synchronized(1, version=2, head=head("3lbbbbbbbbb22"), latest_verified_rev="3lbbbbbbbbb22")
-        assert not (await write(sql, Batch((RepoWrite(1, repo),)))).skipped
+        assert not (await write(sql, Batch((RepoWrite(synchronized(1), repo),)))).skipped
         assert await sql.fetchval("select pg_stat_get_xact_tuples_hot_updated('indexer.repo'::regclass)") == 1
 
 

@@ -167,8 +167,8 @@ async def test_write_that_was_planned_before_the_repo_was_untracked_is_skipped(
 ) -> None:
     await insert(store, synchronized(1))
     await store.untrack([did(1), did("new")])
-    known = RepoWrite(1, synchronized(1, version=2), (put("app.test/a"),))
-    new = RepoWrite(0, Repo(did("new"), version=1))
+    known = RepoWrite(synchronized(1), synchronized(1, version=2), (put("app.test/a"),))
+    new = RepoWrite(Repo(did("new")), Repo(did("new"), version=1))
     assert (await store.write(Batch((known, new)))).skipped == {did(1), did("new")}
 
 

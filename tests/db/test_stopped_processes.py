@@ -80,7 +80,7 @@ async def test_process_that_is_stopped_while_it_trims_the_change_log_stops_neith
         await asyncio.to_thread(is_stopped.wait, TIMEOUT)
         async with asyncio.timeout(TIMEOUT):
             after = repo._replace(version=2, head=head("3lbbbbbbbbb22"))
-            write = RepoWrite(1, after, (put("com.example.note/4"),), advances=True)
+            write = RepoWrite(repo, after, (put("com.example.note/4"),), advances=True)
             batch = Batch((write,), cursor=Cursor("wss://relay.test", "0/1", 1))
             assert not (await store.write(batch)).skipped  # one statement, whose plan locks all segments
             rows = await sql.fetch("select rkey from atproto.changes where rkey is not null order by seq")

@@ -48,11 +48,12 @@ async def repo_in(store: Store, status: SyncStatus) -> Repo:
     }
     if status is SyncStatus.IN_PROGRESS:
         claimed = await in_progress(store, 1, sync_reason=Desync.CHAIN_BREAK, **fields)
-        write = RepoWrite(claimed.version, amend(claimed, buffered_events=1, buffered_bytes=5))
+        write = RepoWrite(claimed, amend(claimed, buffered_events=1, buffered_bytes=5))
     else:
         reason = None if status is SyncStatus.SYNCHRONIZED else Desync.CHAIN_BREAK
-        await insert(store, synchronized(1, sync_status=status, sync_reason=reason, **fields))
-        write = RepoWrite(1, synchronized(1, version=2, sync_status=status, sync_reason=reason, **fields))
+        row = synchronized(1, sync_status=status, sync_reason=reason, **fields)
+        await insert(store, row)
+        write = RepoWrite(row, amend(row))
     lacking = put("app.test/a")._replace(value=None, problem=Problem.MISSING)
     buffered = (BufferedEvent(did(1), "wss://relay.test", 5, b"frame"),) if write.repo.buffered_events else ()
     assert not (await store.write(Batch((write._replace(changes=(lacking,), buffered=buffered),)))).skipped

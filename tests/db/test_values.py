@@ -95,7 +95,8 @@ async def test_an_update_replaces_value_problem_and_original(store: Store, sql: 
     blocks = [ODD[name][0] for name in ("nul", "plain", "float", "a list", "too large", "plain")]
     await insert(store, synchronized(1))
     for number, block in enumerate(blocks, 1):
-        write = RepoWrite(number, synchronized(1, version=number + 1), (change_of("one", block),))
+        before, after = synchronized(1, version=number), synchronized(1, version=number + 1)
+        write = RepoWrite(before, after, (change_of("one", block),))
         assert not (await store.write(Batch((write,)))).skipped
         row = await sql.fetchrow(SEEN, "one")
         decoded = decode_record(block, COLLECTION, DEFAULT_LIMITS)

@@ -79,7 +79,7 @@ async def filled(store: Store) -> Store:
         value = {"$type": LIKE, "subject": subject, "createdAt": "2024-02-29T12:00:00Z", "image": blob}
         like = put(f"{LIKE}/like", orjson.dumps(value).decode())
         await insert(store, synchronized(kind), changes=(like._replace(original=secret(kind).encode()),))
-    hidden = RepoWrite(1, synchronized(DEACTIVATED, version=2, active=False), ())
+    hidden = RepoWrite(synchronized(DEACTIVATED), synchronized(DEACTIVATED, version=2, active=False), ())
     assert not (await store.write(Batch((hidden,)))).skipped
     await store.set_takedown(did(TAKEN_DOWN), on=True)
     await settle(store)

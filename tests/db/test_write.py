@@ -101,7 +101,7 @@ async def test_random_batches_give_the_same_records_as_a_dictionary(
                     records[one, path] = changes[-1].cid or b""
                 log[one].append((changes[-1].action, path, changes[-1].cid))
             repo = synchronized(0)._replace(did=one, version=repos[one].version + 1)
-            writes.append(RepoWrite(repos[one].version, repo, tuple(changes)))
+            writes.append(RepoWrite(repos[one], repo, tuple(changes)))
             repos[one] = repo
         assert (await store.write(Batch(tuple(writes)))).skipped == frozenset()
     assert await store.repos(list(repos)) == {one: repo for one, repo in repos.items() if repo.version}
@@ -119,15 +119,20 @@ async def test_a_write_on_another_version_is_skipped_and_the_cursor_is_not_saved
     store: Store, sql: asyncpg.Connection
 ) -> None:
     await insert(store, synchronized("same"), synchronized("changed"), synchronized("inserted"))
-    await store.write(Batch((RepoWrite(1, synchronized("changed", version=2)),)))
+    await store.write(Batch((RepoWrite(synchronized("changed"), synchronized("changed", version=2)),)))
     claimed = await in_progress(store, "claimed")
     changed = synchronized("changed", version=2, latest_verified_rev="3lzzzzzzzzzzz")
     writes = (
-        RepoWrite(1, synchronized("same", version=2), (put("app.test/a"),)),
-        RepoWrite(1, changed, (put("app.test/a"),)),
-        RepoWrite(0, synchronized("new")),
-        RepoWrite(0, Repo(did("inserted"), version=1)),
-        RepoWrite(claimed.version - 1, claimed, (), (BufferedEvent(claimed.did, RELAY, 5, b"frame"),)),
+        RepoWrite(synchronized("same"), synchronized("same", version=2), (put("app.test/a"),)),
+        RepoWrite(synchronized("changed"), changed, (put("app.test/a"),)),
+        RepoWrite(Repo(did("new")), synchronized("new")),
+        RepoWrite(Repo(did("inserted")), Repo(did("inserted"), version=1)),
+        RepoWrite(
+            claimed._replace(version=claimed.version - 1),
+            claimed,
+            (),
+            (BufferedEvent(claimed.did, RELAY, 5, b"frame"),),
+        ),
     )
     letters = tuple(dead_letter(seq, did=did(name)) for seq, name in ((1, "same"), (2, "changed"), (3, "other")))
     skipped = (await store.write(Batch(writes, letters, cursor=Cursor(RELAY, "0/1", 9)))).skipped
@@ -148,8 +153,9 @@ async def test_of_two_writes_on_one_version_one_is_skipped(store: Store) -> None
     await insert(store, *repos)
 
     async def write(status: str, order: Iterable[Repo]) -> frozenset[str]:
-        after = [repo._replace(version=2, hosting_status=status) for repo in order]
-        return (await store.write(Batch(tuple(RepoWrite(1, repo, (put("app.test/a"),)) for repo in after)))).skipped
+        put_one = (put("app.test/a"),)
+        writes = [RepoWrite(repo, repo._replace(version=2, hosting_status=status), put_one) for repo in order]
+        return (await store.write(Batch(tuple(writes)))).skipped
 
     first, second = await asyncio.gather(write("first", repos), write("second", reversed(repos)))
     rows = await store.repos([repo.did for repo in repos])
@@ -160,7 +166,7 @@ async def test_of_two_writes_on_one_version_one_is_skipped(store: Store) -> None
 
 async def test_a_batch_that_fails_writes_nothing(store: Store, sql: asyncpg.Connection) -> None:
     batch = Batch(
-        (RepoWrite(0, synchronized(1), (put("app.test/a"), put("app.test/b", "not json"))),),
+        (RepoWrite(Repo(did(1)), synchronized(1), (put("app.test/a"), put("app.test/b", "not json"))),),
         (dead_letter(1),),
         cursor=Cursor(RELAY, "0/1", 9),
     )
@@ -200,14 +206,12 @@ async def test_time_of_the_cursor_goes_back_only_from_before_the_clock_was_set_b
 async def test_events_are_buffered_until_the_resync_ends(store: Store, sql: asyncpg.Connection) -> None:
     repo = await in_progress(store, 1)
     for seq in (7, 8, 8):
-        repo = repo._replace(version=repo.version + 1, buffered_events=repo.buffered_events + 1)
-        await store.write(
-            Batch((RepoWrite(repo.version - 1, repo, (), (BufferedEvent(repo.did, RELAY, seq, b"frame"),)),))
-        )
+        before, repo = repo, repo._replace(version=repo.version + 1, buffered_events=repo.buffered_events + 1)
+        await store.write(Batch((RepoWrite(before, repo, (), (BufferedEvent(repo.did, RELAY, seq, b"frame"),)),)))
     assert [row[0] for row in await sql.fetch("select seq from indexer.buffered_event order by seq")] == [7, 8, 8]
     assert await sql.fetchval("select lease_until from indexer.repo") is not None
     ended = repo._replace(version=repo.version + 1, sync_status=SyncStatus.DESYNCHRONIZED)
-    assert not (await store.write(Batch((RepoWrite(repo.version, ended),)))).skipped
+    assert not (await store.write(Batch((RepoWrite(repo, ended),)))).skipped
     assert await sql.fetchval("select count(*) from indexer.buffered_event") == 0
     assert await sql.fetchval("select lease_until from indexer.repo") is None
 
@@ -251,8 +255,8 @@ async def test_changes_are_notified_once_after_their_commit(
     received: asyncio.Queue[str] = asyncio.Queue()
     await sql.add_listener("atproto_changes", lambda _c, _p, _ch, payload: received.put_nowait(str(payload)))
     other = await asyncpg.connect(database)
-    await store.write(Batch((RepoWrite(0, Repo(did(1), version=1)),)))
-    await store.write(Batch((RepoWrite(0, synchronized(2), (put("app.test/a"), put("app.test/b"))),)))
+    await store.write(Batch((RepoWrite(Repo(did(1)), Repo(did(1), version=1)),)))
+    await store.write(Batch((RepoWrite(Repo(did(2)), synchronized(2), (put("app.test/a"), put("app.test/b"))),)))
     await other.execute("select pg_notify('atproto_changes', 'before')")
     seq = 0
     for _ in range(3):
@@ -294,13 +298,13 @@ async def test_large_records_are_written_in_several_statements_with_the_same_res
         "create trigger note after insert on indexer.record referencing new table as written "
         "for each statement execute function note_statement()"
     )
-    assert not (await store.write(Batch((RepoWrite(0, row, tuple(creates)),)))).skipped
+    assert not (await store.write(Batch((RepoWrite(Repo(row.did), row, tuple(creates)),)))).skipped
     assert {row["rkey"]: row["value"] for row in await sql.fetch("select rkey, value from indexer.record")} == values
     sizes = [size for (size,) in await sql.fetch("select size from statement")]
     assert len(sizes) > 10
     assert max(sizes) < 21_000
     deletes = [change._replace(action="delete", cid=None, value=None) for change in creates]
-    assert not (await store.write(Batch((RepoWrite(row.version, row._replace(version=9), tuple(deletes)),)))).skipped
+    assert not (await store.write(Batch((RepoWrite(row, row._replace(version=9), tuple(deletes)),)))).skipped
     assert not await sql.fetch("select from indexer.record")
 
 
@@ -310,7 +314,7 @@ async def test_row_of_which_only_the_head_advances_is_stored_completely(store: S
     before = await store.repos([did(1), did(2)])
     after = before[did(1)]._replace(version=before[did(1)].version + 3, head=head("3lbbbbbbbbb22"))
     assert after.advances(before[did(1)])
-    write = RepoWrite(before[did(1)].version, after, advances=True)
+    write = RepoWrite(before[did(1)], after, advances=True)
     assert not (await store.write(Batch((write,)))).skipped
     assert await store.repos([did(1), did(2)]) == {did(1): after, did(2): before[did(2)]}
     assert (await store.write(Batch((write,)))).skipped == {did(1)}, "the row has another version by now"

@@ -20,6 +20,7 @@ from indexer.atproto.record import Problem, decode_record
 from indexer.db import Store
 from indexer.sync.changes import Batch, RecordChange, RecordConverter, RepoWrite
 from indexer.sync.policy import Policy
+from indexer.sync.repo import Repo
 from indexer.sync.scope import Scope
 from indexer.sync.verify import VerifiedChange
 from tests.atproto.dag_cbor_oracle import Cid, canonical_value
@@ -136,7 +137,7 @@ class Records(FuzzTarget):
 
     async def _store(self, change: RecordChange) -> None:
         repo = self._repo._replace(version=self._repo.version + 1)
-        skipped = (await self._database.store.write(Batch((RepoWrite(self._repo.version, repo, (change,)),)))).skipped
+        skipped = (await self._database.store.write(Batch((RepoWrite(self._repo, repo, (change,)),)))).skipped
         assert not skipped
         self._repo = repo
 
@@ -198,7 +199,7 @@ class Lexicons(FuzzTarget):
             for number, value in enumerate(values)
         ]
         repo = synchronized(lexicon.nsid)
-        assert not (await store.write(Batch((RepoWrite(0, repo, tuple(changes)),)))).skipped
+        assert not (await store.write(Batch((RepoWrite(Repo(repo.did), repo, tuple(changes)),)))).skipped
         [added] = await store.add_lexicons({lexicon.nsid: (lexicon, "fuzz")})
         stored = (await store.lexicons())[lexicon.nsid].lexicon
         rows = await connection.fetch(f'select * from lexicon."{added.view}"')  # noqa: S608

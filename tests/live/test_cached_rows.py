@@ -26,7 +26,7 @@ async def test_replay_is_decided_on_the_stored_row(make_scenario: MakeScenario) 
         await scenario.process(commit)
         row = await scenario.row(ada)
         reset = row._replace(version=row.version + 1, head=before.head)
-        assert not (await scenario.store.write(Batch((RepoWrite(row.version, reset),)))).skipped
+        assert not (await scenario.store.write(Batch((RepoWrite(row, reset),)))).skipped
         await scenario.process(commit)
     assert scenario.outcomes() == {"applied": 2}
     assert (await scenario.row(ada)).head == ada.head
@@ -141,7 +141,7 @@ class Script:
     async def _write(self, scenario: WriterScenario, **fields: Any) -> None:
         row = await scenario.row(self.account)
         if row.tracked:
-            write = RepoWrite(row.version, amend(row, **fields))
+            write = RepoWrite(row, amend(row, **fields))
             assert not (await super(ObservedStore, scenario.store).write(Batch((write,)))).skipped
 
 

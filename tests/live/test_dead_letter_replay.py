@@ -89,7 +89,7 @@ class ReplayScenario:
         head = self.owner.repo.head
         repo = Repo(self.owner.did, 1, SyncStatus.SYNCHRONIZED, None, Head(head.rev, head.data, head.cid))
         repo = repo._replace(**fields)
-        assert not (await self.store.write(Batch((RepoWrite(0, repo),)))).skipped
+        assert not (await self.store.write(Batch((RepoWrite(Repo(repo.did), repo),)))).skipped
         return repo
 
     async def in_progress(self) -> Repo:

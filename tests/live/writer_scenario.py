@@ -130,7 +130,7 @@ class WriterScenario:
     async def add(self, *accounts: SigningAccount) -> None:
         """Insert a synchronized row and the identity of each account."""
         await super(ObservedStore, self.store).write(
-            Batch(tuple(RepoWrite(0, account.row()._replace(version=1)) for account in accounts))
+            Batch(tuple(RepoWrite(Repo(account.did), account.row()._replace(version=1)) for account in accounts))
         )
         await self.store.save_identities(
             [

@@ -70,7 +70,7 @@ class MemoryStore:
 
     async def write(self, batch: Batch) -> WrittenBatch:
         for write in batch.writes:
-            assert self.rows[write.repo.did].version == write.expected_version
+            assert self.rows[write.repo.did].version == write.before.version
             self.rows[write.repo.did] = write.repo
         return WrittenBatch(frozenset(), Counter())
 

@@ -9,7 +9,6 @@ from indexer.sync.changes import (
     Action,
     ChangeLogEntry,
     RecordChange,
-    RepoVisibility,
     RepoWrite,
     change_log_entries,
     effective_changes,
@@ -29,7 +28,7 @@ CHANGE = RecordChange("create", "app.test", "a", "3laaaaaaaaa22", bytes(36))
 
 def actions(before: Repo, after: Repo, *changes: RecordChange) -> list[str]:
     """Return the actions of the entries, after checking the others fields of those of the repo."""
-    entries = list(change_log_entries(visibility_of(before), RepoWrite(1, after, changes)))
+    entries = list(change_log_entries(RepoWrite(before, after, changes)))
     rev = after.head and after.head.rev
     for entry in [entry for entry in entries if entry.collection is None]:
         assert entry == ChangeLogEntry(NEW.did, entry.action, rev, live=entry.action != "completed")
@@ -95,14 +94,13 @@ def test_every_change_of_the_hosting_status_is_logged() -> None:
 
 
 @pytest.mark.parametrize("live", [True, False])
-@pytest.mark.parametrize("before", [None, visibility_of(SYNCHRONIZED)])
-def test_write_of_records_only_has_their_entries(before: RepoVisibility | None, *, live: bool) -> None:
-    entries = change_log_entries(before, RepoWrite(1, SYNCHRONIZED, (CHANGE,), live=live))
+@pytest.mark.parametrize("advances", [True, False])
+def test_write_of_records_only_has_their_entries(*, advances: bool, live: bool) -> None:
+    entries = change_log_entries(RepoWrite(SYNCHRONIZED, SYNCHRONIZED, (CHANGE,), live=live, advances=advances))
     assert list(entries) == [ChangeLogEntry(NEW.did, "create", CHANGE.rev, live, "app.test", "a", CHANGE.cid)]
 
 
 def test_account_without_a_status_is_active_or_inactive() -> None:
-    """The store compares this with what it reads from the row before the write."""
     assert visibility_of(SYNCHRONIZED).hosting_status == "active"
     assert visibility_of(SYNCHRONIZED._replace(active=False)).hosting_status == "inactive"
 
@@ -131,10 +129,8 @@ def test_effective_changes_are_those_of_a_dictionary(
 
 
 def test_live_is_false_only_for_entries_of_a_resync() -> None:
-    write = RepoWrite(1, SYNCHRONIZED._replace(takedown=True), (CHANGE,), live=False)
-    record, completed, hidden = change_log_entries(
-        RepoVisibility(visible=True, deleted=False, synchronized=False), write
-    )
+    write = RepoWrite(NEW, SYNCHRONIZED._replace(takedown=True), (CHANGE,), live=False)
+    record, completed, hidden = change_log_entries(write)
     assert (record.live, completed.live, hidden.live) == (False, False, True)
     assert (record.collection, record.rkey, record.cid, record.rev) == ("app.test", "a", bytes(36), CHANGE.rev)
     assert (hidden.collection, hidden.rkey, hidden.cid, hidden.rev) == (None, None, None, HEAD.rev)

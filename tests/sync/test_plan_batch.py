@@ -78,7 +78,7 @@ def run(
         assert not plan.waiting
         for write in plan.writes:
             before, after = rows.get(write.repo.did, Repo(write.repo.did)), write.repo.sync_status
-            assert write.expected_version == before.version
+            assert write.before.version == before.version
             if len(batch) == 1 and after is not before.sync_status:
                 assert (plan.settled[0].outcome, after) in TRANSITIONS[before.sync_status].values()
             rows[write.repo.did] = write.repo
@@ -176,7 +176,7 @@ def test_buffered_frames_are_written_unless_the_resync_ends_in_the_same_batch() 
     assert [(event.seq, event.frame) for event in write.buffered] == [(sent.seq, sent.frame) for sent in commits]
     assert write.repo.buffered_events == 2
     assert write.repo.buffered_bytes == sum(len(message.frame) for message in commits)
-    assert (write.expected_version, write.live, write.advances, write.lenient_commits) == (3, True, False, 0)
+    assert (write.before.version, write.live, write.advances, write.lenient_commits) == (3, True, False, 0)
     batch += [received_message("account", alice.account_event(active=active)) for active in (False, True)]
     (write,) = plan_of(batch, alice.key_state, {alice.did: row}).writes
     assert (write.repo.sync_reason, write.buffered) == (Desync.REACTIVATED, ())
@@ -195,7 +195,7 @@ def test_write_counts_lenient_commits_and_says_that_nothing_but_the_head_changes
     assert (write.lenient_commits, write.advances) == (2, False)
     row, message = alice.row(), received_message("commit", alice.commit_post("a"))
     (write,) = plan_of([message], alice.key_state, {alice.did: row}).writes
-    assert (write.expected_version, write.live, write.lenient_commits, write.advances) == (row.version, True, 0, True)
+    assert (write.before.version, write.live, write.lenient_commits, write.advances) == (row.version, True, 0, True)
 
 
 def test_row_of_a_new_repo_says_that_the_stream_added_it_for_this_scope() -> None:
@@ -203,7 +203,7 @@ def test_row_of_a_new_repo_says_that_the_stream_added_it_for_this_scope() -> Non
     context = replace(CONTEXT, policy=replace(STORE_ALL, scope=Scope(7)))
     batch = [received_message("account", alice.account_event(active=True))]
     (write,) = plan_batch(batch, {}, lambda _: None, context).writes
-    assert (write.expected_version, write.repo.from_stream, write.repo.wanted_in) == (0, True, 7)
+    assert (write.before.version, write.repo.from_stream, write.repo.wanted_in) == (0, True, 7)
 
 
 class RejectingAll(PreparedCommits):
@@ -253,7 +253,7 @@ def test_message_whose_effects_cannot_be_stored_causes_a_resync_and_a_dead_lette
         message.frame,
     )
     [write] = plan.writes
-    assert (write.expected_version, write.repo.sync_status, write.repo.sync_reason, write.changes) == (
+    assert (write.before.version, write.repo.sync_status, write.repo.sync_reason, write.changes) == (
         row.version,
         SyncStatus.DESYNCHRONIZED,
         Desync.STORE_FAILED,

@@ -98,7 +98,7 @@ def test_only_buffered_events_newer_than_the_export_are_applied() -> None:
         None,
     )
     assert [(change.action, change.rkey) for change in write.changes] == [("create", "newer"), ("delete", "before")]
-    assert write.expected_version == 4
+    assert write.before.version == 4
     assert write.repo.buffered_events == 0
 
 

@@ -86,7 +86,7 @@ async def test_repo_updated_by_the_stream_meanwhile_is_not_behind(
     async def find_and_catch_up(revs: Mapping[str, str]) -> ListDifferences:
         found = await find_differences(revs)
         for repo in (await crawl.store.repos(found.behind)).values():
-            write = RepoWrite(repo.version, repo._replace(version=repo.version + 1, head=head(NEWER)))
+            write = RepoWrite(repo, repo._replace(version=repo.version + 1, head=head(NEWER)))
             assert not (await crawl.store.write(Batch((write,)))).skipped
         return found
 
