@@ -15,9 +15,10 @@ class ReadinessReason:
     """One reason why the indexer is not ready.
 
     Attributes:
-        code: The kind of reason, for programs. docs/operations.md lists them.
+        code: The kind of reason, for programs. docs/runbook.md lists them.
         message: What is wrong, for people.
-        value: How bad it is: seconds, a share or a number, as docs/operations.md says for each code.
+        value: How bad it is: a time in seconds, a share or a number; see
+            docs/operations.md#reasons-why-the-daemon-is-not-ready.
     """
 
     code: str

@@ -129,7 +129,7 @@ class HostStatus:
 
 @dataclass(frozen=True, slots=True)
 class ConditionStatus:
-    """A condition that lasts (docs/operations.md#log-lines-during-an-outage)."""
+    """A condition that lasts (docs/runbook.md#conditions-in-the-log)."""
 
     name: str
     subject: str

@@ -417,7 +417,7 @@ _PROCESS = (
     MetricDefinition(
         "indexer_not_ready",
         "gauge",
-        "1 for each reason why the daemon is not ready, by its code; docs/operations.md lists the codes.",
+        "1 for each reason why the daemon is not ready, by its code; docs/runbook.md lists the codes.",
         "A code stays for more than some minutes.",
         ("code",),
     ),
@@ -431,7 +431,7 @@ _PROCESS = (
     MetricDefinition(
         "indexer_condition_occurrences",
         "gauge",
-        "How often an active condition occurred since it began; docs/operations.md lists the conditions.",
+        "How often an active condition occurred since it began; docs/runbook.md lists the conditions.",
         "A condition lasts. Each has at most 20 subjects of its own; further ones share the subject `others`.",
         ("condition", "subject"),
     ),
