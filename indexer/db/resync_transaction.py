@@ -242,8 +242,7 @@ class NewReposTransaction:
         """Write the new rows; return False if the scope or the row of a repo has changed. Then nothing is committed."""
         with refused_writes(), database_errors():
             if await scope_row.holds(self._connection, self._scope_version):
-                # `eligible` returned no repo with buffered events, and each row is written only at that version.
-                written = await write(self._connection, batch, buffers_empty=True)
+                written = await write(self._connection, batch)
                 self.finished = not written.skipped
                 crash_point("new-repos.finished")
         return self.finished

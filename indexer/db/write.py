@@ -198,7 +198,7 @@ class _WrittenRecords(NamedTuple):
     as_planned: bool
 
 
-async def write(connection: Connection, batch: Batch, *, shards: int = 1, buffers_empty: bool = False) -> WrittenBatch:
+async def write(connection: Connection, batch: Batch, *, shards: int = 1) -> WrittenBatch:
     """Write the batch within the open transaction.
 
     A write is skipped, together with the dead letters of its DID, if the row of the repo is no longer at the version
@@ -208,7 +208,6 @@ async def write(connection: Connection, batch: Batch, *, shards: int = 1, buffer
         connection: The connection.
         batch: The batch.
         shards: The number of shards of each table, if it is a distributed database.
-        buffers_empty: No event is buffered for a repo at its expected version.
 
     Raises:
         DeadLetterGoneError: The dead letter that the batch resolves does not exist.
@@ -222,9 +221,7 @@ async def write(connection: Connection, batch: Batch, *, shards: int = 1, buffer
     if not written.as_planned:
         writes = [_as_it_happened(write, written.existed) for write in writes]
     await log_changes(connection, [entry for write in writes for entry in change_log_entries(write)])
-    # A repo of which only the head advances was synchronized before, so its buffer is empty.
-    if not buffers_empty:
-        await _write_buffered_events(connection, [write for write in writes if not write.advances])
+    await _write_buffered_events(connection, writes)
     await dead_letters.insert(
         connection, [dead_letter for dead_letter in batch.dead_letters if dead_letter.did not in skipped]
     )
@@ -388,14 +385,17 @@ def record_rows(changes: Iterable[tuple[str, RecordChange]]) -> list[tuple[Any, 
 
 async def _write_buffered_events(connection: Connection, writes: Iterable[RepoWrite]) -> None:
     """Empty the buffers of repos that are not in progress, and append to the buffers of those that are."""
-    # A repo with lease 0 was never claimed, so its buffer is empty.
-    ended = sorted(w.repo.did for w in writes if w.repo.sync_status is not SyncStatus.IN_PROGRESS and w.repo.lease)
+    ended = sorted(
+        write.repo.did
+        for write in writes
+        if write.before.buffered_events and write.repo.sync_status is not SyncStatus.IN_PROGRESS
+    )
     if ended:
         await connection.execute(_DELETE_BUFFERED_EVENTS, ended, buckets_of(ended))
     rows = [
         (event.did, bucket_of(event.did), event.relay, event.seq, event.frame)
         for write in writes
-        if write.repo.sync_status is SyncStatus.IN_PROGRESS
+        if write.buffered and write.repo.sync_status is SyncStatus.IN_PROGRESS
         for event in write.buffered
     ]
     if rows:
