@@ -14,10 +14,11 @@ from unittest.mock import patch
 
 from benchmarks import live_stages
 from indexer.atproto.crypto import PublicKey
+from indexer.core.spool import Spool
 from indexer.db import Store, resync_transaction
 from indexer.db import store as store_module
 from indexer.db.columns import Connection
-from indexer.net.pds import PdsClient, Spool
+from indexer.net.pds import PdsClient
 from indexer.net.pds.export_download import ExportDownload
 from indexer.net.relay.subscription import Subscription
 from indexer.sync import changes

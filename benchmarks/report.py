@@ -11,7 +11,7 @@ from rich.progress import track
 from rich.table import Table
 
 import indexer
-from indexer.app.core_choice import core_of
+from indexer.app.clients import core_of
 from indexer.app.interpreter import interpreter_build
 from indexer.app.settings import load_demo_settings
 

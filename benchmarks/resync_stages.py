@@ -11,9 +11,9 @@ from benchmarks.harness import BenchmarkError
 from benchmarks.live_stages import open_store
 from benchmarks.stage_clock import StageClock
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.core.native_core import CoreChoice, load_core
-from indexer.core.native_reader import reader_factory
+from indexer.core import CoreChoice, load_core
 from indexer.db import Store
+from indexer.db.write import ROW_LAYOUT
 from indexer.net.http import OutboundClient, OutboundSettings, RateLimits
 from indexer.net.identity import DidResolver, IdentityCache
 from indexer.net.pds import ExportDownload, PdsClient
@@ -67,7 +67,9 @@ class TimedResyncs:
         self._store = store
         self._identities = IdentityCache(resolver, store, metrics, clock=time, refresh_rate=_UNLIMITED)
         core = load_core(cast("CoreChoice", os.environ.get("INDEXER_CORE", "auto")), 1)  # as the daemon's
-        pds = PdsClient(outbound, policy.limits, directory, reader_factory(core))
+        pds = PdsClient(
+            outbound, policy.limits, directory, lambda folder, limits: core.open_export(folder, limits, ROW_LAYOUT)
+        )
         self._resync = ResyncAttempts(
             store, self._identities, pds, lambda: policy, metrics, sources=(None,), conditions=Conditions()
         )

@@ -3,17 +3,22 @@
 import os
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
-from indexer.core.native_core import CommitVerification, NativeCore, load_core
+from indexer.core.native_core import CommitsBeingVerified, NativeCore, load_native
+from indexer.core.native_export import NativeReader
+from indexer.core.spool import DEFAULT_SIZES, SpoolSizes
+from indexer.db.write import ROW_LAYOUT
 from indexer.sync import verify
 from indexer.sync.events import CommitEvent, OtherShardEvent
 from indexer.sync.policy import Policy
 from indexer.sync.shard import Shard
+from indexer.sync.verify import VerifiedCommit
 
 
 def native_core(threads: int = 2) -> NativeCore:
@@ -23,7 +28,7 @@ def native_core(threads: int = 2) -> NativeCore:
         SettingsError: The installed one does not fit.
     """
     native_module()
-    core = load_core("native", threads)
+    core = load_native(threads, required=True)
     assert core is not None
     return core
 
@@ -39,6 +44,19 @@ def shared_core(threads: int = 2) -> NativeCore:
 @cache
 def _core_of_process(_process: int, threads: int) -> NativeCore:
     return native_core(threads)
+
+
+def native_reader(directory: Path, limits: Limits, sizes: SpoolSizes = DEFAULT_SIZES) -> NativeReader:
+    """Return a reader of an export; skip the test if the native core is not installed."""
+    return NativeReader(native_module().Export, directory, limits, ROW_LAYOUT, sizes)
+
+
+def verified(
+    core: NativeCore, commits: Sequence[tuple[CommitEvent, PublicKey]], policy: Policy
+) -> list[VerifiedCommit | None]:
+    """Return the results of the native core for different commits."""
+    prepared = core.begin_verification(commits, policy).next_results()
+    return [prepared.accepted(event, key) for event, key in commits]
 
 
 def native_module() -> Any:
@@ -77,6 +95,6 @@ class CountingCore(NativeCore):
 
     def begin_verification(
         self, commits: Sequence[tuple[CommitEvent, PublicKey]], policy: Policy
-    ) -> CommitVerification:
+    ) -> CommitsBeingVerified:
         self.asked += len(commits)
         return super().begin_verification(commits, policy)

@@ -6,10 +6,11 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from time import time
 
+from indexer.app.process_setup import available_cores
 from indexer.app.settings import Settings, variable
-from indexer.core.native_core import NativeCore
-from indexer.core.native_reader import reader_factory
+from indexer.core import PYTHON_CORE, Core, load_core
 from indexer.db import Store
+from indexer.db.write import ROW_LAYOUT
 from indexer.errors import SettingsError
 from indexer.net.http import HostPauses, OutboundClient, OutboundSettings, RateLimits, Timeouts, host_of
 from indexer.net.identity import DidResolver, IdentityCache, IdentityLifetimes
@@ -60,6 +61,15 @@ async def open_webhook_client(
         yield outbound
 
 
+def core_of(settings: Settings) -> Core:
+    """Return the core that the settings select. A native one starts its threads.
+
+    Raises:
+        SettingsError: The settings demand the native core, and it cannot be used.
+    """
+    return load_core(settings.core, settings.verify_threads or available_cores())
+
+
 def make_did_resolver(settings: Settings, outbound: OutboundClient) -> DidResolver:
     """Return the resolver for did:plc and did:web."""
     return DidResolver(
@@ -87,8 +97,8 @@ async def open_identities(
         await identities.close()
 
 
-def make_pds_client(settings: Settings, outbound: OutboundClient, core: NativeCore | None = None) -> PdsClient:
-    """Return the client that fetches exports into the spool directory. `core` reads them; None for the Python code.
+def make_pds_client(settings: Settings, outbound: OutboundClient, core: Core = PYTHON_CORE) -> PdsClient:
+    """Return the client that fetches exports into the spool directory. `core` reads them.
 
     Raises:
         SettingsError: The spool directory cannot be created.
@@ -101,7 +111,7 @@ def make_pds_client(settings: Settings, outbound: OutboundClient, core: NativeCo
             directory,
             export_timeout=settings.export_time,
             export_min_rate=settings.export_rate,
-            reader=reader_factory(core),
+            reader=lambda directory, limits: core.open_export(directory, limits, ROW_LAYOUT),
         )
     except OSError as error:
         raise SettingsError(f"{variable('data_dir')}: cannot create {directory}: {error.strerror}") from error

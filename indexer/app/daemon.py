@@ -15,8 +15,7 @@ from typing import Any
 
 import structlog
 
-from indexer.app.clients import http_origin, make_did_resolver, make_pds_client, open_outbound_client
-from indexer.app.core_choice import DaemonCore, core_of
+from indexer.app.clients import core_of, http_origin, make_did_resolver, make_pds_client, open_outbound_client
 from indexer.app.counts import DaemonCounts
 from indexer.app.feeds import DaemonFeeds, open_webhook
 from indexer.app.gauges import DaemonGauges
@@ -30,6 +29,7 @@ from indexer.app.tuning import Tuning
 from indexer.cluster.change_numbering import ChangeNumbering
 from indexer.concurrency.event_loop_delay import measure_delays
 from indexer.concurrency.stage_progress import StageProgress
+from indexer.core import Core
 from indexer.crash_points import crash_point
 from indexer.db import RESERVED_CONNECTIONS, RetentionPolicy, Store
 from indexer.db.current_scope import CurrentScope
@@ -95,7 +95,7 @@ async def open_daemon(
     dsn: str,
     metrics: Metrics | None = None,
     others: Sequence[StageProgress] = (),
-    core: DaemonCore | None = None,
+    core: Core | None = None,
     tuning: Tuning | None = None,
 ) -> AsyncIterator["Daemon"]:
     """Build a daemon on a database with the current schema; `Daemon.run` starts it. Close its resources at the end.
@@ -131,7 +131,7 @@ async def open_daemon(
         )
         stack.push_async_callback(identities.close)
         core = core or core_of(settings)
-        pds = make_pds_client(settings, outbound, core.native)
+        pds = make_pds_client(settings, outbound, core)
         webhook = await stack.enter_async_context(open_webhook(settings, metrics, tuning))
         daemon = Daemon(settings, store, identities, pds, outbound, metrics, core, tuning, others, webhook)
         await daemon.scope.begin()
@@ -155,7 +155,7 @@ class Daemon:
         pds: PdsClient,
         outbound: OutboundClient,
         metrics: Metrics,
-        core: DaemonCore,
+        core: Core,
         tuning: Tuning,
         others: Sequence[StageProgress] = (),
         webhook: OutboundClient | None = None,
@@ -208,7 +208,7 @@ class Daemon:
             self.stream_continuity,
             self.inbox,
             self.stream_position,
-            ConsumerSettings(shard, settings.limits, core=self.core.native),
+            ConsumerSettings(shard, settings.limits, core=self.core),
             self.metrics,
         )
         self.reconciliation = Reconciliation(
@@ -242,7 +242,7 @@ class Daemon:
             self.conditions,
             AccountLimits(self.new_accounts, NewAccounts(new_accounts), self.metrics, self.conditions),
             self.scope,
-            self.core.native,
+            self.core,
         )
 
     def _build_resync_stages(self, pds: PdsClient) -> None:

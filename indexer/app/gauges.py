@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 
-from indexer.app.core_choice import DaemonCore
 from indexer.app.feeds import DaemonFeeds
 from indexer.app.probe import DaemonProbe
+from indexer.core import Core
 from indexer.live.stream_position import StreamPosition
 from indexer.net.http import HostLimits
 from indexer.serve.disk_space import disk_space
@@ -32,7 +32,7 @@ class DaemonGauges:
     stream_position: StreamPosition
     relays: Sequence[str]
     data_dir: Path
-    core: DaemonCore
+    core: Core
 
     def readers(self) -> dict[str, Callable[[], Reading]]:
         """Return the functions that read the gauges of the roles of this process."""

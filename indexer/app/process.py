@@ -12,7 +12,7 @@ from functools import partial
 import structlog
 
 from indexer import __version__
-from indexer.app.core_choice import core_of
+from indexer.app.clients import core_of
 from indexer.app.daemon import Daemon, open_daemon
 from indexer.app.process_setup import StopRequest, raise_file_limit, stop_on_signals, tune_garbage_collector
 from indexer.app.settings import Settings

@@ -28,7 +28,7 @@ from indexer.net.pds import PdsClient
 from indexer.reasons import FetchFailure, Rejection
 from indexer.sync.policy import Policy, is_future
 from indexer.sync.repo import Head, Repo, SyncStatus
-from indexer.sync.verify import Snapshot, verify_snapshot
+from indexer.sync.verify import Snapshot
 
 MAX_CONCURRENCY = 16
 """Repos at a time. Each may hold a database connection, and one thread compares all of them."""
@@ -135,9 +135,8 @@ class Auditor:
                     raise
 
     async def _fetch_and_compare(self, did: str, host: str, key: PublicKey) -> RepoAudit:
-        async with self._pds.fetch_export(did, host) as spool:
-            verify = partial(verify_snapshot, did, spool.root, spool.block, key, self._policy.limits)
-            snapshot = await self._in_thread(verify)
+        async with self._pds.fetch_export(did, host) as export:
+            snapshot = await self._in_thread(export.verify, did, key, self._policy.limits)
             if is_future(snapshot.head.rev, time(), self._policy.limits):
                 raise UpstreamError(Rejection.FUTURE_REV, snapshot.head.rev)
             return await self._compare_at_same_rev(snapshot)

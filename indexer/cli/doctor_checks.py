@@ -15,8 +15,7 @@ from time import time
 from typing import Any
 from urllib.parse import urlsplit
 
-from indexer.app.clients import http_origin, open_outbound_client, outbound_concurrency
-from indexer.app.core_choice import core_of
+from indexer.app.clients import core_of, http_origin, open_outbound_client, outbound_concurrency
 from indexer.app.daemon import connection_count
 from indexer.app.interpreter import SLOWDOWN, InterpreterBuild, interpreter_build
 from indexer.app.settings import Settings
@@ -243,7 +242,7 @@ def core_finding(settings: Settings) -> Finding:
         SettingsError: The settings demand the native core, and it cannot be used.
     """
     core = core_of(settings)
-    if core.native is not None:
+    if core.name == "native":
         return Finding("core", Level.OK, f"native, version {core.version}; threads: {core.threads}")
     if settings.core == "python":
         return Finding("core", Level.OK, "python, as INDEXER_CORE says")

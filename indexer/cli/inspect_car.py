@@ -15,8 +15,8 @@ from indexer.atproto.mst import leaves, walk
 from indexer.atproto.mst.walk import BlockOf
 from indexer.atproto.record import Problem, decode_record
 from indexer.atproto.syntax import split_path
+from indexer.core.spool import Spool
 from indexer.errors import UpstreamError
-from indexer.net.pds import Spool
 from indexer.sync.verify import verify_export_commit
 
 _CHUNK_BYTES = 1 << 18

@@ -72,29 +72,21 @@ async def log_changes(connection: Connection, changes: Sequence[ChangeLogEntry])
     await connection.copy_records_to_table("change", schema_name="indexer", columns=COLUMNS, records=rows)
 
 
-async def log_chunks(
-    connection: Connection, ready: Sequence[tuple[str, RecordChunk]], others: Sequence[tuple[str, RecordChunk]]
-) -> None:
-    """Append the new records of resyncs to the log, as one batch of changes, within the open transaction.
-
-    Args:
-        connection: The connection.
-        ready: DIDs and chunks that have rows in the format of COPY.
-        others: DIDs and chunks that have none.
-    """
-    count = sum(chunk.count for _, chunk in (*ready, *others))
+async def log_chunks(connection: Connection, parts: Sequence[tuple[str, RecordChunk]]) -> None:
+    """Append the new records of resyncs, by DID, to the log: as one batch of changes, within the open transaction."""
+    count = sum(chunk.count for _, chunk in parts)
     if not count:
         return
     segment, batch = await _begin_batch(connection, count)
     ordinal, ready_rows = 0, []
-    for _, chunk in ready:
-        ready_rows.append(chunk.change_rows(segment, batch, ordinal))
-        ordinal += chunk.count
+    for _, chunk in parts:
+        if chunk.rows:
+            ready_rows.append(chunk.rows.changes(segment, batch, ordinal))
+            ordinal += chunk.count
     if ready_rows:
         await copy_binary(connection, "change", COLUMNS, ready_rows)
-    if others:
-        entries = (entry for did, chunk in others for entry in record_entries(did, chunk.changes(), live=False))
-        rows = log_rows(segment, batch, ordinal, entries)
+    entries = (entry for did, chunk in parts for entry in record_entries(did, chunk.changes, live=False))
+    if rows := log_rows(segment, batch, ordinal, entries):
         await connection.copy_records_to_table("change", schema_name="indexer", columns=COLUMNS, records=rows)
 
 

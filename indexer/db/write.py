@@ -23,6 +23,7 @@ from asyncpg import UniqueViolationError
 
 from indexer.crash_points import crash_point
 from indexer.db import dead_letters, identities
+from indexer.db.change_log import COLUMNS as CHANGE_COLUMNS
 from indexer.db.change_log import log_changes, log_chunks
 from indexer.db.columns import (
     HEAD_COLUMNS,
@@ -49,7 +50,7 @@ from indexer.sync.changes import (
     effective_changes,
     record_entries,
 )
-from indexer.sync.export import RecordChunk
+from indexer.sync.export import ColumnLayout, RecordChunk
 from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.shard import bucket_of
 from indexer.sync.stream import Cursor
@@ -110,7 +111,9 @@ RECORD_COLUMNS = {
     "value_problem": "text",
     "original": "bytea",
 }
-"""The SQL types of the columns of `record_rows`, in their order, which is also that of the rows of a `RecordChunk`."""
+"""The SQL types of the columns of `record_rows`, in their order."""
+ROW_LAYOUT = ColumnLayout(tuple(RECORD_COLUMNS), CHANGE_COLUMNS)
+"""The columns of the `rows` of a `RecordChunk`."""
 _RECORD_KEY = {name: RECORD_COLUMNS[name] for name in ("did", "collection", "rkey")}
 
 # For records that may exist, and for few new ones. Returns the keys of the rows that existed: the system column xmax of
@@ -254,17 +257,17 @@ async def create_records(connection: Connection, parts: Sequence[NewRepoRecords]
     Raises:
         RecordsExistError: One of the records exists already.
     """
-    ready = [part for part in parts if part.chunk.record_rows is not None]
-    others = [part for part in parts if part.chunk.record_rows is None and part.chunk.count]
+    ready = [part.chunk.rows for part in parts if part.chunk.rows]
+    others = [(did, change) for did, chunk in parts for change in chunk.changes]
     try:
         if ready:
-            pieces = (piece for part in ready for piece in part.chunk.record_rows or ())
+            pieces = (piece for rows in ready for piece in rows.records())
             await copy_binary(connection, "record", list(RECORD_COLUMNS), pieces)
         if others:
-            await _copy_records(connection, [(did, change) for did, chunk in others for change in chunk.changes()])
+            await _copy_records(connection, others)
     except UniqueViolationError as error:
         raise RecordsExistError(str(error)) from error
-    await log_chunks(connection, ready, others)
+    await log_chunks(connection, parts)
 
 
 def _as_it_happened(write: RepoWrite, stored: set[RecordKey]) -> RepoWrite:

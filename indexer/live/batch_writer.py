@@ -11,7 +11,7 @@ from time import monotonic, time
 import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.core.native_core import NativeCore
+from indexer.core import PYTHON_CORE, Core
 from indexer.crash_points import crash_point
 from indexer.db import DatabaseError, Store
 from indexer.db.current_scope import CurrentScope
@@ -93,7 +93,7 @@ class BatchWriter:
         conditions: Conditions,
         account_limits: AccountLimits,
         scope: CurrentScope,
-        core: NativeCore | None = None,
+        core: Core = PYTHON_CORE,
     ) -> None:
         self._store = store
         self._scope = scope

@@ -8,7 +8,7 @@ import structlog
 
 from indexer.atproto.limits import Limits
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.core.native_core import NativeCore, frame_decoder
+from indexer.core import PYTHON_CORE, Core
 from indexer.live.inbox import Inbox
 from indexer.live.stream_continuity import StreamContinuity
 from indexer.live.stream_position import StreamPosition
@@ -45,12 +45,12 @@ class ConsumerSettings:
 
     Attributes:
         shard: Only messages about accounts of this shard are put into the inbox.
-        core: Decodes frames; None for the Python code.
+        core: Decodes frames.
     """
 
     shard: Shard
     limits: Limits
-    core: NativeCore | None = None
+    core: Core = PYTHON_CORE
 
 
 class FirehoseConsumer:
@@ -89,7 +89,7 @@ class FirehoseConsumer:
 
     async def run(self) -> None:
         """Read the stream forever. Only an exception that is a bug ends it."""
-        decode = frame_decoder(self._settings.core, self._settings.limits, self._settings.shard)
+        decode = self._settings.core.decoder(self._settings.limits, self._settings.shard)
         async with aclosing(self._subscription.frames(self.begin_connection)) as frames:
             async for frame in frames:
                 if self._skipped != self._subscription.skipped:

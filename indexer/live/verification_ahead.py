@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
-from indexer.core.native_core import CommitsBeingVerified, NativeCore
+from indexer.core import Core
+from indexer.core.native_core import CommitsBeingVerified
 from indexer.live.inbox import Inbox
 from indexer.live.repo_row_cache import RepoRowCache
 from indexer.sync.batch import MAX_BATCH_BYTES, PreparedCommits, ReceivedMessage, commits_to_verify, commits_within
@@ -38,9 +39,9 @@ class VerificationAhead:
         prepared: The results for messages that are not written yet.
     """
 
-    def __init__(self, core: NativeCore | None, inbox: Inbox, rows: RepoRowCache, key_state_of: KeyStateOf) -> None:
-        """Do nothing if `core` is None."""
-        self._core = core
+    def __init__(self, core: Core, inbox: Inbox, rows: RepoRowCache, key_state_of: KeyStateOf) -> None:
+        """Do nothing if `core` verifies no commits ahead."""
+        self._verify = core.verify
         self._inbox = inbox
         self._rows = rows
         self._key_state_of = key_state_of
@@ -61,16 +62,16 @@ class VerificationAhead:
         context: PlanContext,
     ) -> PreparedCommits:
         """Return the results for a batch with these rows and keys. Commits not verified ahead are verified now."""
-        if self._core is None:
+        if self._verify is None:
             return self.prepared
         rest = [event for event in commits_within(batch, MAX_BATCH_BYTES) if event not in self.prepared]
         chosen = commits_to_verify(rest, lambda did: repos.get(did) or Repo(did), key_state_of, context)
         if chosen:
-            running = CommitsBeingVerified(self._core, chosen, context)
+            running = self._verify(chosen, context.policy)
             if sum([_cost(event) for event, _ in chosen]) > MAX_LOOP_COST:
                 await self._collect(running)
             else:
-                self.prepared |= running.results()
+                self.prepared |= running.next_results()
         return self.prepared
 
     def begin(self, repos: Mapping[str, Repo], context: PlanContext, batch_size: int) -> None:
@@ -83,7 +84,7 @@ class VerificationAhead:
             batch_size: The maximum number of messages to verify.
         """
         waiting = self._inbox.peek(batch_size)
-        if self._core is None or len(waiting) < min(MIN_MESSAGES, batch_size):
+        if self._verify is None or len(waiting) < min(MIN_MESSAGES, batch_size):
             return
         commits = [event for event in commits_within(waiting, MAX_AHEAD_BYTES) if event not in self.prepared]
         cached = self._rows.rows([event.did for event in commits])
@@ -93,7 +94,7 @@ class VerificationAhead:
 
         chosen = commits_to_verify(commits, guessed_row, self._key_state_of, context)
         if chosen:
-            running = CommitsBeingVerified(self._core, chosen, context)
+            running = self._verify(chosen, context.policy)
             self._collecting = asyncio.create_task(self._collect(running), name="verification ahead")
 
     def drop(self, messages: Iterable[ReceivedMessage]) -> None:

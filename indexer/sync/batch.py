@@ -49,12 +49,17 @@ class PreparedCommits:
         for event in events:
             self._prepared.pop(id(event), None)
 
+    def accepted(self, event: CommitEvent, key: PublicKey) -> VerifiedCommit | None:
+        """Return the verified commit if the native core accepted it with this key, else None."""
+        prepared = self._prepared.get(id(event))
+        return prepared.commit if prepared is not None and (prepared.key is key or prepared.key == key) else None
+
     def has_all_of(self, event: CommitEvent, key: KeyState | None, policy: Policy) -> bool:
         """Return True if the native core accepted the commit with this key, and has converted each record to store."""
-        prepared = self._prepared.get(id(event))
-        if prepared is None or prepared.commit is None or key is None or key.key != prepared.key:
+        commit = None if key is None or key.key is None else self.accepted(event, key.key)
+        if commit is None:
             return False
-        for change in prepared.commit.changes if policy.store_values else ():
+        for change in commit.changes if policy.store_values else ():
             if change.converted is None and change.block and selected_path(change.path, policy):
                 return False
         return True
@@ -65,10 +70,7 @@ class PreparedCommits:
         Raises:
             UpstreamError: As `verify_commit`.
         """
-        prepared = self._prepared.get(id(event))
-        if prepared is not None and prepared.commit is not None and (prepared.key is key or prepared.key == key):
-            return prepared.commit
-        return verify_commit(event, key, limits)
+        return self.accepted(event, key) or verify_commit(event, key, limits)
 
 
 def commits_to_verify(

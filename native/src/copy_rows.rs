@@ -4,15 +4,112 @@
 //! int16 number of fields, and for each field: int32 size (-1: null), bytes
 //! ```
 //!
-//! All numbers are big-endian. The columns are those of `indexer/db/write.py`
-//! and `indexer/db/change_log.py`.
+//! All numbers are big-endian. Whoever opens the export names the columns of both tables, in their order.
+
+use std::ops::Range;
 
 use crate::cid::Cid;
 
 const JSONB_VERSION: u8 = 1;
-const RECORD_FIELDS: i16 = 9;
-const CHANGE_FIELDS: i16 = 11;
 const NULL: i32 = -1;
+
+/// A column of a table of records.
+#[derive(Clone, Copy)]
+enum RecordColumn {
+    Did,
+    Collection,
+    Rkey,
+    Bucket,
+    Cid,
+    Rev,
+    /// The JSON, as `jsonb`.
+    Value,
+    /// Why the value is unusual.
+    Problem,
+    /// Null: only records whose JSON holds all of them are converted here.
+    Original,
+}
+
+impl RecordColumn {
+    fn named(name: &str) -> Option<Self> {
+        Some(match name {
+            "did" => Self::Did,
+            "collection" => Self::Collection,
+            "rkey" => Self::Rkey,
+            "bucket" => Self::Bucket,
+            "cid" => Self::Cid,
+            "rev" => Self::Rev,
+            "value" => Self::Value,
+            "value_problem" => Self::Problem,
+            "original" => Self::Original,
+            _ => return None,
+        })
+    }
+}
+
+/// A column of a change log. All changes are creates that the stream did not cause.
+#[derive(Clone, Copy)]
+enum ChangeColumn {
+    Segment,
+    Batch,
+    Ordinal,
+    Live,
+    Action,
+    Did,
+    Collection,
+    Rkey,
+    Bucket,
+    Cid,
+    Rev,
+}
+
+impl ChangeColumn {
+    fn named(name: &str) -> Option<Self> {
+        Some(match name {
+            "segment" => Self::Segment,
+            "batch" => Self::Batch,
+            "ordinal" => Self::Ordinal,
+            "live" => Self::Live,
+            "action" => Self::Action,
+            "did" => Self::Did,
+            "collection" => Self::Collection,
+            "rkey" => Self::Rkey,
+            "bucket" => Self::Bucket,
+            "cid" => Self::Cid,
+            "rev" => Self::Rev,
+            _ => return None,
+        })
+    }
+}
+
+/// The columns of the two tables, in the order in which the rows have them.
+#[derive(Clone)]
+pub struct Layout {
+    records: Vec<RecordColumn>,
+    changes: Vec<ChangeColumn>,
+}
+
+impl Layout {
+    /// Returns the layout with these names of columns, or the name of one that is unknown, or that rows of records lack:
+    /// the rows of changes copy the fields `collection` and `rkey` of those of records.
+    pub fn new<'a>(records: &'a [String], changes: &'a [String]) -> Result<Self, &'a str> {
+        if let Some(missing) =
+            ["collection", "rkey"].into_iter().find(|name| !records.iter().any(|other| other == name))
+        {
+            return Err(missing);
+        }
+        Ok(Self {
+            records: records
+                .iter()
+                .map(|name| RecordColumn::named(name).ok_or(name.as_str()))
+                .collect::<Result<_, _>>()?,
+            changes: changes
+                .iter()
+                .map(|name| ChangeColumn::named(name).ok_or(name.as_str()))
+                .collect::<Result<_, _>>()?,
+        })
+    }
+}
 
 /// The values that all new records of one repo share.
 pub struct Repo {
@@ -22,21 +119,23 @@ pub struct Repo {
     pub bucket: i16,
     /// The rev of the export.
     pub rev: String,
+    /// The columns of the rows.
+    pub layout: Layout,
 }
 
 /// Rows of new records, with the values that their rows in the change log need.
 #[derive(Default)]
 pub struct RecordRows {
-    /// The rows for `indexer.record`.
+    /// The rows for the table of records.
     pub bytes: Vec<u8>,
     keys: Vec<Key>,
 }
 
 struct Key {
-    /// The offset of the field `collection` in the row.
-    collection: usize,
-    /// The offset after the field `rkey`.
-    end: usize,
+    /// The field `collection` in the row, with its size.
+    collection: Range<usize>,
+    /// The field `rkey` in the row, with its size.
+    rkey: Range<usize>,
     cid: Cid,
 }
 
@@ -56,45 +155,67 @@ impl RecordRows {
         problem: Option<&str>,
     ) -> Option<()> {
         let out = &mut self.bytes;
-        out.extend_from_slice(&RECORD_FIELDS.to_be_bytes());
-        put(out, repo.did.as_bytes())?;
-        let start = out.len();
-        put(out, collection.as_bytes())?;
-        put(out, rkey.as_bytes())?;
-        let end = out.len();
-        put(out, &repo.bucket.to_be_bytes())?;
-        put(out, cid)?;
-        put(out, repo.rev.as_bytes())?;
-        out.extend_from_slice(&i32::try_from(json.len() + 1).ok()?.to_be_bytes());
-        out.push(JSONB_VERSION);
-        out.extend_from_slice(json.as_bytes());
-        match problem {
-            Some(problem) => put(out, problem.as_bytes())?,
-            None => out.extend_from_slice(&NULL.to_be_bytes()),
+        let mut key = Key { collection: 0..0, rkey: 0..0, cid: *cid };
+        put_count(out, repo.layout.records.len())?;
+        for column in &repo.layout.records {
+            let start = out.len();
+            match column {
+                RecordColumn::Did => put(out, repo.did.as_bytes())?,
+                RecordColumn::Collection => {
+                    put(out, collection.as_bytes())?;
+                    key.collection = start..out.len();
+                }
+                RecordColumn::Rkey => {
+                    put(out, rkey.as_bytes())?;
+                    key.rkey = start..out.len();
+                }
+                RecordColumn::Bucket => put(out, &repo.bucket.to_be_bytes())?,
+                RecordColumn::Cid => put(out, cid)?,
+                RecordColumn::Rev => put(out, repo.rev.as_bytes())?,
+                RecordColumn::Value => {
+                    out.extend_from_slice(&i32::try_from(json.len() + 1).ok()?.to_be_bytes());
+                    out.push(JSONB_VERSION);
+                    out.extend_from_slice(json.as_bytes());
+                }
+                RecordColumn::Problem => match problem {
+                    Some(problem) => put(out, problem.as_bytes())?,
+                    None => out.extend_from_slice(&NULL.to_be_bytes()),
+                },
+                RecordColumn::Original => out.extend_from_slice(&NULL.to_be_bytes()),
+            }
         }
-        out.extend_from_slice(&NULL.to_be_bytes()); // original
-        self.keys.push(Key { collection: start, end, cid: *cid });
+        self.keys.push(key);
         Some(())
     }
 
-    /// Returns the rows for `indexer.change`: creates that were not caused by the stream. `ordinal` is the first one.
+    /// Returns the rows for the change log: creates that were not caused by the stream. `ordinal` is the first one.
     pub fn changes(&self, repo: &Repo, segment: i16, batch: i64, ordinal: i32) -> Option<Vec<u8>> {
         let mut out = Vec::with_capacity(self.keys.len() * 256);
         for (key, ordinal) in self.keys.iter().zip(ordinal..) {
-            out.extend_from_slice(&CHANGE_FIELDS.to_be_bytes());
-            put(&mut out, &segment.to_be_bytes())?;
-            put(&mut out, &batch.to_be_bytes())?;
-            put(&mut out, &ordinal.to_be_bytes())?;
-            put(&mut out, &repo.bucket.to_be_bytes())?;
-            put(&mut out, &[0])?; // live
-            put(&mut out, b"create")?;
-            put(&mut out, repo.did.as_bytes())?;
-            out.extend_from_slice(&self.bytes[key.collection..key.end]);
-            put(&mut out, repo.rev.as_bytes())?;
-            put(&mut out, &key.cid)?;
+            put_count(&mut out, repo.layout.changes.len())?;
+            for column in &repo.layout.changes {
+                match column {
+                    ChangeColumn::Segment => put(&mut out, &segment.to_be_bytes())?,
+                    ChangeColumn::Batch => put(&mut out, &batch.to_be_bytes())?,
+                    ChangeColumn::Ordinal => put(&mut out, &ordinal.to_be_bytes())?,
+                    ChangeColumn::Live => put(&mut out, &[0])?,
+                    ChangeColumn::Action => put(&mut out, b"create")?,
+                    ChangeColumn::Did => put(&mut out, repo.did.as_bytes())?,
+                    ChangeColumn::Collection => out.extend_from_slice(&self.bytes[key.collection.clone()]),
+                    ChangeColumn::Rkey => out.extend_from_slice(&self.bytes[key.rkey.clone()]),
+                    ChangeColumn::Bucket => put(&mut out, &repo.bucket.to_be_bytes())?,
+                    ChangeColumn::Cid => put(&mut out, &key.cid)?,
+                    ChangeColumn::Rev => put(&mut out, repo.rev.as_bytes())?,
+                }
+            }
         }
         Some(out)
     }
+}
+
+fn put_count(out: &mut Vec<u8>, fields: usize) -> Option<()> {
+    out.extend_from_slice(&i16::try_from(fields).ok()?.to_be_bytes());
+    Some(())
 }
 
 fn put(out: &mut Vec<u8>, value: &[u8]) -> Option<()> {

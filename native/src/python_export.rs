@@ -1,4 +1,4 @@
-//! Exports for Python. `indexer/core/native_reader.py` is the only user.
+//! Exports for Python. `indexer/core/native_export.py` is the only user.
 //!
 //! All objects of one export share its spool. `Export.close` frees the file and the memory, whoever still holds an
 //! object. A call that waits for the spool, reads the file or walks the tree releases the interpreter's lock.
@@ -6,11 +6,11 @@
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use pyo3::exceptions::{PyOverflowError, PyRuntimeError};
+use pyo3::exceptions::{PyOverflowError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::copy_rows::Repo;
+use crate::copy_rows::{Layout, Repo};
 use crate::export::{self, Bounds, Stop};
 use crate::hash::sha256;
 use crate::keys::PublicKey;
@@ -33,16 +33,27 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 pub struct Export {
     spool: Arc<SharedSpool>,
     limits: Limits,
+    layout: Layout,
 }
 
 #[pymethods]
 impl Export {
-    /// Takes the directory of the file, an object with the limits as attributes, and the sizes of the buffer and a page.
+    /// Takes the directory of the file, an object with the limits as attributes, the sizes of the buffer and a page, and
+    /// the columns of the rows for the tables of records and of changes. `ValueError`: a column is unknown.
     #[new]
-    fn new(directory: PathBuf, limits: &Bound<'_, PyAny>, buffer_bytes: usize, page_bytes: usize) -> PyResult<Self> {
+    fn new(
+        directory: PathBuf,
+        limits: &Bound<'_, PyAny>,
+        buffer_bytes: usize,
+        page_bytes: usize,
+        record_columns: Vec<String>,
+        change_columns: Vec<String>,
+    ) -> PyResult<Self> {
+        let layout =
+            Layout::new(&record_columns, &change_columns).map_err(|name| PyValueError::new_err(name.to_owned()))?;
         let buffers = Buffers { buffer_bytes, page_bytes: page_bytes.max(1) };
         let spool = SharedSpool::new(directory, limits.extract::<FileLimits>()?, buffers);
-        Ok(Self { spool: Arc::new(spool), limits: limits.extract()? })
+        Ok(Self { spool: Arc::new(spool), limits: limits.extract()?, layout })
     }
 
     /// Adds received bytes; `False` if they, or the bytes before them, are not ordinary. `OSError`: the disk failed.
@@ -98,7 +109,13 @@ impl Export {
         py.detach(|| {
             let Some(key) = PublicKey::parse(curve, point) else { return Ok(None) };
             match export::prove(&mut *spool(&self.spool)?, root, did, &key, self.limits) {
-                Ok(proof) => Ok(Some(Proof { spool: self.spool.clone(), limits: self.limits, did: did.into(), proof })),
+                Ok(proof) => Ok(Some(Proof {
+                    spool: self.spool.clone(),
+                    limits: self.limits,
+                    layout: self.layout.clone(),
+                    did: did.into(),
+                    proof,
+                })),
                 Err(Stop::Unusual) => Ok(None),
                 Err(Stop::Failed(error)) => Err(error.into()),
             }
@@ -111,6 +128,7 @@ impl Export {
 pub struct Proof {
     spool: Arc<SharedSpool>,
     limits: Limits,
+    layout: Layout,
     did: String,
     proof: export::Proof,
 }
@@ -142,7 +160,7 @@ impl Proof {
         let bucket = i16::from(sha256(did.as_bytes())[0]);
         Records {
             spool: self.spool.clone(),
-            repo: Arc::new(Repo { did, bucket, rev: self.proof.rev.clone() }),
+            repo: Arc::new(Repo { did, bucket, rev: self.proof.rev.clone(), layout: self.layout.clone() }),
             records: Mutex::new(export::Records::new(self.proof.data, self.limits, patterns)),
         }
     }
@@ -213,7 +231,7 @@ impl Chunk {
         self.chunk.bytes
     }
 
-    /// Returns at most `size` bytes of the rows of `indexer.record` for COPY, from `start` on; empty bytes at the end.
+    /// Returns at most `size` bytes of the rows of records for COPY, from `start` on; empty bytes at the end.
     fn record_rows<'py>(&self, py: Python<'py>, start: usize, size: usize) -> Bound<'py, PyBytes> {
         let rest = self.chunk.rows.bytes.get(start..).unwrap_or_default();
         PyBytes::new(py, &rest[..rest.len().min(size)])

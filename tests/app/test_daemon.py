@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from indexer.app.core_choice import DaemonCore
 from indexer.app.daemon import connection_count, open_daemon
 from indexer.app.process_setup import StopRequest
 from indexer.app.tuning import Tuning
-from indexer.core.native_core import CommitVerification, NativeCore
+from indexer.core.core import with_native
+from indexer.core.native_core import CommitsBeingVerified, NativeCore
 from indexer.db import RESERVED_CONNECTIONS
 from indexer.demo.local_network import LocalNetwork
 from indexer.errors import BrokenInvariantError
@@ -47,7 +47,7 @@ async def test_panic_in_a_thread_of_the_native_core_ends_the_daemon(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = module_core(2)
-    monkeypatch.setattr(NativeCore, "begin_verification", lambda *_: CommitVerification(core.panic(2)))
+    monkeypatch.setattr(NativeCore, "begin_verification", lambda *_: CommitsBeingVerified([], core.panic(2)))
     async with (
         LocalNetwork() as network,
         open_daemon(settings_for(network.relay_url, network.plc_url, tmp_path, core="native"), database) as running,
@@ -63,7 +63,7 @@ async def test_panic_in_a_thread_of_the_native_core_ends_the_daemon(
 
 async def test_daemon_uses_the_native_core_for_frames_and_commits(database: str, tmp_path: Path) -> None:
     counting, stop = CountingCore(), StopRequest()
-    core = DaemonCore(counting, "native", counting.version, counting.threads)
+    core = with_native(counting)
     async with LocalNetwork() as network:
         settings = settings_for(network.relay_url, network.plc_url, tmp_path)
         async with open_daemon(settings, database, core=core) as running:

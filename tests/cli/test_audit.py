@@ -18,8 +18,9 @@ from indexer.db import DatabaseError, Store
 from indexer.demo.http_server import Fault
 from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_pds import GET_REPO
-from indexer.net.pds import PdsClient, Spool
+from indexer.net.pds import PdsClient
 from indexer.reasons import FetchFailure
+from indexer.sync.export import ExportReader
 from tests.cli.audit_world import LIKE, NO_WAIT, OF_POST, POST, AuditWorld, audit_world
 from tests.daemon_harness import run_daemon
 from tests.db.test_values import COLLECTION as UNUSUAL_COLLECTION
@@ -233,7 +234,7 @@ async def test_repo_that_becomes_desynchronized_during_the_audit_is_skipped(
     fetch = PdsClient.fetch_export
 
     @asynccontextmanager
-    async def fetch_and_request_resync(self: PdsClient, did: str, host: str) -> AsyncIterator[Spool]:
+    async def fetch_and_request_resync(self: PdsClient, did: str, host: str) -> AsyncIterator[ExportReader]:
         async with fetch(self, did, host) as spool:
             await world.store.request_resyncs([did])
             yield spool
@@ -249,7 +250,7 @@ async def test_number_of_concurrent_audits_is_limited(world: AuditWorld, monkeyp
     fetch = PdsClient.fetch_export
 
     @asynccontextmanager
-    async def count_fetch(self: PdsClient, did: str, host: str) -> AsyncIterator[Spool]:
+    async def count_fetch(self: PdsClient, did: str, host: str) -> AsyncIterator[ExportReader]:
         nonlocal running, max_running
         running += 1
         max_running = max(max_running, running)

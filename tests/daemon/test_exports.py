@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.core.spool import Spool
 from indexer.demo.http_server import Fault
 from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_pds import CAR_TYPE, GET_REPO
 from indexer.demo.reference_tree import height
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.net.http import Timeouts
-from indexer.net.pds import Spool
 from indexer.sync.verify import Snapshot, verify_snapshot
 from tests.daemon.crafted_exports import (
     INVALID_EXPORTS,

@@ -9,13 +9,12 @@ import pytest
 
 from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.core.native_reader import NativeReader
+from indexer.core.spool import Spool
 from indexer.db.write import NewRepoRecords, create_records
 from indexer.demo import dag_cbor
 from indexer.demo.local_repo import LocalRepo, Write
-from indexer.net.pds import Spool
 from indexer.sync.export import CHUNK_BYTES, ExportReader, RecordChunk
-from tests.native_module import native_core
+from tests.native_module import native_reader
 from tests.sync.signing_account import POST, STORE_ALL
 
 DID = "did:plc:z72i7hdynmk6r22z27h6tvur"
@@ -63,10 +62,10 @@ async def stored(sql: asyncpg.Connection, chunks: list[RecordChunk]) -> list[lis
 @pytest.mark.parametrize("count", [0, 5, 2_010, pytest.param(4_010, marks=pytest.mark.slow)])
 async def test_both_cores_store_the_same_rows(sql: asyncpg.Connection, tmp_path: Path, count: int) -> None:
     sections = export(count)
-    native = chunks_of(NativeReader(native_core(), tmp_path, DEFAULT_LIMITS), sections)
+    native = chunks_of(native_reader(tmp_path, DEFAULT_LIMITS), sections)
     with Spool(tmp_path, DEFAULT_LIMITS) as spool:
         reference = chunks_of(spool, sections)
-    assert sum(chunk.record_rows is not None for chunk in native) == count // 2_000
+    assert sum(chunk.rows is not None for chunk in native) == count // 2_000
     expected = await stored(sql, reference)
     assert await stored(sql, native) == expected
     assert [len(rows) for rows in expected] == [count + 2, count + 2]
@@ -78,7 +77,7 @@ async def test_chunk_is_in_memory_once_while_it_waits_and_while_it_is_written(
     """The native core holds its rows, which Python does not see. Of a row, Python holds only pieces."""
     large = dag_cbor.encode({"$type": POST, "text": "x" * 500_000})
     sections = sections_of({f"{POST}/{number}": large for number in range(18)})
-    reader = NativeReader(native_core(), tmp_path, DEFAULT_LIMITS)
+    reader = native_reader(tmp_path, DEFAULT_LIMITS)
     tracemalloc.start()
     try:
         [chunk, *_] = chunks_of(reader, sections)

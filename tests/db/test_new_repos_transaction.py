@@ -1,7 +1,7 @@
 """Write repos of which nothing is stored: eligible repos, ready-made rows of COPY, and what prevents the commit."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 
 import asyncpg
@@ -11,6 +11,7 @@ from indexer.atproto.record import Problem
 from indexer.db import NewRepoRecords, RecordsExistError, Store
 from indexer.errors import RefusedWriteError
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
+from indexer.sync.export import RecordChunk
 from indexer.sync.repo import Repo
 from tests.db.repo_rows import buffer_event, completed, did, insert, put, synchronized
 
@@ -23,41 +24,31 @@ CHANGES = """
 """
 
 
-class Chunk:
-    """A chunk that the driver encodes."""
-
-    record_rows: Sequence[bytes] | None = None
-    missing = 0
-    size = 100
-
-    def __init__(self, changes: Sequence[RecordChange]) -> None:
-        self._changes = changes
-        self.count = len(changes)
-
-    def changes(self) -> Sequence[RecordChange]:
-        return self._changes
-
-    def change_rows(self, _segment: int, _batch: int, _first_ordinal: int) -> bytes:
-        raise NotImplementedError
+def chunk(changes: Sequence[RecordChange]) -> RecordChunk:
+    """Return a chunk that the driver encodes."""
+    return RecordChunk(len(changes), 0, 100, changes)
 
 
-class ReadyChunk(Chunk):
-    """The same chunk, encoded as the documentation of COPY describes it. The driver does not encode it."""
+def ready_chunk(owner: str, changes: Sequence[RecordChange]) -> RecordChunk:
+    """Return the same chunk, encoded as the documentation of COPY describes it. The driver does not encode it."""
+    return RecordChunk(len(changes), 0, 100, rows=Rows(owner, changes))
 
+
+class Rows:
     def __init__(self, owner: str, changes: Sequence[RecordChange]) -> None:
-        super().__init__(changes)
         self._did = owner
-        bucket = int16(sha256(owner.encode()).digest()[0])
-        self.record_rows = [
-            row(
-                text(owner), text(change.collection), text(change.rkey), bucket, change.cid, text(change.rev),
+        self._changes = changes
+
+    def records(self) -> Iterator[bytes]:
+        bucket = int16(sha256(self._did.encode()).digest()[0])
+        for change in self._changes:
+            yield row(
+                text(self._did), text(change.collection), text(change.rkey), bucket, change.cid, text(change.rev),
                 None if change.value is None else b"\x01" + change.value.encode(), text(change.problem),
                 change.original,
-            )
-            for change in changes
-        ]  # fmt: skip
+            )  # fmt: skip
 
-    def change_rows(self, segment: int, batch: int, first_ordinal: int) -> bytes:
+    def changes(self, segment: int, batch: int, first_ordinal: int) -> bytes:
         bucket = int16(sha256(self._did.encode()).digest()[0])
         return b"".join(
             row(
@@ -114,8 +105,8 @@ UNUSUAL = [
 async def test_ready_made_rows_store_the_same_as_rows_of_the_driver(store: Store, sql: asyncpg.Connection) -> None:
     claimed = await claim_new(store, "driver", "ready", "empty")
     parts = [
-        NewRepoRecords(did("driver"), Chunk(UNUSUAL)),
-        NewRepoRecords(did("ready"), ReadyChunk(did("ready"), UNUSUAL)),
+        NewRepoRecords(did("driver"), chunk(UNUSUAL)),
+        NewRepoRecords(did("ready"), ready_chunk(did("ready"), UNUSUAL)),
     ]
     assert await write(store, claimed, parts)
     for query in (RECORDS, CHANGES):
@@ -148,10 +139,10 @@ async def test_nothing_is_written_if_a_row_or_the_scope_changes_before_the_end(
     store: Store, sql: asyncpg.Connection
 ) -> None:
     claimed = await claim_new(store, "changed", "unchanged")
-    assert not await write(store, claimed[:1], [NewRepoRecords(did("changed"), Chunk([put("app.test/a")]))], SCOPE + 1)
+    assert not await write(store, claimed[:1], [NewRepoRecords(did("changed"), chunk([put("app.test/a")]))], SCOPE + 1)
     async with store.write_new_repos(SCOPE) as transaction:
         rows = await transaction.eligible(claimed)
-        await transaction.create([NewRepoRecords(repo.did, Chunk([put("app.test/a")])) for repo in claimed])
+        await transaction.create([NewRepoRecords(repo.did, chunk([put("app.test/a")])) for repo in claimed])
         await sql.execute("update indexer.repo set version = version + 1 where did = $1", did("changed"))
         assert not await transaction.finish(end(*rows.values()))
     assert await sql.fetchval("select count(*) from indexer.record") == 0
@@ -169,7 +160,7 @@ async def test_record_that_appears_meanwhile_ends_the_transaction(
     other = synchronized("another repo")
     await insert(store, other, changes=(put("app.test/a", '"earlier"'),))
     changes = [put("app.test/a"), put("app.test/b")]
-    part = NewRepoRecords(did("new"), ReadyChunk(did("new"), changes) if ready else Chunk(changes))
+    part = NewRepoRecords(did("new"), ready_chunk(did("new"), changes) if ready else chunk(changes))
     async with store.write_new_repos(SCOPE) as transaction:
         await transaction.eligible(claimed)
         await sql.execute("update indexer.record set did = $1, bucket = indexer.bucket_of($1)", did("new"))
@@ -182,4 +173,4 @@ async def test_record_that_appears_meanwhile_ends_the_transaction(
 async def test_value_that_the_database_refuses_is_named(store: Store) -> None:
     claimed = await claim_new(store, "new")
     with pytest.raises(RefusedWriteError):
-        await write(store, claimed, [NewRepoRecords(did("new"), Chunk([put("app.test/a", '"\\u0000"')]))])
+        await write(store, claimed, [NewRepoRecords(did("new"), chunk([put("app.test/a", '"\\u0000"')]))])

@@ -27,15 +27,15 @@ REPORT_SECONDS = 10.0
 SEED = 20_261_122
 INSTRUMENTED = [
     "indexer.atproto",
+    "indexer.core.native_export",
+    "indexer.core.spool",
     "indexer.net.identity",
     "indexer.net.http.content_decoding",
     "indexer.net.http.public_addresses",
     "indexer.net.http.registered_domain",
     "indexer.net.http.retry_after",
-    "indexer.core.native_reader",
     "indexer.net.pds.pds_client",
     "indexer.net.pds.repo_list",
-    "indexer.net.pds.spool",
     "indexer.net.pds.xrpc",
     "indexer.redaction",
     "indexer.net.relay",

@@ -95,7 +95,8 @@ class Comparison:
         key = self._key_state(event.did)
         expected = self._plan(frame, event, context, PreparedCommits())
         assert key.key is not None
-        [verified] = self._core.begin_verification([(event, key.key)], context.policy).results()
+        results = self._core.begin_verification([(event, key.key)], context.policy).next_results()
+        verified = results.accepted(event, key.key)
         if verified is None:
             return
         self.counts.add("accepted")

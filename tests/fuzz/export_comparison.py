@@ -10,14 +10,15 @@ from typing import Any, NamedTuple
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import CollectionFilter
 from indexer.core.native_core import NativeCore
-from indexer.core.native_reader import NativeReader, ProvenExport, ReadyChunk
+from indexer.core.native_export import NativeReader, ProvenExport
+from indexer.core.spool import DEFAULT_SIZES, Spool, SpoolSizes
+from indexer.db.write import ROW_LAYOUT
 from indexer.errors import UnavailableError, UpstreamError
-from indexer.net.pds.spool import DEFAULT_SIZES, Spool, SpoolSizes
 from indexer.sync.export import ExportReader, RecordChunk
 from indexer.sync.policy import Policy
 from indexer.sync.scope import Scope
 from tests.fuzz.comparison import SMALL_LIMITS, DifferenceError
-from tests.fuzz.copy_format import change_rows, record_rows
+from tests.fuzz.copy_format import change_rows, changes_of, record_rows
 from tests.fuzz.outcome_counts import OutcomeCounts
 from tests.sync.signing_account import STORE_ALL, SigningAccount
 
@@ -86,7 +87,9 @@ class ExportComparison:
         owner = next((owner for owner in self._owners if owner.did.encode() in data), self._owners[0])
         limits, sizes = variant.policy.limits, variant.sizes
         expected = _read(Spool(self._directory, limits, sizes), data, owner, variant)
-        found = _read(NativeReader(self._core, self._directory, limits, sizes), data, owner, variant)
+        found = _read(
+            NativeReader(self._core.new_export, self._directory, limits, ROW_LAYOUT, sizes), data, owner, variant
+        )
         self.counts.executions += 1
         self.counts.add("valid", expected.error is None)
         self.counts.add("proven", found.proven)
@@ -108,15 +111,15 @@ def _read(reader: ExportReader, data: bytes, owner: SigningAccount, variant: Var
         chunks = list(iter(records.next_chunk, None))
         entries = [(path, cid, export.block_of(cid)) for path, cid in export.records()]
         found = [
-            (list(chunk.changes()), chunk.count, chunk.missing, chunk.size, _rows(chunk, owner.did)) for chunk in chunks
+            (changes_of(chunk), chunk.count, chunk.missing, chunk.size, _rows(chunk, owner.did)) for chunk in chunks
         ]
-        ready = sum(chunk.count for chunk in chunks if isinstance(chunk, ReadyChunk))
+        ready = sum(chunk.count for chunk in chunks if chunk.rows)
         content = (export.head, entries, reader.size, found)
         return Reading(None, content, isinstance(export, ProvenExport), ready)
 
 
 def _rows(chunk: RecordChunk, did: str) -> tuple[bytes, bytes]:
     """Return the rows of a chunk for the tables of records and of changes: its own, or those of its changes."""
-    if chunk.record_rows is not None:
-        return b"".join(chunk.record_rows), chunk.change_rows(*FIRST_CHANGE)
-    return record_rows(did, chunk.changes()), change_rows(did, chunk.changes(), *FIRST_CHANGE)
+    if chunk.rows is not None:
+        return b"".join(chunk.rows.records()), chunk.rows.changes(*FIRST_CHANGE)
+    return record_rows(did, chunk.changes), change_rows(did, chunk.changes, *FIRST_CHANGE)

@@ -14,6 +14,7 @@ from backports import zstd
 
 from indexer.atproto.cid import cid_text
 from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.core.spool import Spool
 from indexer.errors import UnavailableError
 from indexer.net.http.content_decoding import make_decoder
 from indexer.net.http.public_addresses import is_public, network_of
@@ -159,7 +160,7 @@ class RepoStates(HostAnswers):
     def __init__(self) -> None:
         super().__init__(STATUSES)
         self._directory = TemporaryDirectory(prefix="indexer-fuzz-")
-        self._pds = PdsClient(self._client, DEFAULT_LIMITS, Path(self._directory.name))
+        self._pds = PdsClient(self._client, DEFAULT_LIMITS, Path(self._directory.name), Spool)
         self.counts = OutcomeCounts("states", "commits", "errors", "known errors", "bad answers")
 
     def close(self) -> None:

@@ -6,7 +6,8 @@ from typing import Any, Literal, Self, cast
 import pytest
 
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.core.native_core import NativeCore
+from indexer.core import PYTHON_CORE, Core
+from indexer.core.core import with_native
 from indexer.db.open_gaps import OpenGaps
 from indexer.demo.local_relay import error_frame, message_frame
 from indexer.live.firehose_consumer import ConsumerSettings, FirehoseConsumer
@@ -98,7 +99,7 @@ class RunningConsumer:
         *frames: bytes,
         shard: Shard,
         cursors: Sequence[StoredCursor] = (),
-        core: NativeCore | None = None,
+        core: Core = PYTHON_CORE,
         proof_timeout: float = PROOF_TIMEOUT,
         next_frames: Sequence[bytes] = (),
         start: Literal["live", "oldest"] = "live",
@@ -171,7 +172,7 @@ async def test_rejection_is_recorded_by_one_shard(frame: bytes, recording_shard:
 async def test_native_core_decodes_commits() -> None:
     account, core = SigningAccount(), CountingCore()
     frames = [encoded_frame("commit", account.first_commit()), encoded_frame("identity", account.identity_event())]
-    async with RunningConsumer(*frames, shard=Shard(), core=core) as running:
+    async with RunningConsumer(*frames, shard=Shard(), core=with_native(core)) as running:
         await until(lambda: running.inbox.unsettled == 2)
         assert [message.event.kind for message in await running.inbox.take(9)] == ["commit", "identity"]
     assert (core.frames, core.decoded) == (2, 1)

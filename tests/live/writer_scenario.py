@@ -10,6 +10,8 @@ from time import time
 import asyncpg
 import pytest
 
+from indexer.core import PYTHON_CORE
+from indexer.core.core import with_native
 from indexer.core.native_core import NativeCore
 from indexer.db import Store
 from indexer.db.current_scope import CurrentScope
@@ -84,7 +86,7 @@ class WriterScenario:
 
     def __init__(self, store: ObservedStore, sql: asyncpg.Connection, batch_size: int, core: NativeCore | None) -> None:
         self.store = store
-        self._core = core
+        self._core = PYTHON_CORE if core is None else with_native(core)
         self.sql = sql
         self.metrics = Metrics()
         self.inbox = Inbox(10**9)

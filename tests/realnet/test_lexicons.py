@@ -9,6 +9,7 @@ import pytest
 
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.cli.lexicon_sources import COLLECTION, LexiconResolver
+from indexer.core.spool import Spool
 from indexer.net.http import OutboundClient, OutboundSettings, RateLimits
 from indexer.net.identity import DidResolver, DnsRecords
 from indexer.net.pds import PdsClient
@@ -37,7 +38,7 @@ async def test_lexicon_on_a_real_pds_is_resolved_and_verified(tmp_path: Path) ->
             resolver = LexiconResolver(
                 DnsRecords([dns.address]),
                 DidResolver(outbound, [network.plc_url], plc_rate=100, allow_private_hosts=True, clock=time),
-                PdsClient(outbound, DEFAULT_LIMITS, tmp_path),
+                PdsClient(outbound, DEFAULT_LIMITS, tmp_path, Spool),
                 DEFAULT_LIMITS,
             )
             found = await resolver.resolve(REVIEW)

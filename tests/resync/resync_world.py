@@ -21,11 +21,12 @@ from indexer.atproto.cid import cid_of, cid_text
 from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import tid_of
+from indexer.core.spool import Spool
 from indexer.db import DatabaseError, Store
 from indexer.demo.local_repo import LocalChange, Write
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.net.identity import CachedIdentity
-from indexer.net.pds import ExportDownload, Spool
+from indexer.net.pds import ExportDownload
 from indexer.reasons import FetchFailure
 from indexer.resync.admission import Postponed
 from indexer.resync.attempt import ResyncAttempts

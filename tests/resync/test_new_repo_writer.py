@@ -19,7 +19,7 @@ from indexer.net.identity import CachedIdentity
 from indexer.resync.attempt import ResyncAttempts
 from indexer.resync.new_repo_writer import MAX_SIDE_BY_SIDE, NewRepo, NewRepoWriter
 from indexer.sync.changes import Batch, RecordChange
-from indexer.sync.export import ConvertedChunk
+from indexer.sync.export import RecordChunk
 from indexer.sync.policy import KeyState
 from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.shard import bucket_of
@@ -171,7 +171,9 @@ async def test_stale_records_are_compared(store: Store, sql: asyncpg.Connection,
 
 
 def new_repo(claimed: Repo, *changes: RecordChange) -> NewRepo:
-    return NewRepo(claimed, head("3lbbbbbbbbb22"), KeyState(None), STORE_ALL, ConvertedChunk(list(changes), 0, 100))
+    return NewRepo(
+        claimed, head("3lbbbbbbbbb22"), KeyState(None), STORE_ALL, RecordChunk(len(changes), 0, 100, changes)
+    )
 
 
 class StoppedStore:

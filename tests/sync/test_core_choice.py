@@ -6,7 +6,9 @@ from unittest.mock import Mock
 import pytest
 
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.core.native_core import INTERFACE, NativeCore, frame_decoder, load_core
+from indexer.core import PYTHON_CORE, load_core
+from indexer.core.core import with_native
+from indexer.core.native_core import INTERFACE, NativeCore
 from indexer.errors import SettingsError
 from indexer.sync.shard import Shard
 from tests.native_module import native_core
@@ -14,7 +16,7 @@ from tests.sync.signing_account import SigningAccount, decoded_event
 
 
 def test_the_choice_python_loads_no_core() -> None:
-    assert load_core("python", 2) is None
+    assert load_core("python", 2) is PYTHON_CORE
 
 
 def test_the_choice_native_loads_the_core() -> None:
@@ -25,7 +27,7 @@ def test_the_choice_native_loads_the_core() -> None:
 
 def test_a_missing_core_is_an_error_only_if_it_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "atproto_indexer_native", None)
-    assert load_core("auto", 2) is None
+    assert load_core("auto", 2) is PYTHON_CORE
     with pytest.raises(SettingsError, match="not installed"):
         load_core("native", 2)
 
@@ -33,7 +35,7 @@ def test_a_missing_core_is_an_error_only_if_it_was_chosen(monkeypatch: pytest.Mo
 def test_a_core_of_another_interface_is_an_error_only_if_it_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     other = SimpleNamespace(INTERFACE=INTERFACE + 1, __version__="9.9.9")
     monkeypatch.setitem(__import__("sys").modules, "atproto_indexer_native", other)
-    assert load_core("auto", 2) is None
+    assert load_core("auto", 2) is PYTHON_CORE
     with pytest.raises(SettingsError, match=f"9.9.9 has interface {INTERFACE + 1}"):
         load_core("native", 2)
 
@@ -41,11 +43,11 @@ def test_a_core_of_another_interface_is_an_error_only_if_it_was_chosen(monkeypat
 def test_event_that_the_core_decoded_is_not_decoded_again() -> None:
     event, module = decoded_event("commit", SigningAccount().commit_post("a")), Mock(__version__="1.2.3")
     module.FrameDecoder.return_value.decode.return_value = event
-    assert frame_decoder(NativeCore(module, 1), DEFAULT_LIMITS, Shard())(b"no frame") is event
+    assert with_native(NativeCore(module, 1)).decoder(DEFAULT_LIMITS, Shard())(b"no frame") is event
 
 
 def test_core_of_a_process_with_all_repos_does_not_compare_buckets() -> None:
     module, half = Mock(__version__="1.2.3"), Shard(1, 2)
     for shard in (Shard(), half):
-        frame_decoder(NativeCore(module, 1), DEFAULT_LIMITS, shard)
+        with_native(NativeCore(module, 1)).decoder(DEFAULT_LIMITS, shard)
     assert [call.args[2] for call in module.FrameDecoder.call_args_list] == [None, half.buckets]

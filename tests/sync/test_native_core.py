@@ -15,12 +15,11 @@ from indexer.atproto.cid import RAW, cid_of
 from indexer.atproto.crypto import Curve, PublicKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import CollectionFilter
-from indexer.core.native_core import CommitsBeingVerified, NativeCore
-from indexer.core.native_reader import NativeReader
+from indexer.core.native_core import NativeCore
+from indexer.core.spool import SpoolSizes
 from indexer.demo import dag_cbor
 from indexer.demo.local_repo import Write, car, car_header, car_section
 from indexer.errors import UpstreamError
-from indexer.net.pds.spool import SpoolSizes
 from indexer.reasons import Desync, Rejection
 from indexer.sync.batch import MAX_BATCH_BYTES, commits_to_verify, commits_within, plan_batch
 from indexer.sync.changes import RecordChange, RecordConverter
@@ -29,7 +28,7 @@ from indexer.sync.policy import KeyState, Policy
 from indexer.sync.repo import Repo
 from indexer.sync.scope import Scope
 from indexer.sync.verify import VerifiedCommit, verify_commit
-from tests.native_module import module_core, native_core, native_module, shared_core
+from tests.native_module import module_core, native_core, native_module, native_reader, shared_core, verified
 from tests.profiles import scaled
 from tests.sync import published_frames, test_plan_batch
 from tests.sync.signing_account import CONTEXT, POST, STORE_ALL, SigningAccount, decoded_event
@@ -64,7 +63,7 @@ def without_converted(commit: VerifiedCommit) -> VerifiedCommit:
 
 def accepted(core: NativeCore, event: CommitEvent, key: PublicKey, policy: Policy = STORE_ALL) -> bool:
     """Return True if the native core decides the commit, after comparing its result with that of the reference."""
-    (commit,) = core.begin_verification([(event, key)], policy).results()
+    (commit,) = verified(core, [(event, key)], policy)
     if commit is None:
         return False
     expected = reference(event, key)
@@ -99,7 +98,7 @@ def test_all_ordinary_commits_are_decided_with_the_results_of_the_reference(
     events = [decoded_event("commit", account.first_commit()), *commits_of(account, steps)]
     for event in events:
         assert accepted(shared_core(), event, account.key.public)
-    results = shared_core().begin_verification([(event, account.key.public) for event in events], STORE_ALL).results()
+    results = verified(shared_core(), [(event, account.key.public) for event in events], STORE_ALL)
     for event, commit in zip(events, results, strict=True):
         assert commit is not None
         assert all(change.converted for change in commit.changes if change.new)
@@ -109,11 +108,11 @@ def test_all_ordinary_commits_are_decided_with_the_results_of_the_reference(
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_batch_returns_a_result_for_each_commit_in_order(threads: int) -> None:
     core = native_core(threads)
-    assert core.begin_verification([], STORE_ALL).results() == []
+    assert verified(core, [], STORE_ALL) == []
     account, other = SigningAccount(), SigningAccount("bob")
     events = [decoded_event("commit", account.commit_post(f"p{number}")) for number in range(100)]
     keys = [other.key.public if number % 7 == 0 else account.key.public for number in range(100)]
-    results = core.begin_verification(list(zip(events, keys, strict=True)), STORE_ALL).results()
+    results = verified(core, list(zip(events, keys, strict=True)), STORE_ALL)
     assert [commit and commit.head.rev for commit in results] == [
         None if number % 7 == 0 else event.rev for number, event in enumerate(events)
     ]
@@ -268,10 +267,10 @@ def test_a_batch_is_planned_alike_with_and_without_the_core(steps: list[tuple[st
         commits = commits_within(batch, MAX_BATCH_BYTES)
         all_rows = {commit.did: Repo(commit.did) for commit in commits} | rows
         chosen = commits_to_verify(commits, all_rows.__getitem__, known.get, CONTEXT)
-        running = CommitsBeingVerified(shared_core(), chosen, CONTEXT)
+        running = shared_core().begin_verification(chosen, CONTEXT.policy)
         prepared = running.next_results(2)
         assert len(prepared) <= 2
-        prepared |= running.results()
+        prepared |= running.next_results()
         assert len(running.next_results(2)) == 0
         assert all(event in prepared for event, _ in chosen)
         assert plan_batch(batch, rows, known.get, CONTEXT, prepared) == plan_batch(batch, rows, known.get, CONTEXT)
@@ -298,7 +297,7 @@ def test_only_selected_records_are_converted(store_values: bool) -> None:
     for patterns in (["*"], [POST], ["app.bsky.*"], ["com.example.*", "app.bsky.graph.follow"]):
         policy = Policy(Scope(collections=CollectionFilter(patterns)), DEFAULT_LIMITS, store_values=store_values)
         assert accepted(shared_core(), event, account.key.public, policy)
-        (commit,) = shared_core().begin_verification([(event, account.key.public)], policy).results()
+        (commit,) = verified(shared_core(), [(event, account.key.public)], policy)
         assert commit is not None
         selected = [store_values and policy.scope.collections.matches(path.partition("/")[0]) for path in paths]
         assert [change.converted is not None for change in commit.changes] == selected
@@ -328,7 +327,7 @@ def test_a_block_that_many_paths_name_is_converted_once() -> None:
     block = dag_cbor.encode({"text": "x" * 50_000})
     event = decoded_event("commit", account.commit(*[Write.create(f"a.b.c{n}/r", block) for n in range(100)]))
     assert accepted(shared_core(), event, account.key.public)
-    (commit,) = shared_core().begin_verification([(event, account.key.public)], STORE_ALL).results()
+    (commit,) = verified(shared_core(), [(event, account.key.public)], STORE_ALL)
     assert commit is not None
     assert sum(change.converted is not None for change in commit.changes) == 1
     assert len({id(change.block) for change in commit.changes}) == 1
@@ -371,7 +370,7 @@ def test_core_goes_on_after_panics_in_many_threads_at_once(core: Any) -> None:
 def test_panic_while_an_export_is_read_ends_each_further_call(tmp_path: Path) -> None:
     account = SigningAccount()
     account.commit(*[Write.create(f"{POST}/r{number}", {"number": number}) for number in range(9)])
-    reader = NativeReader(native_core(), tmp_path, DEFAULT_LIMITS, SpoolSizes(1, SIZE_OF_NO_MEMORY))
+    reader = native_reader(tmp_path, DEFAULT_LIMITS, SpoolSizes(1, SIZE_OF_NO_MEMORY))
     reader.write(b"".join(account.repo.export()))
     with pytest.raises(BaseException, match="capacity overflow") as raised:
         reader.block(account.repo.head.cid)

@@ -9,22 +9,22 @@ from indexer.atproto.cid import cid_of
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.record import Problem
 from indexer.demo.local_repo import Write
-from indexer.errors import BrokenInvariantError
 from indexer.sync.changes import RecordChange, RecordConverter
-from indexer.sync.export import ConvertedChunk, ConvertedRecords, SnapshotExport
+from indexer.sync.export import NewRecords, RecordChunk, VerifiedExport
 from indexer.sync.verify import verify_snapshot
 from tests.sync.signing_account import POST, STORE_ALL, SigningAccount
 
 RKEYS = [f"{number:02}" for number in range(7)]
 
 
-def export_of(account: SigningAccount, *missing: str) -> SnapshotExport:
+def export_of(account: SigningAccount, *missing: str) -> VerifiedExport:
     """Return an export of the account without the blocks of some records."""
     _, blocks = split_car(b"".join(account.repo.export()), DEFAULT_LIMITS, max_bytes=10**7)
     for rkey in missing:
         del blocks[cid_of(account.repo.records[f"{POST}/{rkey}"])]
     head = account.repo.head.cid
-    return SnapshotExport(verify_snapshot(account.did, head, blocks.get, account.key.public, DEFAULT_LIMITS))
+    snapshot = verify_snapshot(account.did, head, blocks.get, account.key.public, DEFAULT_LIMITS)
+    return VerifiedExport(snapshot.did, snapshot.head, snapshot.count, snapshot.block_of)
 
 
 def account_with_posts() -> SigningAccount:
@@ -33,7 +33,7 @@ def account_with_posts() -> SigningAccount:
     return account
 
 
-def chunks_of(records: ConvertedRecords) -> list[ConvertedChunk]:
+def chunks_of(records: NewRecords) -> list[RecordChunk]:
     chunks = []
     while (chunk := records.next_chunk()) is not None:
         chunks.append(chunk)
@@ -41,8 +41,8 @@ def chunks_of(records: ConvertedRecords) -> list[ConvertedChunk]:
     return chunks
 
 
-def rkeys(chunk: ConvertedChunk) -> list[str]:
-    return [change.rkey for change in chunk.changes()]
+def rkeys(chunk: RecordChunk) -> list[str]:
+    return [change.rkey for change in chunk.changes]
 
 
 def test_export_has_the_head_and_the_records_of_its_snapshot() -> None:
@@ -59,15 +59,13 @@ def test_all_selected_records_are_converted() -> None:
     account.commit(Write.create("not a path", {}))
     [chunk] = chunks_of(export_of(account, "03").new_records(STORE_ALL, 10_000))
     assert (rkeys(chunk), chunk.count, chunk.missing) == (RKEYS, 7, 1)
-    first, missing = chunk.changes()[0], chunk.changes()[3]
+    first, missing = chunk.changes[0], chunk.changes[3]
     cid = cid_of(account.repo.records[f"{POST}/00"])
     value = '{"rkey":"00","$type":"app.bsky.feed.post"}'
     assert first == RecordChange("create", POST, "00", account.head.rev, cid, value)
     assert (missing.value, missing.problem) == (None, Problem.MISSING)
-    assert chunk.size == sum(change.size for change in chunk.changes() if change.value is not None)
-    assert chunk.record_rows is None
-    with pytest.raises(BrokenInvariantError):
-        chunk.change_rows(1, 2, 3)
+    assert chunk.size == sum(change.size for change in chunk.changes if change.value is not None)
+    assert chunk.rows is None
 
 
 def test_chunk_ends_after_the_maximum_of_records(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,8 +84,8 @@ def test_chunk_ends_with_the_record_that_takes_it_to_the_maximum_of_bytes(
 ) -> None:
     export = export_of(account_with_posts())
     [whole] = chunks_of(export.new_records(STORE_ALL, 10_000))
-    two = sum(change.size for change in whole.changes()[:2])
+    two = sum(change.size for change in whole.changes[:2])
     monkeypatch.setattr("indexer.sync.export.CHUNK_BYTES", two - less)
     chunks = chunks_of(export.new_records(STORE_ALL, 10_000))
     assert [rkeys(chunk) for chunk in chunks] == [RKEYS[n : n + records] for n in range(0, 7, records)]
-    assert all(chunk.size == sum(change.size for change in chunk.changes()) for chunk in chunks)
+    assert all(chunk.size == sum(change.size for change in chunk.changes) for chunk in chunks)

@@ -2,6 +2,5 @@
 
 from indexer.net.pds.export_download import ExportDownload
 from indexer.net.pds.pds_client import LARGE_BYTES, PdsClient
-from indexer.net.pds.spool import Spool
 
-__all__ = ["LARGE_BYTES", "ExportDownload", "PdsClient", "Spool"]
+__all__ = ["LARGE_BYTES", "ExportDownload", "PdsClient"]

@@ -11,7 +11,6 @@ from indexer.atproto.syntax import is_tid
 from indexer.errors import UnavailableError
 from indexer.net.http import OutboundClient
 from indexer.net.pds.export_download import CAR_TYPE, ExportDownload
-from indexer.net.pds.spool import Spool
 from indexer.net.pds.xrpc import query, xrpc_error, xrpc_url
 from indexer.reasons import FetchFailure
 from indexer.sync.export import ExportReader
@@ -38,7 +37,7 @@ class PdsClient:
         outbound: OutboundClient,
         limits: Limits,
         spool_directory: Path,
-        reader: ReaderFactory = Spool,
+        reader: ReaderFactory,
         *,
         export_timeout: float = 600.0,
         export_min_rate: float = 1_024.0,
@@ -46,7 +45,7 @@ class PdsClient:
         """Write exports to files in `spool_directory`, which is created if it is missing.
 
         An export must arrive within `export_timeout` seconds, at `export_min_rate` bytes per second or more. `reader`
-        makes the reader of each export of `open_export`.
+        makes the reader of each export.
         """
         self._outbound = outbound
         self._limits = limits
@@ -57,19 +56,16 @@ class PdsClient:
         spool_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     @asynccontextmanager
-    async def fetch_export(self, did: str, host: str) -> AsyncIterator[Spool]:
-        """Fetch the whole export of `did` (`getRepo`) and yield it.
-
-        Every block matches its CID. Nothing else is proven.
+    async def fetch_export(self, did: str, host: str) -> AsyncIterator[ExportReader]:
+        """Fetch the whole export of `did` (`getRepo`) and yield it. Nothing but its blocks is checked.
 
         Raises:
             UpstreamError: As `ExportDownload.fetch` raises it.
             UnavailableError: As `open_export` and `ExportDownload.fetch` raise it.
         """
-        with Spool(self._spool_directory, self._limits) as spool:
-            async with self._request_export(did, host, spool) as download:
-                await download.fetch()
-                yield spool
+        async with self.open_export(did, host) as download:
+            await download.fetch()
+            yield download.reader
 
     @asynccontextmanager
     async def open_export(self, did: str, host: str) -> AsyncIterator[ExportDownload]:
@@ -79,26 +75,21 @@ class PdsClient:
             UnavailableError: The request failed, or the spool directory cannot be used (SPOOL_FULL).
         """
         with closing(self._reader(self._spool_directory, self._limits)) as reader:
-            async with self._request_export(did, host, reader) as download:
-                yield download
-
-    @asynccontextmanager
-    async def _request_export(self, did: str, host: str, reader: ExportReader) -> AsyncIterator[ExportDownload]:
-        async with AsyncExitStack() as connection:
-            stream = await connection.enter_async_context(
-                self._outbound.stream(
-                    xrpc_url(host, "com.atproto.sync.getRepo", {"did": did}),
-                    max_bytes=self._limits.repo_bytes,
-                    timeout=self._export_timeout,
-                    min_rate=self._export_min_rate,
-                    accept=CAR_TYPE,
+            async with AsyncExitStack() as connection:
+                stream = await connection.enter_async_context(
+                    self._outbound.stream(
+                        xrpc_url(host, "com.atproto.sync.getRepo", {"did": did}),
+                        max_bytes=self._limits.repo_bytes,
+                        timeout=self._export_timeout,
+                        min_rate=self._export_min_rate,
+                        accept=CAR_TYPE,
+                    )
                 )
-            )
-            if stream.status != HTTPStatus.OK:
-                raise xrpc_error(stream.status, await stream.read())
-            chunks = await connection.enter_async_context(aclosing(stream.chunks()))
-            content_type = stream.headers.get("content-type", "")
-            yield ExportDownload(reader, chunks, connection, stream.server, content_type)
+                if stream.status != HTTPStatus.OK:
+                    raise xrpc_error(stream.status, await stream.read())
+                chunks = await connection.enter_async_context(aclosing(stream.chunks()))
+                content_type = stream.headers.get("content-type", "")
+                yield ExportDownload(reader, chunks, connection, stream.server, content_type)
 
     async def fetch_record_proof(self, did: str, path: str, host: str) -> bytes:
         """Return a CAR with a record and its proof (`getRecord` of `com.atproto.sync`). Nothing has been verified.

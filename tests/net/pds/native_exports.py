@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 from indexer.atproto.cid import cid_of
 from indexer.atproto.crypto import Curve, PrivateKey, PublicKey
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
-from indexer.core.native_reader import NativeReader, ProvenExport, ReadyChunk
+from indexer.core.native_export import NativeReader, ProvenExport
+from indexer.core.spool import DEFAULT_SIZES, Spool, SpoolSizes
 from indexer.demo import dag_cbor
 from indexer.errors import UnavailableError, UpstreamError
-from indexer.net.pds import Spool
-from indexer.net.pds.spool import DEFAULT_SIZES, SpoolSizes
 from indexer.sync.changes import RecordChange
 from indexer.sync.export import ExportReader, VerifiedExport
 from indexer.sync.policy import Policy
 from tests.atproto.mst import oracle
-from tests.native_module import native_core
+from tests.fuzz.copy_format import changes_of
+from tests.native_module import native_reader
 from tests.profiles import scaled
 from tests.sync.signing_account import STORE_ALL
 
@@ -109,10 +109,9 @@ def outcome(
 def chunks_of(export: VerifiedExport, policy: Policy, size: int) -> Iterator[Chunk]:
     records = export.new_records(policy, size)
     while (chunk := records.next_chunk()) is not None:
-        changes = list(chunk.changes())
+        changes = changes_of(chunk)
         assert chunk.count == len(changes)
-        assert (chunk.record_rows is not None) is isinstance(chunk, ReadyChunk)
-        yield Chunk(changes, chunk.missing, chunk.size, isinstance(chunk, ReadyChunk))
+        yield Chunk(changes, chunk.missing, chunk.size, chunk.rows is not None)
 
 
 def both(
@@ -127,7 +126,7 @@ def both(
     key = key or KEYS["k256"].public
     with Spool(directory, limits, sizes) as spool:
         expected = outcome(spool, data, key, limits=limits, **options)
-    native = outcome(NativeReader(native_core(), directory, limits, sizes), data, key, limits=limits, **options)
+    native = outcome(native_reader(directory, limits, sizes), data, key, limits=limits, **options)
     assert native.error == expected.error
     assert native.rest == expected.rest
     assert [chunk[:3] for chunk in native.chunks] == [chunk[:3] for chunk in expected.chunks]

@@ -16,19 +16,19 @@ from indexer.atproto.cid import RAW, cid_of
 from indexer.atproto.crypto import Curve
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.atproto.syntax import CollectionFilter
-from indexer.core.native_reader import NativeReader
+from indexer.core.native_export import NativeReader
+from indexer.core.spool import Spool, SpoolSizes
 from indexer.demo import dag_cbor
 from indexer.demo.local_repo import car, car_header, car_section
-from indexer.net.pds import Spool
-from indexer.net.pds.spool import SpoolSizes
 from indexer.reasons import FetchFailure, Rejection
-from indexer.sync.export import CHUNK_BYTES, CHUNK_RECORDS, ExportReader
+from indexer.sync.export import CHUNK_BYTES, CHUNK_RECORDS, ColumnLayout, ExportReader
 from indexer.sync.policy import Policy
 from indexer.sync.scope import Scope
 from indexer.sync.shard import bucket_of
 from tests.atproto.mst import oracle
 from tests.demo.independent_decoder import decode_car
-from tests.native_module import native_core, native_module
+from tests.fuzz.copy_format import changes_of
+from tests.native_module import native_module, native_reader
 from tests.net.pds.native_exports import (
     DID,
     EXAMPLES,
@@ -272,22 +272,38 @@ def test_published_repos_and_hostile_files_end_alike(tmp_path: Path) -> None:
 
 def test_ready_rows_are_those_of_the_reference(tmp_path: Path) -> None:
     records = posts(3) | {f"{POST}/x".encode(): SHAPES["no type"]}
-    reader = NativeReader(native_core(), tmp_path, DEFAULT_LIMITS)
+    reader = native_reader(tmp_path, DEFAULT_LIMITS)
     reader.write(car(repo(records)))
     chunk = reader.verify(DID, KEYS["k256"].public, DEFAULT_LIMITS).new_records(STORE_ALL, reader.size).next_chunk()
     assert chunk is not None
     did, rev, bucket = DID.encode(), REV.encode(), bucket_of(DID).to_bytes(2)
     rows, logged = [], []
-    for ordinal, change in enumerate(chunk.changes(), 100):
+    for ordinal, change in enumerate(changes_of(chunk), 100):
         names, cid = [change.collection.encode(), change.rkey.encode()], change.cid
         value = b"\x01" + (change.value or "").encode()
         problem = change.problem.encode() if change.problem else None
         rows.append([did, *names, bucket, cid, rev, value, problem, None])
         numbers = [b"\0\x05", bytes(7) + b"\x09", ordinal.to_bytes(4)]
         logged.append([*numbers, bucket, b"\0", b"create", did, *names, rev, cid])
-    assert chunk.record_rows is not None
-    assert b"".join(chunk.record_rows) == copy_rows(rows)
-    assert chunk.change_rows(5, 9, 100) == copy_rows(logged)
+    assert chunk.rows is not None
+    assert b"".join(chunk.rows.records()) == copy_rows(rows)
+    assert chunk.rows.changes(5, 9, 100) == copy_rows(logged)
+
+
+def test_rows_have_the_columns_that_the_layout_names(tmp_path: Path) -> None:
+    layout = ColumnLayout(("value", "rkey", "collection"), ("rkey", "ordinal", "collection"))
+    reader = NativeReader(native_module().Export, tmp_path, DEFAULT_LIMITS, layout)
+    reader.write(car(repo(posts(1))))
+    chunk = reader.verify(DID, KEYS["k256"].public, DEFAULT_LIMITS).new_records(STORE_ALL, reader.size).next_chunk()
+    assert chunk is not None
+    assert chunk.rows is not None
+    rkey = b"000000"
+    value = b'\x01{"n":0,"text":"post 0 \xc3\xa9\\n","$type":"app.bsky.feed.post"}'
+    assert b"".join(chunk.rows.records()) == copy_rows([[value, rkey, POST.encode()]])
+    assert chunk.rows.changes(1, 2, 7) == copy_rows([[rkey, (7).to_bytes(4), POST.encode()]])
+    for columns, bad in ((("rkey", "collection", "colour"), "colour"), (("value", "rkey"), "collection")):
+        with pytest.raises(ValueError, match=bad):
+            NativeReader(native_module().Export, tmp_path, DEFAULT_LIMITS, ColumnLayout(columns, ()))
 
 
 def copy_rows(rows: Iterable[list[Any]]) -> bytes:
@@ -303,7 +319,7 @@ def test_a_chunk_below_both_limits_is_the_last_one(tmp_path: Path) -> None:
     for records in (posts(3), posts(4_500), large):
         native, reference = (
             chunk_sizes(reader, car(repo(records)))
-            for reader in (NativeReader(native_core(), tmp_path, DEFAULT_LIMITS), Spool(tmp_path, DEFAULT_LIMITS))
+            for reader in (native_reader(tmp_path, DEFAULT_LIMITS), Spool(tmp_path, DEFAULT_LIMITS))
         )
         full = [count >= CHUNK_RECORDS or size >= CHUNK_BYTES for count, size in native]
         assert full == [True] * (len(full) - 1) + [False]

@@ -1,18 +1,21 @@
 """Exports and latest commits from hosts and a relay, with valid and invalid responses."""
 
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
+from indexer.core.spool import Spool
 from indexer.demo.http_server import Fault
 from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_repo import Write
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.net.http import OutboundClient, OutboundSettings, RateLimits
-from indexer.net.pds import PdsClient, Spool
+from indexer.net.pds import PdsClient
 from indexer.reasons import FetchFailure, Rejection
 from indexer.sync.verify import verify_record, verify_snapshot
 
@@ -29,7 +32,7 @@ def account(net: LocalNetwork) -> LocalAccount:
 
 @pytest.fixture
 def pds(outbound: OutboundClient, tmp_path: Path) -> PdsClient:
-    return PdsClient(outbound, DEFAULT_LIMITS, tmp_path / "spool")
+    return PdsClient(outbound, DEFAULT_LIMITS, tmp_path / "spool", Spool)
 
 
 async def failure_of(pds: PdsClient, account: LocalAccount) -> UnavailableError:
@@ -44,7 +47,7 @@ async def test_export_from_the_pds_or_by_redirect_of_the_relay(
     net: LocalNetwork, account: LocalAccount, pds: PdsClient, source: str
 ) -> None:
     host = account.pds.url if source == "pds" else net.relay.url
-    async with pds.fetch_export(account.did, f"{host}/") as spool:
+    async with fetched(pds, account.did, f"{host}/") as spool:
         key = account.key.public
         snapshot = verify_snapshot(account.did, spool.root, spool.block, key, DEFAULT_LIMITS)
         assert spool.root == account.repo.head.cid
@@ -59,13 +62,20 @@ async def test_export_of_any_media_type_is_read_if_its_content_proves_itself(
     """A body that is not a CAR is refused by its content, with the media type in the message."""
     whole, headers = b"".join(account.repo.export()), {"Content-Type": content_type}
     account.pds.faults.append(Fault(GET_REPO, status=200, headers=headers, body=whole))
-    async with pds.fetch_export(account.did, account.pds.url) as spool:
+    async with fetched(pds, account.did, account.pds.url) as spool:
         verify_snapshot(account.did, spool.root, spool.block, account.key.public, DEFAULT_LIMITS)
     for body in (b"<html>", b"<!DOCTYPE html>" + b"<p>Log in</p>" * 1_000, b'{"error":"InvalidRequest"}', whole[:-1]):
         account.pds.faults.append(Fault(GET_REPO, status=200, headers=headers, body=body))
         failure = await failure_of(pds, account)
         assert failure.reason is FetchFailure.BAD_ANSWER
         assert f"media type '{content_type.partition(';')[0]}' for an export, and no valid CAR" in failure.detail
+
+
+@asynccontextmanager
+async def fetched(pds: PdsClient, did: str, host: str) -> AsyncIterator[Spool]:
+    async with pds.fetch_export(did, host) as spool:
+        assert isinstance(spool, Spool)
+        yield spool
 
 
 async def test_export_that_was_cut_off_is_not_complete(account: LocalAccount, pds: PdsClient) -> None:
@@ -85,7 +95,7 @@ async def test_export_that_was_cut_off_is_not_complete(account: LocalAccount, pd
 async def test_complete_export_releases_its_request_slot(account: LocalAccount, tmp_path: Path) -> None:
     settings = OutboundSettings("test", allow_private_hosts=True, rates=RateLimits(host_concurrency=1))
     async with OutboundClient(settings) as outbound:
-        pds = PdsClient(outbound, DEFAULT_LIMITS, tmp_path)
+        pds = PdsClient(outbound, DEFAULT_LIMITS, tmp_path, Spool)
         async with pds.fetch_export(account.did, account.pds.url):
             await pds.fetch_latest_commit(account.did, account.pds.url)
 
@@ -134,7 +144,7 @@ async def test_failed_export_leaves_no_file_and_the_next_one_succeeds(
     assert (await failure_of(pds, account)).reason is reason
     assert list((tmp_path / "spool").iterdir()) == []
     if reason is not FetchFailure.THROTTLED:
-        async with pds.fetch_export(account.did, account.pds.url) as spool:
+        async with fetched(pds, account.did, account.pds.url) as spool:
             assert spool.block(account.repo.head.cid)
 
 
@@ -166,7 +176,7 @@ async def test_slow_export(
     account.pds.faults.append(Fault(GET_REPO, rate=sum(map(len, account.repo.export())) * 2 // 3))
     pds = PdsClient(outbound, DEFAULT_LIMITS, tmp_path / "spool", Spool, **limits)
     if detail is None:
-        async with pds.fetch_export(account.did, account.pds.url) as spool:
+        async with fetched(pds, account.did, account.pds.url) as spool:
             assert spool.block(account.repo.head.cid)
     else:
         failure = await failure_of(pds, account)
@@ -179,7 +189,7 @@ async def test_export_truncated_between_two_blocks_is_found_by_verification(
     account: LocalAccount, pds: PdsClient
 ) -> None:
     account.pds.faults.append(Fault(GET_REPO, sections=3))
-    async with pds.fetch_export(account.did, account.pds.url) as spool:
+    async with fetched(pds, account.did, account.pds.url) as spool:
         with pytest.raises(UnavailableError) as failure:
             verify_snapshot(account.did, spool.root, spool.block, account.key.public, DEFAULT_LIMITS)
     assert failure.value.reason is FetchFailure.EXPORT_INCOMPLETE
@@ -193,7 +203,7 @@ async def test_export_that_is_not_a_car_file_or_too_large(
         async with pds.fetch_export(account.did, account.pds.url):
             pytest.fail("the fetch did not fail")
     assert rejection.value.reason is Rejection.CAR_MALFORMED
-    small = PdsClient(outbound, Limits(repo_bytes=1_000), tmp_path)
+    small = PdsClient(outbound, Limits(repo_bytes=1_000), tmp_path, Spool)
     assert (await failure_of(small, account)).reason is FetchFailure.TOO_LARGE
 
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.core.spool import Spool, SpoolSizes
 from indexer.errors import UnavailableError, UpstreamError
-from indexer.net.pds.spool import Spool, SpoolSizes
 from indexer.reasons import FetchFailure, Rejection
 from tests.net.pds.unreadable_file import make_unreadable, open_descriptors
 
@@ -104,7 +104,7 @@ def test_full_disk_is_a_failure_that_does_not_count_as_attempt(tmp_path: Path, m
     def open_full_device(**_options: object) -> FileIO:
         return FileIO("/dev/full", "wb")
 
-    monkeypatch.setattr("indexer.net.pds.spool.TemporaryFile", open_full_device)
+    monkeypatch.setattr("indexer.core.spool.TemporaryFile", open_full_device)
     export = car([os.urandom(1_000_000) for _ in range(2)])
     with Spool(tmp_path, DEFAULT_LIMITS) as spool, pytest.raises(UnavailableError, match="No space left") as failure:
         write_all(spool, export)

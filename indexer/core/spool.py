@@ -25,7 +25,7 @@ from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.reasons import FetchFailure
-from indexer.sync.export import SnapshotExport
+from indexer.sync.export import VerifiedExport
 from indexer.sync.verify import verify_snapshot
 
 _LENGTH_BYTES = 4
@@ -68,13 +68,7 @@ class Spool:
         self._file: _SpoolFile | None = None  # most exports are small and need none
 
     def write(self, chunk: bytes) -> None:
-        """Add the next bytes of the CAR file, and hash each block that they complete.
-
-        Raises:
-            UpstreamError: The file breaks a rule of the CAR format.
-            UnavailableError: SPOOL_FULL if the file cannot be created, or the disk is full. SPOOL_UNREADABLE if it
-                cannot be read.
-        """
+        """See `ExportReader`."""
         recent, file = self._recent, self._file
         for cid, block, _ in self._reader.feed(chunk):
             if cid in recent or (file is not None and file.contains(cid)):
@@ -85,11 +79,7 @@ class Spool:
             self._flush()
 
     def finish(self) -> None:
-        """Check that the file did not end within a block.
-
-        Raises:
-            UnavailableError: EXPORT_INCOMPLETE if it did.
-        """
+        """See `ExportReader`."""
         try:
             self._reader.close()
         except UpstreamError as error:
@@ -114,15 +104,10 @@ class Spool:
         block = self._recent.get(cid)
         return self._file.block(cid) if block is None and self._file is not None else block
 
-    def verify(self, did: str, key: PublicKey, limits: Limits) -> SnapshotExport:
-        """Verify the whole export.
-
-        Raises:
-            UpstreamError: The export breaks a rule (docs/protocol.md#exports).
-            MissingNodeError: The export lacks a tree node.
-            UnavailableError: SPOOL_UNREADABLE if the file cannot be read.
-        """
-        return SnapshotExport(verify_snapshot(did, self.root, self.block, key, limits))
+    def verify(self, did: str, key: PublicKey, limits: Limits) -> VerifiedExport:
+        """Verify the whole export: see `ExportReader`."""
+        snapshot = verify_snapshot(did, self.root, self.block, key, limits)
+        return VerifiedExport(snapshot.did, snapshot.head, snapshot.count, snapshot.block_of)
 
     def close(self) -> None:
         """Delete the file and forget the blocks."""
