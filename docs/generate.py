@@ -1,6 +1,6 @@
 """Generate the parts of the documentation that repeat the code: `make docs`, or `python -m docs.generate --check`.
 
-Generated are the tables of docs/settings.md and config/indexer.example.toml (from indexer/app/settings.py),
+Generated are the list of docs/settings.md and config/indexer.example.toml (from indexer/app/settings.py),
 docs/commands.md (from the commands), docs/reasons.md (from indexer/reasons.py and indexer/atproto/record.py),
 docs/metrics.md (from indexer/telemetry/metric_definitions.py),
 config/grafana/dashboards/indexer.json (from docs/dashboard_panels.py), the transition table of
@@ -94,7 +94,7 @@ def generated(public_schema: str, columns: Sequence[PublicColumn]) -> dict[Path,
     """
     docs, examples = PROJECT / "docs", PROJECT / "examples" / "public_schema"
     return {
-        docs / "settings.md": _with_block(docs / "settings.md", "settings", settings_tables()),
+        docs / "settings.md": _with_block(docs / "settings.md", "settings", settings_list()),
         PROJECT / "config" / "indexer.example.toml": example_settings(),
         docs / "reasons.md": reasons_page(),
         docs / "metrics.md": metrics_page(),
@@ -106,10 +106,10 @@ def generated(public_schema: str, columns: Sequence[PublicColumn]) -> dict[Path,
     }
 
 
-def settings_tables() -> str:
-    """Return the table of settings."""
-    return "| variable | default | meaning | allowed |\n|---|---|---|---|\n" + "".join(
-        f"| `{variable(name)}` | {_default(name)} | {field.description} | {allowed(name)} |\n"
+def settings_list() -> str:
+    """Return the list of settings."""
+    return "".join(
+        f"- `{variable(name)}` = {_default(name)} ({allowed(name)}): {field.description}\n"
         for name, field in Settings.model_fields.items()
     )
 
@@ -127,95 +127,85 @@ def reasons_page() -> str:
     failures = [(failure, failure.text + " *Permanent.*" * failure.is_permanent) for failure in FetchFailure]
     return f"""# Reasons
 
-Every reason that this program reports, in closed sets. They are values of metric labels and of
-columns, and keep their names. This page is generated from the code.
+Values of metric labels and of columns. Their names are kept. This page is generated from the code.
 
 ## Why a message or an export is rejected
 
-`atproto.rejected.reason`, `indexer_rejected_total{{reason}}`. The fault is in the message itself,
-and it changes nothing.
+`atproto.rejected.reason`, `indexer_rejected_total{{reason}}`. The message itself is at fault, and
+changes nothing.
 
-{_table("reason", [(reason, reason.text) for reason in Rejection])}
+{_list([(reason, reason.text) for reason in Rejection])}
 ## Why a repo is not synchronized
 
-`atproto.repos.sync_reason`, `indexer_desynchronized_total{{reason}}`. The repo will be fetched
-again; `next_attempt_at` says when.
+`atproto.repos.sync_reason`, `indexer_desynchronized_total{{reason}}`. The repo is fetched again at
+`next_attempt_at`.
 
-{_table("reason", [(reason, reason.text) for reason in Desync])}
+{_list([(reason, reason.text) for reason in Desync])}
 ## Why a fetch failed
 
-`atproto.repos.last_failure`, `indexer_resync_total{{result}}`. After a *permanent*
-failure the repo is parked: it is tried again when an event unparks it, or after
-`INDEXER_SWEEP_INTERVAL`.
+`atproto.repos.last_failure`, `indexer_resync_total{{result}}`. After a *permanent* failure the repo
+is parked until an event unparks it, or for `INDEXER_SWEEP_INTERVAL`.
 
-{_table("reason", failures)}
+{_list(failures)}
 ## Why messages may have been missed
 
-`atproto.gaps.reason`. While a gap is open, `/readyz` fails and names it. A
-reconciliation closes it.
+`atproto.gaps.reason`. While a gap is open, `/readyz` fails and names it. A reconciliation closes
+it.
 
-{_table("reason", [(reason, reason.text) for reason in GapReason])}
+{_list([(reason, reason.text) for reason in GapReason])}
 ## Problems of record values
 
-`atproto.records.value_problem`. The record keeps its path and its CID, whatever its bytes are.
+`atproto.records.value_problem`. The record keeps its path and its CID. Stored bytes are returned by
+`atproto.record_bytes`.
 
-{_table("problem", [(problem, problem.text) for problem in Problem])}
+{_list([(problem, problem.text) for problem in Problem])}
 ## Why an event for clients of tap has no value
 
-`indexer_feed_values_omitted_total{{reason}}`. Clients of tap would refuse the event, and never
-acknowledge it. It has the CID of the record; `atproto.records` has the value.
+`indexer_feed_values_omitted_total{{reason}}`. Clients would refuse the value, and never acknowledge
+the event. `atproto.records` has the value.
 
-{_table("reason", [(reason, reason.text) for reason in OmittedValue])}"""
+{_list([(reason, reason.text) for reason in OmittedValue])}"""
 
 
 def metrics_page() -> str:
     """Return docs/metrics.md."""
-    groups = "".join(
-        f"\n## {title}\n\n| metric | type | labels | meaning | when to worry |\n|---|---|---|---|---|\n"
-        + "".join(map(_metric_row, metrics))
-        for title, metrics in METRIC_GROUPS.items()
-    )
+    groups = "".join(f"\n## {title}\n\n{''.join(map(_metric, metrics))}" for title, metrics in METRIC_GROUPS.items())
     return f"""# Metrics
 
-Every metric that `/metrics` shows. The names and labels are a public interface. Label values come
-from closed sets ([reasons.md](reasons.md)) or from the settings; hosts, consumers and subjects are
-limited in number. Every process has its own metrics: sum the counters over the processes, but not
-the gauges that each process reads from the database (`indexer_repos`,
-`indexer_repos_desynchronized`, `indexer_resync_queue`, and those of the change log and of links).
-
-The usual metrics of a Python process are there, too: `process_*`, `python_info` and `python_gc_*`.
-This page is generated from the code.
+`/metrics` shows these, and the usual `process_*`, `python_info` and `python_gc_*`. Names and labels
+are a public interface; label values are limited in number. The text after ⚠ says when to worry.
+Every process has its own metrics. Sum the counters, but not the gauges that each process reads from
+the database: `indexer_repos`, `indexer_repos_desynchronized`, `indexer_resync_queue`, and those of
+the change log and of links. This page is generated from the code.
 {groups}"""
 
 
-def _metric_row(metric: MetricDefinition) -> str:
-    labels = ", ".join(f"`{label}`" for label in metric.labels)
-    return f"| `{metric.name}` | {metric.kind} | {labels} | {metric.meaning} | {metric.worry} |\n"
+def _metric(metric: MetricDefinition) -> str:
+    kind = ", ".join([metric.kind, *(f"`{label}`" for label in metric.labels)])
+    return f"- `{metric.name}` ({kind}): {metric.meaning} ⚠ {metric.worry}\n"
 
 
 def commands_page() -> str:
     """Return docs/commands.md."""
     return f"""# Commands
 
-`indexer COMMAND --help` shows the same. All commands accept the same settings
-([settings.md](settings.md)), from the environment and from the file that `--config` names, before
-or after the command. This page is generated from the code.
+`indexer COMMAND --help` shows the same. All commands accept the [settings](settings.md): from the
+environment, and from the file that `--config` names, before or after the command. This page is
+generated from the code.
 
 ## Output
 
-Results go to stdout, log lines, errors and progress to stderr. With `--json`, a command prints one
-line of JSON in ASCII, or one line for each result. An error is one line on stderr that starts with
-`indexer: `, also with `--json`; then the exit code is not 0. Names of JSON fields are kept within a
-major version; fields may be added. They are the names of the text and of the columns of the public
-views ([sql.md](sql.md)); run the command once to see them.
+Results go to stdout; log lines, errors and progress to stderr. With `--json`, a command prints
+JSON, one object a line. An error is one line on stderr that starts with `indexer: `, and the exit
+code is not 0. Names of JSON fields are kept within a major version; fields may be added. They are
+the names of the columns of the [public views](sql.md).
 
-Colours are used only on a terminal, and not if `NO_COLOR` is set. Commands that take longer show a
-progress bar with the rate and the time left on a terminal. Otherwise they write a line to stderr
-after 2 seconds, and then every 10 seconds.
+A terminal shows colours, except with `NO_COLOR`, and a progress bar. Otherwise, a long command
+writes a line of progress to stderr after 2 seconds, and then every 10 seconds.
 
 ## Exit codes
 
-{_table("code", [(str(code.value), code.text) for code in ExitCode])}
+{_list([(str(code.value), code.text) for code in ExitCode])}
 {"".join(_command_sections({name: load_command(name) for name in COMMANDS}, "indexer"))}"""
 
 
@@ -231,7 +221,7 @@ def _command_section(command: click.Command, path: str) -> str:
     with click.Context(command, info_name=path) as context:
         usage = " ".join(command.collect_usage_pieces(context))
         options = [
-            (record[0].replace("|", "\\|"), record[1])
+            record
             for parameter in command.get_params(context)
             if isinstance(parameter, click.Option)
             and "--config" not in parameter.opts
@@ -240,7 +230,7 @@ def _command_section(command: click.Command, path: str) -> str:
         ]
     paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
     text = "\n\n".join(map(_help_paragraph, paragraphs))
-    table = _table("option", options) + "\n" if options else ""
+    table = _list(options) + "\n" if options else ""
     return f"## `{path}`\n\n    {path} {usage}\n\n{text}\n\n{table}"
 
 
@@ -271,10 +261,10 @@ async def describe_public_schema(connection: asyncpg.Connection) -> str:
     parts = []
     for view, comment in await connection.fetch(_VIEWS, VIEWS):
         rows = "".join(
-            f"| `{name}` | {type_} | {text} |\n" for name, type_, text in await connection.fetch(_COLUMNS, view)
+            f"- `{name}` ({type_.replace('timestamp with time zone', 'timestamptz')}): {text}\n"
+            for name, type_, text in await connection.fetch(_COLUMNS, view)
         )
-        text = f"## View `atproto.{view}`\n\n{_wrapped(comment)}"
-        parts.append(f"\n{text}\n\n| column | type | meaning |\n|---|---|---|\n{rows}")
+        parts.append(f"\n## View `atproto.{view}`\n\n{_wrapped(comment)}\n\n{rows}")
     parts.append("\n## Functions\n")
     for name, arguments, result, comment in await connection.fetch(_FUNCTIONS):
         returns = "as the view `changes`" if result.startswith("TABLE") else f"`{result}`"
@@ -320,8 +310,8 @@ def _toml(name: str) -> str:
     return json.dumps(value if isinstance(value, bool | int | float) else str(value))
 
 
-def _table(name: str, rows: list[tuple[Any, str]]) -> str:
-    return f"| {name} | meaning |\n|---|---|\n" + "".join(f"| `{key}` | {text} |\n" for key, text in rows)
+def _list(rows: list[tuple[Any, str]]) -> str:
+    return "".join(f"- `{key}`: {text}\n" for key, text in rows)
 
 
 def _with_block(path: Path, name: str, content: str) -> str:

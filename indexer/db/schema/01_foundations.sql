@@ -59,9 +59,7 @@ return get_byte(sha256(convert_to(did, 'UTF8')), 0)::smallint;
 create function atproto.bucket_of(did text) returns smallint
 language sql immutable strict parallel safe
 return get_byte(sha256(convert_to(did, 'UTF8')), 0)::smallint;
-comment on function atproto.bucket_of(text) is
-    'Return the bucket of a DID, 0 to 255: the first byte of its SHA-256. On a cluster, a query for did = $1 and '
-    'bucket = atproto.bucket_of($1) reads one shard.';
+comment on function atproto.bucket_of(text) is 'Return the bucket of a DID, 0 to 255: the first byte of its SHA-256.';
 
 -- One expression for the 58 digits of base32 (RFC 4648), which is five times as fast as a concatenation of digits.
 do $do$ declare

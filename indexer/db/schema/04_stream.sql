@@ -94,44 +94,37 @@ create table indexer.process_report (
 );
 
 create view atproto.cursors as select relay, shard, seq, event_time, updated_at, caught_up_at from indexer.cursor;
-comment on view atproto.cursors is
-    'The stream position per relay and shard: all effects up to seq are in this database.';
+comment on view atproto.cursors is 'The stream position per relay and shard.';
 comment on column atproto.cursors.relay is 'The URL of the relay.';
 comment on column atproto.cursors.shard is 'The shard of the process, as index/count.';
-comment on column atproto.cursors.seq is 'All effects of messages up to this seq are in this database.';
-comment on column atproto.cursors.event_time is
-    'The time in that message, as sent by the relay; null if it has none.';
+comment on column atproto.cursors.seq is 'All effects of messages up to this seq are stored.';
+comment on column atproto.cursors.event_time is 'The time in that message; null if it has none.';
 comment on column atproto.cursors.updated_at is 'When the cursor was last saved.';
 comment on column atproto.cursors.caught_up_at is
-    'Everything until this time is stored: the median time of the latest messages, or the present time if the '
-    'stream is open and no message has come for a while. Null if it is not known.';
+    'Everything until this time is stored: the median time of the latest messages, or the present time if the stream '
+    'is open and silent. Null if it is not known.';
 
 create view atproto.gaps as
 select relay, shard, reason, opened_at, first_seq, last_seq, closed_at, closed_by from indexer.gap;
 comment on view atproto.gaps is
-    'Spans of a relay''s stream in which messages may have been missed. While a gap is open, repos of its shard '
-    'may be outdated although they are synchronized.';
+    'Spans of a stream in which messages may have been missed. While a gap is open, repos of its shard may be '
+    'outdated although they are synchronized.';
 comment on column atproto.gaps.relay is 'The URL of the relay.';
-comment on column atproto.gaps.shard is 'The shard of the process that may have missed messages, as index/count.';
-comment on column atproto.gaps.reason is 'Why messages may have been missed, from a closed set (docs/reasons.md).';
+comment on column atproto.gaps.shard is 'The shard of the process, as index/count.';
+comment on column atproto.gaps.reason is 'Why messages may have been missed (docs/reasons.md).';
 comment on column atproto.gaps.opened_at is 'When the gap was noticed.';
-comment on column atproto.gaps.first_seq is 'The first seq that may be missing; null if it is not known.';
-comment on column atproto.gaps.last_seq is 'The last seq that may be missing; null if it is not known.';
-comment on column atproto.gaps.closed_at is
-    'When every repo that may have been affected was found and either equal or desynchronized; null if open.';
-comment on column atproto.gaps.closed_by is
-    'The host whose repo list was compared with the database to close the gap.';
+comment on column atproto.gaps.first_seq is 'The first seq that may be missing; null if not known.';
+comment on column atproto.gaps.last_seq is 'The last seq that may be missing; null if not known.';
+comment on column atproto.gaps.closed_at is 'When every affected repo was found equal or desynchronized; null if open.';
+comment on column atproto.gaps.closed_by is 'The host whose repo list closed the gap.';
 
 create view atproto.rejected as select id, relay, seq, did, kind, reason, time from indexer.dead_letter;
 comment on view atproto.rejected is
-    'Dead letters: messages that were rejected by their own fault, including forged ones. The newest 1,000 per '
-    'relay and reason.';
+    'Dead letters: the newest 1,000 rejected messages per relay and reason, including forged ones.';
 comment on column atproto.rejected.id is 'The ID of the dead letter.';
 comment on column atproto.rejected.relay is 'The relay that sent the message.';
-comment on column atproto.rejected.seq is 'The sequence number; null if it could not be read.';
-comment on column atproto.rejected.did is
-    'The DID that the message names, which proves nothing if the message is forged; null if it could not be read.';
+comment on column atproto.rejected.seq is 'The sequence number; null if unreadable.';
+comment on column atproto.rejected.did is 'The DID that the message names, perhaps forged; null if unreadable.';
 comment on column atproto.rejected.kind is 'The kind of message.';
-comment on column atproto.rejected.reason is
-    'The rule that the message broke, from a closed set (docs/reasons.md).';
+comment on column atproto.rejected.reason is 'The rule that the message broke (docs/reasons.md).';
 comment on column atproto.rejected.time is 'When the message was rejected.';

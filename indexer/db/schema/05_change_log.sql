@@ -254,26 +254,18 @@ select b.first_seq + c.ordinal as seq, c.did, c.collection, c.rkey, c.action, at
 from indexer.change_batch b join indexer.change c on c.segment = b.segment and c.batch = b.id
 where b.first_seq is not null;
 comment on view atproto.changes is
-    'The change log, in commit order. For ad-hoc queries: consumers use next_changes or changes_after, which use '
-    'an index.';
+    'The change log, in commit order. Consumers use next_changes or changes_after, which use an index.';
 comment on column atproto.changes.seq is
-    'The number of the change, assigned by COMMIT: a snapshot that shows a number shows all smaller ones. Numbers '
-    'may be missing.';
+    'The number, assigned by COMMIT: a snapshot that shows a number shows all smaller ones. Numbers may be missing.';
 comment on column atproto.changes.did is 'The DID of the repo.';
-comment on column atproto.changes.collection is 'The NSID of the collection; null for a change of the whole repo.';
-comment on column atproto.changes.rkey is 'The record key; null for a change of the whole repo.';
+comment on column atproto.changes.collection is 'The NSID of the collection; null for a change of the repo.';
+comment on column atproto.changes.rkey is 'The record key; null for a change of the repo.';
 comment on column atproto.changes.action is
-    'For a record: create, update, delete. For a repo: hidden (its records are no longer visible), visible (they '
-    'are visible again), deleted (the account was deleted upstream), identity (it has another handle, or another '
-    'hosting status although its visibility did not change), moved (it has another PDS), completed (a resync '
-    'completed; follows the changes of the resync).';
-comment on column atproto.changes.cid is
-    'The CID of the new record; null for a delete and for a change of the whole repo.';
+    'Of a record: create, update, delete. Of a repo: hidden, visible, deleted, identity, moved, completed.';
+comment on column atproto.changes.cid is 'The CID of the new record; null for a delete and for a change of the repo.';
 comment on column atproto.changes.rev is
-    'The rev of the commit that made the change, or of the export in which a resync found it; null for a repo '
-    'without a rev, for an erased record, and for one whose collection is no longer selected.';
-comment on column atproto.changes.live is
-    'False for a difference found by a resync, and for completed. True for everything else: an event of the '
-    'stream, also one that was buffered during a resync, an erasure, a takedown, another handle, and another PDS.';
+    'The rev of the commit, or of the export in which a resync found the change; null for a repo without rev, an '
+    'erased record, and a collection that is no longer selected.';
+comment on column atproto.changes.live is 'False for completed, and for differences found by a resync.';
 comment on column atproto.changes.time is
-    'When the change was committed here. Equal for the changes of one transaction, and later for later ones.';
+    'When the change was committed here. Equal within a transaction, later for later ones.';

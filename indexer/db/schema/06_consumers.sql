@@ -172,9 +172,8 @@ begin
     end loop;
 end $$;
 comment on function atproto.register_reader(text,bigint) is
-    'Register a consumer that has received all changes up to after (null: up to now) and return its position. A '
-    'registered consumer keeps its position. Changes that it has not received are retained from the commit on, '
-    'within limits. Only the calling role may use the consumer. A role has at most 16.';
+    'Register a consumer that has received all changes up to after (null: up to now), and return its position. Later '
+    'changes are retained from the commit on, within limits. Only the calling role may use it. A role has at most 16.';
 
 create function atproto.unregister_reader(name text) returns boolean
 language plpgsql strict security definer set search_path = pg_catalog, pg_temp set jit = off as $$
@@ -187,8 +186,7 @@ begin
     return false;
 end $$;
 comment on function atproto.unregister_reader(text) is
-    'Remove a consumer and its position; false if no such consumer exists. Only its role may do this, the role of '
-    'the daemon, and superusers.';
+    'Remove a consumer; false if there is none. Only its role, the role of the daemon and superusers may do this.';
 
 -- See latest_seq for the block that ends with an exception, and for the settings of the planner.
 create function atproto.changes_after(after bigint, max integer)
@@ -230,8 +228,8 @@ begin
     end if;
 end $$;
 comment on function atproto.changes_after(bigint,integer) is
-    'Return the next changes, at most max, after the given seq: the last one that you processed. Null: from the '
-    'oldest change in the log. Columns as in the view. Raises an error if later changes have been trimmed.';
+    'Return at most max changes after this seq (null: from the oldest). Raises an error if some of them have been '
+    'trimmed.';
 
 create function atproto.next_changes(reader text, max integer)
 returns table (
@@ -270,22 +268,19 @@ begin
     where c.name = me.name;
 end $$;
 comment on function atproto.next_changes(text,integer) is
-    'Return the next changes of a registered consumer, at most max, and advance its position in your transaction. '
-    'After a rollback they are returned again. Columns as in the view. A concurrent call for the same consumer '
-    'waits for your commit.';
+    'Return at most max next changes of a registered consumer, and advance its position in your transaction: after a '
+    'rollback, they are returned again. A concurrent call for the same consumer waits for your commit.';
 
 create view atproto.readers as
 select s.name, s.seq, s.behind, s.behind_since, s.registered_at, s.seen_at, s.cut_off_at, s.owner
 from indexer.consumer_states() s;
-comment on view atproto.readers is 'Registered consumers of the change log, and how far each is behind.';
+comment on view atproto.readers is 'Registered consumers of the change log.';
 comment on column atproto.readers.name is 'The name of the consumer.';
 comment on column atproto.readers.seq is 'The seq of the last change that it received.';
-comment on column atproto.readers.behind is 'The latest seq minus the seq of the consumer.';
-comment on column atproto.readers.behind_since is
-    'When the first change that it has not received was committed; null if there is none.';
+comment on column atproto.readers.behind is 'The latest seq minus that of the consumer.';
+comment on column atproto.readers.behind_since is 'When the first change that it lacks was committed; null if none.';
 comment on column atproto.readers.registered_at is 'When it was registered.';
-comment on column atproto.readers.seen_at is 'When it last asked for changes or was registered again.';
+comment on column atproto.readers.seen_at is 'When it last asked for changes or was registered.';
 comment on column atproto.readers.cut_off_at is
     'When it was disconnected for being too far behind; null if it was not.';
-comment on column atproto.readers.owner is
-    'The role that registered it, and that alone may use and remove it.';
+comment on column atproto.readers.owner is 'The role that may use and remove it.';

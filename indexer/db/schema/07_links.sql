@@ -96,8 +96,8 @@ begin
     return total;
 end $$;
 comment on function atproto.link_count(text,text,text) is
-    'Return the number of links to the target from visible repos, in records of the collection, at the path. '
-    'Exact to the change link_progress.seq. Null if links are off or not complete (link_progress.state).';
+    'Return how many visible records of the collection link to the target at the path. Exact to the change '
+    'link_progress.seq. Null until link_progress.state is complete.';
 
 create view atproto.link_progress as
 select
@@ -106,17 +106,13 @@ select
     coalesce(sum(r.repos), 0)::bigint as repos_done, min(r.enabled_at) as enabled_at,
     max(r.done_at) as completed_at, min(r.seq) as seq
 from indexer.link_reader r;
-comment on view atproto.link_progress is
-    'The state of links, one row: if they are kept, and the progress of the backfill.';
-comment on column atproto.link_progress.state is
-    'off: no links are kept; backfill: links of stored records are added; complete: all links are stored.';
-comment on column atproto.link_progress.buckets_done is '256 if the backfill is complete, otherwise 0.';
-comment on column atproto.link_progress.buckets is '256 if links are kept, otherwise 0.';
-comment on column atproto.link_progress.repos_done is 'Repos whose links were added by the backfill.';
-comment on column atproto.link_progress.enabled_at is 'When INDEXER_LINKS was turned on; null if it is off.';
-comment on column atproto.link_progress.completed_at is
-    'When the backfill was completed; null if it is not complete.';
+comment on view atproto.link_progress is 'The state of links, in one row.';
+comment on column atproto.link_progress.state is 'off; backfill: links of stored records are being added; complete.';
+comment on column atproto.link_progress.buckets_done is '256 if complete, otherwise 0.';
+comment on column atproto.link_progress.buckets is '256 if links are on, otherwise 0.';
+comment on column atproto.link_progress.repos_done is 'Repos whose links the backfill added.';
+comment on column atproto.link_progress.enabled_at is 'When INDEXER_LINKS was turned on; null if off.';
+comment on column atproto.link_progress.completed_at is 'When the backfill was completed; null if it is not.';
 comment on column atproto.link_progress.seq is
-    'The number of the last change that atproto.links and atproto.link_count contain. Null if links are off. If '
-    'it equals atproto.latest_seq() in the same snapshot, they are exactly those of the records of the snapshot. '
-    'Otherwise, a record that has changed again may be shown as it is later.';
+    'The number of the last change that atproto.links and atproto.link_count contain; null if off. A record that has '
+    'changed again may be shown as it is later.';

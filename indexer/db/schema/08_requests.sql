@@ -23,7 +23,7 @@ begin
     return true;
 end $$;
 comment on function atproto.request_resync(text) is
-    'Request a resync of a repo; its records stay visible meanwhile. False if the repo is unknown. Requires role '
+    'Request a resync of a repo, whose records stay visible. False if the repo is unknown. Requires role '
     'atproto_operator.';
 
 create function atproto.request_takedown(did text, takedown boolean) returns boolean
@@ -60,5 +60,4 @@ begin
     );
 end $$;
 comment on function atproto.did_of(text) is
-    'Return the DID with this verified handle, in any case and with or without @; null if no account has it. A '
-    'handle that an account claims and that was not verified counts as none.';
+    'Return the DID with this verified handle, in any case, with or without @; null if no account has it.';

@@ -214,9 +214,8 @@ begin
     return indexer.change_scope($1, null, null);
 end $$;
 comment on function atproto.set_track(text) is
-    'Choose which repos are tracked: all, listed or signal. Repos that the new scope does not want are untracked, '
-    'and their records deleted, in the background. Return the version of the scope. Requires role '
-    'atproto_operator.';
+    'Choose which repos to track: all, listed or signal. Others are untracked, and their records deleted, in the '
+    'background. Return the version of the scope. Requires role atproto_operator.';
 
 create function atproto.set_collections(collections text[]) returns bigint
 language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$
@@ -224,8 +223,8 @@ begin
     return indexer.change_scope(null, $1, null);
 end $$;
 comment on function atproto.set_collections(text[]) is
-    'Choose the collections to store. Records of others are deleted, and records of added ones are fetched, in '
-    'the background: see atproto.scope_progress. Return the version of the scope. Requires role atproto_operator.';
+    'Choose the collections to store. In the background, others are deleted and added ones fetched '
+    '(atproto.scope_progress). Return the version of the scope. Requires role atproto_operator.';
 
 create function atproto.set_signal_collections(collections text[]) returns bigint
 language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$
@@ -233,9 +232,9 @@ begin
     return indexer.change_scope(null, null, $1);
 end $$;
 comment on function atproto.set_signal_collections(text[]) is
-    'Choose the collections that cause a repo to be tracked if the scope says signal. Repos without a record of '
-    'them are untracked then. Repos of a pattern that ends in .* are found on the stream only, because relays '
-    'list repos by complete NSIDs. Return the version of the scope. Requires role atproto_operator.';
+    'Choose the collections whose records cause a repo to be tracked if the scope says signal; repos without them are '
+    'untracked. Repos of a pattern with .* are found on the stream only. Return the version of the scope. Requires '
+    'role atproto_operator.';
 
 create function atproto.track(dids text[]) returns bigint
 language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$
@@ -251,7 +250,7 @@ begin
     return changed;
 end $$;
 comment on function atproto.track(text[]) is
-    'Start tracking repos, also if they were untracked; return how many were not tracked before. Requires role '
+    'Start tracking repos, also untracked ones; return how many were not tracked before. Requires role '
     'atproto_operator.';
 
 create function atproto.untrack(dids text[]) returns bigint
@@ -268,9 +267,8 @@ begin
     return changed;
 end $$;
 comment on function atproto.untrack(text[]) is
-    'Stop tracking repos, whatever the scope says, until atproto.track; return how many were tracked. Their '
-    'records are hidden at once, and then deleted in batches, with entries in the change log. Requires role '
-    'atproto_operator.';
+    'Stop tracking repos until atproto.track; return how many were tracked. Their records are hidden at once, and '
+    'deleted in the background, with entries in the change log. Requires role atproto_operator.';
 
 create view atproto.scope_progress as
 select s.collection, s.added_in, s.added_in = s.version as newest, coalesce(sum(g.repos), 0)::bigint as repos,
@@ -283,11 +281,10 @@ from (
 ) g on true
 group by s.collection, s.added_in, s.version;
 comment on view atproto.scope_progress is
-    'The collections that are stored, with the progress of their backfill. Reads the row of every repo.';
-comment on column atproto.scope_progress.collection is 'The pattern: an NSID, the beginning of one with .*, or *.';
-comment on column atproto.scope_progress.added_in is 'The version of the scope that added the collection.';
-comment on column atproto.scope_progress.newest is 'True if the latest change of the scope added the collection.';
-comment on column atproto.scope_progress.repos is 'The number of tracked repos of active accounts.';
+    'The collections to store, with the progress of their backfill. Reads the row of every repo.';
+comment on column atproto.scope_progress.collection is 'An NSID, the beginning of one with .*, or *.';
+comment on column atproto.scope_progress.added_in is 'The version of the scope that added it.';
+comment on column atproto.scope_progress.newest is 'True if the latest version of the scope added it.';
+comment on column atproto.scope_progress.repos is 'Tracked repos of active accounts.';
 comment on column atproto.scope_progress.complete is
-    'The number of those repos of which all records of the collection are stored. A repo without such records '
-    'counts, too, once this is known.';
+    'Those of which all records of the collection are stored, or known not to exist.';

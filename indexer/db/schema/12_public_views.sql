@@ -72,98 +72,76 @@ end $$;
 
 select indexer.adapt_public_schema();
 
-comment on view atproto.repos is
-    'Every tracked repo with its sync status and the reason for it. Indexed by did; any other condition scans the '
-    'whole table.';
+comment on view atproto.repos is 'Every tracked repo. Indexed by did; other conditions scan the whole table.';
 comment on column atproto.repos.did is 'The DID of the account.';
 comment on column atproto.repos.handle is
-    'The verified handle: the DID document claims it and it resolves to the DID. handle.invalid if verification '
-    'failed; null if it has not been checked yet.';
-comment on column atproto.repos.pds is
-    'The base URL of the PDS in the DID document; null if there is none or it was not read.';
+    'The handle, verified in both directions. handle.invalid if verification failed; null if not checked yet.';
+comment on column atproto.repos.pds is 'The base URL of the PDS; null if it is not known.';
 comment on column atproto.repos.sync_status is 'desynchronized, in-progress, or synchronized.';
 comment on column atproto.repos.sync_reason is 'Why the repo is not synchronized (docs/reasons.md); null if it is.';
-comment on column atproto.repos.rev is 'The rev of the stored records; null if no records have been stored yet.';
+comment on column atproto.repos.rev is 'The rev of the stored records; null if none have been stored yet.';
 comment on column atproto.repos.data is 'The CID of the MST root of the stored records; null if rev is null.';
-comment on column atproto.repos.hosting_status is
-    'The hosting status as sent upstream; active or inactive if upstream sent no status.';
-comment on column atproto.repos.takedown is 'True if the repo is taken down locally.';
+comment on column atproto.repos.hosting_status is 'The hosting status as sent upstream, otherwise active or inactive.';
+comment on column atproto.repos.takedown is 'True after a local takedown.';
 comment on column atproto.repos.visible is
-    'True if atproto.records shows its records: active upstream, no local takedown.';
+    'True if active upstream and without local takedown: atproto.records shows the records.';
 comment on column atproto.repos.resync_attempts is
     'Failed resyncs and repeated desynchronizations since the repo last settled.';
 comment on column atproto.repos.next_attempt_at is
-    'When the next resync may start; null: immediately; infinity: parked until an event unparks the repo.';
+    'When the next resync may start; null: now; infinity: parked until an event unparks the repo.';
 comment on column atproto.repos.last_error is
-    'Why the last fetch failed: last_failure, with details for people. Null if it did not fail.';
-comment on column atproto.repos.last_failure is
-    'Why the last fetch failed, as one of a closed set (docs/reasons.md); null if it did not fail.';
+    'last_failure, with details for people. Null if the last fetch did not fail.';
+comment on column atproto.repos.last_failure is 'Why the last fetch failed (docs/reasons.md); null if it did not fail.';
 comment on column atproto.repos.synchronized_at is 'When the repo last became synchronized; null if never.';
 comment on column atproto.repos.updated_at is 'When this row was last updated.';
 comment on column atproto.repos.bucket is
-    'The bucket of the DID, as atproto.bucket_of returns it. On a cluster, a query that compares it with a '
-    'constant reads one shard.';
+    'The bucket of the DID. Queries on a cluster compare it with atproto.bucket_of($1).';
 comment on column atproto.repos.withheld_since is
-    'Since when the relay has said that it does not pass on the account, for a trouble of its own that '
-    'hosting_status names, such as throttled. The records stay visible, and may be outdated. Null: it does not '
-    'say so.';
+    'Since when the relay does not pass on the account for a trouble of its own (hosting_status, such as throttled). '
+    'The records stay visible, and may be outdated. Null: it passes it on.';
 
 comment on view atproto.records is
     'The records of visible repos. Indexed by (did, collection, rkey) and by (collection, indexed_at).';
-comment on column atproto.records.did is 'The DID of the repo that contains the record.';
+comment on column atproto.records.did is 'The DID of the repo.';
 comment on column atproto.records.collection is 'The NSID of the collection.';
 comment on column atproto.records.rkey is 'The record key.';
 comment on column atproto.records.uri is 'The AT-URI of the record.';
 comment on column atproto.records.cid is 'The CID of the DAG-CBOR encoding.';
-comment on column atproto.records.rev is
-    'The rev of the commit that wrote the record, or of the export in which it was found.';
-comment on column atproto.records.value is
-    'The record as AT Protocol JSON: links as $link objects, byte strings as $bytes objects. Null if '
-    'value_problem says why.';
+comment on column atproto.records.rev is 'The rev of the commit that wrote the record, or of the export that had it.';
+comment on column atproto.records.value is 'The record as AT Protocol JSON. Null if value_problem says why.';
 comment on column atproto.records.value_problem is
-    'Why value is null or differs from the original, from a closed set (docs/reasons.md). Null value: missing, '
-    'not-stored, not-dag-cbor, too-large, omitted, too-many-items, too-deep. Nearest JSON value: number, '
-    'nul-character, reserved-key. Unchanged value that does not fit its collection: '
-    'not-a-map, no-type, other-type. Null: no problem.';
-comment on column atproto.records.indexed_at is
-    'When the record was last written here, by the clock of this server.';
+    'Why value is null or differs from the original (docs/reasons.md); null: no problem.';
+comment on column atproto.records.indexed_at is 'When the record was last written here, by the clock of the server.';
 comment on column atproto.records.bucket is
-    'The bucket of the DID, as atproto.bucket_of returns it. On a cluster, a query that compares it with a '
-    'constant reads one shard.';
+    'The bucket of the DID. Queries on a cluster compare it with atproto.bucket_of($1).';
 
 comment on view atproto.blobs is
-    'The blobs that records of visible repos refer to, read from the values of the records: a row for each '
-    'reference. Indexed by did, and by (did, collection, rkey); without did it reads all records. The PDS of the '
-    'account has the bytes.';
-comment on column atproto.blobs.did is
-    'The DID of the repo that contains the record, and of the account that has the blob.';
+    'A row for each reference to a blob in the value of a visible record. Indexed by did, and by (did, collection, '
+    'rkey); without did, it reads all records. The PDS has the bytes.';
+comment on column atproto.blobs.did is 'The DID of the repo, and of the account that has the blob.';
 comment on column atproto.blobs.cid is 'The CID of the blob.';
-comment on column atproto.blobs.mime_type is 'The MIME type that the record states; null if it states none.';
-comment on column atproto.blobs.size is
-    'The size in bytes that the record states; null if it states no number of bytes.';
-comment on column atproto.blobs.collection is 'The NSID of the collection of the record.';
-comment on column atproto.blobs.rkey is 'The key of the record.';
+comment on column atproto.blobs.mime_type is 'The MIME type that the record states; null if none.';
+comment on column atproto.blobs.size is 'The size in bytes that the record states; null if none.';
+comment on column atproto.blobs.collection is 'The NSID of the collection.';
+comment on column atproto.blobs.rkey is 'The record key.';
 comment on column atproto.blobs.uri is 'The AT-URI of the record.';
 comment on column atproto.blobs.bucket is
-    'The bucket of the DID, as atproto.bucket_of returns it. On a cluster, a query that compares it with a '
-    'constant reads one shard.';
+    'The bucket of the DID. Queries on a cluster compare it with atproto.bucket_of($1).';
 
 comment on view atproto.links is
-    'The AT-URIs and DIDs in the values of records of visible repos: a row for each record, path and target. '
-    'Empty unless INDEXER_LINKS is on, and incomplete until link_progress says complete. Indexed by (target, '
-    'collection, path, did, rkey) and by (did, collection, rkey).';
-comment on column atproto.links.target is 'The AT-URI or the DID, as it is in the record.';
+    'A row for each visible record, path and target (AT-URI or DID). Empty unless INDEXER_LINKS is on; incomplete '
+    'until link_progress says complete. Indexed by (target, collection, path, did, rkey) and by (did, collection, '
+    'rkey).';
+comment on column atproto.links.target is 'The AT-URI or the DID, as in the record.';
 comment on column atproto.links.target_kind is
-    'strong-ref: an AT-URI as member uri of an object that also has a text cid; at-uri: any other AT-URI; did.';
-comment on column atproto.links.did is 'The DID of the repo that contains the record with the link.';
-comment on column atproto.links.collection is 'The NSID of the collection of the record.';
-comment on column atproto.links.rkey is 'The key of the record.';
+    'strong-ref: the member uri of an object with a text cid; at-uri: another AT-URI; did.';
+comment on column atproto.links.did is 'The DID of the repo.';
+comment on column atproto.links.collection is 'The NSID of the collection.';
+comment on column atproto.links.rkey is 'The record key.';
 comment on column atproto.links.path is
-    'Where the link is in the value: .name for a member of an object, [] for an element of an array, [type] for '
-    'one that is an object with this $type.';
+    'The place in the value: .name of a member, [] of an array element, [type] of an element with this $type.';
 comment on column atproto.links.bucket is
-    'The bucket of the DID, as atproto.bucket_of returns it. On a cluster, a query that compares it with a '
-    'constant reads one shard.';
+    'The bucket of the DID. Queries on a cluster compare it with atproto.bucket_of($1).';
 
 create view atproto.hosts as
 select host, requests, failures, consecutive_failures as failures_in_a_row,
@@ -171,17 +149,15 @@ select host, requests, failures, consecutive_failures as failures_in_a_row,
     case when paused_until > now() then pause_reason end as pause_reason,
     last_error, last_success as last_success_at, updated_at
 from indexer.host;
-comment on view atproto.hosts is
-    'Hosts that were asked for exports, identities and handles, with request statistics.';
-comment on column atproto.hosts.host is 'The host name, with the port if it is not the default port.';
-comment on column atproto.hosts.requests is 'The number of requests sent.';
-comment on column atproto.hosts.failures is
-    'Requests that the host failed: no connection, no response, or a server error.';
+comment on view atproto.hosts is 'Request statistics of hosts that were asked for exports, identities and handles.';
+comment on column atproto.hosts.host is 'The host name, with a port other than the default one.';
+comment on column atproto.hosts.requests is 'Requests sent.';
+comment on column atproto.hosts.failures is 'Requests without connection or response, or with a server error.';
 comment on column atproto.hosts.failures_in_a_row is 'Failures since the last response.';
 comment on column atproto.hosts.paused_until is 'No requests are sent until then; null if the host is not paused.';
 comment on column atproto.hosts.pause_reason is
-    'throttled: the host asked for a pause; host-paused: too many requests failed in a row.';
+    'throttled: the host asked for a pause; host-paused: too many requests failed in a row. Null if not paused.';
 comment on column atproto.hosts.last_error is
-    'The latest failure. The first word is from a closed set (docs/reasons.md).';
-comment on column atproto.hosts.last_success_at is 'When a request last succeeded.';
+    'The latest failure; the first word is a reason of docs/reasons.md. Null if none.';
+comment on column atproto.hosts.last_success_at is 'When a request last succeeded; null if never.';
 comment on column atproto.hosts.updated_at is 'When this row was last updated.';
