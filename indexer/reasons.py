@@ -22,23 +22,23 @@ class Rejection(DescribedEnum):
 
     FRAME_TOO_LARGE = (
         "frame-too-large",
-        "The websocket message exceeds a limit: its size, or the number of items in it.",
+        "The websocket message has too many bytes or items.",
     )
-    FRAME_MALFORMED = "frame-malformed", "The message is not a header and a payload map in DAG-CBOR."
-    FIELD_INVALID = "field-invalid", "A required field is missing, or has the wrong type or syntax."
-    SEQ_NOT_INCREASING = "seq-not-increasing", "The sequence number is below the previous one on this connection."
-    BLOCKS_TOO_LARGE = "blocks-too-large", "The CAR slice exceeds the limit of the protocol."
-    TOO_MANY_OPS = "too-many-ops", "The commit has more operations than the protocol allows."
-    WRONG_HOST = "wrong-host", "The stream belongs to a PDS that does not host the account."
-    FUTURE_REV = "future-rev", "The rev is further in the future than clocks may drift."
+    FRAME_MALFORMED = "frame-malformed", "The message is not a header and a map in DAG-CBOR."
+    FIELD_INVALID = "field-invalid", "A required field is missing or invalid."
+    SEQ_NOT_INCREASING = "seq-not-increasing", "The sequence number is below the previous one."
+    BLOCKS_TOO_LARGE = "blocks-too-large", "The blocks exceed the limit of the protocol."
+    TOO_MANY_OPS = "too-many-ops", "The commit has too many operations."
+    WRONG_HOST = "wrong-host", "The PDS does not host the account."
+    FUTURE_REV = "future-rev", "The rev is too far in the future."
     CAR_MALFORMED = "car-malformed", "The blocks are not a well-formed CAR v1 file within the limits."
     BLOCK_HASH_MISMATCH = "block-hash-mismatch", "The bytes of a block do not hash to its CID."
-    COMMIT_MISSING = "commit-missing", "The CAR does not contain the commit that it names as its root."
+    COMMIT_MISSING = "commit-missing", "The CAR lacks the commit that it names as its root."
     COMMIT_MISMATCH = "commit-mismatch", "The root of the CAR is not the commit that the message names."
     COMMIT_MALFORMED = "commit-malformed", "The commit is not a canonical version 3 commit object."
-    ENVELOPE_MISMATCH = "envelope-mismatch", "The message and the signed commit name different repos or revs."
-    SIGNATURE_INVALID = "signature-invalid", "The account's current signing key does not verify the signature."
-    NO_SIGNING_KEY = "no-signing-key", "The identity does not exist or has no usable atproto signing key."
+    ENVELOPE_MISMATCH = "envelope-mismatch", "Message and signed commit name different repos or revs."
+    SIGNATURE_INVALID = "signature-invalid", "The account's signing key does not verify the signature."
+    NO_SIGNING_KEY = "no-signing-key", "The identity does not exist or has no usable signing key."
     NODE_MALFORMED = "node-malformed", "A tree node is not canonical, out of order, or on the wrong layer."
     OPS_MISMATCH = "ops-mismatch", "The operations contradict each other, the tree, or the blocks."
     STORE_FAILED = "store-failed", "The database cannot store the effects of the message; its repo is fetched again."
@@ -47,39 +47,39 @@ class Rejection(DescribedEnum):
 class Desync(DescribedEnum):
     """Why a repo is not synchronized: the column `sync_reason`."""
 
-    NEW = "new", "The repo was seen for the first time; its export has not been fetched yet."
+    NEW = "new", "The repo is new; its export has not been fetched yet."
     REQUESTED = "requested", "An operator or an AppView requested a resync."
     CHAIN_BREAK = "chain-break", "A valid commit does not follow the stored rev: an event was missed."
     SYNC_EVENT = "sync-event", "An authentic #sync announced a state that differs from the stored one."
     EQUIVOCATION = "equivocation", "Two authentic states with the same rev were received."
-    INVERSION = "inversion", "Inverting the operations of an authentic commit does not give its prevData."
-    UNDECIDABLE = "undecidable", "An authentic commit has too few blocks to invert its operations."
-    STRUCTURE = "structure", "The tree nodes of an authentic commit break the rules of the MST."
-    OPS = "ops", "The operations of an authentic commit contradict each other or its tree."
-    RECORD_MISSING = "record-missing", "The block of a record was missing in an authentic commit or in the export."
+    INVERSION = "inversion", "Inverting a commit's operations does not give its prevData."
+    UNDECIDABLE = "undecidable", "A commit has too few blocks to invert its operations."
+    STRUCTURE = "structure", "The tree nodes of a commit break the rules of the MST."
+    OPS = "ops", "The operations of a commit contradict each other or its tree."
+    RECORD_MISSING = "record-missing", "A commit or the export lacks the block of a record."
     LENIENT_COMMIT = (
         "lenient-commit",
-        "A commit was applied although its inversion is undecidable; the stored records are compared with an export.",
+        "A commit with an undecidable inversion was applied; the records are compared with an export.",
     )
-    LEGACY = "legacy", "An authentic commit has no prevData or prev, so its operations cannot be proven complete."
-    IDENTITY = "identity", "An event could not be verified because the signing key could not be fetched."
+    LEGACY = "legacy", "A commit has no prevData or prev, which would prove that its operations are complete."
+    IDENTITY = "identity", "The signing key for an event could not be fetched."
     REACTIVATED = "reactivated", "The account became active again; commits may have been missed meanwhile."
-    BUFFER_OVERFLOW = "buffer-overflow", "More events arrived during the resync than the resync buffer holds."
-    DRAIN_BREAK = "drain-break", "The events buffered during the resync do not follow the fetched export."
+    BUFFER_OVERFLOW = "buffer-overflow", "More events arrived during the resync than its buffer holds."
+    DRAIN_BREAK = "drain-break", "The buffered events do not follow the fetched export."
     STALE_EXPORT = "stale-export", "Every available export is older than a rev that was received or stored."
-    BEHIND = "behind", "A relay lists a newer rev than the stored one, and the stream did not deliver it."
+    BEHIND = "behind", "A relay lists a newer rev that the stream did not deliver."
     STATUS_UNKNOWN = (
         "status-unknown",
-        "The relay does not list the account, and each request for its hosting status failed: it may be deleted.",
+        "The relay does not list the account, and its hosting status could not be fetched.",
     )
     WITHHELD = (
         "withheld",
-        "The relay does not pass on the account, for a trouble of its own; the stored records may be outdated.",
+        "The relay does not pass on the account, for a trouble of its own.",
     )
-    SCOPE_WIDENED = "scope-widened", "Collections were added to the scope; the export is fetched for their records."
+    SCOPE_WIDENED = "scope-widened", "Collections were added to the scope."
     ERASED = "erased", "The records were erased: the account or its DID stayed deleted, or the repo was untracked."
-    STORE_FAILED = "store-failed", "The database could not store the effects of a message of the repo."
-    LEASE_EXPIRED = "lease-expired", "The resync worker stopped without finishing, and its lease expired."
+    STORE_FAILED = "store-failed", "The database could not store the effects of a message."
+    LEASE_EXPIRED = "lease-expired", "The resync worker stopped without finishing."
 
 
 class FetchFailure(DescribedEnum):
@@ -90,7 +90,7 @@ class FetchFailure(DescribedEnum):
     TIMEOUT = "timeout", "The host took too long or sent too slowly."
     HTTP_STATUS = "http-status", "The host answered with an error status."
     THROTTLED = "throttled", "The host asked for a pause."
-    HOST_PAUSED = "host-paused", "Too many requests to the host failed in a row; requests to it are paused."
+    HOST_PAUSED = "host-paused", "Requests to the host are paused: too many failed in a row."
     TOO_LARGE = "too-large", "The response exceeds the limit for its kind."
     REFUSED_ADDRESS = "refused-address", "Connections to this address are not allowed."
     BAD_ANSWER = "bad-answer", "The response has the wrong form."
@@ -102,16 +102,16 @@ class FetchFailure(DescribedEnum):
     IDENTITY_GONE = "identity-gone", "The directory does not know the DID, or has tombstoned it."
     IDENTITY_DOUBTFUL = (
         "identity-doubtful",
-        "The directory denies a DID that it knew before; it is asked again until this is certain.",
+        "The directory denies a DID that it knew before, and is asked again.",
     )
     IDENTITY_UNAVAILABLE = "identity-unavailable", "The directory could not be queried."
     NEW_ACCOUNTS = (
         "new-accounts",
-        "The host's registered domain has more new accounts than INDEXER_NEW_ACCOUNTS_PER_HOST; the first fetch waits.",
+        "The host's domain has more new accounts than INDEXER_NEW_ACCOUNTS_PER_HOST allows.",
     )
     EXPORT_REJECTED = "export-rejected", "The export broke a rule; the reason follows."
-    EXPORT_INCOMPLETE = "export-incomplete", "The export was cut off, or lacks tree nodes that it refers to."
-    EXPORT_LACKS_RECORDS = "export-lacks-records", "The export has all tree nodes but lacks blocks of records."
+    EXPORT_INCOMPLETE = "export-incomplete", "The export was cut off, or lacks tree nodes."
+    EXPORT_LACKS_RECORDS = "export-lacks-records", "The export lacks only blocks of records."
     EXPORT_STALE = "export-stale", "The export is older than a rev that was received or stored."
     SPOOL_FULL = "spool-full", "The spool directory is full or cannot be written."
     SPOOL_UNREADABLE = "spool-unreadable", "A spool file cannot be read: its disk has an error."
@@ -159,11 +159,11 @@ class GapReason(DescribedEnum):
     CURSOR_UNPROVEN = "cursor-unproven", "The relay sent neither the message at the cursor again nor a later one."
     NO_CURSOR = (
         "no-cursor",
-        "The stream was entered without a usable cursor of the relay; messages after the stored ones may be missing.",
+        "The stream was entered without a usable cursor of this relay.",
     )
     SEQUENCE_RESTARTED = (
         "sequence-restarted",
-        "The relay started a new sequence, in which the stored cursor means nothing.",
+        "The relay started a new sequence of numbers.",
     )
 
 
@@ -174,6 +174,6 @@ class OmittedValue(DescribedEnum):
     NUMBER = "number", "A number is no integer, or is not between -(2^53 - 1) and 2^53 - 1."
     KEY = "key", "A key is `__proto__`, or has more than 8,192 bytes."
     TYPE = "type", "A `$type` is empty, or no text."
-    BLOB = "blob", "A map with the `$type` `blob` is no blob: see the data model of the AT Protocol."
+    BLOB = "blob", "A map with the `$type` `blob` is no blob."
     LINK = "link", "The text of a CID has more than 128 characters."
-    LEVELS = "levels", "The event has more than 32 levels of maps and arrays, two of which are around the record."
+    LEVELS = "levels", "The record has more than 30 levels of maps and arrays."

@@ -33,20 +33,20 @@ class Problem(DescribedEnum):
 
     MISSING = "missing", "The block of the record was not in the export; no value."
     NOT_STORED = "not-stored", "`INDEXER_STORE_VALUES` is off; no value. Only the view reports it."
-    NOT_DAG_CBOR = "not-dag-cbor", "The record is not strict DAG-CBOR; no value, the bytes are stored."
-    TOO_LARGE = "too-large", "The record or its JSON exceeds its limit; no value, the bytes are stored."
+    NOT_DAG_CBOR = "not-dag-cbor", "The record is not strict DAG-CBOR; no value, bytes stored."
+    TOO_LARGE = "too-large", "The record or its JSON exceeds its limit; no value, bytes stored."
     OMITTED = (
         "omitted",
-        "Many paths of a commit or an export name one large block; neither value nor bytes are stored for this path.",
+        "Many paths name one large block; no value, no bytes for this path.",
     )
     TOO_MANY_ITEMS = (
         "too-many-items",
-        "The record, or its commit or export, has too many items to convert; no value, the bytes are stored.",
+        "The record, its commit or its export has too many items; no value, bytes stored.",
     )
-    TOO_DEEP = "too-deep", "The record is nested deeper than JSON parsers follow; no value, the bytes are stored."
-    NUL = "nul-character", "A string contains U+0000, which jsonb cannot hold; it is U+FFFD, the bytes are stored."
-    RESERVED_KEY = "reserved-key", "A map would look like a link or bytes in JSON; it is null, the bytes are stored."
-    NUMBER = "number", "A float, or an integer over 64 bits; the value is as near as JSON gets, the bytes are stored."
+    TOO_DEEP = "too-deep", "The record is nested too deep for JSON parsers; no value, bytes stored."
+    NUL = "nul-character", "U+0000, which jsonb cannot hold, is U+FFFD; bytes stored."
+    RESERVED_KEY = "reserved-key", "A map would look like a link or bytes in JSON; it is null, bytes stored."
+    NUMBER = "number", "A float, or an integer over 64 bits; nearest JSON value, bytes stored."
     NOT_A_MAP = "not-a-map", "The record is not a map; the value is unchanged."
     NO_TYPE = "no-type", "The record has no `$type`; the value is unchanged."
     OTHER_TYPE = "other-type", "The `$type` is not the collection; the value is unchanged."
