@@ -101,7 +101,7 @@ async def register_consumers(dsn: str) -> None:
 async def sample(daemon: Daemon) -> None:
     """Take more samples than the daemon does itself, because a few minutes must fill the charts."""
     while True:
-        daemon.status.sample()
+        daemon.history.sample()
         await asyncio.sleep(SAMPLE_SECONDS)
 
 

@@ -6,11 +6,10 @@ not written are received again after the next start.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
-from functools import partial
-from time import time
+from time import monotonic, time
 from typing import Any
 
 import structlog
@@ -18,23 +17,20 @@ import structlog
 from indexer.app.clients import core_of, http_origin, make_did_resolver, make_pds_client, open_outbound_client
 from indexer.app.counts import DaemonCounts
 from indexer.app.feeds import DaemonFeeds, open_webhook
-from indexer.app.gauges import DaemonGauges
 from indexer.app.monitor import DaemonMonitor
-from indexer.app.probe import DaemonProbe
-from indexer.app.process_setup import StopRequest, collect_garbage
-from indexer.app.scope import DaemonScope
+from indexer.app.process_setup import StopRequest
 from indexer.app.settings import Settings
-from indexer.app.status import DaemonStatus, ShownStages
+from indexer.app.stage import Drain, Task
+from indexer.app.stages import all_stages
+from indexer.app.status import DaemonProbe, SampledHistory, StatusReader
 from indexer.app.tuning import Tuning
 from indexer.cluster.change_numbering import ChangeNumbering
-from indexer.concurrency.event_loop_delay import measure_delays
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.core import Core
 from indexer.crash_points import crash_point
 from indexer.db import RESERVED_CONNECTIONS, RetentionPolicy, Store
 from indexer.db.current_scope import CurrentScope
 from indexer.db.open_gaps import OpenGaps
-from indexer.db.periodic import DatabaseAttempt, run_periodically
 from indexer.db.process_reports import ProcessReport
 from indexer.live.account_limits import AccountLimits
 from indexer.live.batch_writer import BATCH_SIZE, CLUSTER_BATCH_SIZE, BatchWriter
@@ -57,6 +53,7 @@ from indexer.resync.large_repo_slots import large_repo_slot_count
 from indexer.resync.queue_maintenance import QueueMaintenance
 from indexer.resync.worker_pool import WorkerPool, pool_settings
 from indexer.serve.database_monitor import DatabaseMonitor
+from indexer.serve.disk_space import disk_space
 from indexer.serve.health import Listener, not_ready_reasons, serve_health
 from indexer.serve.status_page import status_routes
 from indexer.sync.repo import StreamPoint
@@ -68,19 +65,18 @@ from indexer.tasks.identities import IdentityRefresh
 from indexer.tasks.notifications import ChangeNotifier
 from indexer.tasks.reconcile import Reconciliation
 from indexer.tasks.retention import ChangeLogRetention
+from indexer.tasks.scope_backfill import ScopeBackfill
+from indexer.tasks.scope_narrowing import ScopeNarrowing
+from indexer.tasks.scope_untracking import ScopeUntracking
 from indexer.tasks.shard_ownership import ShardOwnership
+from indexer.tasks.signal_discovery import SignalDiscovery
 from indexer.telemetry.conditions import Conditions
-from indexer.telemetry.metrics import Metrics
+from indexer.telemetry.metrics import Metrics, Reading
 
-MAX_DRAIN_SHARE = 0.7
-"""Maximum share of `INDEXER_STOP_TIMEOUT` that is spent on writing the received messages after a signal."""
 FRAME_SIZE_MARGIN = 4
 """Frames up to this multiple of the limit are received and rejected, so that the connection stays
 open. A larger frame ends the connection."""
 INBOX_BYTES = 64 * 1024 * 1024
-SILENCE_CHECK_SECONDS = 1.0
-FEED_STOP_SECONDS = 5.0
-"""Maximum time to store what clients of the feed have acknowledged before the process ends."""
 KEY_LOOKUP_CONCURRENCY = 64
 MAX_CONNECTIONS = 40
 """Maximum size of the pool. Some stages have connections of their own, such as the shard lock. Postgres allows 100
@@ -138,13 +134,18 @@ async def open_daemon(
         yield daemon
 
 
+ScopeTask = ScopeNarrowing | ScopeUntracking | ScopeBackfill | SignalDiscovery
+
+
 class Daemon:
     """The stages of one process.
 
     Attributes:
         probe: The state of the stages, for the health checks.
         status: The document of the status page.
+        history: The samples of the status page.
         core: The implementation of decoding and verification.
+        started_at: When it was built (monotonic seconds).
     """
 
     def __init__(
@@ -160,8 +161,8 @@ class Daemon:
         others: Sequence[StageProgress] = (),
         webhook: OutboundClient | None = None,
     ) -> None:
-        self._settings = settings
-        self._tuning = tuning
+        self.settings = settings
+        self.tuning = tuning
         self._shard = settings.shard.placed(store.placement)
         self.store = store
         self.identities = identities
@@ -169,19 +170,24 @@ class Daemon:
         self.metrics = metrics
         self.core = core
         self.conditions = Conditions()
-        self.host_states = StageProgress("host states")
+        self.started_at = monotonic()
         self.scope = CurrentScope(store, settings.policy, poll=tuning.scope_interval)
         self._build_live_stages(outbound)
         self._build_resync_stages(pds)
         self._build_background_stages(outbound, pds)
         self.feeds = DaemonFeeds(settings, store, identities, self.metrics, self.conditions, webhook)
         self._build_monitors()
-        self.probe = self._make_probe([*self._stages_of_roles(), *others])
-        self.metrics.watch(self._make_gauges().readers())
-        self.status = self._make_status()
+        stages = all_stages(self, others)
+        self._stages = [stage for stage in stages if stage.role is None or stage.role in settings.roles]
+        self.probe = DaemonProbe(self._stages, self.database_monitor, self.shard_ownership, self.started_at)
+        self.status = StatusReader(
+            store, self._stages, self.probe, self.database_monitor, str(self._shard), settings.roles
+        )
+        for gauges in (self.probe.gauges(), self._process_gauges(), *(stage.gauges for stage in stages)):
+            metrics.watch(gauges)
 
     def _build_live_stages(self, outbound: OutboundClient) -> None:
-        settings, shard, tuning = self._settings, self._shard, self._tuning
+        settings, shard, tuning = self.settings, self._shard, self.tuning
         new_accounts = settings.new_accounts_per_host / shard.count
         self.new_accounts = NewAccounts(new_accounts)
         self.shard_ownership = ShardOwnership(self.store, shard, retry=tuning.retry)
@@ -246,7 +252,7 @@ class Daemon:
         )
 
     def _build_resync_stages(self, pds: PdsClient) -> None:
-        settings, shard = self._settings, self._shard
+        settings, shard = self.settings, self._shard
         relay = http_origin(settings.relays[0])
         sources = [relay if source == "relay" else None for source in settings.resync_source]
         self.resync_pool = WorkerPool(
@@ -269,7 +275,7 @@ class Daemon:
                 settings.resync_workers,
                 settings.resync_share,
                 settings.export_time,
-                self._tuning.pool,
+                self.tuning.pool,
                 distributed=self.store.shards > 1,
             ),
             self.new_accounts,
@@ -278,12 +284,12 @@ class Daemon:
             self.store,
             shard,
             self.metrics,
-            replace(self._tuning.maintenance, unpark_after=settings.sweep_interval),
+            replace(self.tuning.maintenance, unpark_after=settings.sweep_interval),
             may_forget=lambda: self.scope.scope.track is not Track.LISTED,
         )
 
     def _build_background_stages(self, outbound: OutboundClient, pds: PdsClient) -> None:
-        settings, shard, tuning = self._settings, self._shard, self._tuning
+        settings, shard, tuning = self.settings, self._shard, self.tuning
         self.identity_refresh = IdentityRefresh(
             self.store, self.identities, settings.deletion_grace, shard, interval=tuning.identity_refresh_interval
         )
@@ -296,9 +302,7 @@ class Daemon:
             self.metrics,
             interval=tuning.erasure_interval,
         )
-        self.scope_stages = DaemonScope(
-            shard, self.store, outbound, self.metrics, self.scope, self._repo_list_sources, self._reconciled_at, tuning
-        )
+        self.scope_tasks = self._scope_tasks(outbound)
         self.links = LinkReader(self.store, wanted=settings.links)
         self.change_log_retention = ChangeLogRetention(
             self.store,
@@ -319,87 +323,62 @@ class Daemon:
             )
             self.handle_checks = HandleChecks(self.store, handles, shard, rate=settings.handle_rate)
 
+    def _scope_tasks(self, outbound: OutboundClient) -> dict[str, ScopeTask]:
+        """Return the tasks that delete what left the scope, and find and fetch what entered it, by name."""
+        shard, store, scope, tuning = self._shard, self.store, self.scope, self.tuning
+        interval, settle, sources = tuning.scope_interval, tuning.scope_settle, self._repo_list_sources
+        tasks: dict[str, ScopeTask] = {
+            "scope narrowing": ScopeNarrowing(
+                store, scope, shard, self.metrics, interval=interval, batch_size=tuning.narrowing_batch
+            ),
+            "scope untracking": ScopeUntracking(
+                store,
+                scope,
+                shard,
+                interval=interval,
+                retry=tuning.untracking_retry,
+                batch_size=tuning.untracking_batch,
+            ),
+            "scope backfill": ScopeBackfill(
+                store,
+                outbound,
+                scope,
+                sources,
+                shard,
+                self.metrics,
+                interval=interval,
+                settle=settle,
+                recheck=tuning.scope_rechecks,
+                recheck_poll=tuning.scope_recheck_poll,
+            ),
+        }
+        if shard.index == 0:  # the lists are of all shards
+            tasks["signal discovery"] = SignalDiscovery(
+                store, outbound, scope, sources, self._reconciled_at, interval=interval, settle=settle
+            )
+        return tasks
+
     def _build_monitors(self) -> None:
         self.repo_counts = DaemonCounts(
-            self.store, self.metrics, self._tuning.count_interval, self._tuning.max_count_share
+            self.store, self.metrics, self.tuning.count_interval, self.tuning.max_count_share
         )
         self.database_monitor = DatabaseMonitor(self.store, self.conditions, self.metrics)
         self.daemon_monitor = DaemonMonitor(
             self.batch_writer.totals, self.identities.lookups, self.hosts, self.conditions
         )
+        self.history = SampledHistory(self.batch_writer, self.resync_pool)
 
-    def _stages_of_roles(self) -> Iterator[StageProgress]:
-        """Yield the progress of all stages that `run` starts."""
-        yield from (self.repo_counts.stage, self.host_states, self.change_log_retention.stage, self.scope.stage)
-        yield self.change_notifier.stage
-        if self.change_numbering is not None:
-            yield self.change_numbering.stage
-        if "live" in self._settings.roles:
-            yield from (self.shard_ownership.stage, self.firehose_consumer.stage, self.inbox.stage)
-            yield from (self.key_lookups.stage, self.batch_writer.stage, self.open_gaps.stage)
-            yield from (self.reconciliation.stage, self.identity_refresh.stage, self.account_erasure.stage)
-            yield from self.scope_stages.progress()
-            yield self.links.stage
-        if "resync" in self._settings.roles:
-            maintenance = self.queue_maintenance
-            yield from (maintenance.lease_expiry, maintenance.parked_repos, maintenance.unproven_repos)
-            yield self.resync_pool.stage
-            if self.handle_checks is not None:
-                yield self.handle_checks.stage
-        if "feed" in self._settings.roles:
-            yield from self.feeds.progress()
-
-    def _make_probe(self, stages: Iterable[StageProgress]) -> DaemonProbe:
-        return DaemonProbe(
-            roles=self._settings.roles,
-            stages={stage.name: stage for stage in stages},
-            subscription=self.subscription,
-            firehose_consumer=self.firehose_consumer,
-            inbox=self.inbox,
-            key_lookups=self.key_lookups,
-            batch_writer=self.batch_writer,
-            shard_ownership=self.shard_ownership,
-            resync_pool=self.resync_pool,
-            reconciliation=self.reconciliation,
-            open_gaps=self.open_gaps,
-            database_monitor=self.database_monitor,
-            conditions=self.conditions,
-        )
-
-    def _make_gauges(self) -> DaemonGauges:
-        return DaemonGauges(
-            probe=self.probe,
-            feeds=self.feeds,
-            hosts=self.hosts,
-            stream_position=self.stream_position,
-            relays=self._settings.relays,
-            data_dir=self._settings.data_dir,
-            core=self.core,
-        )
-
-    def _make_status(self) -> DaemonStatus:
-        stages = ShownStages(
-            subscription=self.subscription,
-            stream_position=self.stream_position,
-            firehose_consumer=self.firehose_consumer,
-            inbox=self.inbox,
-            key_lookups=self.key_lookups,
-            batch_writer=self.batch_writer,
-            resync_pool=self.resync_pool,
-            reconciliation=self.reconciliation,
-            open_gaps=self.open_gaps,
-            change_log_retention=self.change_log_retention,
-            hosts=self.hosts,
-            repo_counts=self.repo_counts.newest,
-            database_monitor=self.database_monitor,
-            conditions=self.conditions,
-        )
-        reasons = partial(not_ready_reasons, self.probe)
-        return DaemonStatus(self.store, stages, reasons, str(self._shard), self._settings.roles)
+    def _process_gauges(self) -> dict[str, Callable[[], Reading]]:
+        core, directory = self.core, self.settings.data_dir
+        return {
+            "indexer_core_info": lambda: {(core.name, core.version): 1.0},
+            "indexer_data_disk_free_bytes": lambda: disk_space(directory).free,
+            "indexer_data_disk_size_bytes": lambda: disk_space(directory).size,
+        }
 
     def report(self) -> ProcessReport:
         """Return what `indexer status` shows of this process: what `/readyz` answers now."""
-        roles = self._settings.roles
+        roles = self.settings.roles
         owns = "live" not in roles or self.shard_ownership.owned.is_set()
         reasons = [asdict(reason) for reason in not_ready_reasons(self.probe)]
         return ProcessReport(roles, self._shard.positions, owns, reasons)
@@ -409,9 +388,9 @@ class Daemon:
 
         `listener` is the address of the settings, if it is bound already.
         """
-        bind, registry = listener or self._settings.http_bind, self.metrics.registry
+        bind, registry = listener or self.settings.http_bind, self.metrics.registry
         routes = [*status_routes(self.status)]
-        if "feed" in self._settings.roles:
+        if "feed" in self.settings.roles:
             routes += self.feeds.routes()
         return serve_health(bind, self.probe, registry, self.conditions, routes=routes)
 
@@ -421,71 +400,50 @@ class Daemon:
         Returns:
             The number of received messages that could not be written in time.
         """
-        tasks = {name: asyncio.create_task(stage, name=name) for name, stage in self._stages().items()}
+        tasks = {
+            stage.name: asyncio.create_task(self._run(stage.run, needs_shard=stage.needs_shard), name=stage.name)
+            for stage in self._stages
+            if stage.run is not None
+        }
         stopped: asyncio.Task[Any] = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait([*tasks.values(), stopped], return_when=asyncio.FIRST_COMPLETED)
             _raise_exceptions(tasks.values())
-            unwritten = await self._drain(tasks, stop)
+            log.info("daemon.draining", messages=self.inbox.unsettled, resyncs=len(self.resync_pool.running))
+            crash_point("daemon.draining")
+            for step in (Drain.RECEIVE_NO_MORE, Drain.WRITE, Drain.ACKNOWLEDGE):
+                await self._drain(step, tasks, stop)
+            if unwritten := self.inbox.unsettled:
+                log.error("daemon.drain-incomplete", messages=unwritten)
+            for step in (Drain.GIVE_BACK, Drain.SAVE):
+                await self._drain(step, tasks, stop)
+            _raise_exceptions(task for task in tasks.values() if not task.cancelled())
         finally:
             for task in (*tasks.values(), stopped):
                 task.cancel()
             await asyncio.gather(*tasks.values(), stopped, return_exceptions=True)
-            await self.key_lookups.close()
-            await self.resync_pool.close()
-        if self.change_numbering is not None:
-            stop.step = "number the last changes"
-            await self.change_numbering.finish()
+            await self._drain(Drain.CLOSE, tasks, stop)
+        await self._drain(Drain.NUMBER, tasks, stop)
         return unwritten
 
-    def _stages(self) -> dict[str, Coroutine[Any, Any, None]]:
-        """Return the stages of the roles of this process, by task name."""
-        stages: dict[str, Coroutine[Any, Any, None]] = {
-            "database monitor": self.database_monitor.run(self.report),
-            "daemon monitor": self.daemon_monitor.run(),
-            "garbage collection": collect_garbage(self._tuning.garbage_interval),
-            "event loop delay": measure_delays(self.metrics.event_loop_delay),
-            "repo counts": self.repo_counts.run(),
-            "status samples": self.status.run(),
-            "host states": run_periodically(
-                self._save_hosts, self._tuning.host_save_interval, self.host_states, wait_first=True
-            ),
-            "identity cache": self.identities.run(),
-            "change log retention": self.change_log_retention.run(),
-            "change notifier": self.change_notifier.run(),
-            "scope": self.scope.run(),
-        }
-        if self.change_numbering is not None:
-            stages |= {"change numbering": self.change_numbering.run()}
-        if "live" in self._settings.roles:
-            stages |= {
-                "shard ownership": self.shard_ownership.run(),
-                "firehose consumer": self._when_owned(self.firehose_consumer.run),
-                "key lookups": self.key_lookups.run(),
-                "batch writer": self.batch_writer.run(),
-                "identity refresh": self.identity_refresh.run(),
-                "account erasure": self.account_erasure.run(),
-                "links": self.links.run(),
-                "open gaps": self.open_gaps.run(),
-                "stream continuity": run_periodically(
-                    self.stream_continuity.check_silence, SILENCE_CHECK_SECONDS, self.open_gaps.stage.add()
-                ),
-                "reconciliation": self._when_owned(self.reconciliation.run),
-            }
-            stages |= {name: self._when_owned(run_stage) for name, run_stage in self.scope_stages.stages().items()}
-        if "resync" in self._settings.roles:
-            stages |= {"resync pool": self.resync_pool.run(), "queue maintenance": self.queue_maintenance.run()}
-            if self.handle_checks is not None:
-                stages |= {"handle checks": self.handle_checks.run()}
-        if "feed" in self._settings.roles:
-            stages |= self.feeds.stages()
-        return stages
+    async def _run(self, run: Callable[[], Coroutine[Any, Any, None]], *, needs_shard: bool) -> None:
+        """Run a stage, as soon as this process owns its shard if the stage needs that."""
+        if needs_shard:
+            await self.shard_ownership.owned.wait()
+        await run()
+
+    async def _drain(self, step: Drain, tasks: Mapping[str, Task], stop: StopRequest) -> None:
+        """Take one step of the stop in all stages at once."""
+        steps = [(stage.drain[step], tasks[stage.name]) for stage in self._stages if step in stage.drain]
+        if steps:
+            stop.step = step.value
+        await asyncio.gather(*(take(task) for take, task in steps))
 
     def _repo_list_sources(self) -> Sequence[str]:
         """Return the relay whose stream is open, then the others; none if no stream is open."""
         if (connection := self.subscription.connection) is None:
             return ()
-        return [http_origin(relay) for relay in dict.fromkeys([connection.relay, *self._settings.relays])]
+        return [http_origin(relay) for relay in dict.fromkeys([connection.relay, *self.settings.relays])]
 
     def _stream_point(self, source: str) -> StreamPoint | None:
         """Return the last stored message of the stream of this source; None if that is not known or not open."""
@@ -497,41 +455,8 @@ class Daemon:
         progress = self.reconciliation.crawl_progress
         return progress.finished_at if progress else None
 
-    async def _when_owned(self, run_stage: Callable[[], Awaitable[None]]) -> None:
-        """Run a stage as soon as this process owns its shard."""
-        await self.shard_ownership.owned.wait()
-        await run_stage()
-
-    async def _drain(self, tasks: Mapping[str, asyncio.Task[None]], stop: StopRequest) -> int:
-        """Stop receiving, write the received messages, and give claims back. Raise the exceptions of the stages."""
-        log.info("daemon.draining", messages=self.inbox.unsettled, resyncs=len(self.resync_pool.running))
-        receiving = [tasks[name] for name in ("firehose consumer", "resync pool") if name in tasks]
-        for task in receiving:
-            task.cancel()
-        stop.step = "end the stream and the resyncs"
-        crash_point("daemon.draining")
-        await asyncio.gather(*receiving, return_exceptions=True)
-        stop.step = "write the received messages"
-        if writer := tasks.get("batch writer"):
-            settled = asyncio.create_task(self.inbox.wait_until_settled())
-            timeout = MAX_DRAIN_SHARE * self._settings.stop_timeout
-            await asyncio.wait([writer, settled], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            settled.cancel()
-        if feed := tasks.get("tap feed"):
-            stop.step = "store what clients of the feed have acknowledged"
-            await self.feeds.tap_feed.stop()
-            await asyncio.wait([feed], timeout=FEED_STOP_SECONDS)
-        if unwritten := self.inbox.unsettled:
-            log.error("daemon.drain-incomplete", messages=unwritten)
-        stop.step = "give back the claims of resyncs"
-        await self.resync_pool.give_back()
-        stop.step = "save the states of hosts"
-        with DatabaseAttempt():
-            await self._save_hosts()
-        _raise_exceptions(task for task in tasks.values() if not task.cancelled())
-        return unwritten
-
-    async def _save_hosts(self) -> None:
+    async def save_hosts(self) -> None:
+        """Store the states of hosts that changed."""
         if not (states := self.hosts.unsaved()):
             return
         await self.store.save_hosts(states)

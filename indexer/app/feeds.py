@@ -1,15 +1,13 @@
 """The feeds of the daemon: build the parts of the role `feed` from the settings."""
 
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 from aiohttp import web
 
 from indexer.app.clients import open_webhook_client
 from indexer.app.settings import Settings
 from indexer.app.tuning import Tuning
-from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Store
 from indexer.net.http import OutboundClient
 from indexer.net.identity import IdentityCache
@@ -75,17 +73,6 @@ class DaemonFeeds:
         self._jetstream_routes = JetstreamRoutes(
             store, self.jetstream_reader, metrics, values_stored=settings.store_values
         )
-
-    def progress(self) -> Iterator[StageProgress]:
-        """Yield the progress of all stages of the feeds."""
-        yield from (self.tap_feed.stage, self.jetstream_reader.stage)
-        if self.webhook is not None:
-            yield self.webhook.stage
-
-    def stages(self) -> dict[str, Coroutine[Any, Any, None]]:
-        """Return the stages of the feeds, by task name."""
-        stages = {"tap feed": self.tap_feed.run(), "jetstream reader": self.jetstream_reader.run()}
-        return stages if self.webhook is None else stages | {"webhook": self.webhook.run()}
 
     def routes(self) -> Iterator[web.RouteDef]:
         """Yield the routes of tap and of Jetstream. Changes and acknowledgements need the password, if there is one."""

@@ -3,20 +3,26 @@
 Lists and texts are bounded, so the document stays small whatever hosts and accounts send.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from time import monotonic
 
+from indexer.db import RejectionSummary
+from indexer.reasons import Rejection
 from indexer.redaction import without_secrets
 from indexer.serve.backfill import Backfill, ScopeStatus
 from indexer.serve.readiness import ReadinessReason
 from indexer.serve.status_rows import ConsumerStatus, GapStatus, LinkStatus
 from indexer.serve.status_samples import History
+from indexer.sync.identity import HostState
+from indexer.telemetry.conditions import Condition
 
 MAX_ROWS = 50
 """Rows of each list. The number of all rows is beside it where there may be more."""
 MAX_TEXT_LENGTH = 300
+_REJECTION_TEXTS = {str(reason): reason.text for reason in Rejection}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StreamStatus:
     """The stream of the relay.
 
@@ -32,15 +38,15 @@ class StreamStatus:
         reconciliation: The progress of the last comparison with the relay's repo list.
     """
 
-    relay: str | None
-    seq: int | None
-    lag_seconds: float | None
-    silent_seconds: float | None
-    messages_per_second: float | None
-    unsettled_messages: int
-    unsettled_bytes: int
-    waiting_for_keys: int
-    reconciliation: str | None
+    relay: str | None = None
+    seq: int | None = None
+    lag_seconds: float | None = None
+    silent_seconds: float | None = None
+    messages_per_second: float | None = None
+    unsettled_messages: int = 0
+    unsettled_bytes: int = 0
+    waiting_for_keys: int = 0
+    reconciliation: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +100,7 @@ class ResyncStatus:
     slot: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ResyncPoolStatus:
     """The resync workers of this process.
 
@@ -105,10 +111,10 @@ class ResyncPoolStatus:
         longest: Those that run longest.
     """
 
-    workers_free: int | None
-    resyncs_per_second: float | None
-    running: int
-    longest: list[ResyncStatus]
+    workers_free: int | None = None
+    resyncs_per_second: float | None = None
+    running: int = 0
+    longest: list[ResyncStatus] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +160,7 @@ class RejectionStatus:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DeliveryStatus:
     """The part of the document that is read from the database for the page.
 
@@ -164,16 +170,16 @@ class DeliveryStatus:
         lagging: The names of the consumers that are further behind than an hour.
     """
 
-    read_seconds_ago: float | None
-    error: str | None
-    rejections: list[RejectionStatus]
-    consumers: list[ConsumerStatus]
-    lagging: list[str]
+    read_seconds_ago: float | None = None
+    error: str | None = None
+    rejections: list[RejectionStatus] = field(default_factory=list)
+    consumers: list[ConsumerStatus] = field(default_factory=list)
+    lagging: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StatusDocument:
-    """The state of this process and its database.
+    """The state of this process and its database. Each stage sets its part.
 
     Attributes:
         time: The present time in Unix seconds, by the clock of the server.
@@ -193,21 +199,71 @@ class StatusDocument:
     roles: list[str]
     ready: bool
     reasons: list[ReadinessReason]
-    stream: StreamStatus
-    history: History
-    repos: RepoStatus | None
-    links: LinkStatus | None
-    scope_backfill: ScopeStatus | None
-    resyncs: ResyncPoolStatus
-    hosts_in_trouble: int
-    hosts: list[HostStatus]
-    conditions: list[ConditionStatus]
-    gaps_open: int | None
-    gaps: list[GapStatus]
-    delivery: DeliveryStatus
+    stream: StreamStatus = field(default_factory=StreamStatus)
+    history: History = field(default_factory=lambda: History([], [], [], []))
+    repos: RepoStatus | None = None
+    links: LinkStatus | None = None
+    scope_backfill: ScopeStatus | None = None
+    resyncs: ResyncPoolStatus = field(default_factory=ResyncPoolStatus)
+    hosts_in_trouble: int = 0
+    hosts: list[HostStatus] = field(default_factory=list)
+    conditions: list[ConditionStatus] = field(default_factory=list)
+    gaps_open: int | None = None
+    gaps: list[GapStatus] = field(default_factory=list)
+    delivery: DeliveryStatus = field(default_factory=DeliveryStatus)
 
 
 def short(text: str) -> str:
     """Return a text from outside without secrets, and cut off at `MAX_TEXT_LENGTH`."""
     text = without_secrets(text[: 4 * MAX_TEXT_LENGTH])
     return text if len(text) <= MAX_TEXT_LENGTH else f"{text[: MAX_TEXT_LENGTH - 1]}…"
+
+
+def host_status(state: HostState, now: float) -> HostStatus:
+    """Return the status of a host at `now` (Unix seconds)."""
+    left = (state.paused_until or 0.0) - now
+    return HostStatus(
+        host=short(state.host),
+        pause_reason=state.pause_reason if left > 0 else None,
+        pause_seconds_left=left if left > 0 else None,
+        failures_in_a_row=state.consecutive_failures,
+        last_error=state.last_error and short(state.last_error),
+        last_success_seconds_ago=None if state.last_success is None else max(0.0, now - state.last_success),
+    )
+
+
+def condition_status(condition: Condition) -> ConditionStatus:
+    """Return the status of a condition."""
+    return ConditionStatus(
+        name=condition.kind.name,
+        subject=short(condition.subject),
+        message=short(condition.message),
+        seconds=monotonic() - condition.began_at,
+        count=condition.count,
+        prevents_readiness=condition.kind.prevents_readiness,
+    )
+
+
+def rejection_status(rejection: RejectionSummary, now: float) -> RejectionStatus:
+    """Return the status of the dead letters with one reason at `now` (Unix seconds)."""
+    return RejectionStatus(
+        reason=rejection.reason,
+        meaning=_REJECTION_TEXTS.get(rejection.reason, ""),
+        stored=rejection.stored,
+        last_hour=rejection.last_hour,
+        newest_seconds_ago=max(0.0, now - rejection.newest_at),
+        relay=short(rejection.relay),
+        seq=rejection.seq,
+        did=rejection.did and short(rejection.did),
+        detail=short(rejection.detail),
+    )
+
+
+def short_consumer(consumer: ConsumerStatus) -> ConsumerStatus:
+    """Return the status of a consumer with a bounded name."""
+    return replace(consumer, name=short(consumer.name))
+
+
+def short_gap(gap: GapStatus) -> GapStatus:
+    """Return the status of a gap with a bounded name."""
+    return replace(gap, relay=short(gap.relay))

@@ -5,6 +5,7 @@ import gc
 import weakref
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,11 @@ from indexer.core.native_core import CommitsBeingVerified, NativeCore
 from indexer.db import RESERVED_CONNECTIONS
 from indexer.demo.local_network import LocalNetwork
 from indexer.errors import BrokenInvariantError
-from indexer.live.batch_writer import BATCH_SIZE
+from indexer.live.batch_writer import BATCH_SIZE, BatchWriter
 from indexer.resync.large_repo_slots import large_repo_slot_count
+from indexer.resync.worker_pool import WorkerPool
 from indexer.sync.repo import Repo
+from indexer.tasks.retention import ChangeLogRetention
 from tests.batch_sizes import first_batch_size
 from tests.daemon_harness import run_daemon, settings_for
 from tests.native_module import CountingCore, module_core
@@ -27,18 +30,18 @@ from tests.waiting import until
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("stage", ["batch_writer", "resync_pool", "change_log_retention"])
+@pytest.mark.parametrize("stage", [BatchWriter, WorkerPool, ChangeLogRetention])
 async def test_broken_invariant_in_any_stage_ends_the_daemon(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: type[Any]
 ) -> None:
-    async def breaks() -> None:
+    async def breaks(_: object) -> None:
         raise BrokenInvariantError("a broken rule")
 
+    monkeypatch.setattr(stage, "run", breaks)
     async with (
         LocalNetwork() as network,
         open_daemon(settings_for(network.relay_url, network.plc_url, tmp_path), database) as running,
     ):
-        monkeypatch.setattr(getattr(running, stage), "run", breaks)
         with pytest.raises(BrokenInvariantError, match="a broken rule"):
             await asyncio.wait_for(running.run(StopRequest()), 30)
 
@@ -81,18 +84,18 @@ async def test_broken_invariant_while_draining_is_raised(
 ) -> None:
     stop = StopRequest()
 
-    async def breaks_at_the_end() -> None:
+    async def breaks_at_the_end(_: object) -> None:
         await until(lambda: running.inbox.unsettled > 0)
         stop.set()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         raise BrokenInvariantError("a broken rule")
 
+    monkeypatch.setattr(BatchWriter, "run", breaks_at_the_end)
     async with (
         LocalNetwork() as network,
         open_daemon(settings_for(network.relay_url, network.plc_url, tmp_path), database) as running,
     ):
-        monkeypatch.setattr(running.batch_writer, "run", breaks_at_the_end)
         network.create_account("ada.test")
         with pytest.raises(BrokenInvariantError, match="a broken rule"):
             await asyncio.wait_for(running.run(stop), 30)

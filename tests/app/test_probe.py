@@ -1,42 +1,30 @@
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from indexer.app.probe import DaemonProbe
+from indexer.app.stage import quiet_stage
+from indexer.app.stages import all_stages
+from indexer.app.status import DaemonProbe
 from indexer.concurrency import stage_progress
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.telemetry.conditions import DATABASE_UNAVAILABLE, HOST_FAILING, IDENTITY_LOOKUPS_FAILING, Conditions
+from tests.app.fake_daemon import fake_daemon
 
 
 def probe_of(
     roles: tuple[str, ...] = ("live", "resync"), *, watched: Sequence[StageProgress] = (), **stages: Any
 ) -> DaemonProbe:
     """Return a probe of an idle, connected daemon, with some attributes of stages replaced."""
-    healthy = {"last_error": None, "failing_since": None}
-    attributes: dict[str, Any] = {
-        "subscription": {
-            "connection": SimpleNamespace(relay="wss://one.example"),
-            "last_error": None,
-            "disconnected_since": ago(40),
-        },
-        "firehose_consumer": dict(healthy),
-        "inbox": {"unsettled": 0, "unsettled_bytes": 0},
-        "batch_writer": {"stage": SimpleNamespace(**healthy), "lag": 1.0, "totals": SimpleNamespace(settled=3)},
-        "resync_pool": {"claims": SimpleNamespace(**healthy), "running": []},
-        "shard_ownership": {"last_error": None, "owned_since": ago(900), "waits_since": ago(950)},
-        "reconciliation": {"progress": None},
-        "open_gaps": {"gaps": ()},
-        "database_monitor": {"answering_since": ago(1_000)},
-        "conditions": {"active": list},
-    }
-    made: dict[str, Any] = {
-        name: SimpleNamespace(**(values | stages.get(name, {}))) for name, values in attributes.items()
-    }
-    by_name = {stage.name: stage for stage in watched}
-    return DaemonProbe(roles, by_name, key_lookups=[], started_at=ago(1_000), **made)  # type: ignore[arg-type]
+    daemon = fake_daemon(roles, **stages)
+    listed = [
+        *(replace(stage, progress=()) for stage in all_stages(daemon, ()) if stage.role in {None, *roles}),
+        *(quiet_stage(progress.name, None, None, progress) for progress in watched),
+    ]
+    return DaemonProbe(listed, daemon.database_monitor, daemon.shard_ownership, daemon.started_at)
 
 
 def ago(seconds: float) -> float:

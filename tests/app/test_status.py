@@ -8,7 +8,8 @@ from typing import Any
 import orjson
 import pytest
 
-from indexer.app.status import DaemonStatus, ShownStages
+from indexer.app.stages import all_stages
+from indexer.app.status import SampledHistory, StatusReader
 from indexer.db import ConsumerState, Counts, DatabaseError, DeliveryState, RejectionSummary
 from indexer.reasons import FetchFailure, GapReason, Rejection
 from indexer.resync.admission import Slot
@@ -21,6 +22,7 @@ from indexer.sync.identity import HostState
 from indexer.sync.repo import SyncStatus
 from indexer.sync.stream import Gap, OpenGap
 from indexer.telemetry.conditions import CONDITION_KINDS, DATABASE_ERRORS, HOST_FAILING, Conditions
+from tests.app.fake_daemon import fake_daemon
 
 MAX_DOCUMENT_BYTES = 300_000
 LONG = "x" * 10_000
@@ -39,32 +41,22 @@ class FakeStore:
         return self.state
 
 
+def daemon_of(
+    store: FakeStore | None = None, reasons: list[ReadinessReason] | None = None, **stages: Any
+) -> tuple[StatusReader, SampledHistory]:
+    """Return the status and the history of an idle, connected daemon, with some attributes of stages replaced."""
+    daemon, database = fake_daemon(("live", "resync"), **stages), store or FakeStore()
+    daemon.history = SampledHistory(daemon.batch_writer, daemon.resync_pool)
+    listed = [stage for stage in all_stages(daemon, ()) if stage.role in {None, "live", "resync"}]
+    probe: Any = SimpleNamespace(stalled=lambda: reasons or [], ready=list)
+    roles = ("live", "resync")
+    return StatusReader(database, listed, probe, daemon.database_monitor, "0/1", roles), daemon.history  # type: ignore[arg-type]
+
+
 def status_of(
     store: FakeStore | None = None, reasons: list[ReadinessReason] | None = None, **stages: Any
-) -> DaemonStatus:
-    """Return the status of an idle, connected daemon, with some attributes of stages replaced."""
-    attributes: dict[str, Any] = {
-        "subscription": {"connection": SimpleNamespace(relay="wss://one.example"), "last_error": None},
-        "stream_position": {"watermark": SimpleNamespace(position=7)},
-        "firehose_consumer": {"last_message": {"wss://one.example": monotonic() - 2}},
-        "inbox": {"unsettled": 3, "unsettled_bytes": 4_096},
-        "batch_writer": {"lag": 0.25, "totals": SimpleNamespace(settled=0)},
-        "resync_pool": {"free_workers": 8, "running": [], "ended": 0},
-        "reconciliation": {"progress": None},
-        "open_gaps": {"gaps": ()},
-        "change_log_retention": {"lagging": []},
-        "hosts": {"paused": list, "failing": list},
-        "database_monitor": {"answering_since": monotonic()},
-        "conditions": {"active": list},
-    }
-    made: dict[str, Any] = {
-        name: SimpleNamespace(**(values | stages.get(name, {}))) for name, values in attributes.items()
-    }
-    made["key_lookups"] = stages.get("key_lookups", ["waiting"])
-    made["repo_counts"] = stages.get("repo_counts") or RepoCounts()
-    shown: Any = ShownStages(**made)
-    database: Any = store or FakeStore()
-    return DaemonStatus(database, shown, lambda: reasons or [], "0/1", ("live", "resync"))
+) -> StatusReader:
+    return daemon_of(store, reasons, **stages)[0]
 
 
 def host(name: str = "pds.example", **changes: Any) -> HostState:
@@ -87,8 +79,8 @@ async def test_document_of_an_idle_daemon() -> None:
 
 async def test_samples_become_the_history_and_the_present_rates() -> None:
     totals = SimpleNamespace(settled=1_000_000)
-    status = status_of(batch_writer={"totals": totals}, resync_pool={"ended": 1_000_000})
-    status.sample()
+    status, history = daemon_of(batch_writer={"totals": totals}, resync_pool={"ended": 1_000_000})
+    history.sample()
     document = await status.document()
     assert document.history.lag_seconds == [0.25]
     assert document.stream.messages_per_second == document.history.messages_per_second[0] > 0
@@ -164,7 +156,7 @@ async def test_document_stays_small_whatever_hosts_and_accounts_send() -> None:
     hosts = [host(f"{number}{LONG}", last_error=LONG) for number in range(1_000)]
     gaps = [OpenGap(n, Gap(LONG, "0/1", GapReason.NO_CURSOR), now) for n in range(1_000)]
     running = [SimpleNamespace(slot=Slot(f"did:plc:{n}{LONG}", now, LONG)) for n in range(1_000)]
-    status = status_of(
+    status, history = daemon_of(
         store,
         [ReadinessReason("lag", LONG, 1.0) for _ in range(1_000)],
         hosts={"paused": lambda: hosts, "failing": list},
@@ -177,7 +169,7 @@ async def test_document_stays_small_whatever_hosts_and_accounts_send() -> None:
         subscription={"connection": SimpleNamespace(relay=LONG)},
     )
     for _ in range(3 * MAX_SAMPLES):
-        status.sample()
+        history.sample()
     document = await status.document()
     assert (document.hosts_in_trouble, document.gaps_open, document.resyncs.running) == (1_000, 1_000, 1_000)
     assert_bounded(document)

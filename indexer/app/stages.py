@@ -1,0 +1,501 @@
+"""The one list of the stages of the daemon: what each of them runs, watches, measures, shows, and does at the end."""
+
+import asyncio
+import math
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import islice
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from indexer.app.process_setup import collect_garbage
+from indexer.app.stage import Drain, Stage, Task, end, quiet_stage
+from indexer.concurrency.event_loop_delay import measure_delays
+from indexer.concurrency.stage_progress import StageProgress, Work
+from indexer.db.periodic import DatabaseAttempt, run_periodically
+from indexer.live.batch_writer import BatchWriter
+from indexer.live.firehose_consumer import FirehoseConsumer
+from indexer.live.inbox import Inbox
+from indexer.net.http import HostLimits
+from indexer.net.relay.subscription import Subscription
+from indexer.resync.admission import Slot
+from indexer.resync.worker_pool import RunningResync, WorkerPool
+from indexer.serve.backfill import RepoCounts
+from indexer.serve.readiness import MAX_LISTED_GAPS, MAX_READY_LAG_SECONDS, ReadinessReason, describe_gap
+from indexer.serve.status_document import (
+    MAX_ROWS,
+    RepoStatus,
+    ResyncStatus,
+    StatusDocument,
+    condition_status,
+    host_status,
+    short,
+    short_gap,
+)
+from indexer.serve.status_rows import gap_status, link_status
+from indexer.telemetry.conditions import Conditions
+from indexer.telemetry.metric_definitions import MAX_LISTED
+
+if TYPE_CHECKING:
+    from indexer.app.daemon import Daemon
+
+MAX_DRAIN_SHARE = 0.7
+"""Maximum share of `INDEXER_STOP_TIMEOUT` that is spent on writing the received messages after a signal."""
+FEED_STOP_SECONDS = 5.0
+"""Maximum time to store what clients of the feed have acknowledged before the process ends."""
+SILENCE_CHECK_SECONDS = 1.0
+
+
+def all_stages(daemon: "Daemon", others: Iterable[StageProgress]) -> list[Stage]:
+    """Return the stages of all roles. `others` are watched, too, but run outside the daemon."""
+    stages = [*_monitors(daemon), *_common(daemon), *_live(daemon), *_tasks(daemon), *_resync(daemon), *_feed(daemon)]
+    return [*stages, *(quiet_stage(progress.name, None, None, progress) for progress in others)]
+
+
+def _monitors(daemon: "Daemon") -> Iterator[Stage]:
+    conditions, database = daemon.conditions, daemon.database_monitor
+    yield quiet_stage("database monitor", None, partial(database.run, daemon.report))
+    yield Stage(
+        "daemon monitor",
+        role=None,
+        needs_shard=False,
+        run=daemon.daemon_monitor.run,
+        drain={},
+        progress=(),
+        not_ready=partial(active_conditions, conditions),
+        gauges={
+            "indexer_condition_occurrences": lambda: {
+                (condition.kind.name, condition.subject): condition.count for condition in conditions.active()
+            }
+        },
+        show=partial(_show_conditions, conditions),
+    )
+    yield quiet_stage("garbage collection", None, partial(collect_garbage, daemon.tuning.garbage_interval))
+    yield quiet_stage("event loop delay", None, partial(measure_delays, daemon.metrics.event_loop_delay))
+    yield Stage(
+        "status samples",
+        role=None,
+        needs_shard=False,
+        run=daemon.history.run,
+        drain={},
+        progress=(),
+        not_ready=tuple,
+        gauges={},
+        show=daemon.history.show,
+    )
+
+
+def _common(daemon: "Daemon") -> Iterator[Stage]:
+    counts, hosts, retention = daemon.repo_counts, daemon.hosts, daemon.change_log_retention
+    yield Stage(
+        "repo counts",
+        role=None,
+        needs_shard=False,
+        run=counts.run,
+        drain={},
+        progress=[counts.stage],
+        not_ready=tuple,
+        gauges={},
+        show=partial(show_repos, counts.newest),
+    )
+    host_states = StageProgress("host states")
+    yield Stage(
+        "host states",
+        role=None,
+        needs_shard=False,
+        run=lambda: run_periodically(daemon.save_hosts, daemon.tuning.host_save_interval, host_states, wait_first=True),
+        drain={Drain.SAVE: partial(_save, daemon)},
+        progress=[host_states],
+        not_ready=tuple,
+        gauges={
+            "indexer_hosts_paused": lambda: len(hosts.paused()),
+            "indexer_hosts_failing": lambda: len(hosts.failing()),
+            "indexer_host_consecutive_failures": lambda: {
+                (state.host,): state.consecutive_failures for state in hosts.failing()[:MAX_LISTED]
+            },
+        },
+        show=partial(_show_hosts, hosts),
+    )
+    yield quiet_stage("identity cache", None, daemon.identities.run)
+
+    def show_lagging(document: StatusDocument) -> None:
+        document.delivery.lagging = [short(name) for name in retention.lagging[:MAX_ROWS]]
+
+    yield Stage(
+        "change log retention",
+        role=None,
+        needs_shard=False,
+        run=retention.run,
+        drain={},
+        progress=[retention.stage],
+        not_ready=tuple,
+        gauges={},
+        show=show_lagging,
+    )
+    yield quiet_stage("change notifier", None, daemon.change_notifier.run, daemon.change_notifier.stage)
+    yield quiet_stage("scope", None, daemon.scope.run, daemon.scope.stage)
+    if (numbering := daemon.change_numbering) is not None:
+        yield Stage(
+            "change numbering",
+            role=None,
+            needs_shard=False,
+            run=numbering.run,
+            drain={Drain.NUMBER: lambda _task: numbering.finish()},
+            progress=[numbering.stage],
+            not_ready=tuple,
+            gauges={},
+            show=lambda _document: None,
+        )
+
+
+def _live(daemon: "Daemon") -> Iterator[Stage]:
+    """Yield the stages from the stream to the database."""
+    inbox, lookups, writer = daemon.inbox, daemon.key_lookups, daemon.batch_writer
+    consumer, subscription, position = daemon.firehose_consumer, daemon.subscription, daemon.stream_position
+    ownership = daemon.shard_ownership
+
+    def shard_lock() -> Iterator[ReadinessReason]:
+        if ownership.last_error:
+            yield ReadinessReason("shard-lock", ownership.last_error, seconds_since(ownership.waits_since))
+
+    yield Stage(
+        "shard ownership",
+        role="live",
+        needs_shard=False,
+        run=ownership.run,
+        drain={},
+        progress=[ownership.stage],
+        not_ready=shard_lock,
+        gauges={},
+        show=lambda _document: None,
+    )
+    relays = daemon.settings.relays if "live" in daemon.settings.roles else ()
+    yield Stage(
+        "firehose consumer",
+        role="live",
+        needs_shard=True,
+        run=consumer.run,
+        drain={Drain.RECEIVE_NO_MORE: end},
+        progress=[consumer.stage],
+        not_ready=partial(stream_errors, subscription, consumer),
+        gauges={
+            "indexer_relay_connected": lambda: {
+                (relay,): float(subscription.connection is not None and subscription.connection.relay == relay)
+                for relay in relays
+            },
+            "indexer_seconds_since_last_message": lambda: {
+                (relay,): monotonic() - consumer.last_message.get(relay, math.nan) for relay in relays
+            },
+        },
+        show=partial(_show_stream, subscription, consumer),
+    )
+
+    def show_inbox(document: StatusDocument) -> None:
+        document.stream.unsettled_messages, document.stream.unsettled_bytes = inbox.unsettled, inbox.unsettled_bytes
+
+    yield Stage(
+        "inbox",
+        role="live",
+        needs_shard=True,
+        run=None,
+        drain={},
+        progress=[inbox.stage],
+        not_ready=tuple,
+        gauges={
+            "indexer_queue_bytes": lambda: inbox.unsettled_bytes,
+            "indexer_queue_messages": lambda: inbox.unsettled,
+        },
+        show=show_inbox,
+    )
+
+    def show_lookups(document: StatusDocument) -> None:
+        document.stream.waiting_for_keys = len(lookups)
+
+    yield Stage(
+        "key lookups",
+        role="live",
+        needs_shard=False,
+        run=lookups.run,
+        drain={Drain.CLOSE: lambda _task: lookups.close()},
+        progress=[lookups.stage],
+        not_ready=tuple,
+        gauges={"indexer_key_waiting_messages": lambda: len(lookups)},
+        show=show_lookups,
+    )
+
+    def show_writer(document: StatusDocument) -> None:
+        document.stream.seq, document.stream.lag_seconds = position.watermark.position, writer.lag
+
+    def writer_reasons() -> Iterator[ReadinessReason]:
+        if daemon.database_monitor.answering_since is not None:  # else, one reason says it
+            yield from retried("the last batch was not written", writer.stage)
+        yield from lag_reasons(writer)
+
+    yield Stage(
+        "batch writer",
+        role="live",
+        needs_shard=False,
+        run=writer.run,
+        drain={Drain.WRITE: partial(_settle, inbox, MAX_DRAIN_SHARE * daemon.settings.stop_timeout)},
+        progress=[writer.stage],
+        not_ready=writer_reasons,
+        gauges={
+            "indexer_firehose_lag_seconds": lambda: _or_nan(writer.lag),
+            "indexer_cursor_age_seconds": lambda: (
+                {(position.relay,): _or_nan(writer.cursor_age)} if position.relay else {}
+            ),
+        },
+        show=show_writer,
+    )
+    yield from _gaps(daemon)
+
+
+def _gaps(daemon: "Daemon") -> Iterator[Stage]:
+    """Yield the stages that find, load and close gaps."""
+    gaps, reconciliation = daemon.open_gaps, daemon.reconciliation
+
+    def open_gaps() -> Iterator[ReadinessReason]:
+        if gaps.gaps is None:
+            yield ReadinessReason(
+                "gaps-unknown", "it is not known yet whether gaps are open", seconds_since(daemon.started_at)
+            )
+        elif gaps.gaps:
+            listed = "; ".join([describe_gap(gap) for gap in gaps.gaps[:MAX_LISTED_GAPS]])
+            progress = reconciliation.progress or "waiting for a relay"
+            message = f"repos may be outdated: {listed}; reconciliation: {progress}"
+            yield ReadinessReason("open-gaps", message, len(gaps.gaps))
+
+    def show_gaps(document: StatusDocument) -> None:
+        if gaps.gaps is not None:
+            document.gaps_open = len(gaps.gaps)
+            document.gaps = [short_gap(gap_status(opened, document.time)) for opened in gaps.gaps[:MAX_ROWS]]
+
+    yield Stage(
+        "open gaps",
+        role="live",
+        needs_shard=False,
+        run=gaps.run,
+        drain={},
+        progress=[gaps.stage],
+        not_ready=open_gaps,
+        gauges={},
+        show=show_gaps,
+    )
+    silence = daemon.stream_continuity.check_silence
+    yield quiet_stage(
+        "stream continuity", "live", lambda: run_periodically(silence, SILENCE_CHECK_SECONDS, gaps.stage.add())
+    )
+
+    def show_progress(document: StatusDocument) -> None:
+        document.stream.reconciliation = reconciliation.progress and short(reconciliation.progress)
+
+    yield Stage(
+        "reconciliation",
+        role="live",
+        needs_shard=True,
+        run=reconciliation.run,
+        drain={},
+        progress=[reconciliation.stage],
+        not_ready=tuple,
+        gauges={},
+        show=show_progress,
+    )
+
+
+def _tasks(daemon: "Daemon") -> Iterator[Stage]:
+    for name, task in (
+        ("identity refresh", daemon.identity_refresh),
+        ("account erasure", daemon.account_erasure),
+        ("links", daemon.links),
+    ):
+        yield quiet_stage(name, "live", task.run, task.stage)
+    for name, scope_task in daemon.scope_tasks.items():
+        yield quiet_stage(name, "live", scope_task.run, scope_task.stage, needs_shard=True)
+
+
+def _resync(daemon: "Daemon") -> Iterator[Stage]:
+    pool, maintenance = daemon.resync_pool, daemon.queue_maintenance
+
+    def claim_errors() -> Iterable[ReadinessReason]:
+        answers = daemon.database_monitor.answering_since is not None
+        return retried("the last claim of repos failed", pool.claims) if answers else ()
+
+    yield Stage(
+        "resync pool",
+        role="resync",
+        needs_shard=False,
+        run=pool.run,
+        drain={
+            Drain.RECEIVE_NO_MORE: end,
+            Drain.GIVE_BACK: lambda _task: pool.give_back(),
+            Drain.CLOSE: lambda _task: pool.close(),
+        },
+        progress=[pool.stage],
+        not_ready=claim_errors,
+        gauges={"indexer_resync_running": lambda: len(pool.running)},
+        show=partial(show_resyncs, pool),
+    )
+    yield quiet_stage(
+        "queue maintenance",
+        "resync",
+        maintenance.run,
+        maintenance.lease_expiry,
+        maintenance.parked_repos,
+        maintenance.unproven_repos,
+    )
+    if (checks := daemon.handle_checks) is not None:
+        yield quiet_stage("handle checks", "resync", checks.run, checks.stage)
+
+
+def _feed(daemon: "Daemon") -> Iterator[Stage]:
+    feeds = daemon.feeds
+    tap = feeds.tap_feed
+
+    async def stop(task: Task) -> None:
+        await tap.stop()
+        await asyncio.wait([task], timeout=FEED_STOP_SECONDS)
+
+    yield Stage(
+        "tap feed",
+        role="feed",
+        needs_shard=False,
+        run=tap.run,
+        drain={Drain.ACKNOWLEDGE: stop},
+        progress=[tap.stage],
+        not_ready=tuple,
+        gauges={
+            "indexer_feed_clients": feeds.clients,
+            "indexer_feed_oldest_unacknowledged_seconds": tap.oldest_unacknowledged_seconds,
+            "indexer_feed_refused_events": lambda: len(tap.refused),
+            "indexer_feed_set_aside_events": lambda: tap.set_aside,
+        },
+        show=lambda _document: None,
+    )
+    yield quiet_stage("jetstream reader", "feed", feeds.jetstream_reader.run, feeds.jetstream_reader.stage)
+    if feeds.webhook is not None:
+        yield quiet_stage("webhook", "feed", feeds.webhook.run, feeds.webhook.stage)
+
+
+def active_conditions(conditions: Conditions) -> Iterator[ReadinessReason]:
+    """Yield the conditions that prevent readiness."""
+    for condition in conditions.active():
+        if condition.kind.prevents_readiness:
+            seconds = seconds_since(condition.began_at)
+            value = seconds if condition.value is None else condition.value
+            yield ReadinessReason(condition.kind.name, condition.message, value)
+
+
+def retried(what: str, work: Work) -> Iterator[ReadinessReason]:
+    """Yield a reason if the last attempt of `work` failed."""
+    if work.failing_since is not None:
+        message = f"{what} and is retried: {work.last_error}"
+        yield ReadinessReason("database-errors", message, seconds_since(work.failing_since))
+
+
+def stream_errors(subscription: Subscription, consumer: FirehoseConsumer) -> Iterator[ReadinessReason]:
+    """Yield why no messages arrive."""
+    if subscription.connection is None:
+        error, message = subscription.last_error, "no relay is connected"
+        message = f"{message}; last error: {error}" if error else message
+        yield ReadinessReason("relay-disconnected", message, seconds_since(subscription.disconnected_since))
+    if consumer.last_error and consumer.failing_since is not None:
+        yield ReadinessReason("stream-error", consumer.last_error, seconds_since(consumer.failing_since))
+
+
+def lag_reasons(writer: BatchWriter) -> Iterator[ReadinessReason]:
+    """Yield a reason if the lag is too high or not known."""
+    settled = writer.totals.settled
+    lag = writer.lag if settled else writer.cursor_age
+    if lag is None and settled:
+        yield ReadinessReason("lag-unknown", "the lag is unknown: no event of the relay has a possible time", settled)
+    elif lag is not None and lag > MAX_READY_LAG_SECONDS:
+        yield ReadinessReason("lag", f"the newest stored event is {lag:.0f} s old", round(lag, 1))
+
+
+def seconds_since(moment: float) -> float:
+    """Return the time since a moment in monotonic seconds."""
+    return round(monotonic() - moment, 1)
+
+
+def show_repos(counted: RepoCounts, document: StatusDocument) -> None:
+    """Show the newest counts; nothing before the first ones."""
+    counts, backfill = counted.counts, counted.backfill()
+    if counts is None or backfill is None:
+        return
+    document.repos = RepoStatus(
+        counted_seconds_ago=max(0.0, document.time - counted.counted_at),
+        counted_share=counts.counted_share,
+        statuses={status.value: count for status, count in counts.statuses.items()},
+        reasons=counts.reasons,
+        failures={short(failure): count for failure, count in islice(counts.failures.items(), MAX_ROWS)},
+        queued=counts.queued,
+        parked=counts.parked,
+        unproven=counts.unproven,
+        records=counts.records,
+        backfill=backfill,
+    )
+    document.links = link_status(counts.links, document.time)
+    document.scope_backfill = counted.scope()
+
+
+def show_resyncs(pool: WorkerPool, document: StatusDocument) -> None:
+    """Show the resyncs that run longest."""
+    longest = sorted(pool.running, key=lambda running: running.slot.started_at)
+    document.resyncs.workers_free, document.resyncs.running = pool.free_workers, len(longest)
+    document.resyncs.longest = [_resync_status(running, document.time) for running in longest[:MAX_ROWS]]
+
+
+def _resync_status(running: RunningResync, now: float) -> ResyncStatus:
+    slot = running.slot
+    download = slot.download
+    return ResyncStatus(
+        did=short(slot.did),
+        host=short(slot.host),
+        phase=slot.phase,
+        phase_seconds=max(0.0, now - max(slot.phase_since, slot.started_at)),  # `phase_since` is 0 in the first phase
+        seconds=max(0.0, now - slot.started_at),
+        received_bytes=None if download is None else download.received,
+        bytes_per_second=None if download is None else round(download.rate, 1),
+        slot=_slot_name(slot),
+    )
+
+
+def _slot_name(slot: Slot) -> str:
+    """Return what the resync occupies: a large-repo slot, a worker, or neither because it is written or set aside."""
+    if slot.large:
+        return "large"
+    return "writing" if slot.writing else "aside" if slot.aside else "worker"
+
+
+def _show_conditions(conditions: Conditions, document: StatusDocument) -> None:
+    document.conditions = [condition_status(condition) for condition in conditions.active()[:MAX_ROWS]]
+
+
+def _show_hosts(hosts: HostLimits, document: StatusDocument) -> None:
+    """Show the hosts that are paused or failing, those with the most failures in a row first."""
+    found = {state.host: state for state in (*hosts.paused(), *hosts.failing())}
+    worst = sorted(found.values(), key=lambda state: (-state.consecutive_failures, state.host))
+    document.hosts_in_trouble = len(worst)
+    document.hosts = [host_status(state, document.time) for state in worst[:MAX_ROWS]]
+
+
+def _show_stream(subscription: Subscription, consumer: FirehoseConsumer, document: StatusDocument) -> None:
+    last_message = max(consumer.last_message.values(), default=None)
+    document.stream.relay = None if subscription.connection is None else short(subscription.connection.relay)
+    document.stream.silent_seconds = None if last_message is None else monotonic() - last_message
+
+
+async def _settle(inbox: Inbox, seconds: float, task: Task) -> None:
+    """Wait until the received messages are written; at most until the time is over or the writer fails."""
+    settled = asyncio.create_task(inbox.wait_until_settled())
+    await asyncio.wait([task, settled], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    settled.cancel()
+
+
+async def _save(daemon: "Daemon", _task: Task) -> None:
+    with DatabaseAttempt():
+        await daemon.save_hosts()
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value

@@ -1,0 +1,54 @@
+"""A daemon whose stages have the attributes that a test sets, for tests of what is read from them."""
+
+from collections.abc import Sequence
+from time import monotonic
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+from indexer.serve.backfill import RepoCounts
+
+
+def fake_daemon(roles: Sequence[str], **stages: Any) -> Any:
+    """Return an idle, connected daemon, with some attributes of stages replaced.
+
+    What a stage runs, watches and measures is a mock.
+    """
+    healthy = {"last_error": None, "failing_since": None}
+    attributes: dict[str, dict[str, Any]] = {
+        "subscription": {
+            "connection": SimpleNamespace(relay="wss://one.example"),
+            "last_error": None,
+            "disconnected_since": monotonic() - 40,
+        },
+        "stream_position": {"watermark": SimpleNamespace(position=7)},
+        "firehose_consumer": {**healthy, "last_message": {"wss://one.example": monotonic() - 2}},
+        "inbox": {"unsettled": 3, "unsettled_bytes": 4_096},
+        "batch_writer": {
+            "stage": SimpleNamespace(**healthy),
+            "lag": 0.25,
+            "totals": SimpleNamespace(settled=3),
+        },
+        "resync_pool": {"claims": SimpleNamespace(**healthy), "free_workers": 8, "running": [], "ended": 0},
+        "shard_ownership": {
+            "last_error": None,
+            "owned_since": monotonic() - 900,
+            "waits_since": monotonic() - 950,
+        },
+        "reconciliation": {"progress": None},
+        "open_gaps": {"gaps": ()},
+        "change_log_retention": {"lagging": []},
+        "hosts": {"paused": list, "failing": list},
+        "database_monitor": {"answering_since": monotonic() - 1_000},
+        "conditions": {"active": list},
+    }
+    daemon = MagicMock()
+    daemon.settings.roles, daemon.settings.relays, daemon.settings.stop_timeout = roles, ("wss://one.example",), 60.0
+    daemon.change_numbering = daemon.handle_checks = None
+    daemon.scope_tasks, daemon.started_at = {}, monotonic() - 1_000
+    for name, values in attributes.items():
+        for attribute, value in (values | stages.get(name, {})).items():
+            setattr(getattr(daemon, name), attribute, value)
+    daemon.key_lookups.__len__.return_value = 1
+    daemon.repo_counts.newest = stages.get("repo_counts") or RepoCounts()
+    return daemon
