@@ -471,7 +471,7 @@ def erase(repo: Repo) -> Repo:
     )
 
 
-def untrack(repo: Repo, status: str, now: float) -> Repo:
+def untrack(repo: Repo, status: str | None, now: float) -> Repo:
     """Return the row of a repo that is not tracked any more, with this hosting status. Its records are erased."""
     return erase(repo)._replace(
         tracked=False,

@@ -14,7 +14,7 @@ from indexer.atproto.record import Problem
 from indexer.db import Store
 from indexer.reasons import Desync, FetchFailure
 from indexer.sync.changes import Batch, BufferedEvent, RepoWrite
-from indexer.sync.repo import CHOSEN, TRANSITIONS, Repo, SyncStatus, Trigger, amend, erase
+from indexer.sync.repo import CHOSEN, TRANSITIONS, Repo, SyncStatus, Trigger, amend, track_again, untrack
 from tests.db.repo_rows import did, in_progress, insert, put, synchronized
 
 ALL = range(256)
@@ -45,6 +45,8 @@ async def repo_in(store: Store, status: SyncStatus) -> Repo:
         "last_failure": FetchFailure.TIMEOUT,
         "last_error": "timeout",
         "unproven_since": 1.0,
+        "withheld_since": 2.0,
+        "latest_unverified_rev": "3lzzzzzzzzz22",
     }
     if status is SyncStatus.IN_PROGRESS:
         claimed = await in_progress(store, 1, sync_reason=Desync.CHAIN_BREAK, **fields)
@@ -90,14 +92,7 @@ async def check_operation(store: Store, sql: asyncpg.Connection, trigger: Trigge
         )  # fmt: skip
     if trigger is Trigger.ERASED:
         assert after.erase_at is not None
-        assert after == erase(before)._replace(
-            tracked=False,
-            active=False,
-            erase_at=after.erase_at,
-            latest_verified_rev=None,
-            last_failure=None,
-            last_error=None,
-        )
+        assert after == untrack(before, None, after.erase_at)
 
 
 @pytest.mark.slow
@@ -112,7 +107,7 @@ async def test_a_repo_is_added_desynchronized_and_tracked_again_in_its_status(
     changes = await sql.fetch("select before, after from status_change")
     assert {tuple(row) for row in changes} <= {(None, "desynchronized"), ("desynchronized", "desynchronized")}
     [after] = (await store.repos([did(1)])).values()
-    assert after == amend(before, tracked=True, active=True, erase_at=None, next_attempt_at=None, wanted_in=CHOSEN)
+    assert after == track_again(before, CHOSEN, from_stream=False)
 
 
 async def test_other_changes_of_a_sync_status_are_refused_in_tests(store: Store, sql: asyncpg.Connection) -> None:

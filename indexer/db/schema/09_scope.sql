@@ -197,7 +197,8 @@ begin
     update indexer.repo r
     set version = r.version + 1, tracked = false, active = false, hosting_status = null, erase_at = now(),
         sync_status = 'desynchronized', sync_reason = 'erased', rev = null, data = null, commit = null,
-        latest_verified_rev = null, latest_unverified_rev = null, unproven_since = null, attempts = 0,
+        latest_verified_rev = null, latest_unverified_rev = null, unproven_since = null, withheld_since = null,
+        attempts = 0,
         next_attempt_at = 'infinity', last_failure = null, last_error = null, synchronized_at = null, lease_until = null,
         buffered_events = 0, buffered_bytes = 0, scope_version = 0, wanted_in = 0, updated_at = now()
     where r.did = $1 and r.bucket = indexer.bucket_of($1);
