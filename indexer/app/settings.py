@@ -73,79 +73,82 @@ class Settings(BaseSettings):
     )
 
     database_url: DatabaseUrl | None = Field(
-        None, description="Postgres database to use. Unset: the embedded Postgres under `INDEXER_DATA_DIR`."
+        None,
+        description="Your Postgres database. Unset: the embedded Postgres under `INDEXER_DATA_DIR`.",
     )
     data_dir: Annotated[Path, AllowedValues("a directory")] = Field(
         default_factory=lambda: user_data_path("indexer"),
         validate_default=True,
-        description="Directory of the embedded Postgres and of spool files (exports that are being verified).",
+        description="Directory of the embedded Postgres, and of exports while they are verified. Needs a disk with "
+        "room.",
     )
     relays: Relays = Field(
         ("wss://relay1.us-east.bsky.network",),
-        description="Relays to consume, in order of preference: the first one that works is used. Each relay has its "
-        "own cursor.",
+        description="Relays to consume. The first one that works is used, so name more than one for availability. "
+        "Each has its own cursor.",
     )
     upstream: Annotated[Literal["relay", "pds"], AllowedValues("`relay` or `pds`")] = Field(
         "relay",
-        description="Kind of hosts in `INDEXER_RELAYS`. Events from a PDS are accepted only for accounts that it "
-        "hosts.",
+        description="Kind of hosts in `INDEXER_RELAYS`. Choose `pds` to consume a PDS directly: its events count only "
+        "for accounts that it hosts.",
     )
     start: Annotated[
         Literal["live", "oldest"] | Annotated[int, BeforeValidator(reject_bool), Field(ge=0, lt=2**63)],
         AllowedValues("`live`, `oldest`, or a sequence number"),
     ] = Field(
         "live",
-        description="Where to start consuming if no cursor of any relay is stored: at the newest event, at the oldest "
-        "event that the relay still has, or after a sequence number. A relay without a cursor of its own is entered at "
-        "the time of the last event that was stored from another relay.",
+        description="Where a new database starts: at the newest event, at the oldest one that the relay has, or after "
+        "a sequence number.",
     )
     track: Annotated[Literal["all", "listed", "signal"], AllowedValues("`all`, `listed` or `signal`")] = Field(
         "all",
-        description="Accounts to index: `all` that the firehose or the relay's repo list shows; only `listed` ones, "
-        "which `indexer add` or `indexer discover` added; or `signal`: also those with a record of a collection in "
-        "`INDEXER_SIGNAL_COLLECTIONS`. This and the next two settings are the scope of a new database; "
-        "`indexer scope` changes it.",
+        description="Accounts to index: `all`; only those that `indexer add` or `indexer discover` added (`listed`); "
+        "or also those with a record of a signal collection (`signal`). This and the next two settings are the scope "
+        "of a new database; then use `indexer scope`.",
     )
     collections: Collections = Field(
         CollectionFilter(),
-        description="Collections to store in a new database. `app.bsky.*` matches all collections below `app.bsky`. "
-        "From then on, `indexer scope set --collections` changes them.",
+        description="Collections to store. Name those that your service reads; `app.bsky.*` matches all below "
+        "`app.bsky`.",
     )
     signal_collections: Patterns = Field(
         (),
-        description="With `INDEXER_TRACK=signal`: an account is indexed as soon as it has a record of one of these "
-        "collections. They need not be stored. Accounts of a pattern with `.*` are found on the stream only, because "
-        "relays list repos by complete NSIDs. Used for a new database, like `INDEXER_TRACK`.",
+        description="With `INDEXER_TRACK=signal`: collections of which a record makes an account indexed. They need "
+        "not be stored. Accounts of a pattern with `.*` are found on the stream only.",
     )
-    store_values: Switch = Field(True, description="Store record values (JSON), not only CIDs.")
+    store_values: Switch = Field(
+        True,
+        description="Store record values (JSON), not only CIDs. Turn it off to save "
+        "disk if you need no values; feeds and links need them.",
+    )
     links: Switch = Field(
         False,
-        description="Keep the links between records and their exact counts: `atproto.links`, `atproto.link_count`. "
-        "Turned on, links of stored records are added in the background; turned off, all links are removed. Set it "
-        "for all processes of a database. Needs `INDEXER_STORE_VALUES`.",
+        description="Keep `atproto.links` and `atproto.link_count`. Turn it on, for all processes, to count likes or "
+        "followers: links of stored records are added in the background. Turned off, all links are removed.",
     )
     inversion: Annotated[Literal["strict", "lenient"], AllowedValues("`strict` or `lenient`")] = Field(
         "strict",
-        description="How to treat commits whose proof blocks are incomplete: `strict` requests a resync; `lenient` "
-        "applies a commit at once if its operations agree with the new tree, and requests a resync of the repo later.",
+        description="Commits whose proof blocks are incomplete: `strict` requests a resync; `lenient` applies those "
+        "that agree with the new tree, for lower latency, and requests a resync later.",
     )
     plc_url: Directories = Field(
-        ("https://plc.directory",), description="PLC directories. If one does not answer, the next one is asked."
+        ("https://plc.directory",),
+        description="PLC directories. If one does not answer, the next is asked. Put a mirror of yours first.",
     )
     dns_servers: DnsServers = Field(
-        (), description="DNS servers for handles and host names. Unset: those of the system."
+        (), description="DNS servers for handles and host names, if not those of the system."
     )
     resync_workers: Annotated[Whole, Field(le=1_000), AllowedValues("a whole number from 1 to 1000")] = Field(
         8,
-        description="Number of concurrent resyncs, twice as many on a Citus cluster. Resyncs of large repos have "
-        "additional slots.",
+        description="Concurrent resyncs, twice as many on a Citus cluster. Raise it if a backfill leaves CPU and "
+        "database idle. Large repos have additional slots.",
     )
     resync_share: Annotated[
         float, BeforeValidator(reject_bool), Field(gt=0, le=1), AllowedValues("a number above 0, at most 1")
     ] = Field(
         0.5,
-        description="Share of the resync workers that the accounts of one host, one registered domain or one network "
-        "address may occupy.",
+        description="Share of the resync workers that one host, registered domain or network address may occupy. `1` "
+        "if you index a single PDS.",
     )
     new_accounts_per_host: Annotated[
         int,
@@ -154,8 +157,8 @@ class Settings(BaseSettings):
         AllowedValues("a whole number up to 1000000000, or `0` for no limit"),
     ] = Field(
         100_000,
-        description="Accounts that the stream may add in an hour for one host, or for all hosts of one registered "
-        "domain. Further ones wait. Accounts from repo lists and commands do not count. `0`: no limit.",
+        description="Accounts that the stream may add in an hour for one host or registered domain; further ones wait. "
+        "Raise it if a large host moves. `0`: no limit.",
     )
     resync_source: Annotated[
         tuple[Literal["relay", "pds"], ...],
@@ -163,58 +166,77 @@ class Settings(BaseSettings):
         AfterValidator(check_duplicates),
         Field(min_length=1),
         AllowedValues("`relay`, `pds`, or both in a comma-separated list"),
-    ] = Field(("relay", "pds"), description="Sources of exports (`getRepo`), in the order in which they are asked.")
-    export_time: Duration = Field(600, description="Maximum duration of the download of an export.")
-    export_rate: Size = Field(1_024, description="Minimum rate of the download of an export, in bytes per second.")
+    ] = Field(
+        ("relay", "pds"),
+        description="Sources of exports (`getRepo`), in the order in which they are asked. "
+        "`pds,relay` spares the relay.",
+    )
+    export_time: Duration = Field(
+        600,
+        description="Maximum duration of the download of an export. Raise it if "
+        "`last_failure` of large repos is `timeout`.",
+    )
+    export_rate: Size = Field(
+        1_024,
+        description="Minimum rate of the download of an export, in bytes per second. "
+        "Lower it if slow hosts fail with `timeout`.",
+    )
     plc_rate: Rate = Field(
         10,
-        description="Maximum requests per second to PLC directories. At most half of them refresh known identities, "
-        "and at most a tenth refresh identities of accounts on the same host.",
+        description="Maximum requests per second to PLC directories. Raise it for a mirror of yours, or if their "
+        "operator agrees. At most half refresh known identities, at most a tenth for the same host.",
     )
     handle_rate: RateOrOff = Field(
         10,
-        description="Maximum handle verifications per second, in the background. `0`: none, and "
-        "`atproto.repos.handle` is null.",
+        description="Maximum handle verifications per second. `0` if you need no handles: `atproto.repos.handle` is "
+        "null.",
     )
     host_rate: Rate = Field(
         10,
-        description="Maximum requests per second to one host, except PLC directories. All names of one network address "
-        "share it.",
+        description="Maximum requests per second to one host or network address, except PLC directories. Raise it "
+        "only for your own hosts.",
     )
-    host_concurrency: Whole = Field(10, description="Maximum concurrent requests to one host.")
-    outbound_rate: Rate = Field(100, description="Maximum requests per second to all hosts together.")
+    host_concurrency: Whole = Field(
+        10, description="Maximum concurrent requests to one host. Raise it only for your own hosts."
+    )
+    outbound_rate: Rate = Field(
+        100,
+        description="Maximum requests per second to all hosts together. Raise it if a "
+        "backfill of many hosts is limited by it.",
+    )
     contact: Contact | None = Field(
-        None, description="Contact for operators of other hosts, sent in the User-Agent header of every request."
+        None, description="Contact for operators of other hosts, sent in every User-Agent header. Set it in production."
     )
     deletion_grace: Seconds = Field(
         604_800,
-        description="Time from the deletion of an account to the erasure of its records. They are hidden immediately.",
+        description="Time from the deletion of an account to the erasure of its records, which are hidden at once. "
+        "Lower it if your rules on erasure are stricter.",
     )
     sweep_interval: Seconds = Field(
         86_400,
         description="How often to compare the relay's repo list with the database, and to try parked repos again. "
-        "`0`: only after messages may have been missed, and parked repos are not tried again.",
+        "`0`: only after messages may have been missed; parked repos stay.",
     )
     change_retention: Seconds = Field(
         604_800,
-        description="Minimum time that changes stay in the change log, unless it reaches `INDEXER_CHANGE_BYTES`. "
-        "`0` disables the age limit.",
+        description="How long changes stay in the change log, unless it reaches `INDEXER_CHANGE_BYTES`. Raise it to "
+        "let consumers be away longer. `0`: no age limit.",
     )
     change_bytes: Annotated[Size, Field(ge=2**20), AllowedValues("a size of at least 1MiB, such as 5GB or 2GiB")] = (
         Field(
             50 * 10**9,
-            description="Maximum size of the change log, in bytes. While consumers are behind, it may reach twice this "
-            "size. A single transaction and a burst above 100 MB/s may exceed it.",
+            description="Maximum size of the change log; twice as much while consumers are behind. Set it to less "
+            "than half of the free disk.",
         )
     )
     consumer_lag_limit: Seconds = Field(
         1_209_600,
-        description="Disconnect consumers that are further behind than this. `0`: only if the change log reaches twice "
+        description="Disconnect consumers that are further behind. `0`: only if the change log reaches twice "
         "`INDEXER_CHANGE_BYTES`.",
     )
     shard: OwnShard = Field(
         Shard(0, 1),
-        description="Share of the DIDs that this process indexes: share i of n equal shares, counted from 0.",
+        description="Share i of n of the DIDs that this process indexes, from 0. Set it to use several machines.",
     )
     roles: Annotated[
         tuple[Literal["live", "resync", "feed"], ...],
@@ -224,58 +246,61 @@ class Settings(BaseSettings):
         AllowedValues("`live`, `resync`, `feed`, or several in a comma-separated list"),
     ] = Field(
         ("live", "resync"),
-        description="Roles of this process: `live` consumes the firehose, `resync` runs resync workers, `feed` serves "
-        "the change log over HTTP to clients of other sync services.",
+        description="Roles of this process: `live` consumes the firehose, `resync` runs resync workers. Add `feed` "
+        "for clients of tap or Jetstream.",
     )
     core: Annotated[Literal["auto", "python", "native"], AllowedValues("`auto`, `python` or `native`")] = Field(
         "auto",
-        description="Implementation of decoding #commit messages, and of verifying commits and exports: `native` is "
-        "the package `atproto-indexer-native`, which must be installed; `python` is part of this program; `auto` is "
-        "`native` if it is installed, otherwise `python`. Both give the same results.",
+        description="Implementation of decoding and verification: `native` is the package `atproto-indexer-native`; "
+        "`auto` uses it if it is installed. Both give the same results.",
     )
     verify_threads: Annotated[Whole, Field(le=1_000), AllowedValues("a whole number from 1 to 1000")] | None = Field(
         None,
-        description="Maximum number of threads in which the native core verifies. Unset: the number of processor cores "
-        "that this process may use.",
+        description="Threads in which the native core verifies. Lower it if other programs need the cores.",
     )
     batch_window: Annotated[Seconds, Field(le=1), AllowedValues("a duration such as 20ms, at most 1s, or 0")] = Field(
         0.02,
-        description="Time from the beginning of one batch of messages to that of the next, unless it is full. Longer: "
-        "later commits, for less CPU and fewer transactions. `0`: lowest latency.",
+        description="Minimum time between batches that are not full. Longer: less CPU and fewer transactions, but "
+        "later commits. `0`: lowest latency.",
     )
     webhook_url: WebhookUrl | None = Field(
         None,
-        description="Webhook to which the role `feed` sends each event, one at a time per repo, until it answers with "
-        "a 2xx status. `/channel` is closed then. Loopback and private addresses are allowed.",
+        description="Webhook to which the role `feed` sends each event until it answers with a 2xx status, instead of "
+        "serving `/channel`. It may have a private address.",
     )
     admin_password: Password | None = Field(
         None,
-        description="Password of the user `admin` for the paths of the role `feed` that change something or "
-        "acknowledge events. It is also sent to the webhook. Unset: these paths answer loopback clients only.",
+        description="Password of the user `admin` for paths of the role `feed` that change something or acknowledge "
+        "events; also sent to the webhook. Unset: loopback clients only.",
     )
     allow_private_hosts: Switch = Field(
-        False, description="Allow http:// URLs, and loopback and private addresses, for tests and local networks."
+        False, description="Allow http:// URLs, and loopback and private addresses. For tests and local networks only."
     )
     stop_timeout: Duration = Field(
         25,
-        description="Maximum time from a signal (SIGTERM or SIGINT) to the end of the process. Keep it below the time "
-        "after which your service manager kills the process: 30 s in Kubernetes, 10 s with `docker stop`.",
+        description="Maximum time from SIGTERM or SIGINT to the end of the process. Keep it below that of your "
+        "service manager: 30 s in Kubernetes, 10 s with `docker stop`.",
     )
     http_bind: BindAddress = Field(
         Address("127.0.0.1", 2580),
-        description="Address of the HTTP server for health checks, metrics, the status page and feeds.",
+        description="Address of health checks, metrics, the status page and feeds. `0.0.0.0:2580` in a container.",
     )
     log_format: Annotated[Literal["auto", "json", "console"], AllowedValues("`json`, `console`, or `auto`")] = Field(
         "auto", description="Format of log lines. `auto`: `console` on a terminal, otherwise `json`."
     )
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], AllowedValues("`debug`, `info`, `warning`, or `error`")
-    ] = Field("info", description="Minimum level of log lines.")
+    ] = Field("info", description="Minimum level of log lines. `debug` also shows single repos.")
 
     repo_bytes: Size = Field(
-        DEFAULT_LIMITS.repo_bytes, description="Maximum size of an export, decompressed, in bytes."
+        DEFAULT_LIMITS.repo_bytes,
+        description="Maximum size of an export, decompressed. Raise it if the "
+        "`last_failure` of a wanted repo is `too-large`.",
     )
-    repo_blocks: Whole = Field(DEFAULT_LIMITS.repo_blocks, description="Maximum number of blocks of an export.")
+    repo_blocks: Whole = Field(
+        DEFAULT_LIMITS.repo_blocks,
+        description="Maximum number of blocks of an export. Raise it together with `INDEXER_REPO_BYTES`.",
+    )
 
     @classmethod
     def settings_customise_sources(

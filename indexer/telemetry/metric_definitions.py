@@ -63,22 +63,21 @@ _STREAM = (
         "indexer_seconds_since_last_message",
         "gauge",
         "Time since the relay sent a message; NaN before the first.",
-        "It exceeds the usual pauses although the relay is connected: the socket is open, but no data comes.",
+        "It exceeds the usual pauses although the relay is connected.",
         ("relay",),
     ),
     MetricDefinition(
         "indexer_events_received_total",
         "counter",
         "Messages received from relays.",
-        "Its rate falls far below that of the same hour of other days.",
+        "Its rate falls far below that of other days.",
         ("kind",),
     ),
     MetricDefinition(
         "indexer_events_total",
         "counter",
         "Messages processed, by outcome.",
-        "Received messages minus `indexer_queue_messages` differ from the sum over all outcomes: messages are lost or "
-        "counted twice.",
+        "Received messages minus `indexer_queue_messages` differ from the sum over all outcomes.",
         ("kind", "outcome"),
     ),
     MetricDefinition(
@@ -92,7 +91,7 @@ _STREAM = (
         "indexer_desynchronized_total",
         "counter",
         "Repos that became desynchronized.",
-        "Its rate stays above that of synchronized resyncs, so that the resync queue grows.",
+        "Its rate stays above that of synchronized resyncs.",
         ("reason",),
     ),
     MetricDefinition(
@@ -104,7 +103,7 @@ _STREAM = (
     MetricDefinition(
         "indexer_refused_accounts_total",
         "counter",
-        "Unknown did:web ignored in a batch because their registered domain added too many accounts.",
+        "Unknown did:web that were ignored because their domain added too many accounts.",
         "It grows; the condition `new-accounts-limited` names the domain.",
     ),
     MetricDefinition(
@@ -117,17 +116,14 @@ _STREAM = (
     MetricDefinition(
         "indexer_cursor_age_seconds",
         "gauge",
-        "The lag, or before the first event after a start the age of the message at the stored cursor; NaN if neither "
-        "is known.",
-        "It approaches the time for which the relay keeps messages (72 hours for the public relays): after that, "
-        "messages are lost and a gap is opened.",
+        "The lag; before the first event, the age of the message at the stored cursor; NaN if not known.",
+        "It approaches the time for which the relay keeps messages (72 hours for public relays).",
         ("relay",),
     ),
     MetricDefinition(
         "indexer_firehose_lag_seconds",
         "gauge",
-        "Time since the moment up to which all events are stored, by the times in the events of most accounts; NaN "
-        "before the first stored event.",
+        "Time since the moment up to which all events are stored, by the times in most events; NaN before the first.",
         "It is above 60 (the daemon is not ready) or grows.",
     ),
     MetricDefinition(
@@ -157,9 +153,8 @@ _STREAM = (
     MetricDefinition(
         "indexer_batch_seconds",
         "histogram",
-        "Duration of one stage of a batch or an export. `verify-ahead` is the wait for commits that were "
-        "verified while the batch before was written. `verify-export` and `diff` include the wait for their thread. "
-        "Small new repos that share a transaction count once as `apply-export`, without their wait for it.",
+        "Duration of one stage of a batch or an export. `verify-export` and `diff` include the wait for their thread; "
+        "new repos that share a transaction count once.",
         "A stage takes several times as long as on other days.",
         ("stage",),
     ),
@@ -167,7 +162,7 @@ _STREAM = (
         "indexer_record_changes_total",
         "counter",
         "Record changes written.",
-        "Its rate falls far below that of other days while messages are received.",
+        "Its rate falls far below that of other days.",
         ("action", "live"),
     ),
 )
@@ -176,7 +171,7 @@ _REPOS = (
     MetricDefinition(
         "indexer_repos",
         "gauge",
-        "Repos by sync status. If there are more than about three million, an estimate from a part of them.",
+        "Repos by sync status; an estimate above three million.",
         "`desynchronized` grows for hours.",
         ("sync_status",),
     ),
@@ -196,7 +191,7 @@ _REPOS = (
     MetricDefinition(
         "indexer_scope_incomplete_repos",
         "gauge",
-        "Repos that were fetched before and wait for the records of a collection that was added to the scope.",
+        "Repos that wait for the records of an added collection.",
         "It is above 0 and does not fall for an hour.",
     ),
     MetricDefinition(
@@ -216,7 +211,7 @@ _REPOS = (
         "indexer_resync_running",
         "gauge",
         "Resyncs that run now.",
-        "It is 0 while `indexer_resync_queue` is not, for longer than the back-off of repos that failed.",
+        "It stays 0 while `indexer_resync_queue` does not.",
     ),
     MetricDefinition(
         "indexer_erased_records_total",
@@ -238,7 +233,7 @@ _IDENTITY = (
         "indexer_identity_cache_total",
         "counter",
         "Identities needed, by where they were found.",
-        "`nowhere` is a large share long after the first start: each of these needs a lookup.",
+        "`nowhere` is a large share long after the first start.",
         ("found_in",),
     ),
     MetricDefinition(
@@ -254,7 +249,7 @@ _HOSTS = (
     MetricDefinition(
         "indexer_outbound_requests_total",
         "counter",
-        "HTTP requests to other hosts, sent or refused before sending.",
+        "HTTP requests to other hosts, also refused ones.",
         "Failures are most of them.",
         ("result",),
     ),
@@ -262,13 +257,13 @@ _HOSTS = (
         "indexer_hosts_paused",
         "gauge",
         "Hosts to which no requests are sent at present.",
-        "It jumps: the cause may be the network of this machine.",
+        "It jumps, perhaps because of the network of this machine.",
     ),
     MetricDefinition(
         "indexer_hosts_failing",
         "gauge",
         "Hosts whose last five or more requests failed.",
-        "It jumps: the cause may be the network of this machine.",
+        "It jumps, perhaps because of the network of this machine.",
     ),
     MetricDefinition(
         "indexer_host_consecutive_failures",
@@ -289,25 +284,25 @@ _CHANGE_LOG = (
     MetricDefinition(
         "indexer_numbering_seconds",
         "histogram",
-        "On a distributed database, the time from the commit of a change batch to its numbers.",
+        "On a cluster, the time from the commit of a change batch to its numbers.",
         "It grows to seconds: consumers get changes late.",
     ),
     MetricDefinition(
         "indexer_unnumbered_batches",
         "gauge",
-        "On a distributed database, change batches that are committed and have no numbers yet.",
+        "On a cluster, committed change batches without numbers.",
         "It stays above 0: a node does not answer, or transactions are in doubt.",
     ),
     MetricDefinition(
         "indexer_transactions_in_doubt",
         "gauge",
-        "Transactions that are prepared on nodes of a cluster and were not completed within seconds.",
+        "Prepared transactions on nodes of a cluster that were not completed within seconds.",
         "It is above 0 for longer than `citus.recover_2pc_interval` while all nodes answer.",
     ),
     MetricDefinition(
         "indexer_notification_queue_ratio",
         "gauge",
-        "How full the queue of notifications of the Postgres server is, from 0 to 1.",
+        "Used share of the notification queue of Postgres, 0 to 1.",
         "It is above 0.05: a session that listens has left a transaction open.",
     ),
     MetricDefinition(
@@ -320,8 +315,7 @@ _CHANGE_LOG = (
         "indexer_consumers",
         "gauge",
         "Registered consumers of the change log.",
-        "`cut-off` is above 0. Unregister these consumers (`atproto.unregister_reader`), register them again, and read "
-        "the records again.",
+        "`cut-off` is above 0: register these consumers again, and read the records again.",
         ("state",),
     ),
     MetricDefinition(
@@ -351,16 +345,15 @@ _FEEDS = (
     MetricDefinition(
         "indexer_feed_events_total",
         "counter",
-        "Events that were sent to clients, again if they were sent again.",
+        "Events that were sent to clients, repeated ones included.",
         "Its rate is 0 although there are clients and new changes.",
         ("kind",),
     ),
     MetricDefinition(
         "indexer_feed_values_omitted_total",
         "counter",
-        "Events for clients of tap that came without the value of their record, because clients would refuse it "
-        "(docs/reasons.md).",
-        "It grows steadily: clients miss values of records that they need.",
+        "Events for clients of tap without the value of their record, which they would refuse (docs/reasons.md).",
+        "It grows steadily.",
         ("reason",),
     ),
     MetricDefinition(
@@ -368,8 +361,7 @@ _FEEDS = (
         "counter",
         "Connections of clients that ended. `client`: the client ended it, or the network. `displaced`, `refused`: all "
         "websockets were open.",
-        "`too-slow` or `not-reading` grows steadily: clients are too slow, or this process is. `refused` grows: honest "
-        "clients find no free websocket.",
+        "`too-slow` or `not-reading` grows steadily: clients are too slow, or this process is. `refused` grows.",
         ("kind", "reason"),
     ),
     MetricDefinition(
@@ -381,14 +373,13 @@ _FEEDS = (
     MetricDefinition(
         "indexer_feed_refused_events",
         "gauge",
-        "Events that clients of tap, or the webhook, do not acknowledge although they acknowledge others; at most 20.",
-        "It is above 0: their repos wait, and the change log is retained for them. `indexer status` names the records.",
+        "Events that clients of tap, or the webhook, do not acknowledge, unlike others; at most 20.",
+        "It is above 0: their repos wait. `indexer status` names the records.",
     ),
     MetricDefinition(
         "indexer_feed_set_aside_events",
         "gauge",
-        "Events that clients of tap, or the webhook, refused for so long that they were set aside; 0 in other "
-        "processes than the one that serves the feed.",
+        "Events that were set aside because clients of tap, or the webhook, refused them for long.",
         "It is above 0: clients lack these records. `indexer rejected list --feed` names them.",
     ),
 )
@@ -398,14 +389,14 @@ _PROCESS = (
         "indexer_build_info",
         "gauge",
         "Version of the indexer and of Python.",
-        "The processes of one database have different versions for longer than a rollout.",
+        "Versions differ for longer than a rollout.",
         ("version", "python"),
     ),
     MetricDefinition(
         "indexer_core_info",
         "gauge",
         "Implementation of decoding and verification, `python` or `native`, and its version.",
-        "It is `python` although the native core is installed everywhere: that process needs several times the CPU.",
+        "It is `python`, which needs several times the CPU, although the native core is installed.",
         ("core", "version"),
     ),
     MetricDefinition(
@@ -424,15 +415,15 @@ _PROCESS = (
     MetricDefinition(
         "indexer_stage_seconds_without_progress",
         "gauge",
-        "How long the stage has had work without making progress; 0 while it is idle or not able to work.",
-        "It is above 120 for most stages; `/healthz` fails then, and names the stage.",
+        "How long the stage has had work without progress.",
+        "It is above 120 for most stages: `/healthz` fails and names the stage.",
         ("stage",),
     ),
     MetricDefinition(
         "indexer_condition_occurrences",
         "gauge",
         "How often an active condition occurred since it began; docs/runbook.md lists the conditions.",
-        "A condition lasts. Each has at most 20 subjects of its own; further ones share the subject `others`.",
+        "A condition lasts. After 20 subjects, further ones share the subject `others`.",
         ("condition", "subject"),
     ),
     MetricDefinition(
@@ -451,7 +442,7 @@ _PROCESS = (
         "indexer_data_disk_free_bytes",
         "gauge",
         "Free space on the file system of the data directory.",
-        "It is below a tenth of `indexer_data_disk_size_bytes`. It does not show the disk of your own Postgres.",
+        "It is below a tenth of the size. It does not show the disk of your own Postgres.",
     ),
     MetricDefinition(
         "indexer_data_disk_size_bytes",
@@ -471,7 +462,7 @@ _LINKS = (
     MetricDefinition(
         "indexer_links_progress_ratio",
         "gauge",
-        "Estimated share of the repos whose links are stored, 0 to 1; 1 also if no links are kept.",
+        "Estimated share of the repos whose links are stored, 0 to 1; 1 if links are off.",
         "It is below 1 and does not grow for an hour.",
     ),
 )
