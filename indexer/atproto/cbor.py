@@ -3,7 +3,7 @@
 | functions | decoder | behaviour |
 |---|---|---|
 | `decode`, `decode_pair` | libipld | fastest; accepts long forms of numbers; a link is the 36 bytes of its CID |
-| `decode_canonical` | libipld, else `strict_cbor` | strict; a link is a `Link` |
+| `decode_canonical` | libipld, else `decode_strict` | strict; a link is a `Link` |
 | `decode_json` | libipld | strict; a link is in its JSON form; leaves unusual objects to `decode_canonical` |
 | `count_items` | none | counts without decoding; accepts more than all decoders |
 | `explain`, `explain_frame` | cbor2 | diagnosis of rejected bytes, for people |
@@ -18,7 +18,10 @@ libipld recurses on the native stack, up to the recursion limit of Python. The d
 
 import re
 from binascii import b2a_base64
+from collections.abc import Callable
 from io import BytesIO
+from math import isfinite
+from struct import unpack
 from typing import Any
 
 import cbor2
@@ -26,7 +29,6 @@ import libipld
 import orjson
 
 from indexer.atproto.cid import MIN_LINK_BYTES, cid_text, is_cid, is_link
-from indexer.atproto.strict_cbor import decode_strict
 
 MAX_EXPLAINED_BYTES = 10_000
 MAX_EXPLAINED_OBJECTS = 3
@@ -40,15 +42,15 @@ _MEANINGFUL_TAGS = (0, 1, 2, 3, 4, 5, 25, 28, 29, 30, 35, 36, 37, 52, 54, 100, 2
 _WITHOUT_MEANING = dict.fromkeys(_MEANINGFUL_TAGS, lambda value, *_: value)
 
 # Major types and additional information of RFC 8949.
-_STRINGS = frozenset({2, 3})
-_ARRAY = 4
-_CONTAINERS = frozenset({4, 5})
-_TAG = 6
+_UNSIGNED, _NEGATIVE, _BYTES, _TEXT, _ARRAY, _MAP, _TAG, _SIMPLE_OR_FLOAT = range(8)
 _ONE_BYTE_ARGUMENT = 24
 _EIGHT_BYTE_ARGUMENT = 27
+_SMALLEST = {1: 24, 2: 1 << 8, 4: 1 << 16, 8: 1 << 32}  # the smallest argument that needs so many bytes
+_SIMPLE = {0xF4: False, 0xF5: True, 0xF6: None}  # by the first byte
+_LINK_TAG = 42
 
 _LINK_HEAD = 0xD8  # the first byte of tag 42
-_FLOAT_HEAD = 0xFB
+_FLOAT_HEAD = 0xFB  # the first byte of a float of 64 bits, the only form that is allowed
 # Keys of the JSON forms of links and byte strings. The same bytes can occur inside a text.
 _reserved_key = re.compile(rb"\$(?:link|bytes)").search
 
@@ -150,11 +152,11 @@ def count_items(data: bytes, max_items: int, max_depth: int, objects: int = 1) -
             size = 1 << (argument - _ONE_BYTE_ARGUMENT)
             argument = int.from_bytes(data[position : position + size])
             position += size
-        if major in _STRINGS:
+        if major in (_BYTES, _TEXT):
             position += argument
         elif major == _TAG:
             left += 1
-        elif major in _CONTAINERS and argument:
+        elif major in (_ARRAY, _MAP) and argument:
             outer.append(left)
             left = argument if major == _ARRAY else 2 * argument
             if len(outer) > max_depth:
@@ -168,6 +170,126 @@ def encode(value: Any) -> bytes:
     Any `bytes` that are a CID become a link, so a value must not contain byte strings of unknown content.
     """
     return bytes(libipld.encode_dag_cbor(value))
+
+
+def decode_strict(data: bytes, make_link: Callable[[bytes], Any]) -> Any:
+    """Return the value of one canonical object. Slow: in Python and without recursion, and errors name the byte.
+
+    Args:
+        data: The object.
+        make_link: Returns the value of a link for the bytes of its CID, which may have any CIDv1 form.
+
+    Raises:
+        ValueError: The bytes are not exactly one object, or not canonical.
+    """
+    reader = _Reader(data, make_link)
+    root, left = reader.item()
+    container, last_key = root, b""  # `left` items or entries of the container are not read yet
+    outer: list[tuple[Any, int, bytes]] = []
+    while left or outer:
+        if not left:
+            container, left, last_key = outer.pop()
+            continue
+        left -= 1
+        if type(container) is dict:
+            last_key = reader.key(last_key if container else None)
+            item, size = reader.item()
+            container[last_key.decode()] = item
+        else:
+            item, size = reader.item()
+            container.append(item)
+        if size:
+            outer.append((container, left, last_key))
+            container, left = item, size
+    reader.end()
+    return root
+
+
+class _Reader:
+    """Reads one item after the other. Lists and maps are returned empty, with their size."""
+
+    def __init__(self, data: bytes, make_link: Callable[[bytes], Any]) -> None:
+        self._data = data
+        self._position = 0
+        self._make_link = make_link
+
+    def item(self) -> tuple[Any, int]:
+        """Return the next item, and the number of items or entries that follow if it is a list or a map, else 0."""
+        major, argument = self._head()
+        if major == _TEXT:
+            return self._take(argument).decode(), 0
+        if major == _BYTES:
+            return self._take(argument), 0
+        if major == _MAP:
+            return {}, argument
+        if major == _ARRAY:
+            return [], argument
+        if major == _TAG:
+            return self._link(argument), 0
+        if major == _SIMPLE_OR_FLOAT:
+            return self._simple_or_float(argument), 0
+        return (argument if major == _UNSIGNED else -1 - argument), 0
+
+    def key(self, last: bytes | None) -> bytes:
+        """Return the next key of a map, as UTF-8. `last` is the key before it, if there is one."""
+        major, size = self._head()
+        if major != _TEXT:
+            raise ValueError(f"the key before byte {self._position} is not a text")
+        key = self._take(size)
+        if last is not None and (len(key), key) <= (len(last), last):
+            raise ValueError(f"the key before byte {self._position} is not in canonical order")
+        return key
+
+    def end(self) -> None:
+        """Raise an error if there are more bytes."""
+        if self._position < len(self._data):
+            raise ValueError(f"the object ends at byte {self._position} of {len(self._data)}")
+
+    def _head(self) -> tuple[int, int]:
+        """Return a major type and its argument. For a simple value or a float, the first byte replaces the argument."""
+        if self._position >= len(self._data):
+            raise self._truncated()
+        first = self._data[self._position]
+        self._position += 1
+        major, argument = first >> 5, first & 31
+        if major == _SIMPLE_OR_FLOAT:
+            return major, first
+        if argument < _ONE_BYTE_ARGUMENT:
+            return major, argument
+        if argument > _EIGHT_BYTE_ARGUMENT:
+            raise ValueError(f"no definite number before byte {self._position}")
+        size = 1 << (argument - _ONE_BYTE_ARGUMENT)
+        argument = int.from_bytes(self._take(size))
+        if argument < _SMALLEST[size]:
+            raise ValueError(f"the number before byte {self._position} is not in its shortest form")
+        return major, argument
+
+    def _take(self, size: int) -> bytes:
+        start = self._position
+        self._position = end = start + size
+        if end > len(self._data):
+            raise self._truncated()
+        return self._data[start:end]
+
+    def _truncated(self) -> ValueError:
+        return ValueError(f"the data ends after byte {len(self._data)}, inside an object")
+
+    def _simple_or_float(self, first: int) -> bool | float | None:
+        if first in _SIMPLE:
+            return _SIMPLE[first]
+        if first != _FLOAT_HEAD:
+            raise ValueError(f"an unsupported simple value or form of float before byte {self._position}")
+        number: float = unpack(">d", self._take(8))[0]
+        if not isfinite(number):
+            raise ValueError(f"the float before byte {self._position} is not a number")
+        return number
+
+    def _link(self, tag: int) -> Any:
+        major, size = self._head()
+        content = self._take(size)
+        if tag != _LINK_TAG or major != _BYTES or content[:1] != b"\0" or not is_link(content[1:]):
+            raise ValueError(f"the tag before byte {self._position} is not 42, or does not contain a CIDv1")
+        return self._make_link(content[1:])
 
 
 def explain(data: bytes) -> str:

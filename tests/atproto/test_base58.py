@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multiformats import multibase
 
-from indexer.atproto.base58 import decode_base58, encode_base58
+from indexer.atproto.crypto import decode_base58, encode_base58
 
 BYTES = st.binary(max_size=80) | st.tuples(st.integers(0, 5), st.binary(max_size=40)).map(
     lambda parts: bytes(parts[0]) + parts[1]

@@ -24,12 +24,12 @@ from indexer.atproto.cbor import (
     decode_canonical,
     decode_json,
     decode_pair,
+    decode_strict,
     encode,
     explain,
     explain_frame,
 )
 from indexer.atproto.cid import cid_of, cid_text
-from indexer.atproto.strict_cbor import decode_strict
 from tests.atproto.generated_cbor import DATA, NOT_LINKS
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from indexer.atproto.cbor import Link, decode_canonical, decode_json
+from indexer.atproto.cbor import Link, decode_canonical, decode_json, decode_strict
 from indexer.atproto.cid import cid_text
-from indexer.atproto.strict_cbor import decode_strict
 from tests.atproto import dag_cbor_oracle as oracle
 from tests.atproto.dag_cbor_oracle import Cid, Pairs
 from tests.atproto.generated_cbor import DATA, ITEMS

@@ -1,6 +1,5 @@
 """CAR files, tree nodes and commit objects: each decoder against an obvious reference."""
 
-from bisect import bisect_right
 from hashlib import sha256
 from itertools import pairwise
 from os.path import commonprefix
@@ -10,7 +9,7 @@ from indexer.atproto.car import CarReader, split_car
 from indexer.atproto.cid import CID_BYTES, DAG_CBOR, RAW, cid_of, is_cid
 from indexer.atproto.commit import MAX_COMMIT_BYTES, VERSION, decode_commit
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
-from indexer.atproto.mst.node import MAX_KEY_BYTES, Node, decode_node, encode_node, subtree_cid_offset
+from indexer.atproto.mst.node import MAX_KEY_BYTES, decode_node, encode_node
 from indexer.atproto.syntax import is_did, is_tid
 from indexer.demo.local_repo import car_header, car_section
 from indexer.errors import UpstreamError
@@ -125,20 +124,6 @@ class Nodes(FuzzTarget):
         found = None if node is None else (node.keys, node.values, node.left, node.trees)
         if found != expected:
             raise DifferenceError(f"reference: {expected}\nfound: {found}")
-        for key in (b"", *(node.keys if node else ()), data[:30], b"\xff"):
-            offset = subtree_cid_offset(data, key)
-            if node is not None:
-                _check_offset(data, node, key, offset)
-
-
-def _check_offset(data: bytes, node: Node, key: bytes, offset: int | None) -> None:
-    """Compare the place of a subtree with the position of the key among those of the node. Only usual links count."""
-    if any(len(value) != LINK_BYTES for value in node.values):
-        return
-    expected = None if key in node.keys else node.subtree_before(bisect_right(node.keys, key))
-    found = None if offset is None else data[offset : offset + CID_BYTES]
-    if found != expected:
-        raise DifferenceError(f"subtree of {key!r}: {found!r} instead of {expected!r}")
 
 
 Entries = tuple[list[bytes], list[bytes], bytes | None, list[bytes | None]]

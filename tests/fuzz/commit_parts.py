@@ -10,7 +10,7 @@ from indexer.atproto.cid import cid_of
 from indexer.atproto.commit import SIGNATURE_BYTES, VERSION
 from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.atproto.mst.inversion import invert_by_rebuilding
+from indexer.atproto.mst import invert
 from indexer.atproto.syntax import is_tid, tid_of
 from indexer.demo.local_repo import car_header, car_section
 from indexer.errors import UpstreamError
@@ -100,7 +100,7 @@ class CommitParts:
         try:
             data = decode(self.blocks[self.payload["commit"]])["data"]
             ops = [RepoOp(op["action"], op["path"], op["cid"], op.get("prev")) for op in self.ops()]
-            found = invert_by_rebuilding(self.blocks, data, fold_operations(ops), b"", DEFAULT_LIMITS).root
+            found = invert(self.blocks, data, fold_operations(ops), b"", DEFAULT_LIMITS).root
         except (UpstreamError, LegacyOperationsError, CborError, KeyError, TypeError, AttributeError):
             return  # the parts are not those of a commit any more, which is the point of some mutations
         if found is not None:

@@ -12,7 +12,6 @@ from indexer.atproto.car import split_car
 from indexer.atproto.commit import decode_commit
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst import EMPTY_TREE, NetOp, Verdict, invert
-from indexer.atproto.mst.tree_builder import key_of
 from indexer.demo.reference_tree import ReferenceTree
 from indexer.errors import UpstreamError
 from indexer.sync.events import CommitEvent, decode_frame
@@ -96,7 +95,7 @@ class Inversions(FuzzTarget):
         expected = oracle.invert(blocks, root, ops, prev_data)
         if (found.verdict, found.root) != expected:
             raise DifferenceError(f"reference: {expected}\nfound: {found}")
-        if (found.verdict is Verdict.OK) > (sorted(ops, key=key_of) == right):
+        if (found.verdict is Verdict.OK) > (sorted(ops, key=lambda op: op.key) == right):
             raise DifferenceError(f"accepted {ops} instead of {right}")
         self.counts.add(_name(found.verdict))
 

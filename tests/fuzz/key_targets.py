@@ -11,8 +11,14 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from multiformats import multibase, multicodec
 
-from indexer.atproto.base58 import decode_base58, encode_base58
-from indexer.atproto.crypto import PublicKey, parse_did_key, parse_legacy_key, parse_multikey
+from indexer.atproto.crypto import (
+    PublicKey,
+    decode_base58,
+    encode_base58,
+    parse_did_key,
+    parse_legacy_key,
+    parse_multikey,
+)
 from tests.fuzz.comparison import DifferenceError, accepted
 from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes, text_of
 from tests.fuzz.outcome_counts import OutcomeCounts

@@ -10,7 +10,7 @@ from urllib.parse import urlencode, urlsplit
 
 import orjson
 
-from indexer.atproto.json_text import max_items
+from indexer.atproto.limits import max_items
 from indexer.errors import UnavailableError
 from indexer.net.http import OutboundClient
 from indexer.reasons import FetchFailure

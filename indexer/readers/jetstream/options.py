@@ -7,7 +7,7 @@ from urllib.parse import parse_qs
 
 import orjson
 
-from indexer.atproto.json_text import max_items
+from indexer.atproto.limits import max_items
 from indexer.atproto.syntax import CollectionFilter, is_did
 
 MAX_COLLECTIONS = 100

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import orjson
 from aiohttp import web
 
-from indexer.atproto.json_text import max_items
+from indexer.atproto.limits import max_items
 from indexer.atproto.syntax import is_did
 from indexer.db import DatabaseError, Store
 from indexer.errors import InvalidScopeError, UnavailableError

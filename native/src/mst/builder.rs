@@ -1,6 +1,6 @@
 //! Builds the one tree over a row of keys and closed subtrees: the general algorithm of inversion.
 //!
-//! `indexer/atproto/mst/tree_builder.py` explains it, and has the same functions. Here every method returns `None` if
+//! `indexer/atproto/mst/inversion.py` explains it, and has the same functions. Here every method returns `None` if
 //! a node is missing or malformed, so that the reference decides.
 
 use crate::cid::{cid_of, Cid};

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import cycle, islice
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst import EMPTY_TREE, Inversion, NetOp, Verdict, invert
+from indexer.atproto.mst.walk import leaves, walk
 from indexer.errors import UpstreamError
 from indexer.reasons import Rejection
 from tests.atproto.mst import oracle
@@ -41,6 +43,29 @@ def test_undoing_the_operations_gives_the_tree_before(before: Records, edits: Ed
     prev_data = oracle.build(before)[0]
     root, blocks = oracle.build(after)
     assert undo(blocks, root, ops, prev_data) == Inversion(Verdict.OK, prev_data, ops_hold=True)
+
+
+def keys_with(prefix: str) -> list[bytes]:
+    return sorted(key for height in range(4) for key in islice(oracle.keys_of_height(height, prefix), 6))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [KEYS, KEYS[::2], KEYS[1::3], KEYS[::7], *map(keys_with, ("XXXX/", "!/", "24 bytes before a number/"[:24]))],
+)
+def test_each_single_operation_is_undone(keys: list[bytes]) -> None:
+    with_all = dict(zip(keys, cycle([A, B]), strict=False))
+    root, blocks = oracle.build(with_all)
+    assert list(walk(blocks.get, root, DEFAULT_LIMITS)) == list(leaves(blocks.get, root)) == list(with_all.items())
+    for key, value in with_all.items():
+        without, blocks_without = oracle.build({other: with_all[other] for other in keys if other != key})
+        changed, _ = oracle.build(with_all | {key: C})
+        for present, after, op, before in (
+            (blocks, root, NetOp(key, C, value), changed),
+            (blocks, root, NetOp(key, None, value), without),
+            (blocks_without, without, NetOp(key, value, None), root),
+        ):
+            assert undo(present, after, [op], before) == Inversion(Verdict.OK, before, ops_hold=True)
 
 
 @settings(max_examples=scaled(500))
