@@ -259,11 +259,16 @@ def _wrapped(paragraph: str) -> str:
 async def describe_public_schema(connection: asyncpg.Connection) -> str:
     """Return the reference of the views and functions in schema `atproto`, from the comments in the database."""
     parts = []
+    described = set()
     for view, comment in await connection.fetch(_VIEWS, VIEWS):
-        rows = "".join(
-            f"- `{name}` ({type_.replace('timestamp with time zone', 'timestamptz')}): {text}\n"
+        columns = [
+            f"`{name}` ({type_.replace('timestamp with time zone', 'timestamptz')}): {text}"
             for name, type_, text in await connection.fetch(_COLUMNS, view)
-        )
+        ]
+        rows = "".join(f"- {column}\n" for column in columns if column not in described)
+        if known := [column.split()[0] for column in columns if column in described]:
+            rows += f"- {', '.join(known)}: as above.\n"
+        described.update(columns)
         parts.append(f"\n## View `atproto.{view}`\n\n{_wrapped(comment)}\n\n{rows}")
     parts.append("\n## Functions\n")
     for name, arguments, result, comment in await connection.fetch(_FUNCTIONS):

@@ -13,7 +13,7 @@ export type Json = null | boolean | number | string | Json[] | { [key: string]: 
 /** A row for each reference to a blob in the value of a visible record. Indexed by did, and by (did, collection,
  * rkey); without did, it reads all records. The PDS has the bytes. */
 export interface Blob {
-  /** The DID of the repo, and of the account that has the blob. */
+  /** The DID of the repo. */
   did: string;
   /** The CID of the blob. */
   cid: string;
@@ -202,7 +202,7 @@ export interface Record {
 export interface RejectedMessage {
   /** The ID of the dead letter. */
   id: Int8;
-  /** The relay that sent the message. */
+  /** The URL of the relay. */
   relay: string;
   /** The sequence number; null if unreadable. */
   seq: Int8 | null;

@@ -26,7 +26,7 @@ class Blob(PublicView):
     __tablename__ = "blobs"
 
     did: Mapped[str] = mapped_column(Text, primary_key=True)
-    """The DID of the repo, and of the account that has the blob."""
+    """The DID of the repo."""
     cid: Mapped[str] = mapped_column(Text, primary_key=True)
     """The CID of the blob."""
     mime_type: Mapped[str | None] = mapped_column(Text)
@@ -252,7 +252,7 @@ class RejectedMessage(PublicView):
     id: Mapped[int] = mapped_column(BigInteger, primary_key=True)
     """The ID of the dead letter."""
     relay: Mapped[str] = mapped_column(Text)
-    """The relay that sent the message."""
+    """The URL of the relay."""
     seq: Mapped[int | None] = mapped_column(BigInteger)
     """The sequence number; null if unreadable."""
     did: Mapped[str | None] = mapped_column(Text)

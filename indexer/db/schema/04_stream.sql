@@ -122,7 +122,7 @@ create view atproto.rejected as select id, relay, seq, did, kind, reason, time f
 comment on view atproto.rejected is
     'Dead letters: the newest 1,000 rejected messages per relay and reason, including forged ones.';
 comment on column atproto.rejected.id is 'The ID of the dead letter.';
-comment on column atproto.rejected.relay is 'The relay that sent the message.';
+comment on column atproto.rejected.relay is 'The URL of the relay.';
 comment on column atproto.rejected.seq is 'The sequence number; null if unreadable.';
 comment on column atproto.rejected.did is 'The DID that the message names, perhaps forged; null if unreadable.';
 comment on column atproto.rejected.kind is 'The kind of message.';

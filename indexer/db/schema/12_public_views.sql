@@ -118,7 +118,7 @@ comment on column atproto.records.bucket is
 comment on view atproto.blobs is
     'A row for each reference to a blob in the value of a visible record. Indexed by did, and by (did, collection, '
     'rkey); without did, it reads all records. The PDS has the bytes.';
-comment on column atproto.blobs.did is 'The DID of the repo, and of the account that has the blob.';
+comment on column atproto.blobs.did is 'The DID of the repo.';
 comment on column atproto.blobs.cid is 'The CID of the blob.';
 comment on column atproto.blobs.mime_type is 'The MIME type that the record states; null if none.';
 comment on column atproto.blobs.size is 'The size in bytes that the record states; null if none.';
