@@ -8,7 +8,7 @@ from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Store
 from indexer.db.periodic import DatabaseAttempt
 from indexer.serve.backfill import RepoCounts
-from indexer.serve.status_rows import link_status
+from indexer.serve.status_document import link_status
 from indexer.telemetry.metrics import Metrics
 
 

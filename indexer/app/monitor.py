@@ -1,10 +1,10 @@
 """Find conditions in the state of the running daemon: rejected messages, failing identity lookups, failing hosts."""
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Mapping
 from time import monotonic
-from typing import NoReturn
+from typing import Generic, NoReturn, TypeVar
 
 from indexer.live.settled_totals import SettledTotals
 from indexer.net.http import HostLimits
@@ -17,13 +17,31 @@ from indexer.telemetry.conditions import (
     ConditionKind,
     Conditions,
 )
-from indexer.telemetry.recent_totals import RecentTotals
 
 INTERVAL_SECONDS = 2.0
+WINDOW_SECONDS = 60.0
 MIN_MESSAGES = 20
 """Settled messages within a minute that are enough to judge the share of one rejection reason."""
 MIN_LOOKUPS = 5
 """Identity lookups within a minute that are enough to judge the share of failures."""
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+class RecentTotals(Generic[K]):
+    """Compares samples of counters that only grow. Counters are zero before the first sample."""
+
+    def __init__(self, began_at: float) -> None:
+        self._samples: deque[tuple[float, Counter[K]]] = deque([(began_at, Counter())])
+
+    def add(self, now: float, totals: Mapping[K, int]) -> Counter[K]:
+        """Add a sample; return how much each counter grew within the window."""
+        newest = Counter(totals)
+        self._samples.append((now, newest))
+        while len(self._samples) > 1 and self._samples[1][0] <= now - WINDOW_SECONDS:
+            self._samples.popleft()
+        return newest - self._samples[0][1]
 
 
 class DaemonMonitor:

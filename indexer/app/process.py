@@ -41,7 +41,7 @@ async def run(settings: Settings, *, migrate_first: bool = True, tuning: Tuning 
     listener = Listener(settings.http_bind)
     await listener.bind()  # before the schema is upgraded: a port in use is the operator's to correct
     with stop_on_signals(stop, settings.stop_timeout), closing(listener):
-        async with database(url, settings.data_dir, on_restart=metrics.postgres_restarted, stage=postgres) as dsn:
+        async with database(url, settings.data_dir, on_restart=metrics.postgres_restarts.inc, stage=postgres) as dsn:
             async with AsyncExitStack() as stack:
                 opened = partial(open_daemon, settings, dsn, metrics, [postgres], core, tuning)
                 daemon = await _open_when_available(stack, opened, dsn, stop, migrate_first=migrate_first)

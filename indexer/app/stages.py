@@ -28,11 +28,12 @@ from indexer.serve.status_document import (
     ResyncStatus,
     StatusDocument,
     condition_status,
+    gap_status,
     host_status,
+    link_status,
     short,
     short_gap,
 )
-from indexer.serve.status_rows import gap_status, link_status
 from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metric_definitions import MAX_LISTED
 
@@ -71,7 +72,7 @@ def _monitors(daemon: "Daemon") -> Iterator[Stage]:
         show=partial(_show_conditions, conditions),
     )
     yield quiet_stage("garbage collection", None, partial(collect_garbage, daemon.tuning.garbage_interval))
-    yield quiet_stage("event loop delay", None, partial(measure_delays, daemon.metrics.event_loop_delay))
+    yield quiet_stage("event loop delay", None, partial(measure_delays, daemon.metrics.event_loop_delay.observe))
     yield Stage(
         "status samples",
         role=None,

@@ -20,11 +20,11 @@ from indexer.serve.recent_read import RecentRead
 from indexer.serve.status_document import (
     MAX_ROWS,
     StatusDocument,
+    consumer_status,
     rejection_status,
     short,
     short_consumer,
 )
-from indexer.serve.status_rows import consumer_status
 from indexer.serve.status_samples import SAMPLE_SECONDS, StageTotals, StatusSamples
 from indexer.tasks.shard_ownership import ShardOwnership
 from indexer.telemetry.metrics import Reading

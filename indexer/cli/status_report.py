@@ -12,7 +12,7 @@ from indexer.db.shard_lock import ShardSession
 from indexer.live.event_clock import MAX_AHEAD
 from indexer.serve.backfill import ScopeStatus, backfill_of, scope_status_of
 from indexer.serve.readiness import ReadinessReason
-from indexer.serve.status_rows import (
+from indexer.serve.status_document import (
     ConsumerStatus,
     GapStatus,
     LinkStatus,

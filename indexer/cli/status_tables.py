@@ -9,7 +9,7 @@ from rich.text import Text
 
 from indexer.cli.output import duration_text, fact_table, literal_text
 from indexer.cli.status_report import Status
-from indexer.serve.status_rows import LinkStatus
+from indexer.serve.status_document import LinkStatus
 
 
 def status_tables(status: Status) -> Group:

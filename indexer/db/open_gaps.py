@@ -99,7 +99,7 @@ class OpenGaps:
 
     def _set(self, gaps: Sequence[OpenGap]) -> None:
         self.gaps = gaps
-        self._metrics.gaps_open(len(gaps))
+        self._metrics.gaps_open.set(len(gaps))
         if gaps:
             self._opened.set()
         else:

@@ -46,7 +46,7 @@ class AccountLimits:
                 key_state = key_state_of(did)
                 if key_state and key_state.host and self._new_accounts.is_limited(key_state.host, context.now):
                     limited.add(did)
-        self._metrics.refused_accounts(len(refused))
+        self._metrics.refused_accounts.inc(len(refused))
         return replace(context, refused=frozenset(refused), limited=frozenset(limited))
 
     def count(self, plan: BatchPlan, skipped: frozenset[str], key_state_of: KeyStateOf) -> None:

@@ -48,7 +48,7 @@ class DatabaseMonitor:
         error = await self._check.run()
         failed = self._store.failed_operations - self._failed_operations
         self._failed_operations += failed
-        self._metrics.database_up(up=error is None)
+        self._metrics.database_up.set(error is None)
         if error is not None:
             message = f"the database does not answer: {error}; everything that needs it is retried"
             self._conditions.report(DATABASE_UNAVAILABLE, message=message, count=failed)

@@ -149,7 +149,7 @@ class AccountErasure:
         await self._store.update_repo(did, lambda repo: plan_erasure_later(repo, time() + seconds))
 
     def _count(self, erased: ErasedBatch) -> None:
-        self._metrics.erased(erased.records)
+        self._metrics.erased_records.inc(erased.records)
         self._records += erased.records
         if erased.finished:
             self._accounts += 1

@@ -125,7 +125,7 @@ def _unknown() -> float:
 
 
 class Metrics:
-    """The metrics, with one method for each thing that is counted or measured.
+    """The metrics: an attribute for each that callers increment or set, and a method where more is to be done.
 
     A label value outside its closed set is a bug of the caller and raises KeyError. All counters exist from the start,
     so that a rate over the first increment is right.
@@ -153,12 +153,12 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
-        self._event_loop_delay = self._histogram("indexer_event_loop_delay_seconds", _DELAY_BUCKETS)
+        self.event_loop_delay = self._histogram("indexer_event_loop_delay_seconds", _DELAY_BUCKETS)
         build = Info("indexer_build", self._definition("indexer_build_info").meaning, registry=self.registry)
         build.info({"version": __version__, "python": platform.python_version()})
-        self._database_up = self._gauge("indexer_database_up")
-        self._database_up.set(1)
-        self._postgres_restarts = self._counter("indexer_postgres_restarts_total")
+        self.database_up = self._gauge("indexer_database_up")
+        self.database_up.set(1)
+        self.postgres_restarts = self._counter("indexer_postgres_restarts_total")
 
     def _add_event_metrics(self) -> None:
         name = "indexer_events_received_total"
@@ -172,9 +172,9 @@ class Metrics:
         desynchronized = self._counter("indexer_desynchronized_total")
         self._desynchronized = {reason: desynchronized.labels(reason) for reason in Desync}
         self._lenient_commits = self._counter("indexer_lenient_commits_total")
-        self._refused_accounts = self._counter("indexer_refused_accounts_total")
+        self.refused_accounts = self._counter("indexer_refused_accounts_total")
         self._cursor = self._gauge("indexer_cursor_seq")
-        self._gaps_open = self._gauge("indexer_gaps_open")
+        self.gaps_open = self._gauge("indexer_gaps_open")
         stages = self._histogram("indexer_batch_seconds", _STAGE_BUCKETS)
         self._stages = {stage: stages.labels(stage) for stage in STAGES}
 
@@ -183,7 +183,7 @@ class Metrics:
         self._changes = {
             (action, live): changes.labels(action, str(live).lower()) for action in ACTIONS for live in (True, False)
         }
-        self._erased = self._counter("indexer_erased_records_total")
+        self.erased_records = self._counter("indexer_erased_records_total")
 
     def _add_resync_metrics(self) -> None:
         repos = self._gauge("indexer_repos")
@@ -216,7 +216,7 @@ class Metrics:
         self._log_bytes = self._gauge("indexer_change_log_bytes")
         self._numbering = self._histogram("indexer_numbering_seconds", _NUMBERING_BUCKETS)
         self._unnumbered = self._gauge("indexer_unnumbered_batches")
-        self._notification_queue = self._gauge("indexer_notification_queue_ratio")
+        self.notification_queue = self._gauge("indexer_notification_queue_ratio")
         self._in_doubt = self._gauge("indexer_transactions_in_doubt")
         self._consumer_lag = self._gauge("indexer_consumer_lag_seconds")
         self._behind_seconds = self._gauge("indexer_consumer_behind_seconds")
@@ -226,11 +226,11 @@ class Metrics:
 
     def _add_feed_metrics(self) -> None:
         events = self._counter("indexer_feed_events_total")
-        self._feed_events = {kind: events.labels(kind) for kind in FEED_KINDS}
+        self.feed_events = {kind: events.labels(kind) for kind in FEED_KINDS}
         omitted = self._counter("indexer_feed_values_omitted_total")
         self._feed_values_omitted = {reason: omitted.labels(reason) for reason in OmittedValue}
         disconnections = self._counter("indexer_feed_disconnections_total")
-        self._feed_disconnections = {
+        self.feed_disconnections = {
             (kind, reason): disconnections.labels(kind, reason)
             for kind, reasons in DISCONNECTIONS.items()
             for reason in reasons
@@ -257,10 +257,6 @@ class Metrics:
         defined = self._definition(name)
         return Histogram(name, defined.meaning, defined.labels, registry=self.registry, buckets=buckets)
 
-    def event_loop_delay(self, seconds: float) -> None:
-        """Observe how late a timer ran: the event loop was blocked for this time."""
-        self._event_loop_delay.observe(seconds)
-
     def received(self, kind: str) -> None:
         """Count a message received."""
         self._received[kind,] += 1
@@ -285,18 +281,10 @@ class Metrics:
         """Count record changes written; `live` is False for changes that a resync found."""
         self._changes[action, live].inc(count)
 
-    def erased(self, records: int) -> None:
-        """Count erased records of deleted accounts."""
-        self._erased.inc(records)
-
     def cursor(self, relay: str, seq: int) -> None:
         """Set the stored cursor of a relay."""
         # The label is added at the first use: a relay that was never used has no cursor, not the cursor 0.
         self._cursor.labels(relay).set(seq)
-
-    def gaps_open(self, count: int) -> None:
-        """Set the number of open gaps of this shard."""
-        self._gaps_open.set(count)
 
     def resync(self, result: str, seconds: float) -> None:
         """Count a resync that ended, and its duration."""
@@ -307,21 +295,9 @@ class Metrics:
         """Count a claimed repo that was postponed before its resync began. It has no duration."""
         self._resyncs[result].inc()
 
-    def refused_accounts(self, count: int) -> None:
-        """Count DIDs whose messages in a batch added no repo, because their registered domain added too many."""
-        self._refused_accounts.inc(count)
-
-    def feed_events(self, kind: str, count: int = 1) -> None:
-        """Count events that were sent to a client of a feed."""
-        self._feed_events[kind].inc(count)
-
     def feed_value_omitted(self, reason: OmittedValue) -> None:
         """Count an event of the feed for clients of tap that comes without the value of its record."""
         self._feed_values_omitted[reason].inc()
-
-    def feed_disconnected(self, kind: str, reason: str) -> None:
-        """Count a connection of a client of a feed that ended."""
-        self._feed_disconnections[kind, reason].inc()
 
     def identity_lookup(self, method: str, result: str) -> None:
         """Count an answer over the network: from a PLC directory, a did:web host, a DNS server or a handle's host."""
@@ -391,18 +367,6 @@ class Metrics:
             self._numbering.observe(age)
         self._unnumbered.set(waiting)
         self._in_doubt.set(in_doubt)
-
-    def notification_queue(self, usage: float) -> None:
-        """Set how full the queue of notifications of the server is, from 0 to 1."""
-        self._notification_queue.set(usage)
-
-    def database_up(self, *, up: bool) -> None:
-        """Set whether the database answers."""
-        self._database_up.set(up)
-
-    def postgres_restarted(self) -> None:
-        """Count a restart of the embedded Postgres."""
-        self._postgres_restarts.inc()
 
     def watch(self, readers: Mapping[str, Callable[[], Reading]]) -> None:
         """Set the functions that read gauges from the stages at each scrape, by the name of the gauge."""

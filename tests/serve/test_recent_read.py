@@ -1,10 +1,10 @@
 import asyncio
 from collections import Counter
 
+from indexer.app.monitor import WINDOW_SECONDS, RecentTotals
 from indexer.db import DatabaseError
 from indexer.reasons import FetchFailure
 from indexer.serve.recent_read import RecentRead
-from indexer.telemetry.recent_totals import WINDOW_SECONDS, RecentTotals
 
 
 class Reads:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 
 import structlog
 from aiohttp import web
@@ -58,7 +57,7 @@ class JetstreamRoutes:
             with request.app[WEBSOCKETS].hold(request, websocket, for_anyone=True) as held, self._reader.subscriber():
                 await self._serve(request, websocket, options, held.displaced)
         except web.HTTPServiceUnavailable:
-            self._metrics.feed_disconnected("jetstream", "refused")
+            self._metrics.feed_disconnections["jetstream", "refused"].inc()
             raise
         return websocket
 
@@ -77,12 +76,12 @@ class JetstreamRoutes:
             return
         writer = FrameWriter(transport)
         LimitedReading(transport, self._reading_turns, network)
-        subscriber = Subscriber(websocket, writer, options, network, partial(self._metrics.feed_events, "jetstream"))
+        subscriber = Subscriber(websocket, writer, options, network, self._metrics.feed_events["jetstream"].inc)
         try:
             ending = await subscriber.serve(self._reader.window, self._pages, displaced)
         finally:
             await writer.close()
-        self._metrics.feed_disconnected("jetstream", ending.cause if ending else "client")
+        self._metrics.feed_disconnections["jetstream", ending.cause if ending else "client"].inc()
         if ending is not None and self._log_rate.allows_line():
             log.warning("jetstream.disconnected", client=network, reason=ending.reason)
 

@@ -6,7 +6,6 @@ The connection always ends without a close frame, because the client `@atproto/t
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from math import inf
 from time import monotonic
 from typing import Any
@@ -61,7 +60,7 @@ class Channel:
             self._feed.clients += 1
             try:
                 reason = await self._serve(websocket, acks=request.query.get("acks") != "false")
-                self._metrics.feed_disconnected("tap", reason)
+                self._metrics.feed_disconnections["tap", reason].inc()
             finally:
                 self._feed.clients -= 1
                 if request.transport is not None:
@@ -75,7 +74,7 @@ class Channel:
             Why the connection ends.
         """
         deliveries = asyncio.create_task(self._feed.deliveries())
-        sent = partial(self._metrics.feed_events, "tap")
+        sent = self._metrics.feed_events["tap"].inc
         client = _Client(websocket, deliveries, self.retry_seconds, sent, acks=acks)
         tasks = [
             asyncio.create_task(work()) for work in (client.receive, client.send, client.retry, client.wait_for_end)

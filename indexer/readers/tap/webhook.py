@@ -82,7 +82,7 @@ class Webhook:
             except UnavailableError as paused:
                 deliveries.give_back_after(min(paused.retry_after or self.max_retry, self.max_retry), change.seq)
                 continue
-            self._metrics.feed_events("webhook")
+            self._metrics.feed_events["webhook"].inc()
             if failure is None:
                 deliveries.acknowledge([event.seq])
             else:
