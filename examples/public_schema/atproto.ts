@@ -33,8 +33,7 @@ export interface Blob {
 
 /** The change log, in commit order. Consumers use next_changes or changes_after, which use an index. */
 export interface Change {
-  /** The number, assigned by COMMIT: a snapshot that shows a number shows all smaller ones. Numbers may be
-   * missing. */
+  /** The number: a snapshot that shows it shows all smaller ones. Numbers may be missing. */
   seq: Int8;
   /** The DID of the repo. */
   did: string;
@@ -46,12 +45,12 @@ export interface Change {
   action: string;
   /** The CID of the new record; null for a delete and for a change of the repo. */
   cid: string | null;
-  /** The rev of the commit, or of the export in which a resync found the change; null for a repo without rev, an
-   * erased record, and a collection that is no longer selected. */
+  /** The rev of the commit, or of the export in which a resync found the change; null for an erased record or one
+   * outside the scope, and a repo without rev. */
   rev: string | null;
   /** False for completed, and for differences found by a resync. */
   live: boolean;
-  /** When the change was committed here. Equal within a transaction, later for later ones. */
+  /** When the change was committed here: equal within a transaction, later for later ones. */
   time: Date;
 }
 
@@ -67,13 +66,12 @@ export interface Cursor {
   event_time: string | null;
   /** When the cursor was last saved. */
   updated_at: Date;
-  /** Everything until this time is stored: the median time of the latest messages, or the present time if the
-   * stream is open and silent. Null if it is not known. */
+  /** Everything until this time is stored. Null if not known. */
   caught_up_at: Date | null;
 }
 
-/** Spans of a stream in which messages may have been missed. While a gap is open, repos of its shard may be
- * outdated although they are synchronized. */
+/** Spans of a stream in which messages may have been missed. While one is open, repos of its shard may be
+ * outdated. */
 export interface Gap {
   /** The URL of the relay. */
   relay: string;
@@ -99,15 +97,15 @@ export interface Host {
   host: string;
   /** Requests sent. */
   requests: Int8;
-  /** Requests without connection or response, or with a server error. */
+  /** Requests without response, or with a server error. */
   failures: Int8;
   /** Failures since the last response. */
   failures_in_a_row: number;
-  /** No requests are sent until then; null if the host is not paused. */
+  /** No requests are sent until then; null if not paused. */
   paused_until: Date | null;
-  /** throttled: the host asked for a pause; host-paused: too many requests failed in a row. Null if not paused. */
+  /** throttled: the host asked for it; host-paused: too many failures. Null if not paused. */
   pause_reason: string | null;
-  /** The latest failure; the first word is a reason of docs/reasons.md. Null if none. */
+  /** The latest failure, beginning with a reason of docs/reasons.md. Null if none. */
   last_error: string | null;
   /** When a request last succeeded; null if never. */
   last_success_at: Date | null;
@@ -129,14 +127,13 @@ export interface LinkProgress {
   enabled_at: Date | null;
   /** When the backfill was completed; null if it is not. */
   completed_at: Date | null;
-  /** The number of the last change that atproto.links and atproto.link_count contain; null if off. A record that
-   * has changed again may be shown as it is later. */
+  /** The number of the last change that links contain; null if off. A record that changed again may be shown as
+   * it is later. */
   seq: Int8 | null;
 }
 
-/** A row for each visible record, path and target (AT-URI or DID). Empty unless INDEXER_LINKS is on; incomplete
- * until link_progress says complete. Indexed by (target, collection, path, did, rkey) and by (did, collection,
- * rkey). */
+/** A row for each visible record, path and target. Incomplete until link_progress says complete. Indexed by
+ * (target, collection, path, did, rkey) and by (did, collection, rkey). */
 export interface Link {
   /** The AT-URI or the DID, as in the record. */
   target: string;
@@ -168,7 +165,7 @@ export interface Reader {
   registered_at: Date;
   /** When it last asked for changes or was registered. */
   seen_at: Date;
-  /** When it was disconnected for being too far behind; null if it was not. */
+  /** When it was disconnected for being too far behind; null if not. */
   cut_off_at: Date | null;
   /** The role that may use and remove it. */
   owner: string;
@@ -220,7 +217,7 @@ export interface RejectedMessage {
 export interface Repo {
   /** The DID of the account. */
   did: string;
-  /** The handle, verified in both directions. handle.invalid if verification failed; null if not checked yet. */
+  /** The verified handle. handle.invalid if verification failed; null if not checked yet. */
   handle: string | null;
   /** The base URL of the PDS; null if it is not known. */
   pds: string | null;
@@ -228,21 +225,21 @@ export interface Repo {
   sync_status: string;
   /** Why the repo is not synchronized (docs/reasons.md); null if it is. */
   sync_reason: string | null;
-  /** The rev of the stored records; null if none have been stored yet. */
+  /** The rev of the stored records; null if none. */
   rev: string | null;
-  /** The CID of the MST root of the stored records; null if rev is null. */
+  /** The CID of their MST root; null if none. */
   data: string | null;
   /** The hosting status as sent upstream, otherwise active or inactive. */
   hosting_status: string;
   /** True after a local takedown. */
   takedown: boolean;
-  /** True if active upstream and without local takedown: atproto.records shows the records. */
+  /** True if active upstream and without local takedown. */
   visible: boolean;
   /** Failed resyncs and repeated desynchronizations since the repo last settled. */
   resync_attempts: number;
-  /** When the next resync may start; null: now; infinity: parked until an event unparks the repo. */
+  /** When the next resync may start; null: now; infinity: when an event unparks the repo. */
   next_attempt_at: DateOrInfinity | null;
-  /** last_failure, with details for people. Null if the last fetch did not fail. */
+  /** last_failure, with details. Null if the last fetch did not fail. */
   last_error: string | null;
   /** When the repo last became synchronized; null if never. */
   synchronized_at: Date | null;
@@ -250,8 +247,8 @@ export interface Repo {
   updated_at: Date;
   /** The bucket of the DID. Queries on a cluster compare it with atproto.bucket_of($1). */
   bucket: number;
-  /** Since when the relay does not pass on the account for a trouble of its own (hosting_status, such as
-   * throttled). The records stay visible, and may be outdated. Null: it passes it on. */
+  /** Since when the relay does not pass on the account, for a trouble of its own, so that records may be
+   * outdated; null if it does. */
   withheld_since: Date | null;
   /** Why the last fetch failed (docs/reasons.md); null if it did not fail. */
   last_failure: string | null;

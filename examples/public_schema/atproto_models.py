@@ -52,8 +52,7 @@ class Change(PublicView):
     __tablename__ = "changes"
 
     seq: Mapped[int] = mapped_column(BigInteger, primary_key=True)
-    """The number, assigned by COMMIT: a snapshot that shows a number shows all smaller ones. Numbers may be
-    missing."""
+    """The number: a snapshot that shows it shows all smaller ones. Numbers may be missing."""
     did: Mapped[str] = mapped_column(Text)
     """The DID of the repo."""
     collection: Mapped[str | None] = mapped_column(Text)
@@ -65,12 +64,12 @@ class Change(PublicView):
     cid: Mapped[str | None] = mapped_column(Text)
     """The CID of the new record; null for a delete and for a change of the repo."""
     rev: Mapped[str | None] = mapped_column(Text)
-    """The rev of the commit, or of the export in which a resync found the change; null for a repo without rev, an
-    erased record, and a collection that is no longer selected."""
+    """The rev of the commit, or of the export in which a resync found the change; null for an erased record or one
+    outside the scope, and a repo without rev."""
     live: Mapped[bool] = mapped_column(Boolean)
     """False for completed, and for differences found by a resync."""
     time: Mapped[datetime] = mapped_column(DateTime(timezone=True))
-    """When the change was committed here. Equal within a transaction, later for later ones."""
+    """When the change was committed here: equal within a transaction, later for later ones."""
 
 
 class Cursor(PublicView):
@@ -89,14 +88,13 @@ class Cursor(PublicView):
     updated_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
     """When the cursor was last saved."""
     caught_up_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
-    """Everything until this time is stored: the median time of the latest messages, or the present time if the
-    stream is open and silent. Null if it is not known."""
+    """Everything until this time is stored. Null if not known."""
 
 
 class Gap(PublicView):
     """Spans of a stream in which messages may have been missed.
 
-    While a gap is open, repos of its shard may be outdated although they are synchronized.
+    While one is open, repos of its shard may be outdated.
     """
 
     __tablename__ = "gaps"
@@ -129,15 +127,15 @@ class Host(PublicView):
     requests: Mapped[int] = mapped_column(BigInteger)
     """Requests sent."""
     failures: Mapped[int] = mapped_column(BigInteger)
-    """Requests without connection or response, or with a server error."""
+    """Requests without response, or with a server error."""
     failures_in_a_row: Mapped[int] = mapped_column(Integer)
     """Failures since the last response."""
     paused_until: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
-    """No requests are sent until then; null if the host is not paused."""
+    """No requests are sent until then; null if not paused."""
     pause_reason: Mapped[str | None] = mapped_column(Text)
-    """throttled: the host asked for a pause; host-paused: too many requests failed in a row. Null if not paused."""
+    """throttled: the host asked for it; host-paused: too many failures. Null if not paused."""
     last_error: Mapped[str | None] = mapped_column(Text)
-    """The latest failure; the first word is a reason of docs/reasons.md. Null if none."""
+    """The latest failure, beginning with a reason of docs/reasons.md. Null if none."""
     last_success_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
     """When a request last succeeded; null if never."""
     updated_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
@@ -162,15 +160,15 @@ class LinkProgress(PublicView):
     completed_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
     """When the backfill was completed; null if it is not."""
     seq: Mapped[int | None] = mapped_column(BigInteger)
-    """The number of the last change that atproto.links and atproto.link_count contain; null if off. A record that
-    has changed again may be shown as it is later."""
+    """The number of the last change that links contain; null if off. A record that changed again may be shown as it
+    is later."""
 
 
 class Link(PublicView):
-    """A row for each visible record, path and target (AT-URI or DID).
+    """A row for each visible record, path and target.
 
-    Empty unless INDEXER_LINKS is on; incomplete until link_progress says complete. Indexed by (target,
-    collection, path, did, rkey) and by (did, collection, rkey).
+    Incomplete until link_progress says complete. Indexed by (target, collection, path, did, rkey) and by (did,
+    collection, rkey).
     """
 
     __tablename__ = "links"
@@ -209,7 +207,7 @@ class Reader(PublicView):
     seen_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
     """When it last asked for changes or was registered."""
     cut_off_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
-    """When it was disconnected for being too far behind; null if it was not."""
+    """When it was disconnected for being too far behind; null if not."""
     owner: Mapped[str] = mapped_column(Text)
     """The role that may use and remove it."""
 
@@ -276,7 +274,7 @@ class Repo(PublicView):
     did: Mapped[str] = mapped_column(Text, primary_key=True)
     """The DID of the account."""
     handle: Mapped[str | None] = mapped_column(Text)
-    """The handle, verified in both directions. handle.invalid if verification failed; null if not checked yet."""
+    """The verified handle. handle.invalid if verification failed; null if not checked yet."""
     pds: Mapped[str | None] = mapped_column(Text)
     """The base URL of the PDS; null if it is not known."""
     sync_status: Mapped[str] = mapped_column(Text)
@@ -284,21 +282,21 @@ class Repo(PublicView):
     sync_reason: Mapped[str | None] = mapped_column(Text)
     """Why the repo is not synchronized (docs/reasons.md); null if it is."""
     rev: Mapped[str | None] = mapped_column(Text)
-    """The rev of the stored records; null if none have been stored yet."""
+    """The rev of the stored records; null if none."""
     data: Mapped[str | None] = mapped_column(Text)
-    """The CID of the MST root of the stored records; null if rev is null."""
+    """The CID of their MST root; null if none."""
     hosting_status: Mapped[str] = mapped_column(Text)
     """The hosting status as sent upstream, otherwise active or inactive."""
     takedown: Mapped[bool] = mapped_column(Boolean)
     """True after a local takedown."""
     visible: Mapped[bool] = mapped_column(Boolean)
-    """True if active upstream and without local takedown: atproto.records shows the records."""
+    """True if active upstream and without local takedown."""
     resync_attempts: Mapped[int] = mapped_column(Integer)
     """Failed resyncs and repeated desynchronizations since the repo last settled."""
     next_attempt_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
-    """When the next resync may start; null: now; infinity: parked until an event unparks the repo."""
+    """When the next resync may start; null: now; infinity: when an event unparks the repo."""
     last_error: Mapped[str | None] = mapped_column(Text)
-    """last_failure, with details for people. Null if the last fetch did not fail."""
+    """last_failure, with details. Null if the last fetch did not fail."""
     synchronized_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
     """When the repo last became synchronized; null if never."""
     updated_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
@@ -306,8 +304,8 @@ class Repo(PublicView):
     bucket: Mapped[int] = mapped_column(SmallInteger)
     """The bucket of the DID. Queries on a cluster compare it with atproto.bucket_of($1)."""
     withheld_since: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
-    """Since when the relay does not pass on the account for a trouble of its own (hosting_status, such as
-    throttled). The records stay visible, and may be outdated. Null: it passes it on."""
+    """Since when the relay does not pass on the account, for a trouble of its own, so that records may be outdated;
+    null if it does."""
     last_failure: Mapped[str | None] = mapped_column(Text)
     """Why the last fetch failed (docs/reasons.md); null if it did not fail."""
 

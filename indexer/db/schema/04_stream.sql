@@ -100,15 +100,12 @@ comment on column atproto.cursors.shard is 'The shard of the process, as index/c
 comment on column atproto.cursors.seq is 'All effects of messages up to this seq are stored.';
 comment on column atproto.cursors.event_time is 'The time in that message; null if it has none.';
 comment on column atproto.cursors.updated_at is 'When the cursor was last saved.';
-comment on column atproto.cursors.caught_up_at is
-    'Everything until this time is stored: the median time of the latest messages, or the present time if the stream '
-    'is open and silent. Null if it is not known.';
+comment on column atproto.cursors.caught_up_at is 'Everything until this time is stored. Null if not known.';
 
 create view atproto.gaps as
 select relay, shard, reason, opened_at, first_seq, last_seq, closed_at, closed_by from indexer.gap;
 comment on view atproto.gaps is
-    'Spans of a stream in which messages may have been missed. While a gap is open, repos of its shard may be '
-    'outdated although they are synchronized.';
+    'Spans of a stream in which messages may have been missed. While one is open, repos of its shard may be outdated.';
 comment on column atproto.gaps.relay is 'The URL of the relay.';
 comment on column atproto.gaps.shard is 'The shard of the process, as index/count.';
 comment on column atproto.gaps.reason is 'Why messages may have been missed (docs/reasons.md).';

@@ -256,7 +256,7 @@ where b.first_seq is not null;
 comment on view atproto.changes is
     'The change log, in commit order. Consumers use next_changes or changes_after, which use an index.';
 comment on column atproto.changes.seq is
-    'The number, assigned by COMMIT: a snapshot that shows a number shows all smaller ones. Numbers may be missing.';
+    'The number: a snapshot that shows it shows all smaller ones. Numbers may be missing.';
 comment on column atproto.changes.did is 'The DID of the repo.';
 comment on column atproto.changes.collection is 'The NSID of the collection; null for a change of the repo.';
 comment on column atproto.changes.rkey is 'The record key; null for a change of the repo.';
@@ -264,8 +264,8 @@ comment on column atproto.changes.action is
     'Of a record: create, update, delete. Of a repo: hidden, visible, deleted, identity, moved, completed.';
 comment on column atproto.changes.cid is 'The CID of the new record; null for a delete and for a change of the repo.';
 comment on column atproto.changes.rev is
-    'The rev of the commit, or of the export in which a resync found the change; null for a repo without rev, an '
-    'erased record, and a collection that is no longer selected.';
+    'The rev of the commit, or of the export in which a resync found the change; null for an erased record or one '
+    'outside the scope, and a repo without rev.';
 comment on column atproto.changes.live is 'False for completed, and for differences found by a resync.';
 comment on column atproto.changes.time is
-    'When the change was committed here. Equal within a transaction, later for later ones.';
+    'When the change was committed here: equal within a transaction, later for later ones.';

@@ -172,8 +172,8 @@ begin
     end loop;
 end $$;
 comment on function atproto.register_reader(text,bigint) is
-    'Register a consumer that has received all changes up to after (null: up to now), and return its position. Later '
-    'changes are retained from the commit on, within limits. Only the calling role may use it. A role has at most 16.';
+    'Register a consumer that has received all changes up to after (null: up to now), and return its position. Only '
+    'the calling role may use it. A role has at most 16.';
 
 create function atproto.unregister_reader(name text) returns boolean
 language plpgsql strict security definer set search_path = pg_catalog, pg_temp set jit = off as $$
@@ -185,8 +185,7 @@ begin
     perform indexer.refuse_consumer_of_other_role(name);
     return false;
 end $$;
-comment on function atproto.unregister_reader(text) is
-    'Remove a consumer; false if there is none. Only its role, the role of the daemon and superusers may do this.';
+comment on function atproto.unregister_reader(text) is 'Remove a consumer of your role; false if there is none.';
 
 -- See latest_seq for the block that ends with an exception, and for the settings of the planner.
 create function atproto.changes_after(after bigint, max integer)
@@ -268,8 +267,8 @@ begin
     where c.name = me.name;
 end $$;
 comment on function atproto.next_changes(text,integer) is
-    'Return at most max next changes of a registered consumer, and advance its position in your transaction: after a '
-    'rollback, they are returned again. A concurrent call for the same consumer waits for your commit.';
+    'Return at most max next changes of a registered consumer, and advance its position in your transaction. A '
+    'concurrent call for the same consumer waits for your commit.';
 
 create view atproto.readers as
 select s.name, s.seq, s.behind, s.behind_since, s.registered_at, s.seen_at, s.cut_off_at, s.owner
@@ -281,6 +280,5 @@ comment on column atproto.readers.behind is 'The latest seq minus that of the co
 comment on column atproto.readers.behind_since is 'When the first change that it lacks was committed; null if none.';
 comment on column atproto.readers.registered_at is 'When it was registered.';
 comment on column atproto.readers.seen_at is 'When it last asked for changes or was registered.';
-comment on column atproto.readers.cut_off_at is
-    'When it was disconnected for being too far behind; null if it was not.';
+comment on column atproto.readers.cut_off_at is 'When it was disconnected for being too far behind; null if not.';
 comment on column atproto.readers.owner is 'The role that may use and remove it.';

@@ -114,5 +114,5 @@ comment on column atproto.link_progress.repos_done is 'Repos whose links the bac
 comment on column atproto.link_progress.enabled_at is 'When INDEXER_LINKS was turned on; null if off.';
 comment on column atproto.link_progress.completed_at is 'When the backfill was completed; null if it is not.';
 comment on column atproto.link_progress.seq is
-    'The number of the last change that atproto.links and atproto.link_count contain; null if off. A record that has '
-    'changed again may be shown as it is later.';
+    'The number of the last change that links contain; null if off. A record that changed again may be shown as it is '
+    'later.';

@@ -23,7 +23,7 @@ begin
     return true;
 end $$;
 comment on function atproto.request_resync(text) is
-    'Request a resync of a repo, whose records stay visible. False if the repo is unknown. Needs atproto_operator.';
+    'Request a resync of a repo. False if it is unknown. Needs atproto_operator.';
 
 create function atproto.request_takedown(did text, takedown boolean) returns boolean
 language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$
@@ -45,7 +45,7 @@ begin
     return true;
 end $$;
 comment on function atproto.request_takedown(text,boolean) is
-    'Hide a repo locally, or show it again. False if the repo is unknown. Needs atproto_operator.';
+    'Hide a repo locally, or show it again. False if it is unknown. Needs atproto_operator.';
 
 -- The collation "C" of lower(): in other locales it may change the letter I differently.
 create function atproto.did_of(handle text) returns text

@@ -215,8 +215,8 @@ begin
     return indexer.change_scope($1, null, null);
 end $$;
 comment on function atproto.set_track(text) is
-    'Choose which repos to track: all, listed or signal. Others are untracked, and their records deleted, in the '
-    'background. Return the version of the scope. Needs atproto_operator.';
+    'Choose which repos to track: all, listed or signal. Others are untracked in the background. Return the version '
+    'of the scope. Needs atproto_operator.';
 
 create function atproto.set_collections(collections text[]) returns bigint
 language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$
@@ -224,8 +224,8 @@ begin
     return indexer.change_scope(null, $1, null);
 end $$;
 comment on function atproto.set_collections(text[]) is
-    'Choose the collections to store. In the background, others are deleted and added ones fetched '
-    '(atproto.scope_progress). Return the version of the scope. Needs atproto_operator.';
+    'Choose the collections to store. Records of others are deleted, those of added ones fetched, in the background. '
+    'Return the version of the scope. Needs atproto_operator.';
 
 create function atproto.set_signal_collections(collections text[]) returns bigint
 language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$
@@ -233,9 +233,8 @@ begin
     return indexer.change_scope(null, null, $1);
 end $$;
 comment on function atproto.set_signal_collections(text[]) is
-    'Choose the collections whose records cause a repo to be tracked if the scope says signal; repos without them are '
-    'untracked. Repos of a pattern with .* are found on the stream only. Return the version of the scope. Needs '
-    'atproto_operator.';
+    'Choose the collections whose records cause a repo to be tracked if the scope says signal. Return the version of '
+    'the scope. Needs atproto_operator.';
 
 create function atproto.track(dids text[]) returns bigint
 language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$
@@ -251,7 +250,7 @@ begin
     return changed;
 end $$;
 comment on function atproto.track(text[]) is
-    'Start tracking repos, also untracked ones; return how many were not tracked before. Needs atproto_operator.';
+    'Start tracking repos; return how many were not tracked before. Needs atproto_operator.';
 
 create function atproto.untrack(dids text[]) returns bigint
 language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$
@@ -268,7 +267,7 @@ begin
 end $$;
 comment on function atproto.untrack(text[]) is
     'Stop tracking repos until atproto.track; return how many were tracked. Their records are hidden at once, and '
-    'deleted in the background, with entries in the change log. Needs atproto_operator.';
+    'then deleted. Needs atproto_operator.';
 
 create view atproto.scope_progress as
 select s.collection, s.added_in, s.added_in = s.version as newest, coalesce(sum(g.repos), 0)::bigint as repos,

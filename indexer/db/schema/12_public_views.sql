@@ -75,30 +75,28 @@ select indexer.adapt_public_schema();
 comment on view atproto.repos is 'Every tracked repo. Indexed by did; other conditions scan the whole table.';
 comment on column atproto.repos.did is 'The DID of the account.';
 comment on column atproto.repos.handle is
-    'The handle, verified in both directions. handle.invalid if verification failed; null if not checked yet.';
+    'The verified handle. handle.invalid if verification failed; null if not checked yet.';
 comment on column atproto.repos.pds is 'The base URL of the PDS; null if it is not known.';
 comment on column atproto.repos.sync_status is 'desynchronized, in-progress, or synchronized.';
 comment on column atproto.repos.sync_reason is 'Why the repo is not synchronized (docs/reasons.md); null if it is.';
-comment on column atproto.repos.rev is 'The rev of the stored records; null if none have been stored yet.';
-comment on column atproto.repos.data is 'The CID of the MST root of the stored records; null if rev is null.';
+comment on column atproto.repos.rev is 'The rev of the stored records; null if none.';
+comment on column atproto.repos.data is 'The CID of their MST root; null if none.';
 comment on column atproto.repos.hosting_status is 'The hosting status as sent upstream, otherwise active or inactive.';
 comment on column atproto.repos.takedown is 'True after a local takedown.';
-comment on column atproto.repos.visible is
-    'True if active upstream and without local takedown: atproto.records shows the records.';
+comment on column atproto.repos.visible is 'True if active upstream and without local takedown.';
 comment on column atproto.repos.resync_attempts is
     'Failed resyncs and repeated desynchronizations since the repo last settled.';
 comment on column atproto.repos.next_attempt_at is
-    'When the next resync may start; null: now; infinity: parked until an event unparks the repo.';
-comment on column atproto.repos.last_error is
-    'last_failure, with details for people. Null if the last fetch did not fail.';
+    'When the next resync may start; null: now; infinity: when an event unparks the repo.';
+comment on column atproto.repos.last_error is 'last_failure, with details. Null if the last fetch did not fail.';
 comment on column atproto.repos.last_failure is 'Why the last fetch failed (docs/reasons.md); null if it did not fail.';
 comment on column atproto.repos.synchronized_at is 'When the repo last became synchronized; null if never.';
 comment on column atproto.repos.updated_at is 'When this row was last updated.';
 comment on column atproto.repos.bucket is
     'The bucket of the DID. Queries on a cluster compare it with atproto.bucket_of($1).';
 comment on column atproto.repos.withheld_since is
-    'Since when the relay does not pass on the account for a trouble of its own (hosting_status, such as throttled). '
-    'The records stay visible, and may be outdated. Null: it passes it on.';
+    'Since when the relay does not pass on the account, for a trouble of its own, so that records may be outdated; '
+    'null if it does.';
 
 comment on view atproto.records is
     'The records of visible repos. Indexed by (did, collection, rkey) and by (collection, indexed_at).';
@@ -129,9 +127,8 @@ comment on column atproto.blobs.bucket is
     'The bucket of the DID. Queries on a cluster compare it with atproto.bucket_of($1).';
 
 comment on view atproto.links is
-    'A row for each visible record, path and target (AT-URI or DID). Empty unless INDEXER_LINKS is on; incomplete '
-    'until link_progress says complete. Indexed by (target, collection, path, did, rkey) and by (did, collection, '
-    'rkey).';
+    'A row for each visible record, path and target. Incomplete until link_progress says complete. Indexed by '
+    '(target, collection, path, did, rkey) and by (did, collection, rkey).';
 comment on column atproto.links.target is 'The AT-URI or the DID, as in the record.';
 comment on column atproto.links.target_kind is
     'strong-ref: the member uri of an object with a text cid; at-uri: another AT-URI; did.';
@@ -152,12 +149,12 @@ from indexer.host;
 comment on view atproto.hosts is 'Request statistics of hosts that were asked for exports, identities and handles.';
 comment on column atproto.hosts.host is 'The host name, with a port other than the default one.';
 comment on column atproto.hosts.requests is 'Requests sent.';
-comment on column atproto.hosts.failures is 'Requests without connection or response, or with a server error.';
+comment on column atproto.hosts.failures is 'Requests without response, or with a server error.';
 comment on column atproto.hosts.failures_in_a_row is 'Failures since the last response.';
-comment on column atproto.hosts.paused_until is 'No requests are sent until then; null if the host is not paused.';
+comment on column atproto.hosts.paused_until is 'No requests are sent until then; null if not paused.';
 comment on column atproto.hosts.pause_reason is
-    'throttled: the host asked for a pause; host-paused: too many requests failed in a row. Null if not paused.';
+    'throttled: the host asked for it; host-paused: too many failures. Null if not paused.';
 comment on column atproto.hosts.last_error is
-    'The latest failure; the first word is a reason of docs/reasons.md. Null if none.';
+    'The latest failure, beginning with a reason of docs/reasons.md. Null if none.';
 comment on column atproto.hosts.last_success_at is 'When a request last succeeded; null if never.';
 comment on column atproto.hosts.updated_at is 'When this row was last updated.';
