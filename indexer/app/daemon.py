@@ -15,14 +15,13 @@ from typing import Any
 import structlog
 
 from indexer.app.clients import core_of, http_origin, make_did_resolver, make_pds_client, open_outbound_client
-from indexer.app.counts import DaemonCounts
 from indexer.app.feeds import DaemonFeeds, open_webhook
 from indexer.app.monitor import DaemonMonitor
-from indexer.app.process_setup import StopRequest
+from indexer.app.process_setup import StopRequest, disk_space
 from indexer.app.settings import Settings
 from indexer.app.stage import Drain, Task
 from indexer.app.stages import all_stages
-from indexer.app.status import DaemonProbe, SampledHistory, StatusReader
+from indexer.app.status import DaemonCounts, DaemonProbe, SampledHistory, StatusReader
 from indexer.app.tuning import Tuning
 from indexer.cluster.change_numbering import ChangeNumbering
 from indexer.concurrency.stage_progress import StageProgress
@@ -53,7 +52,6 @@ from indexer.resync.large_repo_slots import large_repo_slot_count
 from indexer.resync.queue_maintenance import QueueMaintenance
 from indexer.resync.worker_pool import WorkerPool, pool_settings
 from indexer.serve.database_monitor import DatabaseMonitor
-from indexer.serve.disk_space import disk_space
 from indexer.serve.health import Listener, not_ready_reasons, serve_health
 from indexer.serve.status_page import status_routes
 from indexer.sync.repo import StreamPoint

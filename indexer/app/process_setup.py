@@ -1,19 +1,20 @@
-"""Setup of a daemon process: signals, the limit of open files, processor cores, and the garbage collector."""
+"""Setup of a daemon process: signals, open files, processor cores, disk space, and the garbage collector."""
 
 import asyncio
 import ctypes
 import gc
+import math
 import os
 import resource
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import ceil
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from time import monotonic
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import structlog
 
@@ -128,7 +129,24 @@ def available_cores(quota_file: Path = CPU_QUOTA) -> int:
     """Return the number of processor cores that this process may use: its affinity, and the quota of its container."""
     cores = len(os.sched_getaffinity(0))
     quota, _, period = quota_file.read_text().partition(" ") if quota_file.exists() else ("max", "", "")
-    return cores if quota.strip() == "max" else max(1, min(cores, ceil(int(quota) / int(period))))
+    return cores if quota.strip() == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
+
+
+class DiskSpace(NamedTuple):
+    """Free and total bytes of a file system; NaN if the system does not say it."""
+
+    free: float
+    size: float
+
+
+def disk_space(directory: Path) -> DiskSpace:
+    """Return the space for `directory`, or for its nearest parent if it does not exist yet."""
+    path = directory.absolute()
+    try:
+        usage = shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists()))
+    except OSError:  # for example, a network file system that has gone
+        return DiskSpace(math.nan, math.nan)
+    return DiskSpace(usage.free, usage.total)
 
 
 def tune_garbage_collector() -> None:

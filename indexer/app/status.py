@@ -3,16 +3,18 @@
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from time import time
+from time import monotonic, time
 from typing import NoReturn
 
 from indexer import __version__
 from indexer.app.stage import Stage
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Store
+from indexer.db.periodic import DatabaseAttempt
 from indexer.live.batch_writer import BatchWriter
 from indexer.resync.worker_pool import WorkerPool
 from indexer.serve.account_status import AccountStatus, account_status
+from indexer.serve.backfill import RepoCounts
 from indexer.serve.database_monitor import DatabaseMonitor
 from indexer.serve.health import not_ready_reasons
 from indexer.serve.readiness import ReadinessReason
@@ -21,13 +23,14 @@ from indexer.serve.status_document import (
     MAX_ROWS,
     StatusDocument,
     consumer_status,
+    link_status,
     rejection_status,
     short,
     short_consumer,
 )
 from indexer.serve.status_samples import SAMPLE_SECONDS, StageTotals, StatusSamples
 from indexer.tasks.shard_ownership import ShardOwnership
-from indexer.telemetry.metrics import Reading
+from indexer.telemetry.metrics import Metrics, Reading
 
 READ_SECONDS = 5.0
 """Interval at which the database is read, as long as the page is open in a browser."""
@@ -85,6 +88,49 @@ class DaemonProbe:
                 (name,): self._seconds_without_progress(stage) for name, stage in self.stages.items()
             },
         }
+
+
+class DaemonCounts:
+    """The counts of the repos of all shards.
+
+    Attributes:
+        newest: The newest counts.
+        stage: The progress of counting.
+    """
+
+    def __init__(self, store: Store, metrics: Metrics, interval: float, max_share: float) -> None:
+        """Create it.
+
+        Args:
+            store: The store.
+            metrics: The metrics.
+            interval: The minimum time between two counts, in seconds.
+            max_share: The maximum share of the time that is spent on counting, because it reads many repos.
+        """
+        self._store = store
+        self._metrics = metrics
+        self._interval = interval
+        self._max_share = max_share
+        self.newest = RepoCounts()
+        self.stage = StageProgress("repo counts")
+
+    async def run(self) -> NoReturn:
+        """Count all repos again and again, without using more than a small share of the time for it."""
+        while True:
+            began = monotonic()
+            with DatabaseAttempt(self.stage) as attempt:
+                await self._count()
+            # A failed attempt is repeated soon: even a slow database can read one page, so it waited for a lock.
+            duration = 0.0 if attempt.error else monotonic() - began
+            await asyncio.sleep(max(self._interval, duration / self._max_share))
+
+    async def _count(self) -> None:
+        now = time()
+        since = self.newest.since(now)
+        counts = await self._store.counts(since)
+        self.newest.set(counts, since, now)
+        self._metrics.repos(counts.statuses, counts.reasons, counts.queued, counts.incomplete)
+        self._metrics.links(link_status(counts.links, now).progress)
 
 
 class SampledHistory:
