@@ -16,9 +16,10 @@ from indexer.db import Store
 from indexer.db.write import ROW_LAYOUT
 from indexer.net.http import OutboundClient, OutboundSettings, RateLimits
 from indexer.net.identity import DidResolver, IdentityCache
-from indexer.net.pds import ExportDownload, PdsClient
-from indexer.resync.attempt import ResyncAttempts
-from indexer.resync.phase import Phase
+from indexer.net.pds import PdsClient
+from indexer.resync.apply import Applies
+from indexer.resync.fetch import ResyncAttempts
+from indexer.resync.shares import UNKNOWN_HOST, Shares
 from indexer.sync.policy import Policy
 from indexer.sync.scope import Scope
 from indexer.sync.shard import BUCKETS
@@ -31,18 +32,6 @@ STAGES = {"fetch": "fetch", "verify-export": "verify", "diff": "diff", "apply-ex
 _CLAIM_SIZE = 100
 _LEASE_SECONDS = 3_600.0
 _UNLIMITED = 100_000
-
-
-class _FreeSlots:
-    """Slots that are always free."""
-
-    def open_export(self, _download: ExportDownload) -> None: ...
-
-    def enlarge(self) -> None: ...
-
-    def start_writing(self) -> None: ...
-
-    def enter(self, _phase: Phase) -> None: ...
 
 
 class _ClockMetrics(Metrics):
@@ -70,8 +59,9 @@ class TimedResyncs:
         pds = PdsClient(
             outbound, policy.limits, directory, lambda folder, limits: core.open_export(folder, limits, ROW_LAYOUT)
         )
+        applies = Applies(store, metrics, Conditions())
         self._resync = ResyncAttempts(
-            store, self._identities, pds, lambda: policy, metrics, sources=(None,), conditions=Conditions()
+            applies, self._identities, pds, lambda: policy, metrics, sources=(None,), conditions=Conditions()
         )
         self._clock = clock
 
@@ -88,7 +78,8 @@ class TimedResyncs:
             for repo in claimed:
                 known = await self._identities.lookup(repo.did)
                 with self._clock.database():
-                    result = await self._resync.attempt(repo, known, _FreeSlots())
+                    shares = Shares(workers=1)
+                    result = await self._resync.attempt(shares.admit(repo, UNKNOWN_HOST, time()), shares, known)
                 if result != "synchronized":
                     raise BenchmarkError(f"{repo.did} is {result}")
         cpu = self._clock.cpu

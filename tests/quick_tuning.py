@@ -6,8 +6,8 @@ from indexer.app.tuning import Tuning
 from indexer.live.batch_writer import WriterSettings
 from indexer.net.http import HostPauses
 from indexer.net.relay.subscription import ConnectionSettings
-from indexer.resync.queue_maintenance import MaintenanceSettings
-from indexer.resync.worker_pool import WorkerPoolSettings
+from indexer.resync.pool import WorkerPoolSettings
+from indexer.resync.queue import MaintenanceSettings
 from indexer.tasks.reconcile import ReconciliationSettings
 
 QUICK = Tuning(

@@ -47,10 +47,10 @@ from indexer.net.relay.stream_seek import StreamSeek
 from indexer.net.relay.subscription import Subscription
 from indexer.net.server.address import Address
 from indexer.readers.links.reader import LinkReader
-from indexer.resync.attempt import ResyncAttempts
-from indexer.resync.large_repo_slots import large_repo_slot_count
-from indexer.resync.queue_maintenance import QueueMaintenance
-from indexer.resync.worker_pool import WorkerPool, pool_settings
+from indexer.resync.apply import LARGE_TURNS, TURNS, Applies
+from indexer.resync.fetch import ResyncAttempts
+from indexer.resync.pool import CLUSTER_GATHERING_TIME, OTHER_TIME, WorkerPool
+from indexer.resync.queue import QueueMaintenance
 from indexer.serve.database_monitor import DatabaseMonitor
 from indexer.serve.health import Listener, not_ready_reasons, serve_health
 from indexer.serve.status_page import status_routes
@@ -76,9 +76,8 @@ FRAME_SIZE_MARGIN = 4
 open. A larger frame ends the connection."""
 INBOX_BYTES = 64 * 1024 * 1024
 KEY_LOOKUP_CONCURRENCY = 64
-MAX_CONNECTIONS = 40
-"""Maximum size of the pool. Some stages have connections of their own, such as the shard lock. Postgres allows 100
-connections by default, for all processes and consumers together."""
+CONNECTIONS = TURNS + LARGE_TURNS + RESERVED_CONNECTIONS
+"""Size of the pool of connections. Some stages have connections of their own, such as the shard lock."""
 
 log = structlog.get_logger(__name__)
 
@@ -107,7 +106,7 @@ async def open_daemon(
     """
     async with AsyncExitStack() as stack:
         metrics, tuning = metrics or Metrics(), tuning or Tuning()
-        store = await Store.open(dsn, connections=connection_count(settings.resync_workers))
+        store = await Store.open(dsn, connections=CONNECTIONS)
         stack.push_async_callback(store.close)
         outbound = await stack.enter_async_context(
             open_outbound_client(settings, metrics.outbound_request, tuning.timeouts, tuning.host_pauses)
@@ -257,7 +256,7 @@ class Daemon:
             self.store,
             self.identities,
             ResyncAttempts(
-                self.store,
+                Applies(self.store, self.metrics, self.conditions),
                 self.identities,
                 pds,
                 lambda: self.scope.policy,
@@ -269,12 +268,12 @@ class Daemon:
             shard,
             self.metrics,
             self.conditions,
-            pool_settings(
-                settings.resync_workers,
-                settings.resync_share,
-                settings.export_time,
+            replace(
                 self.tuning.pool,
-                distributed=self.store.shards > 1,
+                workers=settings.resync_workers,
+                share=settings.resync_share,
+                attempt_timeout=OTHER_TIME + 2 * settings.export_time,  # of a relay, and then of the PDS
+                gathering_time=CLUSTER_GATHERING_TIME if self.store.shards > 1 else 0.0,
             ),
             self.new_accounts,
         )
@@ -466,11 +465,3 @@ def _raise_exceptions(tasks: Iterable[asyncio.Task[None]]) -> None:
     for task in tasks:
         if task.done():
             task.result()
-
-
-def connection_count(workers: int) -> int:
-    """Return the size of the pool: a connection per possible resync, and the ones that resyncs do not use.
-
-    With more workers than `MAX_CONNECTIONS` allows, some resyncs wait for a connection before they write.
-    """
-    return min(workers + large_repo_slot_count(workers) + RESERVED_CONNECTIONS, MAX_CONNECTIONS)

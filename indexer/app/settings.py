@@ -139,9 +139,9 @@ class Settings(BaseSettings):
         (), description="DNS servers for handles and host names, if not those of the system."
     )
     resync_workers: Annotated[Whole, Field(le=1_000), AllowedValues("a whole number from 1 to 1000")] = Field(
-        8,
-        description="Concurrent resyncs, twice as many on a Citus cluster. Raise it if a backfill leaves CPU and "
-        "database idle. Large repos have additional slots.",
+        32,
+        description="Concurrent resyncs, besides those of exports above 32 MiB. Raise it if a backfill leaves CPU and "
+        "database idle.",
     )
     resync_share: Annotated[
         float, BeforeValidator(reject_bool), Field(gt=0, le=1), AllowedValues("a number above 0, at most 1")

@@ -18,8 +18,8 @@ from indexer.live.firehose_consumer import FirehoseConsumer
 from indexer.live.inbox import Inbox
 from indexer.net.http import HostLimits
 from indexer.net.relay.subscription import Subscription
-from indexer.resync.admission import Slot
-from indexer.resync.worker_pool import RunningResync, WorkerPool
+from indexer.resync.pool import WorkerPool
+from indexer.resync.shares import Resync
 from indexer.serve.backfill import RepoCounts
 from indexer.serve.readiness import MAX_LISTED_GAPS, MAX_READY_LAG_SECONDS, ReadinessReason, describe_gap
 from indexer.serve.status_document import (
@@ -441,31 +441,23 @@ def show_repos(counted: RepoCounts, document: StatusDocument) -> None:
 
 def show_resyncs(pool: WorkerPool, document: StatusDocument) -> None:
     """Show the resyncs that run longest."""
-    longest = sorted(pool.running, key=lambda running: running.slot.started_at)
+    longest = sorted(pool.running, key=lambda resync: resync.started_at)
     document.resyncs.workers_free, document.resyncs.running = pool.free_workers, len(longest)
-    document.resyncs.longest = [_resync_status(running, document.time) for running in longest[:MAX_ROWS]]
+    document.resyncs.longest = [_resync_status(resync, document.time) for resync in longest[:MAX_ROWS]]
 
 
-def _resync_status(running: RunningResync, now: float) -> ResyncStatus:
-    slot = running.slot
-    download = slot.download
+def _resync_status(resync: Resync, now: float) -> ResyncStatus:
+    download = resync.download
     return ResyncStatus(
-        did=short(slot.did),
-        host=short(slot.host),
-        phase=slot.phase,
-        phase_seconds=max(0.0, now - max(slot.phase_since, slot.started_at)),  # `phase_since` is 0 in the first phase
-        seconds=max(0.0, now - slot.started_at),
+        did=short(resync.claimed.did),
+        host=short(resync.host),
+        phase=resync.phase,
+        phase_seconds=max(0.0, now - resync.phase_since),
+        seconds=max(0.0, now - resync.started_at),
         received_bytes=None if download is None else download.received,
         bytes_per_second=None if download is None else round(download.rate, 1),
-        slot=_slot_name(slot),
+        slot="large" if resync.large else "worker",
     )
-
-
-def _slot_name(slot: Slot) -> str:
-    """Return what the resync occupies: a large-repo slot, a worker, or neither because it is written or set aside."""
-    if slot.large:
-        return "large"
-    return "writing" if slot.writing else "aside" if slot.aside else "worker"
 
 
 def _show_conditions(conditions: Conditions, document: StatusDocument) -> None:

@@ -12,7 +12,7 @@ from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Store
 from indexer.db.periodic import DatabaseAttempt
 from indexer.live.batch_writer import BatchWriter
-from indexer.resync.worker_pool import WorkerPool
+from indexer.resync.pool import WorkerPool
 from indexer.serve.account_status import AccountStatus, account_status
 from indexer.serve.backfill import RepoCounts
 from indexer.serve.database_monitor import DatabaseMonitor

@@ -9,8 +9,8 @@ from indexer.live.stream_continuity import PROOF_TIMEOUT
 from indexer.net.http import HostPauses, Timeouts
 from indexer.net.identity import IdentityLifetimes
 from indexer.net.relay.subscription import ConnectionSettings
-from indexer.resync.queue_maintenance import MaintenanceSettings
-from indexer.resync.worker_pool import WorkerPoolSettings
+from indexer.resync.pool import WorkerPoolSettings
+from indexer.resync.queue import MaintenanceSettings
 from indexer.tasks import scope_backfill, scope_narrowing, scope_untracking
 from indexer.tasks.reconcile import ReconciliationSettings
 

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from indexer.app.clients import core_of, http_origin, open_outbound_client, outbound_concurrency
-from indexer.app.daemon import connection_count
+from indexer.app.daemon import CONNECTIONS
 from indexer.app.interpreter import SLOWDOWN, InterpreterBuild, interpreter_build
 from indexer.app.settings import Settings
 from indexer.cli.database import open_database
@@ -318,7 +318,7 @@ def _daemon_connections(settings: Settings, placement: Placement) -> int:
         "feed" in settings.roles,  # the signal of new changes, for Jetstream clients
         placement is Placement.DISTRIBUTED,  # the numbering of changes
     ]
-    return connection_count(settings.resync_workers) + sum(single)
+    return CONNECTIONS + sum(single)
 
 
 def _connections_finding(facts: ServerFacts, settings: Settings) -> Finding:
@@ -328,7 +328,7 @@ def _connections_finding(facts: ServerFacts, settings: Settings) -> Finding:
     of_process = _daemon_connections(settings, facts.placement)
     shards = settings.shard.count
     found = f"{allowed} for ordinary roles; a process needs {of_process}"
-    action = "Raise max_connections, or lower INDEXER_RESYNC_WORKERS."
+    action = "Raise max_connections."
     if of_process > allowed:
         return Finding("max_connections", Level.FAIL, found, action)
     if of_process * shards > allowed:
@@ -365,7 +365,7 @@ async def _check_open_files(context: Context) -> Sequence[Finding]:
 
 def open_files_finding(limit: int, settings: Settings) -> Finding:
     """Compare the hard limit of open files, up to which the daemon raises its own, with what the daemon needs."""
-    needed = outbound_concurrency(settings) + connection_count(settings.resync_workers) + OTHER_FILES
+    needed = outbound_concurrency(settings) + CONNECTIONS + OTHER_FILES
     if limit == resource.RLIM_INFINITY:
         return Finding("open files", Level.OK, f"no limit; a process needs {needed:,}")
     found = f"limit {limit:,}; a process needs {needed:,}"

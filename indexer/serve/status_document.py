@@ -143,8 +143,7 @@ class ResyncStatus:
         seconds: Time since the resync began.
         received_bytes: Bytes of the export that have arrived; None before the response.
         bytes_per_second: Mean rate of the export; None before the response.
-        slot: `worker`, `large` for a large repo, `aside` if it is slow and left its worker to others, or
-            `writing` if it waits for a transaction that it shares with others.
+        slot: `worker`, or `large` if its export is large, so that it occupies no worker.
     """
 
     did: str
@@ -164,7 +163,7 @@ class ResyncPoolStatus:
     Attributes:
         workers_free: Workers without a resync; None if this process runs none.
         resyncs_per_second: Rate at which resyncs ended, in the newest sample.
-        running: The number of resyncs in progress, including those of large repos and slow exports.
+        running: The number of resyncs in progress, including those of large exports.
         longest: Those that run longest.
     """
 

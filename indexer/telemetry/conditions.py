@@ -72,8 +72,8 @@ RESYNCS_FAILING = ConditionKind(
 )
 RESYNCS_SLOW = ConditionKind(
     "resyncs-slow",
-    "All workers are occupied, and hosts send slowly, so that resyncs end and start again later. The subject is the "
-    "host.",
+    "Hosts send slowly, and leave too few workers or bytes to others, so that resyncs end and start again later. The "
+    "subject is the host.",
     600.0,
 )
 EQUIVOCATIONS = ConditionKind(

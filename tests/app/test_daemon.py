@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 
-from indexer.app.daemon import connection_count, open_daemon
+from indexer.app.daemon import open_daemon
 from indexer.app.process_setup import StopRequest
 from indexer.app.tuning import Tuning
 from indexer.core.core import with_native
 from indexer.core.native_core import CommitsBeingVerified, NativeCore
-from indexer.db import RESERVED_CONNECTIONS
 from indexer.demo.local_network import LocalNetwork
 from indexer.errors import BrokenInvariantError
 from indexer.live.batch_writer import BATCH_SIZE, BatchWriter
-from indexer.resync.large_repo_slots import large_repo_slot_count
-from indexer.resync.worker_pool import WorkerPool
+from indexer.resync.apply import LARGE_TURNS, TURNS
+from indexer.resync.pool import WorkerPool
 from indexer.sync.repo import Repo
 from indexer.tasks.retention import ChangeLogRetention
 from tests.batch_sizes import first_batch_size
@@ -108,20 +107,12 @@ async def test_batches_have_the_size_for_one_server(
     assert await first_batch_size(database, tmp_path, monkeypatch) == BATCH_SIZE
 
 
-async def test_there_are_connections_for_all_resyncs_and_for_the_other_stages(database: str, tmp_path: Path) -> None:
-    """Eight workers and two slots for large repos."""
-    settings = settings_for("ws://127.0.0.1:1", "http://127.0.0.1:1", tmp_path, resync_workers="8")
+async def test_there_are_connections_for_all_turns_and_for_the_other_stages(database: str, tmp_path: Path) -> None:
+    settings = settings_for("ws://127.0.0.1:1", "http://127.0.0.1:1", tmp_path)
     async with open_daemon(settings, database) as running, AsyncExitStack() as writing, asyncio.timeout(20):
-        for number in range(10):
+        for number in range(TURNS + LARGE_TURNS):
             await writing.enter_async_context(running.store.resync(Repo(f"did:plc:{number:024}")))
         assert await running.store.repos([]) == {}
-
-
-def test_connections_are_limited_and_large_repos_never_use_all() -> None:
-    assert [connection_count(workers) for workers in (1, 8, 28, 30, 31, 1_000)] == [5, 13, 38, 40, 40, 40]
-    assert all(
-        large_repo_slot_count(workers) < connection_count(workers) - RESERVED_CONNECTIONS for workers in range(1, 1_001)
-    )
 
 
 class Cycle:

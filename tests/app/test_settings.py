@@ -58,7 +58,7 @@ def test_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_settings_constructor_ignores_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INDEXER_RESYNC_WORKERS", "4")
-    assert Settings(plc_rate=1).resync_workers == 8
+    assert Settings(plc_rate=1).resync_workers == 32
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,13 @@ from indexer.app.stages import all_stages
 from indexer.app.status import SampledHistory, StatusReader
 from indexer.db import ConsumerState, Counts, DatabaseError, DeliveryState, RejectionSummary
 from indexer.reasons import FetchFailure, GapReason, Rejection
-from indexer.resync.admission import Slot
-from indexer.resync.phase import Phase
+from indexer.resync.shares import Phase, Resync
 from indexer.serve.backfill import RepoCounts
 from indexer.serve.readiness import ReadinessReason
 from indexer.serve.status_document import MAX_ROWS, MAX_TEXT_LENGTH, StatusDocument
 from indexer.serve.status_samples import MAX_SAMPLES
 from indexer.sync.identity import HostState
-from indexer.sync.repo import SyncStatus
+from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.stream import Gap, OpenGap
 from indexer.telemetry.conditions import CONDITION_KINDS, DATABASE_ERRORS, HOST_FAILING, Conditions
 from tests.app.fake_daemon import fake_daemon
@@ -103,9 +102,9 @@ async def test_repos_have_their_counts_and_the_progress_of_the_backfill() -> Non
 async def test_running_resyncs_have_their_phase_bytes_and_times() -> None:
     now = time()
     download: Any = SimpleNamespace(received=5_000, rate=1_000.0)
-    started = Slot("did:plc:new", now - 1, "")
-    loading = Slot("did:plc:old", now - 60, "pds.example", download=download, phase=Phase.DOWNLOAD, phase_since=now - 5)
-    running = [SimpleNamespace(slot=slot) for slot in (started, loading)]
+    started, loading = Resync(Repo("did:plc:new"), now - 1), Resync(Repo("did:plc:old"), now - 60, "pds.example")
+    loading.download, loading.phase, loading.phase_since = download, Phase.DOWNLOAD, now - 5
+    running = [started, loading]
     document = await status_of(resync_pool={"running": running, "free_workers": 6}).document()
     assert (document.resyncs.running, document.resyncs.workers_free) == (2, 6)
     [old, new] = document.resyncs.longest
@@ -155,7 +154,7 @@ async def test_document_stays_small_whatever_hosts_and_accounts_send() -> None:
     counted.set(Counts(dict.fromkeys(SyncStatus, 1), {}, 1, 1, 1, [], {f"{n}{LONG}": 1 for n in range(999)}), 0.0, now)
     hosts = [host(f"{number}{LONG}", last_error=LONG) for number in range(1_000)]
     gaps = [OpenGap(n, Gap(LONG, "0/1", GapReason.NO_CURSOR), now) for n in range(1_000)]
-    running = [SimpleNamespace(slot=Slot(f"did:plc:{n}{LONG}", now, LONG)) for n in range(1_000)]
+    running = [Resync(Repo(f"did:plc:{n}{LONG}"), now, LONG) for n in range(1_000)]
     status, history = daemon_of(
         store,
         [ReadinessReason("lag", LONG, 1.0) for _ in range(1_000)],

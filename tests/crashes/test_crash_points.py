@@ -24,7 +24,7 @@ from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_pds import GET_REPO
 from indexer.demo.local_repo import Write
 from indexer.demo.scenario import NOTE
-from indexer.resync.attempt import SMALL_BYTES
+from indexer.resync.apply import SHARED_BYTES
 from indexer.sync.scope import Scope, Track
 from tests.background import running
 from tests.citus_server import CitusServer
@@ -105,7 +105,7 @@ async def create_large_account(world: DeathWorld) -> None:
     """Create an account whose repo is too large to be written with others."""
     account = world.create_unseen_account()
     for number in range(3):
-        account.create(NOTE, {"text": f"{number}" * (SMALL_BYTES // 3)})
+        account.create(NOTE, {"text": f"{number}" * (SHARED_BYTES // 3)})
 
 
 async def skip_messages(world: DeathWorld) -> None:

@@ -8,7 +8,7 @@ import pytest
 from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_repo import Write
-from indexer.resync.queue_maintenance import MaintenanceSettings
+from indexer.resync.queue import MaintenanceSettings
 from tests.daemon.running_daemon import POST, RunningDaemon, commit_payload, post, running_daemon
 from tests.database_checks import assert_change_log_consistent
 from tests.quick_tuning import QUICK

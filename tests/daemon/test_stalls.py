@@ -17,7 +17,7 @@ from indexer.demo.http_server import Fault
 from indexer.demo.local_account import LocalAccount
 from indexer.embedded import database as embedded_database
 from indexer.embedded import postgres_stage
-from indexer.resync.queue_maintenance import MaintenanceSettings
+from indexer.resync.queue import MaintenanceSettings
 from indexer.sync.scope import Track
 from indexer.sync.shard import BUCKETS, Placement
 from tests.daemon.health_checks import HealthChecks, health_checks

@@ -28,10 +28,10 @@ from indexer.errors import UnavailableError, UpstreamError
 from indexer.net.identity import CachedIdentity
 from indexer.net.pds import ExportDownload
 from indexer.reasons import FetchFailure
-from indexer.resync.admission import Postponed
-from indexer.resync.attempt import ResyncAttempts
-from indexer.resync.lease import ClaimLostError
-from indexer.resync.phase import Phase
+from indexer.resync.apply import Applies
+from indexer.resync.fetch import ResyncAttempts
+from indexer.resync.queue import ClaimLostError
+from indexer.resync.shares import PostponedError, Shares
 from indexer.sync.batch import ReceivedMessage, SettledMessage, plan_batch
 from indexer.sync.changes import Batch
 from indexer.sync.events import AccountEvent, CommitEvent, SyncEvent
@@ -251,18 +251,6 @@ class LivePath:
                     self.newest = max(self.newest, event.rev)
 
 
-class FreeSlots:
-    """Slots that are always free."""
-
-    def open_export(self, _download: ExportDownload) -> None: ...
-
-    def enlarge(self) -> None: ...
-
-    def start_writing(self) -> None: ...
-
-    def enter(self, _phase: Phase) -> None: ...
-
-
 class SteppedStore:
     """A store that calls `step` between every two operations of a resync."""
 
@@ -394,13 +382,15 @@ class ResyncWorld:
         identities: Any = self.directory
         hosts: Any = self.hosts
         policy, sources = lambda: self.policy, (MIRROR, None)
-        attempts = ResyncAttempts(stepped, identities, hosts, policy, Metrics(), sources, Conditions())
+        applies, shares = Applies(stepped, Metrics(), Conditions()), Shares(workers=1)
+        attempts = ResyncAttempts(applies, identities, hosts, policy, Metrics(), sources, Conditions())
         try:
             known = await self.directory.lookup(claimed.did, refresh=claimed.attempts > 0)
-            result = await attempts.attempt(claimed, known, FreeSlots())
-            self.results[str(result)] += 1
-            if isinstance(result, Postponed):
-                await self._update_claimed(claimed, release)
+            result = await attempts.attempt(shares.admit(claimed, "pds.test", time()), shares, known)
+            self.results[result] += 1
+        except PostponedError as postponed:
+            self.results[postponed.result] += 1
+            await self._update_claimed(claimed, release)
         except (ClaimLostError, DatabaseError):
             self.results["lost"] += 1
         except UpstreamError as error:

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from time import time
 from typing import Any, Self
 
 from indexer.atproto.crypto import PrivateKey
@@ -13,9 +14,8 @@ from indexer.errors import UnavailableError
 from indexer.net.identity import CachedIdentity
 from indexer.net.new_accounts import NewAccounts
 from indexer.reasons import FetchFailure
-from indexer.resync.admission import Postponed
-from indexer.resync.attempt import ExportSlots
-from indexer.resync.worker_pool import WorkerPool, WorkerPoolSettings
+from indexer.resync.pool import WorkerPool, WorkerPoolSettings
+from indexer.resync.shares import Resync, Shares
 from indexer.sync.changes import Batch
 from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.shard import Shard
@@ -33,8 +33,8 @@ class MemoryStore:
     def __init__(self, dids: Sequence[str]) -> None:
         self.rows = {did: Repo(did, version=1) for did in dids}
         self.claims: list[str] = []
-        self.claim_sizes: list[int] = []
         self.early: list[str] = []
+        self.claim_sizes: list[int] = []
         self.claim_holds = True
         self.claims_answered = asyncio.Event()
         self.claims_answered.set()
@@ -49,7 +49,8 @@ class MemoryStore:
 
     async def _claim(self, dids: Iterable[str], latest: float, count: int) -> list[Repo]:
         waiting = [repo for did in dids if (repo := self.rows[did]).sync_status is SyncStatus.DESYNCHRONIZED]
-        due = [repo for repo in waiting if (repo.next_attempt_at or 0) <= latest][:count]
+        ordered = sorted(waiting, key=lambda repo: repo.next_attempt_at or 0)
+        due = [repo for repo in ordered if (repo.next_attempt_at or 0) <= latest][:count]
         claimed = [
             repo._replace(sync_status=SyncStatus.IN_PROGRESS, version=repo.version + 1, lease=repo.lease + 1)
             for repo in due
@@ -108,12 +109,13 @@ class FixedIdentities:
 
 @dataclass
 class Download:
-    """An export that `server` sends slowly."""
+    """An export that `server` sends slowly. One that is large has more than `LARGE_BYTES`."""
 
     server: str | None
     rate: float = 1_500.0
     complete: bool = False
     received: int = 0
+    large: bool = False
 
 
 class ControlledAttempts:
@@ -124,21 +126,19 @@ class ControlledAttempts:
         self.started: list[str] = []
         self.ended: list[str] = []
         self.results: dict[str, asyncio.Future[str]] = {}
-        self.large: set[str] = set()
         self.downloads: dict[str, Download] = {}
-        self.slots: dict[str, ExportSlots] = {}
         self.cancelled: list[str] = []
         self.cleaned_up = asyncio.Event()  # a cancelled attempt waits for it, as for the end of a transaction
         self.cleaned_up.set()
 
-    async def attempt(self, claimed: Repo, _identity: CachedIdentity, slots: ExportSlots) -> str | Postponed:
+    async def attempt(self, resync: Resync, shares: Shares, _identity: CachedIdentity) -> str:
+        claimed = resync.claimed
         self.started.append(claimed.did)
-        self.slots[claimed.did] = slots
         download: Any = self.downloads.get(claimed.did)
-        if download and (postponed := slots.open_export(download)):
-            return postponed
-        if claimed.did in self.large and (postponed := slots.enlarge()):
-            return postponed
+        if download:
+            shares.opened(resync, download, time())
+            if download.large:
+                shares.reserve(resync, time())
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.results[claimed.did] = future
         try:
@@ -164,8 +164,7 @@ class RunningPool:
         workers: int,
         *,
         new_accounts: NewAccounts | None = None,
-        max_writing: int = 0,
-        **settings: float,
+        **settings: Any,
     ) -> None:
         self.store = MemoryStore(dids)
         self.metrics = Metrics()
@@ -175,7 +174,7 @@ class RunningPool:
         identities: Any = self.identities
         attempts: Any = self.attempts
         times = {"idle_interval": 0.01, "lease": 30.0} | settings
-        used = WorkerPoolSettings(workers=workers, max_writing=max_writing, **times)
+        used = WorkerPoolSettings(workers=workers, **times)
         self.conditions = Conditions()
         self.pool = WorkerPool(
             store,

@@ -25,9 +25,9 @@ NARROW = replace(STORE_ALL, limits=replace(STORE_ALL.limits, resync_buffer_event
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("indexer.db.resync_transaction.CHUNK_SIZE", 3)
-    monkeypatch.setattr("indexer.resync.attempt.CHUNK_RECORDS", 2)
+    monkeypatch.setattr("indexer.resync.apply.CHUNK_RECORDS", 2)
     monkeypatch.setattr("indexer.sync.export.CHUNK_RECORDS", 2)
-    monkeypatch.setattr("indexer.resync.attempt.LOCKED_BYTES", 0)  # drain before the lock, too
+    monkeypatch.setattr("indexer.resync.apply.LOCKED_BYTES", 0)  # drain before the lock, too
 
 
 async def run_world(world: ResyncWorld) -> None:

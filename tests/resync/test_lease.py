@@ -5,7 +5,7 @@ import pytest
 
 from indexer.db import DatabaseError
 from indexer.reasons import FetchFailure
-from indexer.resync.lease import ClaimLostError, run_under_lease
+from indexer.resync.queue import ClaimLostError, run_under_lease
 from indexer.sync.repo import Repo
 from tests.waiting import until
 

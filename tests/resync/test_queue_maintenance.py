@@ -16,8 +16,9 @@ from indexer.db.resync_queue import DENIED, HIDDEN
 from indexer.errors import UnavailableError
 from indexer.net.identity import CachedIdentity
 from indexer.reasons import Desync, FetchFailure
-from indexer.resync.queue_maintenance import MaintenanceSettings, QueueMaintenance
-from indexer.resync.worker_pool import WorkerPool, WorkerPoolSettings
+from indexer.resync.pool import WorkerPool, WorkerPoolSettings
+from indexer.resync.queue import MaintenanceSettings, QueueMaintenance
+from indexer.resync.shares import Resync, Shares
 from indexer.sync.account import plan_active, plan_hidden
 from indexer.sync.identity import StoredIdentity
 from indexer.sync.repo import PARKED, Repo, Trigger, amend, synchronize
@@ -66,7 +67,8 @@ class RecordedAttempts:
         self._store = store
         self.reasons: dict[str, list[Desync | None]] = {}
 
-    async def attempt(self, claimed: Repo, _identity: CachedIdentity, _slots: object) -> str:
+    async def attempt(self, resync: Resync, _shares: Shares, _identity: CachedIdentity) -> str:
+        claimed = resync.claimed
         self.reasons.setdefault(claimed.did, []).append(claimed.sync_reason)
         if claimed.head is None:
             raise UnavailableError(FetchFailure.REPO_NOT_FOUND)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from indexer.live.batch_writer import WriterSettings
 from indexer.net.http import HostPauses, Timeouts
 from indexer.net.identity import IdentityLifetimes
-from indexer.resync.worker_pool import WorkerPoolSettings
+from indexer.resync.pool import WorkerPoolSettings
 from tests.quick_tuning import QUICK
 
 RETRY = 0.05

@@ -16,7 +16,7 @@ import asyncpg
 from indexer.app.tuning import Tuning
 from indexer.demo.local_account import LocalAccount
 from indexer.net.http import HostPauses, Timeouts
-from indexer.resync.queue_maintenance import MaintenanceSettings
+from indexer.resync.queue import MaintenanceSettings
 from tests.background import running
 from tests.daemon_forks import DaemonFork
 from tests.passed_time import expire_waits

@@ -154,7 +154,7 @@ function showRepos(repos) {
 }
 
 function showResyncs({ longest, running }) {
-  const slots = { worker: "", large: ", large repo", aside: ", slow: beside the workers", writing: ", with others" };
+  const slots = { worker: "", large: ", large repo" };
   fill("resyncs", longest.map((resync) => [
     { did: resync.did }, resync.host || "not known yet", `${resync.phase} for ${duration(resync.phase_seconds)}${slots[resync.slot]}`,
     bytes(resync.received_bytes), resync.bytes_per_second === null ? "–" : `${bytes(resync.bytes_per_second)}/s`, duration(resync.seconds),

@@ -16,8 +16,9 @@ from indexer.db import NewReposTransaction, Store
 from indexer.db.placement import shard_of
 from indexer.demo.local_repo import Write
 from indexer.net.identity import CachedIdentity
-from indexer.resync.attempt import ResyncAttempts
-from indexer.resync.new_repo_writer import MAX_SIDE_BY_SIDE, NewRepo, NewRepoWriter
+from indexer.resync.apply import MAX_SIDE_BY_SIDE, Applies, NewRepo
+from indexer.resync.fetch import ResyncAttempts
+from indexer.resync.shares import Shares
 from indexer.sync.changes import Batch, RecordChange
 from indexer.sync.export import RecordChunk
 from indexer.sync.policy import KeyState
@@ -32,7 +33,6 @@ from tests.resync.resync_world import (
     NO_COLLECTION,
     PDS,
     AccountOwner,
-    FreeSlots,
     SimulatedHosts,
 )
 from tests.sync.signing_account import STORE_ALL
@@ -93,14 +93,13 @@ async def claim(store: Store, *dids: str) -> list[Repo]:
     return await store.claim(len(dids), range(256), 60.0, time() + 10)
 
 
-async def resync(
-    store: Any, owner: AccountOwner, claimed: Repo, spool_directory: Path, slots: FreeSlots | None = None
-) -> str:
+async def resync(store: Any, owner: AccountOwner, claimed: Repo, spool_directory: Path) -> str:
     identities: Any = None
     pds: Any = SimulatedHosts(owner, spool_directory)
-    attempts = ResyncAttempts(store, identities, pds, lambda: STORE_ALL, Metrics(), (None,), Conditions())
+    applies, shares = Applies(store, Metrics(), Conditions()), Shares(workers=1)
+    attempts = ResyncAttempts(applies, identities, pds, lambda: STORE_ALL, Metrics(), (None,), Conditions())
     identity = CachedIdentity(owner.key.public, PDS, problem=None, fetched_at=0.0, stale=False)
-    return str(await attempts.attempt(claimed, identity, slots or FreeSlots()))
+    return await attempts.attempt(shares.admit(claimed, "pds.test", time()), shares, identity)
 
 
 async def state(store: Store, sql: asyncpg.Connection, owner: AccountOwner) -> list[list[tuple[Any, ...]]]:
@@ -124,34 +123,26 @@ def account(records: int) -> AccountOwner:
     return owner
 
 
-class CountedSlots(FreeSlots):
-    """Free slots that count the calls of `start_writing`."""
-
-    writing = 0
-
-    def start_writing(self) -> None:
-        self.writing += 1
-
-
 @pytest.mark.parametrize(("records", "chunk"), [(0, 2_000), (40, 2_000), (40, 7), (0, 1), (40, 1)])
 async def test_new_repo_gets_the_same_rows_and_changes_as_by_a_comparison(
     store: Store, sql: asyncpg.Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: int, chunk: int
 ) -> None:
-    """In chunks of 2,000, the repo is written in a shared transaction; else in one of its own, and keeps its worker."""
+    """In chunks of 2,000, the repo is written in a shared transaction; else in one of its own."""
     monkeypatch.setattr("indexer.sync.export.CHUNK_RECORDS", chunk)
-    monkeypatch.setattr("indexer.resync.attempt.CHUNK_RECORDS", chunk)
-    owner, slots = account(records), CountedSlots()
+    monkeypatch.setattr("indexer.resync.apply.CHUNK_RECORDS", chunk)
+    owner, steps = account(records), list[str]()
+    monkeypatch.setattr("indexer.db.resync_transaction.crash_point", steps.append)
     states = []
     for used in (store, ComparingStore(store)):
         [claimed] = await claim(store, owner.did)
-        assert await resync(used, owner, claimed, tmp_path, slots) == "synchronized"
+        assert await resync(used, owner, claimed, tmp_path) == "synchronized"
         states.append(await state(store, sql, owner))
         await sql.execute(CLEAR)
     assert states[0] == states[1]
     assert len(states[0][0]) == records + 2
     assert [change[0] for change in states[0][1]].count("create") == records + 2
     assert {row[5] for row in states[0][0]} >= {Problem.NUL, Problem.NO_TYPE}
-    assert (slots.writing > 0) == (chunk == 2_000)
+    assert ("new-repos.finished" in steps) == (chunk == 2_000)
 
 
 async def test_stale_records_are_compared(store: Store, sql: asyncpg.Connection, tmp_path: Path) -> None:
@@ -219,8 +210,8 @@ async def waiting_writes(
 ) -> list["asyncio.Task[Batch | None]"]:
     """Return one running write per repo. The first transaction has begun, and the other repos wait."""
     used: Any = stopped
-    writer = NewRepoWriter(used, metrics or Metrics())
-    writes = [asyncio.create_task(writer.write(repo)) for repo in repos]
+    applies = Applies(used, metrics or Metrics(), Conditions())
+    writes = [asyncio.create_task(applies.write_shared(repo)) for repo in repos]
     await stopped.begun.wait()
     return writes
 
@@ -284,7 +275,7 @@ async def test_of_two_attempts_of_one_repo_only_the_one_that_holds_the_claim_wri
 
 
 async def test_transaction_has_no_more_records_than_allowed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("indexer.resync.new_repo_writer.MAX_RECORDS", 3)
+    monkeypatch.setattr("indexer.resync.apply.SHARED_RECORDS", 3)
     claimed = {repo.did: repo for repo in await claim(store, *map(did, range(6)))}
     stopped = StoppedStore(store)
     sizes = {0: 1, 1: 2, 2: 1, 3: 1, 4: 5, 5: 1}  # the fifth repo is larger than the limit
@@ -312,4 +303,5 @@ async def test_refused_value_leaves_all_repos_of_its_transaction_to_their_own(
     assert good is None
     assert bad is None
     assert await sql.fetchval("select array_agg(value) from indexer.record") == ["1"]
-    assert await NewRepoWriter(store, Metrics()).write(new_repo(claimed[did("good")], put("app.test/a"))) is not None
+    applies = Applies(store, Metrics(), Conditions())
+    assert await applies.write_shared(new_repo(claimed[did("good")], put("app.test/a"))) is not None

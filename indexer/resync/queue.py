@@ -1,27 +1,67 @@
-"""Maintain the resync queue: expire leases, unpark repos, and request resyncs of incomplete or unproven repos."""
+"""The queue of resyncs: keep the leases of claimed repos alive, and maintain the repos that no worker holds."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from time import time
+from typing import Any, TypeVar
 
 import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
+from indexer.crash_points import crash_point
 from indexer.db import Store
-from indexer.db.periodic import run_periodically
+from indexer.db.periodic import DatabaseAttempt, run_periodically
 from indexer.reasons import Desync
-from indexer.sync.repo import STABLE_SECONDS
+from indexer.sync.repo import STABLE_SECONDS, Repo
 from indexer.sync.shard import Shard
 from indexer.telemetry.metrics import Metrics
 
+RENEWALS_PER_LEASE = 3
 LONGEST_WAIT_SECONDS = 7_200.0
 """No repo waits for longer until its next attempt, unless the clock was set back. Back-offs are up to 75 minutes."""
+MIN_PARKED_SECONDS = 120.0
+"""Seconds that a repo is parked at least before its row is deleted: longer than processes use a cached row."""
 
 log = structlog.get_logger(__name__)
 
-MIN_PARKED_SECONDS = 120.0
-"""Seconds that a repo is parked at least before its row is deleted: longer than processes use a cached row."""
+T = TypeVar("T")
+Search = Callable[[Sequence[int], float, float], Awaitable[int]]
+"""Changes repos of these buckets that are in a state for so many seconds at this time; returns how many."""
+
+
+class ClaimLostError(Exception):
+    """Another worker holds the repo, or it needs no resync any more: change nothing."""
+
+
+async def run_under_lease(store: Store, claimed: Repo, seconds: float, attempt: Coroutine[Any, Any, T]) -> T:
+    """Run `attempt`, renewing the lease of `seconds` meanwhile; return its result or raise its exception.
+
+    Raises:
+        ClaimLostError: The lease could not be renewed. The attempt has been cancelled.
+    """
+    running = asyncio.create_task(attempt, name=f"resync attempt of {claimed.did}")
+    heartbeat = asyncio.create_task(_renew(store, claimed, seconds), name=f"lease heartbeat of {claimed.did}")
+    try:
+        await asyncio.wait({running, heartbeat}, return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            heartbeat.result()
+            raise ClaimLostError("the lease could not be renewed")
+        return running.result()
+    finally:
+        running.cancel()
+        heartbeat.cancel()
+        await asyncio.gather(running, heartbeat, return_exceptions=True)
+
+
+async def _renew(store: Store, claimed: Repo, seconds: float) -> None:
+    """Renew the lease until the claim is lost."""
+    held = True
+    while held:
+        await asyncio.sleep(seconds / RENEWALS_PER_LEASE)
+        with DatabaseAttempt():
+            held = await store.renew(claimed.did, claimed.lease, seconds)
+            crash_point("lease.renewed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,30 +156,27 @@ class QueueMaintenance:
         Repos that become due meanwhile wait for the next search. Otherwise the first could fail and be parked again
         before the others had their turn.
         """
-        started, settings = time(), self._settings
-        while found := await self._store.end_long_waits(self._buckets, LONGEST_WAIT_SECONDS, started):
-            log.warning("clock.set-back", repos=found)
-            await self._pause()
-        while found := await self._store.request_missing_values(self._buckets, settings.missing_values_after, started):
-            self._metrics.desynchronized(Desync.RECORD_MISSING, found)
-            await self._pause()
+        started, settings, store = time(), self._settings, self._store
         forget_hidden_after = settings.forget_after if self._may_forget() else 0.0
         unpark_after = max(settings.unpark_after, MIN_PARKED_SECONDS) if settings.unpark_after else forget_hidden_after
-        forget_after = min(forget_hidden_after, unpark_after)
-        while forget_after and (found := await self._store.forget_denied(self._buckets, forget_after, started)):
-            log.debug("repos.forgotten", repos=found)
-            await self._pause()
-        while forget_hidden_after and (
-            found := await self._store.forget_hidden(self._buckets, forget_hidden_after, started)
-        ):
-            log.debug("repos.forgotten", repos=found)
-            await self._pause()
-        while settings.unpark_after and (
-            found := await self._store.unpark(self._buckets, settings.unpark_after, started)
-        ):
-            log.debug("repos.unparked", repos=found)
-            await self._pause()
+        forget_denied_after = min(forget_hidden_after, unpark_after)
+        async for found in self._batches(store.end_long_waits, LONGEST_WAIT_SECONDS, started):
+            log.warning("clock.set-back", repos=found)
+        async for found in self._batches(store.request_missing_values, settings.missing_values_after, started):
+            self._metrics.desynchronized(Desync.RECORD_MISSING, found)
+        if forget_denied_after:
+            async for found in self._batches(store.forget_denied, forget_denied_after, started):
+                log.debug("repos.forgotten", repos=found)
+        if forget_hidden_after:
+            async for found in self._batches(store.forget_hidden, forget_hidden_after, started):
+                log.debug("repos.forgotten", repos=found)
+        if settings.unpark_after:
+            async for found in self._batches(store.unpark, settings.unpark_after, started):
+                log.debug("repos.unparked", repos=found)
 
-    async def _pause(self) -> None:
-        self.parked_repos.moved()
-        await asyncio.sleep(self._settings.batch_pause)
+    async def _batches(self, search: Search, seconds: float, started: float) -> AsyncIterator[int]:
+        """Repeat a search until it finds nothing more; yield how many repos each one found."""
+        while found := await search(self._buckets, seconds, started):
+            yield found
+            self.parked_repos.moved()
+            await asyncio.sleep(self._settings.batch_pause)

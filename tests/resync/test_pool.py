@@ -8,7 +8,6 @@ from structlog.testing import capture_logs
 
 from indexer.errors import UnavailableError
 from indexer.reasons import FetchFailure
-from indexer.resync.worker_pool import WorkerPoolSettings, pool_settings
 from indexer.sync.repo import SyncStatus
 from tests.resync.running_pool import DID, Download, RunningPool
 from tests.waiting import until
@@ -26,30 +25,6 @@ async def test_workers_that_become_free_within_the_gathering_time_share_a_claim(
             assert running.pool.free_workers == free, "the pool has not waited for another worker"
         await until(lambda: len(running.attempts.started) == 7)
         assert [size for size in running.store.claim_sizes if size] == [5, 2]
-
-
-@pytest.mark.slow
-async def test_repos_that_wait_for_a_shared_transaction_leave_their_workers_to_others() -> None:
-    dids = [f"did:plc:{n:024}" for n in range(5)]
-    async with RunningPool(dids, lambda did: f"h{did[-1]}.example", workers=1, max_writing=2) as running:
-        for count in (1, 2, 3):
-            await until(lambda count=count: len(running.attempts.started) == count)  # type: ignore[misc]
-            running.attempts.slots[dids[count - 1]].start_writing()
-        for _ in range(20):
-            await asyncio.sleep(0.01)
-        assert running.attempts.started == dids[:3], "two wait without a worker, and the third one keeps it"
-        running.attempts.results[dids[0]].set_result("synchronized")
-        running.attempts.results[dids[2]].set_result("synchronized")
-        await until(lambda: running.attempts.started == dids[:4])
-        assert len(running.pool.running) == 2
-
-
-def test_settings_of_a_pool_follow_the_time_of_an_export_and_the_costs_of_a_cluster() -> None:
-    plain, longer = (pool_settings(8, 0.5, seconds, distributed=False) for seconds in (600.0, 7_200.0))
-    assert plain == WorkerPoolSettings(workers=8)
-    assert longer.attempt_timeout == plain.attempt_timeout + 2 * (7_200.0 - 600.0)
-    cluster = pool_settings(8, 0.25, 600.0, distributed=True)
-    assert (cluster.workers, cluster.max_writing, cluster.gathering_time > 0) == (16, 16, True)
 
 
 async def test_claim_in_flight_at_shutdown_is_given_back() -> None:

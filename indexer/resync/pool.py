@@ -1,8 +1,8 @@
 """The pool of resync workers: claim repos that are due, run their attempts, and write how each attempt ended."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from time import monotonic, time
 from typing import Any
 
@@ -17,12 +17,10 @@ from indexer.errors import RefusedWriteError, UnavailableError, UpstreamError
 from indexer.net.http import registered_domain
 from indexer.net.identity import IdentityCache, web_host
 from indexer.net.new_accounts import NewAccounts
-from indexer.net.pds import ExportDownload
 from indexer.reasons import FetchFailure
-from indexer.resync.admission import UNKNOWN_HOST, Admission, Postponed, Slot
-from indexer.resync.attempt import ResyncAttempts
-from indexer.resync.lease import ClaimLostError, run_under_lease
-from indexer.resync.phase import Phase
+from indexer.resync.fetch import ResyncAttempts
+from indexer.resync.queue import ClaimLostError, run_under_lease
+from indexer.resync.shares import LARGE_EXPORTS_BYTES, UNKNOWN_HOST, PostponedError, Resync, Shares
 from indexer.sync.account import plan_existence
 from indexer.sync.changes import Batch, RepoWrite
 from indexer.sync.repo import PARKED, Repo, SyncStatus, release
@@ -32,13 +30,8 @@ from indexer.telemetry.conditions import NEW_ACCOUNTS_LIMITED, RESYNCS_FAILING, 
 from indexer.telemetry.metrics import Metrics
 
 MAX_CLAIM = 256
-CLUSTER_WORKERS = 2
-"""Workers for each one of the setting on a distributed database. A claim of more repos costs little more there, and
-more repos of a shard share a transaction."""
 CLUSTER_GATHERING_TIME = 0.1
 """The `gathering_time` on a distributed database, in seconds."""
-LARGE_FAIR_TIMES = 6.0
-"""A large export ends because it is slow only after this multiple of `fair_time`."""
 OTHER_TIME = 2_400.0
 """Seconds of an attempt besides the downloads: to verify and write a large repo."""
 _REPORTED_BY_HOST = frozenset({FetchFailure.HOST_PAUSED, FetchFailure.THROTTLED})
@@ -52,83 +45,25 @@ class WorkerPoolSettings:
     """Settings of the pool; times are seconds.
 
     Attributes:
-        workers: Concurrent resyncs, not counting those of large repos and slow exports.
+        workers: Concurrent resyncs, not counting those of large exports.
         share: The share of the workers that one host, registered domain or network address may occupy.
-        fair_time: How long a resync may occupy a worker if all workers are occupied.
+        large_bytes: The bytes of large exports, together.
+        fair_time: How long a resync may occupy a worker if most workers are occupied by slow exports.
         idle_interval: Pause between two looks at an empty queue.
         gathering_time: How long to wait for more free workers if some are occupied. A claim of several repos costs
             little more than one of a single repo.
         lease: How long a claim lasts without a renewal.
         attempt_timeout: The longest duration of one attempt.
-        max_writing: How many small new repos may wait for a shared transaction without occupying a worker.
     """
 
-    workers: int = 8
+    workers: int = 32
     share: float = 0.5
+    large_bytes: int = LARGE_EXPORTS_BYTES
     fair_time: float = 10.0
     idle_interval: float = 1.0
     gathering_time: float = 0.0
     lease: float = 120.0
     attempt_timeout: float = 3_600.0
-    max_writing: int = 0
-
-
-def pool_settings(
-    workers: int, share: float, export_time: float, base: WorkerPoolSettings | None = None, *, distributed: bool
-) -> WorkerPoolSettings:
-    """Return the settings of a pool for these settings of the operator, and otherwise those of `base`.
-
-    On a distributed database, each claim and each transaction costs more. So both are for more repos there.
-    """
-    # An attempt may download an export from a relay, and then from the PDS.
-    timeout = OTHER_TIME + 2 * export_time
-    settings = replace(base or WorkerPoolSettings(), workers=workers, share=share, attempt_timeout=timeout)
-    if not distributed:
-        return settings
-    workers *= CLUSTER_WORKERS
-    return replace(settings, workers=workers, gathering_time=CLUSTER_GATHERING_TIME, max_writing=workers)
-
-
-@dataclass(slots=True, eq=False)
-class RunningResync:
-    """A claimed repo and the slots that it occupies.
-
-    Attributes:
-        preloaded: True if its identity was loaded into memory, unless none is stored.
-        deadline: When the attempt ends at the latest; None if it does not run.
-        postponed: Set if it is ended because it is slow.
-    """
-
-    claimed: Repo
-    slot: Slot
-    preloaded: bool
-    deadline: asyncio.Timeout | None = None
-    postponed: Postponed | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _ExportSlots:
-    """The slots of one resync, as its attempt sees them."""
-
-    admission: Admission
-    slot: Slot
-    slot_freed: asyncio.Event
-
-    def open_export(self, download: ExportDownload) -> Postponed | None:
-        return self.admission.open_export(self.slot, download, time())
-
-    def enlarge(self) -> Postponed | None:
-        postponed = self.admission.enlarge(self.slot, time())
-        if postponed is None:
-            self.slot_freed.set()  # the resync no longer occupies a worker
-        return postponed
-
-    def start_writing(self) -> None:
-        if self.admission.start_writing(self.slot, time()):
-            self.slot_freed.set()
-
-    def enter(self, phase: Phase) -> None:
-        self.slot.phase, self.slot.phase_since = phase, time()
 
 
 class WorkerPool:
@@ -138,7 +73,6 @@ class WorkerPool:
         stage: Its progress. While all workers are occupied, the pool has work, and moves when a resync receives a part
             of its export, or ends.
         claims: The activity that claims repos.
-        running: The resyncs in progress.
         ended: The number of resyncs that have ended, with whatever result.
     """
 
@@ -161,34 +95,40 @@ class WorkerPool:
         self._buckets = shard.buckets
         self._metrics = metrics
         self._conditions = conditions
-        self._settings = settings or WorkerPoolSettings()
         self._new_accounts = new_accounts or NewAccounts(0)
-        self._admission = Admission(self._settings.workers, self._settings.share, self._settings.max_writing)
+        used = self._settings = settings or WorkerPoolSettings()
+        self._shares = Shares(used.workers, used.share, used.fair_time, used.large_bytes)
         self._slot_freed = asyncio.Event()
         self._claiming: asyncio.Task[list[Repo]] | None = None
         self.stage = StageProgress("resync pool")
         self.claims = self.stage.add()
-        self.running: list[RunningResync] = []
         self.ended = 0
 
     @property
     def free_workers(self) -> int:
         """The number of workers without a resync."""
-        return self._admission.free_workers
+        return self._shares.free_workers
+
+    @property
+    def running(self) -> Sequence[Resync]:
+        """The resyncs in progress."""
+        return self._shares.running
 
     async def run(self) -> None:
         """Claim repos and start their resyncs, as long as workers are free."""
         claim_size = 1
         async with asyncio.TaskGroup() as group:
             while True:
-                await self._wait_for_a_worker(group)
+                await self._wait_for_a_worker()
                 await self._gather_workers()
                 self._slot_freed.clear()
                 count = max(claim_size, self.free_workers)
-                claimed = await self._claim(count)
+                claim = self._store.claim(count, self._buckets, self._settings.lease, time())
+                claimed = await self._finish(claim)
                 started = await self._start(group, claimed)
-                if len(claimed) < count and (early := self._admission.startable(self.free_workers, time())):
-                    started += await self._start(group, await self._claim_early(early))
+                if len(claimed) < count and (early := self._shares.startable(self.free_workers, time())):
+                    claim = self._store.claim_early(early, self._settings.lease, time())
+                    started += await self._start(group, await self._finish(claim))
                 # If most were postponed, claim more next time: many repos of one busy host may be first in the queue.
                 # They are postponed, and the repos of other hosts behind them are reached without a wait.
                 claim_size = min(2 * len(claimed), MAX_CLAIM) if 2 * started < len(claimed) else 1
@@ -197,8 +137,8 @@ class WorkerPool:
 
     async def give_back(self) -> None:
         """End the claims of resyncs that were cancelled or not started, so that no process waits for their leases."""
-        claimed = [running.claimed for running in self.running]
-        self.running.clear()
+        claimed = [resync.claimed for resync in self.running]
+        self._shares.running.clear()
         with DatabaseAttempt():
             for repo in claimed:
                 await self._update_claimed(repo, release)
@@ -212,14 +152,14 @@ class WorkerPool:
             self._claiming.cancel()
             await asyncio.gather(self._claiming, return_exceptions=True)
 
-    async def _wait_for_a_worker(self, group: asyncio.TaskGroup) -> None:
+    async def _wait_for_a_worker(self) -> None:
         """Wait until a worker is free. The stage has stalled if all workers are occupied and no resync moves."""
         received = -1
         while self.free_workers <= 0:
             if received != (received := self._received_bytes()):
                 self.stage.moved()
             await self._wait_for_slot(self._settings.idle_interval)
-            await self._free_a_worker(group)
+            self._shares.make_room(time())
         self.stage.idle()
 
     async def _gather_workers(self) -> None:
@@ -230,57 +170,15 @@ class WorkerPool:
 
     def _received_bytes(self) -> int:
         """Return the bytes of the exports that are being received. Each resync that begins or ends changes it."""
-        downloads = [running.slot.download for running in self.running]
-        return sum([download.received for download in downloads if download is not None])
+        return sum([resync.download.received for resync in self.running if resync.download is not None])
 
     async def _wait_for_slot(self, seconds: float | None) -> None:
         """Wait until a slot has become free, at most for `seconds`."""
         if await wait_for_event(self._slot_freed, seconds):
             self._slot_freed.clear()
 
-    async def _free_a_worker(self, group: asyncio.TaskGroup) -> None:
-        """If all workers are occupied, let the slowest resync leave its worker after the fair time.
-
-        It is set aside, and continues. If too many are set aside already and other repos wait, one that is slower than
-        usual ends instead, and its repo is claimed again later.
-        """
-        admission, now = self._admission, time()
-        slow = admission.slowest_on_worker(self._settings.fair_time, now) if admission.free_workers <= 0 else None
-        if slow is None or admission.set_aside(slow):
-            return
-        waiting = await self._claim(1) if admission.slower_than_usual(slow) else []
-        # Only now, because an export may have become complete during the claim.
-        slowest = admission.slower_than_usual(slow) if waiting else None
-        if slowest is not None and self._end_slow(slowest):
-            slow.aside = True
-        await self._start(group, waiting)
-
-    def _end_slow_large(self) -> None:
-        """End the slowest large export if it is slower than usual, because another large repo waits for its slot."""
-        if slow := self._admission.slow_large(LARGE_FAIR_TIMES * self._settings.fair_time, time()):
-            self._end_slow(slow)
-
-    def _end_slow(self, slot: Slot) -> bool:
-        """End a slow resync; return False if it ends already, for example because its time is over."""
-        for running in self.running:
-            if running.slot is slot and running.deadline is not None and not running.deadline.expired():
-                running.postponed = self._admission.postpone_slow(slot, time())
-                running.deadline.reschedule(asyncio.get_running_loop().time())
-                log.debug("resync.slow", did=slot.did, host=slot.host, bytes_per_second=round(slot.rate))
-                message = f"{slot.did}: {slot.rate:.0f} bytes per second; the resync starts again later"
-                self._conditions.report(RESYNCS_SLOW, slot.host, message=message)
-                return True
-        return False
-
-    async def _claim(self, count: int) -> list[Repo]:
+    async def _finish(self, claim: Coroutine[Any, Any, list[Repo]]) -> list[Repo]:
         """Claim repos. A claim completes even if this task is cancelled; `give_back` returns its repos."""
-        return await self._finish_claim(self._store.claim(count, self._buckets, self._settings.lease, time()))
-
-    async def _claim_early(self, repos: Mapping[str, float]) -> list[Repo]:
-        """Claim repos that were postponed, because their slots have become free sooner than expected."""
-        return await self._finish_claim(self._store.claim_early(repos, self._settings.lease, time()))
-
-    async def _finish_claim(self, claim: Coroutine[Any, Any, list[Repo]]) -> list[Repo]:
         self._claiming = asyncio.create_task(claim, name="claim of repos")
         with DatabaseAttempt(self.claims):
             return await asyncio.shield(self._claiming)
@@ -292,67 +190,67 @@ class WorkerPool:
             await self._identities.preload([repo.did for repo in claimed])
         now, postponed = time(), []
         for repo in claimed:
-            slot = self._admit(repo, now)
-            if isinstance(slot, Postponed):
-                self._metrics.postponed(slot.result)
-                postponed.append((repo, slot))
+            try:
+                resync = self._admit(repo, now)
+            except PostponedError as error:
+                self._metrics.postponed(error.result)
+                postponed.append((repo, error))
             else:
-                running = RunningResync(repo, slot, preloaded=preload.error is None)
-                self.running.append(running)
-                group.create_task(self._resync(running), name=f"resync of {repo.did}")
-        if any(slot.large for _, slot in postponed):
-            self._end_slow_large()
+                resync.preloaded = preload.error is None
+                group.create_task(self._resync(resync), name=f"resync of {repo.did}")
         with DatabaseAttempt():  # if this fails, their leases expire
             await self._postpone(postponed)
         return len(claimed) - len(postponed)
 
-    def _admit(self, repo: Repo, now: float) -> Slot | Postponed:
+    def _admit(self, repo: Repo, now: float) -> Resync:
         """Occupy slots for a claimed repo. The host of a did:web counts until that of the PDS is known."""
         identity = self._identities.peek(repo.did)
         host = identity.host if identity else None
-        if host and self._new_accounts.is_limited(host, now) and (postponed := self._wait_as_new(repo, host, now)):
-            return postponed
-        return self._admission.admit(repo.did, host or web_host(repo.did) or UNKNOWN_HOST, now)
+        if host and self._new_accounts.is_limited(host, now):
+            self._count_as_new(repo, host, now)
+        return self._shares.admit(repo, host or web_host(repo.did) or UNKNOWN_HOST, now)
 
-    def _wait_as_new(self, repo: Repo, host: str, now: float) -> Postponed | None:
-        """Count a new account; return until when its first fetch waits, or None if the host is within its limit."""
+    def _count_as_new(self, repo: Repo, host: str, now: float) -> None:
+        """Count a new account. Raise PostponedError if its first fetch waits, because its host has too many."""
         until = self._new_accounts.add(host, now) if repo.counts_as_new else None
-        if until is None:
-            return None
-        domain = registered_domain(host)
-        message = f"{domain} added too many accounts; the repo is fetched later"
-        self._conditions.report(NEW_ACCOUNTS_LIMITED, domain, message=f"{repo.did}: {message}")
-        return Postponed(until, failure=UnavailableError(FetchFailure.NEW_ACCOUNTS, message))
+        if until is not None:
+            domain = registered_domain(host)
+            message = f"{domain} added too many accounts; the repo is fetched later"
+            self._conditions.report(NEW_ACCOUNTS_LIMITED, domain, message=f"{repo.did}: {message}")
+            raise PostponedError(until, UnavailableError(FetchFailure.NEW_ACCOUNTS, message))
 
-    async def _postpone(self, repos: Sequence[tuple[Repo, Postponed]]) -> None:
+    async def _postpone(self, repos: Sequence[tuple[Repo, PostponedError]]) -> None:
         writes = [RepoWrite(repo, _released(repo, postponed)) for repo, postponed in repos]
         changed = (await self._store.write(Batch(tuple(writes)))).skipped
         for repo in [repo for repo, _ in repos if repo.did in changed]:
             await self._update_claimed(repo, release)
 
-    async def _resync(self, running: RunningResync) -> None:
+    async def _resync(self, resync: Resync) -> None:
         started = monotonic()
         try:
-            result = await self._attempt_and_record(running)
+            result = await self._attempt_and_record(resync)
         except (ClaimLostError, DatabaseError) as error:
             result = "lost"  # the lease expires, and the repo is claimed again
-            log.debug("resync.claim-lost", did=running.claimed.did, error=str(error))
-        self._admission.release(running.slot, time())
-        self.running.remove(running)
+            log.debug("resync.claim-lost", did=resync.claimed.did, error=str(error))
+        self._shares.release(resync, time())
         self.ended += 1
-        if self.free_workers <= 0:  # several resyncs may be set aside
+        if self.free_workers <= 0:  # it was large
             self.stage.moved()
         self._slot_freed.set()
         self._metrics.resync(result, monotonic() - started)
-        log.debug("resync.done", did=running.claimed.did, result=result)
+        log.debug("resync.done", did=resync.claimed.did, result=result)
 
-    async def _attempt_and_record(self, running: RunningResync) -> str:
+    async def _attempt_and_record(self, resync: Resync) -> str:
         """Run one attempt and write a failure or a postponement to the repo's row; return the result for metrics."""
-        claimed = running.claimed
+        claimed = resync.claimed
         try:
-            result = await run_under_lease(self._store, claimed, self._settings.lease, self._attempt(running))
+            return await run_under_lease(self._store, claimed, self._settings.lease, self._attempt(resync))
         except DatabaseError:
             raise
+        except PostponedError as error:
+            postponed = error
+            await self._update_claimed(claimed, lambda repo: _released(repo, postponed))
+            return postponed.result
         except UnavailableError as error:
             return await self._record_failure(claimed, error)
         except RefusedWriteError as error:
@@ -360,30 +258,25 @@ class WorkerPool:
         except UpstreamError as error:
             failure = UnavailableError(FetchFailure.EXPORT_REJECTED, str(error))
             return await self._record_failure(claimed, failure)
-        if isinstance(result, Postponed):
-            if result.large:
-                self._end_slow_large()
-            postponed = result
-            await self._update_claimed(claimed, lambda repo: _released(repo, postponed))
-            return postponed.result
-        return result
 
-    async def _attempt(self, running: RunningResync) -> str | Postponed:
+    async def _attempt(self, resync: Resync) -> str:
         seconds = self._settings.attempt_timeout
         try:
-            async with asyncio.timeout(seconds) as running.deadline:
-                return await self._attempt_in_time(running)
+            async with asyncio.timeout(seconds) as resync.deadline:
+                return await self._attempt_in_time(resync)
         except TimeoutError:
-            if running.postponed is not None:
-                return running.postponed
-            raise UnavailableError(FetchFailure.TIMEOUT, f"no result after {seconds:.0f} s") from None
+            if resync.ended is None:
+                raise UnavailableError(FetchFailure.TIMEOUT, f"no result after {seconds:.0f} s") from None
+            log.debug("resync.slow", did=resync.claimed.did, host=resync.host, bytes_per_second=round(resync.rate))
+            message = f"{resync.claimed.did}: {resync.rate:.0f} bytes per second; the resync starts again later"
+            self._conditions.report(RESYNCS_SLOW, resync.host, message=message)
+            raise resync.ended from None
         finally:
-            running.deadline = None
+            resync.deadline = None
 
-    async def _attempt_in_time(self, running: RunningResync) -> str | Postponed:
-        claimed, slot = running.claimed, running.slot
-        refresh, preloaded = claimed.attempts > 0, running.preloaded
-        identity = await self._identities.lookup(claimed.did, refresh=refresh, preloaded=preloaded)
+    async def _attempt_in_time(self, resync: Resync) -> str:
+        claimed = resync.claimed
+        identity = await self._identities.lookup(claimed.did, refresh=claimed.attempts > 0, preloaded=resync.preloaded)
         if identity.doubtful and claimed.head is not None:
             raise UnavailableError(FetchFailure.IDENTITY_DOUBTFUL, identity.problem or "")
         if identity.denied:
@@ -391,19 +284,14 @@ class WorkerPool:
         if identity.key is None or identity.host is None:
             raise UnavailableError(FetchFailure.IDENTITY_MISSING, identity.problem or "no key or no PDS")
         now = time()
-        if postponed := self._admission.change_host(slot, identity.host, now):
-            return postponed
-        if self._admission.has_waiting:
+        self._shares.change_host(resync, identity.host, now)
+        if self._shares.has_waiting:
             self._slot_freed.set()  # another repo may look its host up
-        if postponed := self._wait_as_new(claimed, identity.host, now):
-            return postponed
-        return await self._attempts.attempt(claimed, identity, _ExportSlots(self._admission, slot, self._slot_freed))
+        self._count_as_new(claimed, identity.host, now)
+        return await self._attempts.attempt(resync, self._shares, identity)
 
     async def _record_failure(self, claimed: Repo, failure: UnavailableError) -> str:
         crash_point("resync.failed")
-        if failure.host is not None and failure.retry_after is not None:
-            now = time()
-            self._admission.pause_host(failure.host, now + failure.retry_after, now)
         written = await self._update_claimed(claimed, lambda repo: self._failed(repo, claimed, failure))
         self._report(claimed, failure, written)
         return failure.reason
@@ -441,5 +329,5 @@ def _what_follows(written: Repo | None) -> str:
     return f"it is tried again in {max(0.0, (written.next_attempt_at or 0.0) - time()):.0f} s"
 
 
-def _released(repo: Repo, postponed: Postponed) -> Repo:
+def _released(repo: Repo, postponed: PostponedError) -> Repo:
     return release(repo, postponed.until, postponed.failure)

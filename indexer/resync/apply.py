@@ -1,0 +1,381 @@
+"""The second step of a resync: verify the export, and write the differences to the stored records.
+
+It needs a database connection; so few exports are written at a time, and the others wait for their turn. Nothing
+changes before the whole export is verified. Then one transaction writes the differences, the effects of the events that
+were buffered meanwhile, and the new row of the repo. Consumers see the old state until it commits.
+
+The records of a repo of which nothing is stored are not compared. If it is small as well, it shares a transaction with
+others. There is no fixed wait: while one transaction runs, repos that become ready wait until it ends, and the next one
+writes all of them. So the transactions become larger with the load. On a distributed database, only repos of the same
+shard share a transaction, so that it writes one node besides the change log.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from time import time
+from typing import TypeVar
+
+import structlog
+
+from indexer.atproto.crypto import PublicKey
+from indexer.atproto.limits import Limits
+from indexer.atproto.record import Problem
+from indexer.concurrency.shared_calls import SharedCalls
+from indexer.db import (
+    DatabaseError,
+    NewRepoRecords,
+    NewReposTransaction,
+    RecordsExistError,
+    ResyncTransaction,
+    Store,
+)
+from indexer.db.placement import shard_of
+from indexer.errors import BrokenInvariantError, RefusedWriteError, UnavailableError
+from indexer.net.pds import LARGE_BYTES
+from indexer.reasons import FetchFailure
+from indexer.resync.queue import ClaimLostError
+from indexer.resync.shares import Phase, PostponedError, Resync
+from indexer.sync.changes import Action, Batch, RecordChange, RecordConverter
+from indexer.sync.export import CHUNK_BYTES, CHUNK_RECORDS, ExportReader, NewRecords, RecordChunk, VerifiedExport
+from indexer.sync.policy import KeyState, PlanContext, Policy
+from indexer.sync.repo import Head, Repo, SyncStatus
+from indexer.sync.resync import Completion, Difference, SnapshotDiff, without_value
+from indexer.sync.shard import bucket_of
+from indexer.sync.verify import VerifiedChange
+from indexer.telemetry.conditions import VALUES_MISSING, Conditions
+from indexer.telemetry.metrics import Metrics
+
+TURNS = 8
+"""Exports that are written at a time, or that wait for a shared transaction with their converted records in memory."""
+CLUSTER_TURNS = 32
+"""The same on a distributed database, where more repos share the transactions of more shards."""
+LARGE_TURNS = 2
+"""Large exports that are written at a time besides: each may take minutes."""
+SHARED_BYTES = 1 << 20
+"""Size up to which the export of a repo of which nothing is stored shares a transaction with others."""
+SHARED_RECORDS = 5_000
+"""Records of a shared transaction, unless its first repo has more."""
+SHARED_RECORD_BYTES = 4 << 20
+"""Bytes of records of a shared transaction, unless its first repo has more."""
+MAX_SIDE_BY_SIDE = 2
+"""Shared transactions that run side by side on a distributed database. More of them would have fewer repos each, and
+each transaction costs some milliseconds of CPU besides those of its records."""
+LOCKED_BYTES = 256 << 10
+"""Frames of buffered events, in bytes, that are planned and written while the row of the repo is locked. One batch of
+the live path may add more just before the lock."""
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SizedExport:
+    """A verified export and the total size of its blocks in bytes."""
+
+    export: VerifiedExport
+    size: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewRepo:
+    """A claimed repo of which nothing is stored, and all its selected records; None if there are none."""
+
+    claimed: Repo
+    head: Head
+    key: KeyState
+    policy: Policy
+    chunk: RecordChunk | None
+
+
+class _Differences:
+    """Turns the differences between stored records and an export into record changes, one chunk at a time."""
+
+    def __init__(self, export: SizedExport, policy: Policy) -> None:
+        self._export = export.export
+        self._converter = RecordConverter(policy, export.export.head.rev, export.size)
+        self._collections = policy.scope.collections
+
+    def selected(self) -> Iterator[tuple[bytes, bytes]]:
+        """Return the entries of the selected collections. The comparison deletes stored records of others."""
+        if self._collections.matches_all:
+            return self._export.records()
+
+        @lru_cache(maxsize=256)  # the paths are in order: those of a collection follow each other
+        def is_selected(collection: bytes) -> bool:
+            return self._collections.matches(collection.decode(errors="replace"))
+
+        return (entry for entry in self._export.records() if is_selected(entry[0].partition(b"/")[0]))
+
+    def next_changes(self, differences: Iterator[Difference]) -> tuple[bool, list[RecordChange]]:
+        """Return True if `differences` is exhausted, and the changes for its next chunk."""
+        self._converter.forget_values()
+        changes, end = [], self._converter.bytes_converted + CHUNK_BYTES
+        for count, difference in enumerate(differences, 1):
+            change = self._change(difference)
+            if change is not None:
+                changes.append(change)
+            if count == CHUNK_RECORDS or self._converter.bytes_converted >= end:
+                return False, changes
+        return True, changes
+
+    def _change(self, difference: Difference) -> RecordChange | None:
+        path, old, new = difference
+        if new is None:
+            collection, _, rkey = path.decode().partition("/")
+            return RecordChange("delete", collection, rkey, self._export.head.rev)
+        block = self._export.block_of(new)
+        if block is None and old == without_value(new):
+            return None  # the stored record and the export both lack the value
+        return self._converter.convert(VerifiedChange(path, old, new, block))
+
+
+class Applies:
+    """Verifies exports in threads, and writes them."""
+
+    def __init__(self, store: Store, metrics: Metrics, conditions: Conditions) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._conditions = conditions
+        # Threads keep the event loop responsive; more of them would only contend for the GIL
+        # (docs/decisions/0008-threads-and-processes.md). The second one verifies large exports, so that small ones do
+        # not wait for them.
+        self._thread = ThreadPoolExecutor(1, "resync")
+        self._large_thread = ThreadPoolExecutor(1, "resync of a large repo")
+        self._turns = asyncio.Semaphore(TURNS if store.shards == 1 else CLUSTER_TURNS)
+        self._large_turns = asyncio.Semaphore(LARGE_TURNS)
+        running = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
+        self._shared = [SharedCalls(self._write_group, _may_share, running) for _ in range(store.shards)]
+
+    async def verify(self, did: str, reader: ExportReader, key: PublicKey, limits: Limits) -> VerifiedExport:
+        """Verify an export; raise as `ExportReader.verify` does."""
+        thread = self._large_thread if reader.size > LARGE_BYTES else self._thread
+        with self._metrics.stage("verify-export"):
+            return await asyncio.get_running_loop().run_in_executor(thread, partial(reader.verify, did, key, limits))
+
+    async def write(self, resync: Resync, policy: Policy, key: PublicKey | None, export: SizedExport | None) -> str:
+        """Write a verified export, which `key` has signed; None: the stored head is current.
+
+        Return "synchronized", "unchanged", or the reason why the repo is still desynchronized.
+
+        Raises:
+            PostponedError: The scope changed since `policy` was read.
+            UnavailableError: The export lacks records.
+            ClaimLostError: The claim is lost. As with the other errors, nothing has changed.
+            RefusedWriteError: The database cannot store the values.
+            DatabaseError: The database is unavailable.
+        """
+        claimed, key_state = resync.claimed, KeyState(key)
+        resync.enter(Phase.QUEUE)
+        async with self._large_turns if resync.large else self._turns:
+            resync.enter(Phase.WRITE)
+            if export is not None and claimed.head is None and export.size <= SHARED_BYTES:
+                whole, chunk = await self._in_thread(_whole_chunk, export, policy)
+                if whole and not (chunk is not None and chunk.missing):
+                    repo = NewRepo(claimed, export.export.head, key_state, policy, chunk)
+                    if batch := await self.write_shared(repo):
+                        return self._result(Counter(create=chunk.count if chunk else 0), Counter(), batch)
+            return await self._write_alone(policy, claimed, export, key_state)
+
+    async def write_shared(self, repo: NewRepo) -> Batch | None:
+        """Write the repo together with others; return its batch, or None if it needs a transaction of its own."""
+        calls = self._shared[shard_of(bucket_of(repo.claimed.did), len(self._shared))]
+        return (await calls.add([repo])).get(repo)
+
+    async def _write_group(self, group: Sequence[NewRepo]) -> dict[NewRepo, Batch]:
+        """Write the repos in one transaction; return the batches of those that are written."""
+        try:
+            async with self._store.write_new_repos(group[0].policy.scope.version) as transaction:
+                with self._metrics.stage("apply-export"):  # once for all of them, without the time that they waited
+                    return await _write_new_repos(transaction, group)
+        except (RefusedWriteError, RecordsExistError, DatabaseError) as error:
+            # One repo may be the cause, for example if another session has locked its rows. In transactions of their
+            # own, the others succeed, and each repo has the error that is its own.
+            log.debug("resync.group-failed", repos=len(group), error=str(error))
+            return {}
+
+    async def _write_alone(self, policy: Policy, claimed: Repo, export: SizedExport | None, key: KeyState) -> str:
+        """Write the differences, drain the buffer, and end the resync, in a transaction of its own."""
+        head = export.export.head if export else claimed.head
+        if head is None:
+            raise BrokenInvariantError(f"{claimed.did}: no export, and no stored head")
+        async with self._store.resync(claimed, policy.scope.version) as transaction:
+            written = Counter[str]()
+            if export is not None:
+                missing = await self._write_export(policy, transaction, export, written)
+                self._accept_missing(claimed, missing)
+            completion = Completion(claimed, head, key, PlanContext(policy, "", time()))
+            drained = await self._drain(transaction, completion)
+            batch = completion.end()
+            await transaction.finish(batch)
+        result = self._result(written, drained, batch)
+        return "unchanged" if export is None and result == "synchronized" else result
+
+    async def _drain(self, transaction: ResyncTransaction, completion: Completion) -> Counter[Action]:
+        """Write the effects of the buffered events, and lock the row; return how many records they changed.
+
+        The batch writer waits for a locked row, and with it all repos of the shard. So the row is locked only when few
+        bytes are left. The buffer is bounded, so this moment comes, however fast events arrive.
+        """
+        drained = Counter[Action]()
+        completion.add(await transaction.buffered())
+        while completion.waiting_bytes > LOCKED_BYTES and not completion.stuck:
+            drained += await self._drain_waiting(transaction, completion)
+            completion.add(await transaction.buffered())
+        locked = await transaction.lock()
+        if locked is None:
+            raise ClaimLostError("claimed by another worker, or desynchronized again")
+        if not await transaction.holds_scope():
+            raise PostponedError
+        completion.lock(locked)
+        completion.add(await transaction.buffered())
+        return drained + await self._drain_waiting(transaction, completion)
+
+    async def _drain_waiting(self, transaction: ResyncTransaction, completion: Completion) -> Counter[Action]:
+        """Plan the events that are waiting, and write their effects in slices; return how many records they changed."""
+        loop, drained, more = asyncio.get_running_loop(), Counter[Action](), completion.waiting_bytes > 0
+        while more:
+            more = await loop.run_in_executor(self._thread, completion.plan_slice)
+            if completion.changes:
+                await self._check_claim(transaction)
+                drained += await transaction.write_drained(completion.changes)
+        return drained
+
+    def _result(self, written: Counter[str], drained: Counter[Action], batch: Batch) -> str:
+        """Count what was written; return "synchronized", or the reason why the repo is still desynchronized."""
+        [write] = batch.writes
+        for action, count in written.items():
+            self._metrics.record_changes(action, live=False, count=count)
+        for action, count in drained.items():
+            self._metrics.record_changes(action, live=True, count=count)
+        self._metrics.lenient_commits(write.lenient_commits)
+        for dead_letter in batch.dead_letters:
+            self._metrics.rejected(dead_letter.reason)
+        if write.repo.sync_status is SyncStatus.SYNCHRONIZED or write.repo.sync_reason is None:
+            return "synchronized"
+        self._metrics.desynchronized(write.repo.sync_reason)
+        return write.repo.sync_reason
+
+    async def _write_export(
+        self, policy: Policy, transaction: ResyncTransaction, export: SizedExport, written: Counter[str]
+    ) -> int:
+        """Write all differences, and count in `written` how many records were created, updated and deleted.
+
+        Return how many records lack their block.
+        """
+        if not await transaction.stores_records():
+            return await self._create_all(transaction, export.export.new_records(policy, export.size), written)
+        differences = _Differences(export, policy)
+        diff, missing = SnapshotDiff(differences.selected()), 0
+        async for chunk in transaction.stored():
+            missing += await self._write_all(transaction, diff.compare(chunk), differences, written)
+        return missing + await self._write_all(transaction, diff.remaining(), differences, written)
+
+    def _accept_missing(self, claimed: Repo, missing: int) -> None:
+        """Decide about an export without the blocks of some records (docs/protocol.md#exports).
+
+        It fails the first time, since it may have been cut off after its last tree node. The second time in a row, the
+        records are stored without their values.
+        """
+        if missing and claimed.last_failure is not FetchFailure.EXPORT_LACKS_RECORDS:
+            raise UnavailableError(FetchFailure.EXPORT_LACKS_RECORDS, f"{missing} records")
+        if missing:
+            log.debug("resync.values-missing", did=claimed.did, records=missing)
+            message = f"{claimed.did} lacks the values of {missing} records; they are fetched again later"
+            self._conditions.report(VALUES_MISSING, message=message)
+
+    async def _create_all(self, transaction: ResyncTransaction, records: NewRecords, written: Counter[str]) -> int:
+        """Write all records of a repo of which nothing is stored; return how many lack their block.
+
+        The next chunk is converted while one is written.
+        """
+        missing, chunk = 0, await self._in_thread(records.next_chunk)
+        while chunk is not None:
+            following = asyncio.ensure_future(self._in_thread(records.next_chunk))
+            try:
+                with self._metrics.stage("apply-export"):
+                    await transaction.create(chunk)
+                written["create"] += chunk.count
+                missing += chunk.missing
+                chunk = await following
+            except RecordsExistError as error:
+                raise ClaimLostError("its records were written by another worker") from error
+            finally:
+                following.cancel()
+            if chunk is not None:
+                await self._check_claim(transaction)
+        return missing
+
+    async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
+        with self._metrics.stage("diff"):
+            return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+    async def _write_all(
+        self,
+        transaction: ResyncTransaction,
+        differences: Iterator[Difference],
+        export: _Differences,
+        written: Counter[str],
+    ) -> int:
+        """Write the differences in chunks; return how many records lack their block."""
+        missing = 0
+        while True:
+            exhausted, changes = await self._in_thread(export.next_changes, differences)
+            if changes:
+                with self._metrics.stage("apply-export"):
+                    await self._check_claim(transaction)
+                    await transaction.write(changes)
+            written.update(change.action for change in changes)
+            missing += sum(change.problem == Problem.MISSING for change in changes)
+            if exhausted:
+                return missing
+
+    async def _check_claim(self, transaction: ResyncTransaction) -> None:
+        """Raise ClaimLostError if the claim is lost: its new owner would wait for the locks of this transaction."""
+        if not await transaction.holds_claim():
+            raise ClaimLostError("claimed by another worker, or desynchronized again")
+
+
+def _whole_chunk(export: SizedExport, policy: Policy) -> tuple[bool, RecordChunk | None]:
+    """Return whether the first chunk holds all selected records, and this chunk (None: no records).
+
+    A full chunk is taken for one of several: to convert the next one only to find out would cost more.
+    """
+    records = export.export.new_records(policy, export.size)
+    chunk = records.next_chunk()
+    full = chunk is not None and (chunk.count >= CHUNK_RECORDS or chunk.size >= CHUNK_BYTES)
+    return not full and records.next_chunk() is None, chunk
+
+
+def _may_share(repos: Sequence[NewRepo]) -> bool:
+    """Return True if the repos have the same scope and are within the limits of one transaction."""
+    chunks = [repo.chunk for repo in repos if repo.chunk]
+    return (
+        len({repo.policy.scope.version for repo in repos}) == 1
+        and sum(chunk.count for chunk in chunks) <= SHARED_RECORDS
+        and sum(chunk.size for chunk in chunks) <= SHARED_RECORD_BYTES
+    )
+
+
+async def _write_new_repos(transaction: NewReposTransaction, group: Sequence[NewRepo]) -> dict[NewRepo, Batch]:
+    """Write those repos of the group that can share a transaction; return their batches."""
+    rows = await transaction.eligible([repo.claimed for repo in group])
+    # A late attempt may share the group with the worker that claimed its repo again: only the lease tells them apart.
+    claims = [(repo, rows.get(repo.claimed.did)) for repo in group]
+    written = {repo: _complete(repo, row) for repo, row in claims if row and row.lease == repo.claimed.lease}
+    if not written:
+        return {}
+    await transaction.create([NewRepoRecords(repo.claimed.did, repo.chunk) for repo in written if repo.chunk])
+    batch = Batch(tuple([write for completed in written.values() for write in completed.writes]))
+    return written if await transaction.finish(batch) else {}
+
+
+def _complete(repo: NewRepo, row: Repo) -> Batch:
+    """Return the end of the resync of a repo for which no event is buffered."""
+    completion = Completion(repo.claimed, repo.head, repo.key, PlanContext(repo.policy, "", time()))
+    completion.lock(row)
+    return completion.end()

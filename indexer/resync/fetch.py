@@ -1,0 +1,187 @@
+"""The first step of a resync: fetch the export of a claimed repo from its sources, until one of them has a usable one.
+
+It needs a socket, and nothing of the database. The second step (`apply.Applies`) verifies the export and writes it.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from time import time
+
+import structlog
+
+from indexer.crash_points import crash_point
+from indexer.db import DatabaseError
+from indexer.errors import UnavailableError, UpstreamError
+from indexer.net.identity import CachedIdentity, IdentityCache
+from indexer.net.pds import LARGE_BYTES, ExportDownload, PdsClient
+from indexer.reasons import Desync, FetchFailure, Rejection
+from indexer.resync.apply import Applies, SizedExport
+from indexer.resync.shares import Phase, PostponedError, Resync, Shares
+from indexer.sync.export import ExportReader, VerifiedExport
+from indexer.sync.policy import Policy, is_future
+from indexer.sync.repo import Head, Repo, needs_export
+from indexer.telemetry.conditions import EQUIVOCATIONS, Conditions
+from indexer.telemetry.metrics import Metrics
+
+log = structlog.get_logger(__name__)
+
+
+class ResyncAttempts:
+    """Brings claimed repos to the state of the network, one attempt per call of `attempt`.
+
+    `sources` are asked for an export in this order: the base URL of a relay, or None for the repo's own PDS. `policy`
+    returns the policy with the present scope.
+    """
+
+    def __init__(
+        self,
+        applies: Applies,
+        identities: IdentityCache,
+        pds: PdsClient,
+        policy: Callable[[], Policy],
+        metrics: Metrics,
+        sources: Sequence[str | None],
+        conditions: Conditions,
+    ) -> None:
+        self._applies = applies
+        self._identities = identities
+        self._pds = pds
+        self._policy = policy
+        self._metrics = metrics
+        self._sources = sources
+        self._conditions = conditions
+
+    async def attempt(self, resync: Resync, shares: Shares, identity: CachedIdentity) -> str:
+        """Resync one repo; return "synchronized", "unchanged", or the reason why the repo is still desynchronized.
+
+        `identity` has a key and a PDS.
+
+        Raises:
+            PostponedError: The repo is to be claimed again: its export would exceed a share, the scope has changed, or
+                the account has another PDS than the identity.
+            UnavailableError: No source has a usable export.
+            UpstreamError: The last export was rejected.
+            DatabaseError: The database is unavailable.
+            ClaimLostError: The claim is lost. As with the other errors, nothing has changed, except that a
+                DatabaseError at COMMIT may hide a success.
+        """
+        claimed = resync.claimed
+        resync.enter(Phase.LATEST_COMMIT)
+        policy = self._policy()
+        if await self._is_unchanged(claimed, identity, policy):
+            return await self._applies.write(resync, policy, identity.key, None)
+        failure: UpstreamError | UnavailableError = UnavailableError(FetchFailure.UNREACHABLE, "no source configured")
+        for source in self._sources:
+            try:
+                return await self._attempt_from(source, resync, shares, identity)
+            except DatabaseError:
+                raise
+            except (UpstreamError, UnavailableError) as error:
+                failure = error
+                log.debug("resync.source-failed", did=claimed.did, source=source or identity.pds, error=str(error))
+        permanent = isinstance(failure, UnavailableError) and failure.reason.is_permanent
+        if permanent and None in self._sources and not await self._is_host(claimed.did, identity):
+            raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, f"the account may have moved: {failure}")
+        raise failure
+
+    async def _attempt_from(self, source: str | None, resync: Resync, shares: Shares, identity: CachedIdentity) -> str:
+        claimed = resync.claimed
+        async with AsyncExitStack() as stack:
+            resync.enter(Phase.DOWNLOAD)
+            with self._metrics.stage("fetch"):
+                opened = self._pds.open_export(claimed.did, source or identity.pds or "")
+                download = await stack.enter_async_context(opened)
+                await _fetch(download, resync, shares)
+            resync.enter(Phase.VERIFY)
+            export, verified_by = await self._verify(claimed, download.reader, identity)
+            crash_point("export.verified")
+            last = source is self._sources[-1]
+            if last and source is None and export.head.rev < _newest_known(claimed):
+                last = await self._is_host(claimed.did, identity)
+            self._check_rev(claimed, export.head, last=last)
+            sized = SizedExport(export, download.reader.size)
+            return await self._applies.write(resync, self._policy(), verified_by.key, sized)
+
+    async def _is_unchanged(self, claimed: Repo, identity: CachedIdentity, policy: Policy) -> bool:
+        """Return True if the PDS reports the stored head as its latest commit, so that no export is needed.
+
+        If a newer rev is known, this may be a former PDS of the account.
+        """
+        if claimed.head is None or identity.pds is None or needs_export(claimed, policy.scope):
+            return False
+        try:
+            latest = await self._pds.fetch_latest_commit(claimed.did, identity.pds)
+        except UnavailableError as error:
+            if not error.reason.counts_as_attempt:
+                raise
+            return False
+        if latest != (claimed.head.commit, claimed.head.rev):
+            return False
+        doubtful = identity.stale or claimed.head.rev < _newest_known(claimed)
+        return not doubtful or await self._is_host(claimed.did, identity)
+
+    async def _is_host(self, did: str, identity: CachedIdentity) -> bool:
+        """Return True if it is certain that the account has the PDS of this identity: the directory said so just now.
+
+        Raises:
+            PostponedError: The account has another PDS.
+            UnavailableError: As `IdentityCache.lookup` raises it.
+        """
+        if not identity.is_recent(time()):
+            before, identity = identity, await self._identities.lookup(did, refresh=True)
+            if identity.pds != before.pds:
+                raise PostponedError
+        return identity.is_recent(time())
+
+    async def _verify(
+        self, claimed: Repo, reader: ExportReader, identity: CachedIdentity
+    ) -> tuple[VerifiedExport, CachedIdentity]:
+        """Verify the export, with a newer key if the cached one does not verify its signature."""
+        try:
+            return await self._verify_with(claimed, reader, identity), identity
+        except UpstreamError as error:
+            if error.reason is not Rejection.SIGNATURE_INVALID:
+                raise
+        identity = await self._identities.lookup(claimed.did, refresh=True)
+        return await self._verify_with(claimed, reader, identity), identity
+
+    async def _verify_with(self, claimed: Repo, reader: ExportReader, identity: CachedIdentity) -> VerifiedExport:
+        if identity.key is None:
+            raise UnavailableError(FetchFailure.IDENTITY_MISSING, identity.problem or "no key")
+        return await self._applies.verify(claimed.did, reader, identity.key, self._policy().limits)
+
+    def _check_rev(self, claimed: Repo, exported: Head, *, last: bool) -> None:
+        """Reject a verified export because of its rev. Of two states with one rev, the last source's is accepted."""
+        rev = exported.rev
+        if is_future(rev, time(), self._policy().limits):
+            raise UpstreamError(Rejection.FUTURE_REV, rev)
+        if not last:
+            _reject_stale(exported, _newest_known(claimed))
+        if claimed.head is None:
+            return
+        _reject_stale(exported, claimed.head.rev)
+        if rev == claimed.head.rev and exported.data != claimed.head.data:
+            if not last:
+                raise UnavailableError(FetchFailure.EXPORT_STALE, f"differs from the stored state at {rev}")
+            log.debug("resync.equivocation", did=claimed.did, rev=rev)
+            message = f"{claimed.did} has another tree at {rev} than before; it was applied"
+            self._conditions.report(EQUIVOCATIONS, message=message)
+            self._metrics.desynchronized(Desync.EQUIVOCATION)
+
+
+async def _fetch(download: ExportDownload, resync: Resync, shares: Shares) -> None:
+    """Fetch the whole export, as long as the shares allow it."""
+    shares.opened(resync, download, time())
+    while not await download.fetch(resync.reserved or LARGE_BYTES):
+        shares.reserve(resync, time())
+
+
+def _newest_known(claimed: Repo) -> str:
+    """Return the newest rev that was received or listed, or "". An unverified one may be made up."""
+    return max(claimed.latest_verified_rev or "", claimed.latest_unverified_rev or "")
+
+
+def _reject_stale(exported: Head, rev: str) -> None:
+    """Raise EXPORT_STALE for an export before `rev`. Another source may be newer than this mirror."""
+    if exported.rev < rev:
+        raise UnavailableError(FetchFailure.EXPORT_STALE, f"{exported.rev} < {rev}")
