@@ -11,7 +11,7 @@ from indexer.atproto.crypto import PrivateKey, PublicKey
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.atproto.mst import MissingNodeError
 from indexer.atproto.record import Problem
-from indexer.cli.inspect_car import InspectedRecord, open_export
+from indexer.cli.inspect import InspectedRecord, open_export
 from indexer.demo.local_repo import LocalRepo, Write, car_header, car_section
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.reasons import FetchFailure, Rejection

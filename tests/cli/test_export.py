@@ -13,8 +13,8 @@ import pytest
 from pyarrow.lib import ArrowInvalid
 
 from indexer.atproto.cid import cid_text
-from indexer.cli import export_files
-from indexer.cli.export_files import Format, JsonLinesWriter, ParquetWriter, export
+from indexer.cli import export as export_module
+from indexer.cli.export import Format, JsonLinesWriter, ParquetWriter, export
 from indexer.db import DatabaseError, ExportedRecord, Store, collection_export
 from indexer.reasons import FetchFailure
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
@@ -106,7 +106,7 @@ async def test_parquet_that_is_cut_off_on_stdout_is_not_a_complete_file(
         raise DatabaseError(FetchFailure.UNREACHABLE, "connection lost")
 
     monkeypatch.setattr(store, "export_collection", fail_after_one_page)
-    monkeypatch.setattr(export_files, "ParquetWriter", partial(ParquetWriter, group_bytes=1))
+    monkeypatch.setattr(export_module, "ParquetWriter", partial(ParquetWriter, group_bytes=1))
     file = BytesIO()
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=file))
     with pytest.raises(DatabaseError):
@@ -131,7 +131,7 @@ async def test_row_groups_have_a_maximum_size(store: Store) -> None:
 def test_error_without_pyarrow_names_this_distribution_and_comes_before_the_database_is_opened(
     session_without_database: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export_files, "find_spec", lambda _: None)
+    monkeypatch.setattr(export_module, "find_spec", lambda _: None)
     file = tmp_path / "out"
     result = session_without_database("export", "--collection", "app.test.a", "--format", "parquet", "-o", str(file))
     assert result.returncode == 2
