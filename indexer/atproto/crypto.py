@@ -17,7 +17,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.utils import Prehashed, decode_dss_signature, encode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-from multiformats import multicodec
 
 from indexer.errors import UpstreamError
 from indexer.reasons import Rejection
@@ -148,7 +147,10 @@ def parse_multikey(text: str) -> PublicKey:
     Raises:
         UpstreamError: With NO_SIGNING_KEY, if this is not a key on one of the two curves.
     """
-    curve, point = _split_codec(_decode_base58btc(text))
+    data = _decode_base58btc(text)
+    curve, point = _CURVE_OF_PREFIX.get(data[:_PREFIX_BYTES]), data[_PREFIX_BYTES:]
+    if curve is None:
+        raise UpstreamError(Rejection.NO_SIGNING_KEY, f"the multicodec prefix {data[:_PREFIX_BYTES].hex()}")
     if len(point) != COMPRESSED_POINT_BYTES:
         raise UpstreamError(Rejection.NO_SIGNING_KEY, f"a point of {len(point)} bytes")
     return PublicKey(curve, point)
@@ -212,18 +214,6 @@ def encode_base58(data: bytes) -> str:
         digits.append(_BASE58[value])
     zeros = len(data) - len(data.lstrip(b"\0"))
     return _BASE58[0] * zeros + "".join(reversed(digits))
-
-
-def _split_codec(data: bytes) -> tuple[Curve, bytes]:
-    """Return the curve that the multicodec prefix names, and the bytes after the prefix."""
-    curve = _CURVE_OF_PREFIX.get(data[:_PREFIX_BYTES])
-    if curve is not None:
-        return curve, data[_PREFIX_BYTES:]
-    try:
-        codec, _ = multicodec.unwrap(data)
-    except (ValueError, KeyError) as error:
-        raise UpstreamError(Rejection.NO_SIGNING_KEY, f"no multicodec prefix: {error!s:.60}") from None
-    raise UpstreamError(Rejection.NO_SIGNING_KEY, f"a key of codec {codec.name}")
 
 
 class PrivateKey:
