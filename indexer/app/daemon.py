@@ -43,7 +43,7 @@ from indexer.net.http import OutboundClient
 from indexer.net.identity import HandleVerifier, IdentityCache
 from indexer.net.new_accounts import NewAccounts
 from indexer.net.pds import PdsClient
-from indexer.net.relay.stream_seek import StreamSeek
+from indexer.net.relay.seek import StreamSeek
 from indexer.net.relay.subscription import Subscription
 from indexer.net.server.address import Address
 from indexer.readers.links.reader import LinkReader
@@ -57,17 +57,16 @@ from indexer.serve.status_page import status_routes
 from indexer.sync.repo import StreamPoint
 from indexer.sync.scope import Track
 from indexer.sync.shard import Placement
+from indexer.tasks.discover import SignalDiscovery
 from indexer.tasks.erasure import AccountErasure
 from indexer.tasks.handles import HandleChecks
 from indexer.tasks.identities import IdentityRefresh
 from indexer.tasks.notifications import ChangeNotifier
 from indexer.tasks.reconcile import Reconciliation
 from indexer.tasks.retention import ChangeLogRetention
+from indexer.tasks.scope import ScopeNarrowing, ScopeUntracking
 from indexer.tasks.scope_backfill import ScopeBackfill
-from indexer.tasks.scope_narrowing import ScopeNarrowing
-from indexer.tasks.scope_untracking import ScopeUntracking
 from indexer.tasks.shard_ownership import ShardOwnership
-from indexer.tasks.signal_discovery import SignalDiscovery
 from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metrics import Metrics, Reading
 

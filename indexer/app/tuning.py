@@ -11,7 +11,7 @@ from indexer.net.identity import IdentityLifetimes
 from indexer.net.relay.subscription import ConnectionSettings
 from indexer.resync.pool import WorkerPoolSettings
 from indexer.resync.queue import MaintenanceSettings
-from indexer.tasks import scope_backfill, scope_narrowing, scope_untracking
+from indexer.tasks import scope, scope_backfill
 from indexer.tasks.reconcile import ReconciliationSettings
 
 
@@ -66,9 +66,9 @@ class Tuning:
     scope_settle: float = scope_backfill.SETTLE_SECONDS
     scope_rechecks: Sequence[float] = scope_backfill.RECHECK_SECONDS
     scope_recheck_poll: float = scope_backfill.RECHECK_POLL_SECONDS
-    narrowing_batch: int = scope_narrowing.BATCH_SIZE
-    untracking_batch: int = scope_untracking.BATCH_SIZE
-    untracking_retry: float = scope_untracking.RETRY_SECONDS
+    narrowing_batch: int = scope.NARROWING_BATCH
+    untracking_batch: int = scope.UNTRACKING_BATCH
+    untracking_retry: float = scope.RETRY_SECONDS
     erasure_interval: float = 60.0
     identity_refresh_interval: float = 10.0
     count_interval: float = 10.0

@@ -14,7 +14,7 @@ from indexer.cli.arguments import START
 from indexer.cli.command import ExitCode, command, config_option, confirm, json_option, report_error
 from indexer.cli.database import open_store
 from indexer.cli.output import echo_result, literal_text, result_console, to_json
-from indexer.net.relay.live_position import live_position
+from indexer.net.relay.seek import live_position
 from indexer.serve.readiness import describe_gap
 from indexer.sync.events import event_seconds
 from indexer.sync.shard import BUCKETS, Shard

@@ -20,8 +20,7 @@ from indexer import __version__
 from indexer.concurrency.turns import Turns
 from indexer.errors import SettingsError
 from indexer.net.server.address import Address
-from indexer.net.server.client_network import client_network
-from indexer.net.server.connection_limit import WEBSOCKETS, ConnectionLimit, Websockets
+from indexer.net.server.connection_limit import WEBSOCKETS, ConnectionLimit, Websockets, client_network
 from indexer.serve.readiness import ReadinessReason
 from indexer.telemetry.conditions import Conditions
 

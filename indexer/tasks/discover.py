@@ -1,17 +1,31 @@
-"""Discover accounts: read a host's repo list, and track the accounts in it."""
+"""Discover accounts: read a host's repo list, or those of signal collections, and track the accounts in them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from time import time
+from time import monotonic, time
 
+import structlog
+
+from indexer.atproto.syntax import is_nsid
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.db import Store
+from indexer.db import DatabaseError, Store
 from indexer.db.crawl_progress import CrawlProgress, Purpose
+from indexer.db.current_scope import CurrentScope
+from indexer.db.periodic import run_periodically
+from indexer.errors import UnavailableError
 from indexer.net.http import OutboundClient
+from indexer.net.pds.xrpc import MethodNotOfferedError
 from indexer.sync.account import plan_hidden
 from indexer.sync.repo import Repo, hides
 from indexer.sync.scope import Scope
 from indexer.tasks.repo_list_pages import repo_list_pages
+
+SETTLE_SECONDS = 30.0
+"""A list may lack what the stream has delivered just before."""
+RETRY_SECONDS = 300.0
+"""Pause after a list could not be read. The lists that were read are not read again."""
+
+log = structlog.get_logger(__name__)
 
 
 class Discovery:
@@ -82,3 +96,111 @@ class Discovery:
 def _withhold(repo: Repo, status: str | None) -> Repo:
     """Return the row of a listed account that the host withholds for this status."""
     return plan_hidden(repo, status, time(), 0.0)
+
+
+class SignalDiscovery:
+    """Reads the list of each signal collection at the start, after a change, and after each reconciliation.
+
+    A pattern that ends in `.*` has no list: its repos are found when the stream delivers a commit. After a change that
+    wants fewer repos, the lists are read half a minute later, because they decide which repos are untracked.
+
+    Attributes:
+        stage: Its progress. Each request, and the write of each page, is work.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        outbound: OutboundClient,
+        scope: CurrentScope,
+        sources: Callable[[], Sequence[str]],
+        reconciled_at: Callable[[], float | None],
+        *,
+        interval: float = 1.0,
+        settle: float = SETTLE_SECONDS,
+        retry: float = RETRY_SECONDS,
+    ) -> None:
+        """Create the discovery.
+
+        Args:
+            store: The store.
+            outbound: The client for requests to the sources.
+            scope: The scope with the signal collections.
+            sources: Returns the base URLs of the relays to ask; none if no stream is open.
+            reconciled_at: Returns when the last reconciliation of this process ended; None if none has.
+            interval: Pause between two checks of the scope, in seconds.
+            settle: Time from a change that wants fewer repos to the reading of the lists, in seconds.
+            retry: Pause before a list is read again that could not be read, in seconds.
+        """
+        self.stage = StageProgress("signal discovery")
+        self._checks = self.stage.add()
+        self._discovery = Discovery(store, outbound, self.stage)
+        self._scope = scope
+        self._sources = sources
+        self._reconciled_at = reconciled_at
+        self._interval = interval
+        self._settle = settle
+        self._retry = retry
+        self._due: tuple[int, float | None] | None = None
+        self._done: tuple[int, float | None] | None = None
+        self._read: set[str] = set()
+        self._retry_at = 0.0
+
+    async def run(self) -> None:
+        """Discover repos forever. Only an exception that is a bug ends it."""
+        await run_periodically(self.step, self._interval, self._checks)
+
+    async def step(self) -> None:
+        """Read the lists if they are due.
+
+        Raises:
+            DatabaseError: The database is unavailable.
+        """
+        scope = self._scope.scope
+        due = scope.version, self._reconciled_at()
+        if scope.signals is None or due == self._done or monotonic() < self._retry_at:
+            return
+        settled_at = self._scope.changed_at + (self._settle if scope.repos_narrowed_in else 0.0)
+        if monotonic() < settled_at or not (sources := self._sources()):
+            return
+        self._checks.idle()  # the requests and the writes are activities of `Discovery`
+        if due != self._due:
+            self._due, self._read = due, set()
+        collections = set(filter(is_nsid, scope.signals.patterns))
+        for collection in sorted(collections - self._read):
+            if await self._discover(sources, collection, scope):
+                self._read.add(collection)
+        if self._read >= collections:
+            self._done = due
+        else:
+            self._retry_at = monotonic() + self._retry
+
+    async def _discover(self, sources: Sequence[str], collection: str, scope: Scope) -> bool:
+        """Read the list of the first relay that offers it; return False if that cannot be read, or none offers it.
+
+        A list decides which repos are untracked, so a relay that only fails is not replaced by the next one.
+        """
+
+        def ignore(_: CrawlProgress) -> None:
+            """Show no progress."""
+
+        failure: UnavailableError | None = None
+        for source in sources:
+            try:
+                begun = await self._discovery.begin(source, collection, "signal")
+                progress = await self._discovery.run(begun, ignore, scope)
+            except MethodNotOfferedError as error:
+                failure = error
+                continue
+            except DatabaseError:
+                raise
+            except UnavailableError as error:
+                failure = error
+                break
+            if progress.finished_at is not None:
+                listed, added = progress.listed, progress.found
+                log.info("scope.discovered", relay=source, collection=collection, listed=listed, added=added)
+            return True
+        event = "scope.signals-not-listed" if isinstance(failure, MethodNotOfferedError) else "scope.list-failed"
+        log.warning(event, collection=collection, error=str(failure), retry_seconds=self._retry)
+        return False

@@ -35,8 +35,7 @@ from indexer.sync.repo import StreamPoint, hides
 from indexer.sync.scope import Track
 from indexer.sync.shard import Shard
 from indexer.tasks.hosting_status import UNLISTED, HostingStatusChecks, ListReport
-from indexer.tasks.listed_accounts import ListedAccounts
-from indexer.tasks.repo_list_pages import repo_list_pages
+from indexer.tasks.repo_list_pages import ListedAccounts, repo_list_pages
 from indexer.telemetry.metrics import Metrics
 
 MAX_PENDING_PAGES = 100

@@ -31,8 +31,7 @@ from indexer.reasons import Desync, FetchFailure
 from indexer.sync.repo import Repo
 from indexer.sync.scope import Scope
 from indexer.sync.shard import Shard
-from indexer.tasks.listed_accounts import ListedAccounts
-from indexer.tasks.repo_list_pages import repo_list_pages
+from indexer.tasks.repo_list_pages import ListedAccounts, repo_list_pages
 from indexer.telemetry.metrics import Metrics
 
 SETTLE_SECONDS = 30.0

@@ -16,10 +16,10 @@ from indexer.atproto.cid import cid_text
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.core.spool import Spool
 from indexer.errors import UnavailableError
+from indexer.net.http.checked_connector import is_public, network_of
 from indexer.net.http.content_decoding import make_decoder
-from indexer.net.http.public_addresses import is_public, network_of
+from indexer.net.http.host_limits import MAX_RETRY_AFTER, retry_after_seconds
 from indexer.net.http.registered_domain import registered_domain
-from indexer.net.http.retry_after import MAX_SECONDS, retry_after_seconds
 from indexer.net.pds.pds_client import PdsClient
 from indexer.net.pds.repo_list import ListedAccount, RepoStatus, fetch_repo_status, list_repos
 from indexer.reasons import FetchFailure
@@ -248,12 +248,12 @@ class Pauses(TextTarget):
         pause = retry_after_seconds(status, {"retry-after": first, "ratelimit-reset": second}, NOW)
         if (pause is None and status == 429) or (pause is not None and status == 500):
             raise DifferenceError(f"a pause of {pause} seconds for the status {status}")
-        if pause is not None and not 1 <= pause <= MAX_SECONDS:
+        if pause is not None and not 1 <= pause <= MAX_RETRY_AFTER:
             raise DifferenceError(f"a pause of {pause} seconds")
         digits = first.isascii() and first.isdigit() and len(first) < 10
-        if digits and status != 500 and pause != min(max(int(first), 1), MAX_SECONDS):
+        if digits and status != 500 and pause != min(max(int(first), 1), MAX_RETRY_AFTER):
             raise DifferenceError(f"a pause of {pause} seconds instead of {first}")
-        names = {None: "no pause", 60.0: "default", MAX_SECONDS: "longest"}
+        names = {None: "no pause", 60.0: "default", MAX_RETRY_AFTER: "longest"}
         self.counts.add(names.get(pause, "other pauses"))
 
 

@@ -16,8 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from indexer import __version__
 from indexer.errors import SettingsError
 from indexer.net.server.address import Address
-from indexer.net.server.client_network import FORWARDED_FOR
-from indexer.net.server.connection_limit import RESERVED_WEBSOCKETS, WEBSOCKETS, HeldWebsocket
+from indexer.net.server.connection_limit import FORWARDED_FOR, RESERVED_WEBSOCKETS, WEBSOCKETS, HeldWebsocket
 from indexer.serve.health import HttpLimits, serve_health
 from indexer.serve.readiness import ReadinessReason
 from indexer.telemetry.conditions import HTTP_CONNECTIONS_LIMITED, WEBSOCKETS_LIMITED, Conditions

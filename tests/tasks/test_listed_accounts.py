@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.tasks.listed_accounts import ListedAccounts
+from indexer.tasks.repo_list_pages import ListedAccounts
 
 
 @given(st.sets(st.text(max_size=20), max_size=50))

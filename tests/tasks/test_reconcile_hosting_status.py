@@ -306,7 +306,7 @@ async def test_unlisted_account_is_found_although_the_relay_lists_many_accounts_
     crawl: Crawl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are not stored in this database, so the set of listed accounts has no room for them."""
-    monkeypatch.setattr("indexer.tasks.listed_accounts.MIN_ACCOUNTS", 1)
+    monkeypatch.setattr("indexer.tasks.repo_list_pages.MIN_ACCOUNTS", 1)
     shard = Shard(0, 2)
     own = next(name for name in map(str, count()) if shard.owns(did(name)))
     others = [did(name) for name in map(str, range(1_000)) if not shard.owns(did(name))]

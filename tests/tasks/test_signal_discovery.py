@@ -9,7 +9,7 @@ from indexer.db.current_scope import CurrentScope
 from indexer.net.http import OutboundClient
 from indexer.net.pds.xrpc import MISSING_METHOD_ANSWERS, MissingMethodAnswer
 from indexer.sync.scope import Track
-from indexer.tasks.signal_discovery import SignalDiscovery
+from indexer.tasks.discover import SignalDiscovery
 from tests.db.repo_rows import did
 from tests.net.http.scripted_host import ScriptedHost, http_response
 from tests.sync.signing_account import STORE_ALL

@@ -10,11 +10,15 @@ makes the next pause longer. After such a pause, one request probes the host; ot
 ends.
 """
 
+import math
 from asyncio import Semaphore
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from http import HTTPStatus
+from typing import TypeVar
 
 from aiolimiter import AsyncLimiter
 
@@ -24,6 +28,8 @@ from indexer.net.http.registered_domain import registered_domain
 from indexer.reasons import FetchFailure
 from indexer.sync.backoff import backoff_seconds
 from indexer.sync.identity import MAX_HOSTS, HostState
+
+T = TypeVar("T", float, None)
 
 MAX_SHARED_LIMITS = 4_096
 """Network addresses, and registered domains, whose limits are tracked."""
@@ -36,6 +42,10 @@ MAX_PAUSE_CONFIGURED = 60.0
 LONGEST_PAUSE = 2 * MAX_PAUSE
 """A longer pause is over: it began before the clock was set back."""
 
+DEFAULT_RETRY_AFTER = 60.0
+MAX_RETRY_AFTER = 3_600.0
+_MIN_RETRY_AFTER = 1.0
+_EPOCH = 1_000_000_000  # larger numbers are Unix times, not durations
 _EVICTION_BATCH = MAX_HOSTS // 16  # many at a time, because each eviction sorts the hosts
 _SERVER_ERROR, _NOT_IMPLEMENTED = 500, 501
 
@@ -372,3 +382,39 @@ class HostLimits:
 def _limiter(rate: float) -> AsyncLimiter:
     burst = max(rate, 1.0)  # the bucket must hold at least one request, also below one per second
     return AsyncLimiter(burst, burst / rate)
+
+
+def retry_after_seconds(status: int, headers: Mapping[str, str], now: float) -> float | None:
+    """Return the seconds to wait after a 429, or a 503 with `Retry-After`; None for every other response.
+
+    `Retry-After` (seconds or a date) takes precedence over `RateLimit-Reset`, which is in seconds, or a Unix time as
+    the reference PDS sends it. A 429 with neither means one minute. The result is between one second and one hour.
+
+    The host's `Date` is the present time for its dates and Unix times; `now` is only if it sends none.
+    """
+    if status not in {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}:
+        return None
+    now = _unix_time(headers.get("date", ""), now)
+    seconds = _seconds(headers.get("retry-after", ""), now)
+    if seconds is None and status == HTTPStatus.TOO_MANY_REQUESTS:
+        seconds = _seconds(headers.get("ratelimit-reset", ""), now)
+        seconds = DEFAULT_RETRY_AFTER if seconds is None else seconds
+    return None if seconds is None else min(max(seconds, _MIN_RETRY_AFTER), MAX_RETRY_AFTER)
+
+
+def _seconds(text: str, now: float) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        date = _unix_time(text, None)
+        return None if date is None else date - now
+    if not math.isfinite(number):
+        return None
+    return number - now if number > _EPOCH else number
+
+
+def _unix_time(date: str, default: T) -> float | T:
+    try:
+        return parsedate_to_datetime(date).timestamp()
+    except (ValueError, OverflowError, TypeError):
+        return default

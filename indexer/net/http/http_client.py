@@ -26,8 +26,7 @@ from indexer.net.http.checked_connector import (
     server_of,
 )
 from indexer.net.http.content_decoding import ACCEPT_ENCODING, make_decoder
-from indexer.net.http.host_limits import HostLimits, RateLimits, RequestSlot
-from indexer.net.http.retry_after import retry_after_seconds
+from indexer.net.http.host_limits import HostLimits, RateLimits, RequestSlot, retry_after_seconds
 from indexer.reasons import FetchFailure
 
 _MAX_REQUESTS = 4  # the first one and three redirects

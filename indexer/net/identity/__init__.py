@@ -1,8 +1,7 @@
 """Identities: resolve DIDs to signing keys, hosts and handles, and verify handles (docs/protocol.md#identity)."""
 
 from indexer.net.identity.did_resolver import METHODS, DidResolver, Method, method_of, web_host
-from indexer.net.identity.dns_records import DnsRecords
-from indexer.net.identity.handle_verifier import HandleVerifier
+from indexer.net.identity.handle_verifier import DnsRecords, HandleVerifier
 from indexer.net.identity.identity_cache import (
     CachedIdentity,
     IdentityCache,

@@ -3,8 +3,10 @@
 Handles are not verified here, so a handle that is slow to resolve never delays a key.
 """
 
+import asyncio
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Protocol
@@ -13,13 +15,15 @@ from urllib.parse import unquote
 from indexer.atproto.did_document import DidDocument, parse_did_document
 from indexer.atproto.syntax import is_handle, is_resolvable
 from indexer.errors import UnavailableError, UpstreamError
-from indexer.net.identity.directory_turns import DirectoryTurns
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import CERTAIN_DENIALS, StoredIdentity
 
 DOCUMENT_BYTES = 65_536
 REQUEST_TIMEOUT = 10.0
 ACCEPT = "application/did+ld+json, application/json"
+BURST_SECONDS = 1.0
+MAX_NEW = 96
+"""Lookups of new DIDs that wait for a turn. If there is one more, the lookup in the middle of the queue ends."""
 Method = Literal["plc", "web"]
 METHODS: tuple[Method, ...] = ("plc", "web")
 GONE = "not registered, or tombstoned"
@@ -171,3 +175,65 @@ def _unavailable(failures: Sequence[UnavailableError]) -> UnavailableError:
     retry_after = max((failure.retry_after or 0.0 for failure in failures), default=0.0)
     detail = "; ".join(map(str, failures))
     return UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, detail, retry_after=retry_after or None)
+
+
+class DirectoryTurns:
+    """Allows `rate` requests per second. Lookups of known identities come first.
+
+    Anyone can invent DIDs. So a lookup of a new DID gets a turn only if no known identity waits for one; the budgets of
+    `IdentityCache` leave at least a quarter of the rate. New DIDs get their turns alternately: the one
+    that has waited for the shortest time, then the one that has waited for the longest time. So most lookups are fast
+    again right after a flood of made-up DIDs, and none waits forever.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self._interval = 1 / rate
+        self._burst = max(0.0, BURST_SECONDS - self._interval)
+        self._next_turn = 0.0
+        self._known: deque[asyncio.Future[bool]] = deque()
+        self._new: deque[asyncio.Future[bool]] = deque()
+        self._newest_is_next = True
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def wait(self, *, known: bool) -> bool:
+        """Wait for a turn; return False if too many new DIDs wait, so that there is none."""
+        turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        waiting = self._known if known else self._new
+        waiting.append(turn)
+        self._hand_out()
+        if len(self._new) > MAX_NEW:
+            self._end_wait_of_middle()
+        try:
+            return await turn
+        finally:
+            if turn in waiting:  # the caller was cancelled
+                waiting.remove(turn)
+
+    def _hand_out(self) -> None:
+        """Hand out the turns that the rate allows now. A timer calls this again if lookups still wait."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self._next_turn = max(self._next_turn, now - self._burst)
+        while (self._known or self._new) and self._next_turn <= now:
+            turn = self._take()
+            if not turn.done():
+                turn.set_result(True)
+                self._next_turn += self._interval
+        if self._timer is None and (self._known or self._new):
+            self._timer = loop.call_at(self._next_turn, self._continue)
+
+    def _continue(self) -> None:
+        self._timer = None
+        self._hand_out()
+
+    def _end_wait_of_middle(self) -> None:
+        middle = self._new[len(self._new) // 2]
+        del self._new[len(self._new) // 2]
+        if not middle.done():
+            middle.set_result(False)
+
+    def _take(self) -> asyncio.Future[bool]:
+        if self._known:
+            return self._known.popleft()
+        self._newest_is_next = not self._newest_is_next
+        return self._new.popleft() if self._newest_is_next else self._new.pop()

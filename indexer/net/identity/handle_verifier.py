@@ -6,15 +6,23 @@ Handles are only for display. No key and no request to a host depends on this.
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
+import dns.asyncresolver
+import dns.exception
+import dns.name
+import dns.nameserver
+import dns.resolver
+from dns.rdatatype import TXT
+
 from indexer.atproto.syntax import MAX_HANDLE_CHARACTERS, is_did, is_handle, is_resolvable
-from indexer.errors import UnavailableError
+from indexer.errors import SettingsError, UnavailableError
 from indexer.net.identity.did_resolver import HttpGetter
-from indexer.net.identity.dns_records import DNS_TIMEOUT, DnsRecords
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import INVALID_HANDLE
 
+DNS_TIMEOUT = 3.0
 HTTP_TIMEOUT = 5.0
 WELL_KNOWN_BYTES = 2_048
+_DID = "did="
 _PREFIX = "_atproto."
 _OK = 200
 _SERVER_ERROR = 500
@@ -106,3 +114,38 @@ class HandleVerifier:
             raise UnavailableError(FetchFailure.HTTP_STATUS, f"{response.status} from {url}")
         text = response.body.decode("utf-8-sig", "replace").strip().partition("\n")[0].rstrip()
         return {text} if response.status == _OK and is_did(text) else set()
+
+
+class DnsRecords:
+    """A resolver for TXT records that name a DID: `did=did:plc:…`."""
+
+    def __init__(self, dns_servers: Sequence[tuple[str, int]] = (), *, timeout: float = DNS_TIMEOUT) -> None:
+        """Use `dns_servers` (IP addresses and ports), or the system's if there are none; `timeout` is in seconds.
+
+        Raises:
+            SettingsError: There are no DNS servers and the system has none.
+        """
+        self._timeout = timeout
+        try:
+            self._dns = dns.asyncresolver.Resolver(configure=not dns_servers)
+        except dns.resolver.NoResolverConfiguration:
+            raise SettingsError("INDEXER_DNS_SERVERS is not set, and the system has no DNS servers; set it") from None
+        if dns_servers:
+            self._dns.nameservers = [dns.nameserver.Do53Nameserver(host, port) for host, port in dns_servers]
+
+    async def dids(self, name: str) -> set[str]:
+        """Return the DIDs in the TXT records of a name; none if the name has no such record or does not exist.
+
+        Raises:
+            UnavailableError: There is no definite answer within the timeout.
+        """
+        try:
+            answer = await self._dns.resolve(dns.name.from_text(name), TXT, search=False, lifetime=self._timeout)
+        except (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer):
+            return set()
+        except dns.exception.Timeout as error:
+            raise UnavailableError(FetchFailure.TIMEOUT, f"{error!s:.200}") from None
+        except dns.exception.DNSException as error:
+            raise UnavailableError(FetchFailure.UNREACHABLE, f"{error!s:.200}") from None
+        texts = [b"".join(record.strings).decode("ascii", "replace") for record in answer]
+        return {text.removeprefix(_DID) for text in texts if text.startswith(_DID) and is_did(text.removeprefix(_DID))}

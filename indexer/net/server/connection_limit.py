@@ -8,13 +8,15 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from aiohttp import WSCloseCode, web
 from aiohttp.web_protocol import RequestHandler
 
-from indexer.net.server.client_network import client_network, peer_network
+from indexer.net.http.checked_connector import is_public, network_of
 from indexer.telemetry.conditions import HTTP_CONNECTIONS_LIMITED, WEBSOCKETS_LIMITED, Conditions
 
+FORWARDED_FOR = "X-Forwarded-For"
 CLOSE_SECONDS = 2.0
 """Time in which a client must answer that its websocket is closed."""
 
@@ -153,3 +155,28 @@ class Websockets:
 
 WEBSOCKETS = web.AppKey("websockets", Websockets)
 """The key of the open websockets in the web application."""
+
+
+def client_network(request: web.Request) -> str:
+    """Return the network of the client: an IPv4 address, or an IPv6 network of 64 bits.
+
+    A peer without a public address (loopback, a private network) may be a reverse proxy. Then the last address of the
+    header X-Forwarded-For is the client's: the proxy has set or appended it. Without the header, all clients of the
+    proxy count as one. A client that connects from such an address itself, or whose proxy passes on its header, can
+    name any address. So a network only decides about shares, and never about access.
+    """
+    peer = request.remote or ""
+    client = peer if _is_public(peer) else request.headers.getall(FORWARDED_FOR, [peer])[-1].rpartition(",")[2].strip()
+    return peer_network(client) or peer_network(peer)
+
+
+@lru_cache(maxsize=4_096)
+def peer_network(address: str) -> str:
+    """Return the network of an IP address; "" for any other text."""
+    try:
+        return network_of(address)
+    except ValueError:
+        return ""
+
+
+_is_public = lru_cache(maxsize=4_096)(is_public)

@@ -8,8 +8,7 @@ from aiohttp import web
 
 from indexer.concurrency.turns import Turns
 from indexer.db import Store
-from indexer.net.server.client_network import client_network
-from indexer.net.server.connection_limit import WEBSOCKETS
+from indexer.net.server.connection_limit import WEBSOCKETS, client_network
 from indexer.readers.frame_writer import FrameWriter
 from indexer.readers.jetstream.options import BadOptionsError, SubscriberOptions, parse_query
 from indexer.readers.jetstream.pages import ReplayPages

@@ -15,8 +15,7 @@ from aiohttp import WSMsgType, web
 
 from indexer.concurrency.turns import Turns
 from indexer.db import DatabaseError
-from indexer.net.server.client_network import client_network
-from indexer.net.server.connection_limit import WEBSOCKETS
+from indexer.net.server.connection_limit import WEBSOCKETS, client_network
 from indexer.readers.limited_reading import LimitedReading
 from indexer.readers.tap.answers import problem
 from indexer.readers.tap.deliveries import Deliveries

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.net.http.public_addresses import is_public, network_of
+from indexer.net.http.checked_connector import is_public, network_of
 
 RESERVED_V4 = [
     ("0.0.0.0", "0.255.255.255"),  # noqa: S104

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.net.http.retry_after import DEFAULT_SECONDS, MAX_SECONDS, retry_after_seconds
+from indexer.net.http.host_limits import DEFAULT_RETRY_AFTER, MAX_RETRY_AFTER, retry_after_seconds
 
 NOW = 1_800_000_000.0
 
@@ -19,11 +19,11 @@ NOW = 1_800_000_000.0
         ({"ratelimit-reset": str(int(NOW) + 40)}, 40),
         ({"retry-after": "7", "ratelimit-reset": "12"}, 7),
         ({"retry-after": "soon", "ratelimit-reset": "12"}, 12),
-        ({}, DEFAULT_SECONDS),
-        ({"retry-after": "nan"}, DEFAULT_SECONDS),
+        ({}, DEFAULT_RETRY_AFTER),
+        ({"retry-after": "nan"}, DEFAULT_RETRY_AFTER),
         *[({"retry-after": text}, 1) for text in ("0", "-5")],
         ({"ratelimit-reset": str(int(NOW) - 40)}, 1),
-        *[({"retry-after": text}, MAX_SECONDS) for text in ("99999999", "1e300")],
+        *[({"retry-after": text}, MAX_RETRY_AFTER) for text in ("99999999", "1e300")],
     ],
 )
 def test_seconds_to_wait_after_429(headers: dict[str, str], seconds: float) -> None:
@@ -52,4 +52,4 @@ dates = st.text("MonTueJan0123456789:,+-GMT ()", max_size=40)
 def test_any_header_gives_between_one_second_and_the_maximum(name: str, value: str) -> None:
     seconds = retry_after_seconds(429, {name: value}, NOW)
     assert seconds is not None
-    assert 1 <= seconds <= MAX_SECONDS
+    assert 1 <= seconds <= MAX_RETRY_AFTER

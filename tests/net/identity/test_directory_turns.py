@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from indexer.net.identity.directory_turns import MAX_NEW, DirectoryTurns
+from indexer.net.identity.did_resolver import MAX_NEW, DirectoryTurns
 from tests.waiting import until
 
 

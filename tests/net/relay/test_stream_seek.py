@@ -9,8 +9,7 @@ import pytest
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_relay import LocalRelay, message_frame
-from indexer.net.relay.seek import Entry, Sighting
-from indexer.net.relay.stream_seek import StreamSeek
+from indexer.net.relay.seek import Entry, Sighting, StreamSeek
 from indexer.net.relay.subscription import STREAM_PATH
 from tests.net.http.scripted_host import ScriptedHost, hang, http_response
 

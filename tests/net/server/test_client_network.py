@@ -4,7 +4,7 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 from multidict import CIMultiDict
 
-from indexer.net.server.client_network import FORWARDED_FOR, client_network
+from indexer.net.server.connection_limit import FORWARDED_FOR, client_network
 
 
 @pytest.mark.parametrize(
