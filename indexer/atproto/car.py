@@ -19,6 +19,26 @@ _PREFIX_BYTES = len(DAG_CBOR)  # of a CID; its SHA-256 digest follows
 _MAX_VARINT_BYTES = 9
 _CONTINUES = 0x80  # set in each byte of a varint except the last
 
+# Nearly every file has one root of the protocol's form, and then a header of 59 bytes:
+#
+#     offset
+#      0    3A                 varint: 58 bytes follow
+#      1    A2                 map of 2 entries
+#      2    65 "roots"
+#      8    81                 list of 1 item
+#      9    D8 2A              tag 42: a link
+#     11    58 25              byte string of 37 bytes
+#     13    00                 prefix of a binary CID
+#     14    01 71 12 20        first bytes of the CID: DAG_CBOR
+#     18    <32 bytes>         SHA-256 of the commit
+#     50    67 "version"
+#     58    01
+_HEADER_START = b"\x3a\xa2\x65roots\x81\xd8\x2a\x58\x25\x00" + DAG_CBOR
+_HEADER_END = b"\x67version\x01"
+_ROOT_OFFSET = len(_HEADER_START) - len(DAG_CBOR)
+_VERSION_OFFSET = _ROOT_OFFSET + CID_BYTES
+_HEADER_BYTES = _VERSION_OFFSET + len(_HEADER_END)
+
 
 def split_car(data: bytes, limits: Limits, *, max_bytes: int) -> tuple[list[bytes], dict[bytes, bytes]]:
     """Return the roots of a whole CAR file, and its blocks by CID.
@@ -30,10 +50,23 @@ def split_car(data: bytes, limits: Limits, *, max_bytes: int) -> tuple[list[byte
     """
     if len(data) > max_bytes:
         raise UpstreamError(Rejection.BLOCKS_TOO_LARGE, f"{len(data)} bytes")
-    reader = CarReader(limits)
-    blocks = {cid: block for cid, block, _ in reader.feed(data)}
-    reader.close()
-    return reader.roots, blocks
+    roots, position = read_header(data, limits)
+    blocks: dict[bytes, bytes] = {}
+    end = len(data)
+    while position < end:
+        size, start = _read_varint(data, position)
+        position = start + size
+        if position > end:
+            raise UpstreamError(Rejection.CAR_MALFORMED, "cut inside a block")
+        cid = data[start : start + CID_BYTES]
+        if size >= CID_BYTES and cid.startswith((DAG_CBOR, RAW)):
+            block = data[start + CID_BYTES : position]
+            if sha256(block).digest() != cid[_PREFIX_BYTES:]:
+                raise UpstreamError(Rejection.BLOCK_HASH_MISMATCH, cid.hex())
+            blocks[cid] = block
+        else:
+            _check_unsupported_cid(data, start, position)
+    return roots, blocks
 
 
 class CarReader:
@@ -75,7 +108,7 @@ class CarReader:
             raise UpstreamError(Rejection.CAR_MALFORMED, f"over {self._limits.repo_bytes} bytes")
         position = 0
         if not self.roots:
-            header = read_header(bytes(self._buffer), self._limits)
+            header = self._header()
             if header is None:
                 return
             self.roots, position = header
@@ -96,9 +129,20 @@ class CarReader:
         if self._buffer or not self.roots:
             raise UpstreamError(Rejection.CAR_MALFORMED, "cut inside a block")
 
+    def _header(self) -> tuple[list[bytes], int] | None:
+        """Return the roots and the position after the header; None if its end has not arrived."""
+        length = _try_varint(self._buffer, 0)
+        if length is None:
+            return None
+        size, start = length
+        if size > self._limits.car_header_bytes:
+            raise UpstreamError(Rejection.CAR_MALFORMED, f"a header of {size} bytes")
+        end = start + size
+        return read_header(bytes(self._buffer[:end]), self._limits) if len(self._buffer) >= end else None
+
     def _section(self, position: int) -> tuple[int, int] | None:
         """Return where the CID of a section begins and where the section ends; None if its end has not arrived."""
-        length = _varint(self._buffer, position)
+        length = _try_varint(self._buffer, position)
         if length is None:
             return None
         size, start = length
@@ -114,8 +158,7 @@ class CarReader:
         section = bytes(self._buffer[start:end])
         cid = section[:CID_BYTES]
         if len(section) < CID_BYTES or not cid.startswith((DAG_CBOR, RAW)):
-            if link_size(section) is None:
-                raise UpstreamError(Rejection.CAR_MALFORMED, "a section without a CID")
+            _check_unsupported_cid(section, 0, len(section))
             return None
         block = section[CID_BYTES:]
         if sha256(block).digest() != cid[_PREFIX_BYTES:]:
@@ -123,21 +166,29 @@ class CarReader:
         return cid, block
 
 
-def read_header(data: bytes, limits: Limits) -> tuple[list[bytes], int] | None:
-    """Return the roots, and the position of the first section; None if the data ends inside the header.
+def read_header(data: bytes, limits: Limits) -> tuple[list[bytes], int]:
+    """Return the roots, and the position of the first section.
+
+    A header with one root is recognized by its bytes. `decode_header` would return the same and is slower.
 
     Raises:
         UpstreamError: With CAR_MALFORMED, if this is not a header with at least one root.
     """
-    length = _varint(data, 0)
-    if length is None:
-        return None
-    size, start = length
+    if data.startswith(_HEADER_START) and data[_VERSION_OFFSET:_HEADER_BYTES] == _HEADER_END:
+        return [data[_ROOT_OFFSET:_VERSION_OFFSET]], _HEADER_BYTES
+    return decode_header(data, limits)
+
+
+def decode_header(data: bytes, limits: Limits) -> tuple[list[bytes], int]:
+    """Return the same as `read_header` for a header of any form.
+
+    Raises:
+        UpstreamError: With CAR_MALFORMED, if this is not a header with at least one root.
+    """
+    size, start = _read_varint(data, 0)
     end = start + size
-    if size > limits.car_header_bytes:
+    if size > limits.car_header_bytes or end > len(data):
         raise UpstreamError(Rejection.CAR_MALFORMED, f"a header of {size} bytes")
-    if end > len(data):
-        return None
     try:
         header: Any = decode_canonical(data[start:end])
     except CborError as error:
@@ -151,7 +202,22 @@ def read_header(data: bytes, limits: Limits) -> tuple[list[bytes], int] | None:
     return [bytes(root) for root in roots], end
 
 
-def _varint(data: bytes | bytearray, position: int) -> tuple[int, int] | None:
+def _read_varint(data: bytes, position: int) -> tuple[int, int]:
+    """Return the value of a varint, and the position after it.
+
+    Raises:
+        UpstreamError: With CAR_MALFORMED, if this is not a valid varint or the data ends inside it.
+    """
+    second = data[position + 1 : position + 2]
+    if b"\x00" < second < b"\x80" and data[position] >= _CONTINUES:  # two bytes, as for nearly every block
+        return data[position] & 0x7F | second[0] << 7, position + 2
+    found = _try_varint(data, position)
+    if found is None:
+        raise UpstreamError(Rejection.CAR_MALFORMED, "cut inside a length")
+    return found
+
+
+def _try_varint(data: bytes | bytearray, position: int) -> tuple[int, int] | None:
     """Return the value of an unsigned LEB128 varint, and the position after it; None if the data ends inside it.
 
     Raises:
@@ -169,3 +235,10 @@ def _varint(data: bytes | bytearray, position: int) -> tuple[int, int] | None:
     if len(data) - position >= _MAX_VARINT_BYTES:
         raise UpstreamError(Rejection.CAR_MALFORMED, "a length of too many bytes")
     return None
+
+
+def _check_unsupported_cid(data: bytes, start: int, end: int) -> None:
+    """Raise UpstreamError with CAR_MALFORMED unless the section begins with a CID of any CIDv1 form."""
+    size = link_size(data, start)
+    if size is None or start + size > end:
+        raise UpstreamError(Rejection.CAR_MALFORMED, "a section without a CID")

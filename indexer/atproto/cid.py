@@ -38,12 +38,12 @@ def is_cid(data: bytes) -> bool:
     return len(data) == CID_BYTES and data.startswith((DAG_CBOR, RAW))
 
 
-def link_size(data: bytes) -> int | None:
-    """Return the size in bytes of the CID of any CIDv1 form at the beginning of the data; None if there is none."""
-    prefix = _CIDV1_PREFIX.match(data)
+def link_size(data: bytes, start: int = 0) -> int | None:
+    """Return the size in bytes of the CID of any CIDv1 form that begins at `start`; None if there is none."""
+    prefix = _CIDV1_PREFIX.match(data, start)
     if prefix is None or len(data) - prefix.end() < prefix[1][0]:
         return None
-    return prefix.end() + prefix[1][0]
+    return prefix.end() + prefix[1][0] - start
 
 
 def is_link(data: bytes) -> bool:

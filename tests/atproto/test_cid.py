@@ -56,9 +56,9 @@ def test_link_may_have_the_maximum_size_and_no_more() -> None:
 
 def test_size_of_a_link_is_known_only_if_all_its_bytes_are_there() -> None:
     link = DAG_CBOR + bytes(32)
-    assert link_size(link + b"rest") == len(link)
-    assert link_size(link) == len(link)
-    assert link_size(link[:-1]) is None
+    assert link_size(b"abc" + link + b"rest", 3) == len(link)
+    assert link_size(b"abc" + link, 3) == len(link)
+    assert link_size(b"abc" + link[:-1], 3) is None
 
 
 def test_text_of_a_link_keeps_letters_at_its_end() -> None:
