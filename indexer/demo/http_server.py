@@ -14,6 +14,8 @@ from aiohttp import hdrs, web
 LOOPBACK = "127.0.0.1"
 _CHUNK_BYTES = 1 << 16
 _SLOW_WRITES_PER_SECOND = 20
+ACCEPT_CYCLES = 10
+"""Cycles of the event loop in which an accepted connection becomes known to the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,15 @@ class HttpServer:
     async def stop(self) -> None:
         """Close all connections and stop serving; do nothing if the server is not running."""
         if self._runner is not None:
+            # Python 3.11 leaves a connection open that is accepted while its server closes. So accept nothing more, and
+            # wait until the connections that were accepted are known.
+            loop = asyncio.get_running_loop()
+            for site in self._runner.sites:
+                server = site._server  # noqa: SLF001 - aiohttp does not show the sockets
+                for listening in server.sockets if isinstance(server, asyncio.Server) else ():
+                    loop.remove_reader(listening.fileno())
+            for _ in range(ACCEPT_CYCLES):
+                await asyncio.sleep(0)
             await self._runner.cleanup()
             self._runner = None
 

@@ -1,0 +1,21 @@
+"""The HTTP server of the local network stops completely."""
+
+import asyncio
+import socket
+
+import pytest
+
+from indexer.demo.local_network import LocalNetwork
+from tests.conftest import open_sockets
+
+
+@pytest.mark.parametrize("cycles", range(4))
+async def test_server_that_stops_closes_a_connection_that_it_has_just_accepted(cycles: int) -> None:
+    before = open_sockets()
+    async with LocalNetwork() as network:
+        with socket.create_connection(("127.0.0.1", network.relay.port)):
+            for _ in range(cycles):
+                await asyncio.sleep(0)
+            await network.relay.stop()
+    await asyncio.sleep(0.01)
+    assert open_sockets() - before == set()
