@@ -264,7 +264,7 @@ export interface ScopeProgress {
   newest: boolean;
   /** Tracked repos of active accounts. */
   repos: Int8;
-  /** Those of which all records of the collection are stored, or known not to exist. */
+  /** The repos whose records of the collection are all stored, or known not to exist. */
   complete: Int8;
 }
 

@@ -327,4 +327,4 @@ class ScopeProgress(PublicView):
     repos: Mapped[int] = mapped_column(BigInteger)
     """Tracked repos of active accounts."""
     complete: Mapped[int] = mapped_column(BigInteger)
-    """Those of which all records of the collection are stored, or known not to exist."""
+    """The repos whose records of the collection are all stored, or known not to exist."""

@@ -52,7 +52,7 @@ REPLACED = {
     "restore": "use pg_restore (docs/operations.md#back-up-and-restore)",
     "sweep": "use indexer resync --behind",
 }
-"""What to use instead of commands that earlier commits had."""
+"""The replacements of removed commands."""
 
 
 def _print_versions(context: click.Context) -> None:

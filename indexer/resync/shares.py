@@ -133,7 +133,7 @@ class Resync:
 
 @dataclass(slots=True)
 class _LimitKey:
-    """What is remembered of a host, registered domain or network address. Times are Unix seconds."""
+    """The state of a host, registered domain or network address. Times are Unix seconds."""
 
     mean_seconds: float = 0.05  # of its resyncs; an estimate until one has ended
     next_retry: float = 0.0

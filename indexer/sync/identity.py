@@ -1,4 +1,4 @@
-"""What is stored about identities and hosts: DID documents, the verification of handles, and the state of hosts."""
+"""The stored state of identities and hosts: DID documents, the verification of handles, and the state of hosts."""
 
 from dataclasses import dataclass, replace
 

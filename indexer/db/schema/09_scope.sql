@@ -286,4 +286,4 @@ comment on column atproto.scope_progress.added_in is 'The version of the scope t
 comment on column atproto.scope_progress.newest is 'True if the latest version of the scope added it.';
 comment on column atproto.scope_progress.repos is 'Tracked repos of active accounts.';
 comment on column atproto.scope_progress.complete is
-    'Those of which all records of the collection are stored, or known not to exist.';
+    'The repos whose records of the collection are all stored, or known not to exist.';
