@@ -86,6 +86,7 @@ async def test_reset_repairs_a_cursor_above_all_messages(
             account = daemon.create_account("one.test")
             await daemon.wait_until_equal()
             await daemon.execute("update indexer.cursor set seq = $1", MAX_SEQ)
+        await until(lambda: network.relay.subscribers == 0)
         reset = asyncio.create_task(session.run("cursor", "reset", network.relay_url, f"--to={target}", "--yes"))
         if target == "live":
             await until(lambda: network.relay.subscribers > 0)
