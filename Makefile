@@ -108,7 +108,8 @@ proof-cluster: venv # tests/citus, and again what a cluster may change
 	$(PYTEST) --database citus $(CLUSTER_TESTS)
 	$(PYTEST) --database citus --proof daemon $(CLUSTER_TESTS)
 
-proof-fuzz: venv # all targets, two at a time, for SECONDS, or until Ctrl-C with SECONDS=0; TARGET=cars: one
+proof-fuzz: venv # new examples, then all targets, two at a time, for SECONDS (0: until Ctrl-C); TARGET=cars: one
+	$(if $(TARGET),,$(PYTEST) -m hypothesis --hypothesis-profile random)
 	$(INSTALL) --only-binary :all: atheris
 	$(BIN)/python -m tests.fuzz --target $(or $(TARGET),all) --seconds $(or $(SECONDS),600) $(if $(CORPUS),--corpus $(CORPUS))
 

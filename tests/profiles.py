@@ -1,16 +1,21 @@
-"""The hypothesis profiles of the tests: `full` by default, and `quick` for `make check`."""
+"""The hypothesis profiles of the tests: `full` by default, `quick` for `make check`, `random` for `make proof`."""
 
 from hypothesis import settings
 
 FULL_EXAMPLES = 100
 QUICK_EXAMPLES = 10
+RANDOM_EXAMPLES = 1_000
 
 
 def register_profiles() -> None:
-    """Register the profiles and load `full`; the option `--hypothesis-profile` loads another one later."""
+    """Register the profiles and load `full`; the option `--hypothesis-profile` loads another one later.
+
+    The examples of `full` and `quick` are the same in each run, so that a change is never blamed for an old bug.
+    """
     # No deadlines: they would measure the load of the machine.
-    settings.register_profile("full", max_examples=FULL_EXAMPLES, deadline=None)
-    settings.register_profile("quick", max_examples=QUICK_EXAMPLES, deadline=None)
+    settings.register_profile("full", max_examples=FULL_EXAMPLES, deadline=None, derandomize=True)
+    settings.register_profile("quick", max_examples=QUICK_EXAMPLES, deadline=None, derandomize=True)
+    settings.register_profile("random", max_examples=RANDOM_EXAMPLES, deadline=None)
     settings.load_profile("full")
 
 
