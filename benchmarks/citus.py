@@ -24,13 +24,13 @@ import orjson
 from rich.table import Table
 
 from benchmarks import database_rows, harness, live, resync
-from benchmarks.harness import Database
+from benchmarks.harness import DatabaseServer
 from benchmarks.live import LiveOptions
 from benchmarks.report import Figures, Report, console_of, generation_progress, machine, number, show
 from benchmarks.resync import ResyncOptions
 from benchmarks.workload import Workload, WorkloadSpec, load_workload
 from indexer.cluster.distribute import distribute
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.migrate import migrate
 from indexer.telemetry.log import configure_logging
 from tests.citus_cluster import NOTICE, find_citus, new_cluster
@@ -50,7 +50,7 @@ READS = 200
 COMPARISON_WIDTH = 100
 """Columns of a table with the figures of both sides."""
 
-Server = Callable[[Path], AbstractAsyncContextManager[Database]]
+Server = Callable[[Path], AbstractAsyncContextManager[DatabaseServer]]
 """Runs a database in a directory."""
 Measurement = Callable[[Server, Path], Coroutine[Any, Any, tuple[Report, list[str]]]]
 """Returns the figures, and the differences from the expected result."""
@@ -160,13 +160,13 @@ async def measure_resync(
 async def measure_reads(workload: Workload, dsn: str) -> Figures:
     """Return how long the store needs to read single accounts, in milliseconds."""
     dids = [account.did for account in Random(0).choices(workload.accounts, k=READS)]
-    store = await Store.open(dsn)
+    db = await Database.open(dsn)
     try:
-        paths = {did: min(await store.visible_records(did)).split("/") for did in set(dids)}
+        paths = {did: min(await db.reports.visible_records(did)).split("/") for did in set(dids)}
         reads: dict[str, Callable[[str], Awaitable[object]]] = {
-            "its state": store.repo_report,
-            "one record": lambda did: store.record(did, *paths[did]),
-            "all its records": store.visible_records,
+            "its state": db.reports.repo,
+            "one record": lambda did: db.reports.record(did, *paths[did]),
+            "all its records": db.reports.visible_records,
         }
         return {
             f"{name}, {figure}, ms": milliseconds
@@ -174,7 +174,7 @@ async def measure_reads(workload: Workload, dsn: str) -> Figures:
             for figure, milliseconds in (await _percentiles(read, dids)).items()
         }
     finally:
-        await store.close()
+        await db.close()
 
 
 async def _percentiles(read: Callable[[str], Awaitable[object]], dids: Sequence[str]) -> dict[str, float]:
@@ -213,7 +213,7 @@ def print_tables(report: Mapping[str, Mapping[str, Report]]) -> None:
 
 
 @asynccontextmanager
-async def one_server(directory: Path) -> AsyncIterator[Database]:
+async def one_server(directory: Path) -> AsyncIterator[DatabaseServer]:
     """Run one Postgres, with an empty migrated database."""
     async with harness.empty_database(directory, SETTINGS) as database:
         await migrate(database.dsn)
@@ -221,7 +221,7 @@ async def one_server(directory: Path) -> AsyncIterator[Database]:
 
 
 @asynccontextmanager
-async def citus(binaries: Path, workers: int, shards: int | None, _: Path) -> AsyncIterator[Database]:
+async def citus(binaries: Path, workers: int, shards: int | None, _: Path) -> AsyncIterator[DatabaseServer]:
     """Run a cluster, with an empty migrated database that is distributed."""
     with tempfile.TemporaryDirectory(prefix="indexer-benchmark-") as directory:
         settings = SETTINGS | {"unix_socket_directories": directory}
@@ -234,7 +234,7 @@ async def citus(binaries: Path, workers: int, shards: int | None, _: Path) -> As
             pids = [pid for name in cluster.names if (pid := cluster.pid_of(name)) is not None]
             await migrate(dsns[0])
             await distribute(dsns[0], shards, lambda *_: None)
-            yield Database(dsns[0], tuple(pids), tuple(dsns))
+            yield DatabaseServer(dsns[0], tuple(pids), tuple(dsns))
 
 
 if __name__ == "__main__":

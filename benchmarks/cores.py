@@ -18,7 +18,7 @@ import click
 
 from benchmarks import database_rows, harness
 from benchmarks.arrival_watch import watch_arrivals
-from benchmarks.harness import Database
+from benchmarks.harness import DatabaseServer
 from benchmarks.report import Figures, Report, generation_progress, machine, show
 from benchmarks.turns import MIN_COMMITS, RATE, MeasuredDaemons, filled_database, open_floor, overall_rate
 from benchmarks.workload import Workload, WorkloadSpec, load_workload
@@ -61,7 +61,7 @@ async def measure(workload: Workload, parts: int, commits: int, directory: Path)
     """Run the benchmark; return the figures, and the differences between databases and expected result."""
     async with AsyncExitStack() as stack:
         daemons: dict[str, MeasuredDaemons] = {}
-        databases: dict[str, Database] = {}
+        databases: dict[str, DatabaseServer] = {}
         for core in (NATIVE, PYTHON):
             databases[core], daemons[core] = await stack.enter_async_context(_daemon(core, workload, directory))
         floor = await stack.enter_async_context(open_floor(workload, directory / "floor"))
@@ -88,7 +88,9 @@ async def measure(workload: Workload, parts: int, commits: int, directory: Path)
 
 
 @asynccontextmanager
-async def _daemon(core: str, workload: Workload, directory: Path) -> AsyncIterator[tuple[Database, MeasuredDaemons]]:
+async def _daemon(
+    core: str, workload: Workload, directory: Path
+) -> AsyncIterator[tuple[DatabaseServer, MeasuredDaemons]]:
     """Run a daemon with this core on a database of its own with the initial rows."""
     async with (
         harness.load_process("load_relay", workload) as load,

@@ -7,7 +7,7 @@ from time import time
 import asyncpg
 
 from benchmarks.workload import Workload, WorkloadAccount
-from indexer.db import Store
+from indexer.db import Database
 from indexer.reasons import Desync
 from indexer.sync.changes import Batch, RepoWrite
 from indexer.sync.identity import StoredIdentity
@@ -41,16 +41,16 @@ async def insert_workload(dsn: str, workload: Workload, pds_of: Callable[[str], 
         "record", schema_name="indexer", source=workload.directory / "rows", columns=COLUMNS, format="text"
     )
     await connection.close()
-    store = await Store.open(dsn)
+    db = await Database.open(dsn)
     now = time()
     for start in range(0, len(workload.accounts), BATCH_SIZE):
         accounts = workload.accounts[start : start + BATCH_SIZE]
         rows = [repo_before(account, status, now) for account in accounts]
-        await store.write(Batch(tuple([RepoWrite(Repo(row.did), row) for row in rows])))
-        await store.save_identities(
+        await db.write(Batch(tuple([RepoWrite(Repo(row.did), row) for row in rows])))
+        await db.identities.save(
             [StoredIdentity(account.did, None, pds_of(account.did), account.key, now) for account in accounts]
         )
-    await store.close()
+    await db.close()
 
 
 def repo_before(account: WorkloadAccount, status: SyncStatus, now: float) -> Repo:

@@ -15,9 +15,10 @@ from unittest.mock import patch
 from benchmarks import live_stages
 from indexer.atproto.crypto import PublicKey
 from indexer.core.spool import Spool
-from indexer.db import Store, resync_transaction
-from indexer.db import store as store_module
+from indexer.db import database as database_module
+from indexer.db import resync_transaction
 from indexer.db.columns import Connection
+from indexer.db.repos import Repos
 from indexer.net.pds import PdsClient
 from indexer.net.pds.export_download import ExportDownload
 from indexer.net.relay.subscription import Subscription
@@ -89,13 +90,13 @@ def _receive_twice() -> Iterator[None]:
 
 @contextmanager
 def _load_and_write_twice() -> Iterator[None]:
-    load = Store.repos
+    load = Repos.load
 
-    async def repos(self: Store, dids: Sequence[str]) -> dict[str, Repo]:
+    async def load_twice(self: Repos, dids: Sequence[str]) -> dict[str, Repo]:
         await load(self, dids)
         return await load(self, dids)
 
-    with patch.object(Store, "repos", repos), _write_twice((store_module, "write"))():
+    with patch.object(Repos, "load", load_twice), _write_twice((database_module, "write"))():
         yield
 
 

@@ -19,7 +19,7 @@ import click
 
 from benchmarks import cpu_usage, database_rows, harness
 from benchmarks.arrival_watch import ArrivalWatch, watch_arrivals
-from benchmarks.harness import DaemonProcess, Database, LoadProcess
+from benchmarks.harness import DaemonProcess, DatabaseServer, LoadProcess
 from benchmarks.report import MIB, MICRO, Figures, Report, cpu_of, generation_progress, machine, show
 from benchmarks.workload import Workload, WorkloadSpec, load_workload
 from indexer.sync.repo import SyncStatus
@@ -83,7 +83,7 @@ async def measure(workload: Workload, commits: int, subscribers: int, directory:
     return report, all(result["ordered"] for result in results)
 
 
-async def _fetch(database: Database, statement: str) -> int:
+async def _fetch(database: DatabaseServer, statement: str) -> int:
     connection = await asyncpg.connect(database.dsn)
     value: int = await connection.fetchval(statement)
     await connection.close()

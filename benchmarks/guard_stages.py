@@ -146,7 +146,7 @@ async def writing(workload: GuardWorkload, directory: Path) -> AsyncIterator[Rou
         path = LivePath(clock, workload.keys, RELAY)
         events = path.decode(frames)
         clock.cpu.clear()
-        await path.write(store, path.plan_interleaved(events, frames, await path.load(store, events)))
+        await path.write(db, path.plan_interleaved(events, frames, await path.load(db, events)))
         messages = [floor.parse_message(frame, workload.checks) for frame in islice(frames_left, repos)]
         await script.write(floor.batch_statements(messages))
         return clock.cpu, _script_seconds(script, "client")
@@ -157,7 +157,7 @@ async def writing(workload: GuardWorkload, directory: Path) -> AsyncIterator[Rou
             dsn, workload.live, lambda _: "https://pds.test", status=SyncStatus.SYNCHRONIZED
         )
         await database_rows.vacuum_and_checkpoint([dsn])
-        async with live_stages.open_store(dsn) as (store, clock), floor.bare_script(dsn) as script:
+        async with live_stages.connect_database(dsn) as (db, clock), floor.bare_script(dsn) as script:
             yield measure
 
 
@@ -181,8 +181,8 @@ async def resyncing(workload: GuardWorkload, directory: Path) -> AsyncIterator[R
 
     async with harness.load_process("export_host", exports) as host, harness.database(directory) as database:
         dsn = database.dsn
-        async with live_stages.open_store(dsn) as (store, _):
-            await store.add_repos([account.did for account in exports.accounts])
+        async with live_stages.connect_database(dsn) as (db, _):
+            await db.repos.add([account.did for account in exports.accounts])
         await database_rows.postpone_resyncs(dsn)
         await database_rows.vacuum_and_checkpoint([dsn])
         async with (

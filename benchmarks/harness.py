@@ -36,7 +36,7 @@ class BenchmarkError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Database:
+class DatabaseServer:
     """A running Postgres, or a cluster of several.
 
     Attributes:
@@ -57,7 +57,7 @@ class Database:
 
 
 @asynccontextmanager
-async def database(directory: Path) -> AsyncIterator[Database]:
+async def database(directory: Path) -> AsyncIterator[DatabaseServer]:
     """Run the embedded Postgres as the daemon does, with an empty migrated database."""
     async with empty_database(directory) as database:
         await migrate(database.dsn)
@@ -65,7 +65,7 @@ async def database(directory: Path) -> AsyncIterator[Database]:
 
 
 @asynccontextmanager
-async def empty_database(directory: Path, settings: Mapping[str, str] | None = None) -> AsyncIterator[Database]:
+async def empty_database(directory: Path, settings: Mapping[str, str] | None = None) -> AsyncIterator[DatabaseServer]:
     """Run the embedded Postgres as the daemon does, with a database without tables.
 
     Args:
@@ -76,7 +76,7 @@ async def empty_database(directory: Path, settings: Mapping[str, str] | None = N
         connection = await asyncpg.connect(dsn)
         server = cpu_usage.parent_pid(await connection.fetchval("select pg_backend_pid()"))
         await connection.close()
-        yield Database(dsn, (server,), (dsn,))
+        yield DatabaseServer(dsn, (server,), (dsn,))
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from benchmarks.database_rows import BATCH_SIZE, COLUMNS, repo_before
 from benchmarks.signing_accounts import P256_EVERY
 from benchmarks.workload import Workload
 from indexer.atproto.crypto import PrivateKey
-from indexer.db import Store
+from indexer.db import Database
 from indexer.sync.changes import Batch, RepoWrite
 from indexer.sync.identity import StoredIdentity
 from indexer.sync.repo import Repo, SyncStatus
@@ -67,9 +67,9 @@ async def add_idle(dsn: str, workload: Workload, repos: int, records: int) -> No
     if not repos and not records:
         return
     first = repo_before(workload.accounts[0], SyncStatus.SYNCHRONIZED, time())._replace(did=idle_did(1))
-    store = await Store.open(dsn)
-    skipped = (await store.write(Batch((RepoWrite(Repo(first.did), first),)))).skipped
-    await store.close()
+    db = await Database.open(dsn)
+    skipped = (await db.write(Batch((RepoWrite(Repo(first.did), first),)))).skipped
+    await db.close()
     if skipped:
         return
     connection = await asyncpg.connect(dsn)
@@ -93,11 +93,11 @@ def _row_of(did: str, workload: Workload) -> bytes:
 async def add_identities(dsn: str, count: int) -> None:
     """Insert the identities of the first `count` idle repos, each with its own key."""
     numbers = [range(start, min(start + BATCH_SIZE, count + 1)) for start in range(1, count + 1, BATCH_SIZE)]
-    store = await Store.open(dsn)
+    db = await Database.open(dsn)
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         for identities in pool.map(_identities, numbers):
-            await store.save_identities(identities)
-    await store.close()
+            await db.identities.save(identities)
+    await db.close()
 
 
 def _identities(numbers: range) -> list[StoredIdentity]:

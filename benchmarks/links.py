@@ -22,7 +22,7 @@ import asyncpg
 from indexer import embedded
 from indexer.atproto.cid import cid_of
 from indexer.atproto.links import links_of
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.link_session import LinkSession
 from indexer.db.migrate import migrate
 from indexer.readers.links.reader import LinkReader
@@ -87,20 +87,20 @@ async def main() -> None:
         async with embedded.database(None, Path(directory)) as dsn:
             await migrate(dsn)
             connection = await asyncpg.connect(dsn, server_settings={"jit": "off"})
-            store = await Store.open(dsn)
+            db = await Database.open(dsn)
             try:
                 await generate(connection, likes)
-                await measure_batches(store, range(BATCHES))
-                async with store.link_session() as session:
+                await measure_batches(db, range(BATCHES))
+                async with db.links.session() as session:
                     await session.lock.claim()
                     await measure_backfill(session, connection)
                     await measure_queries(connection, session)
-                    await measure_batches(store, range(BATCHES, 2 * BATCHES), session)
-                await measure_lag(store, connection)
+                    await measure_batches(db, range(BATCHES, 2 * BATCHES), session)
+                await measure_lag(db, connection)
                 measure_extraction()
                 await print_sizes(connection)
             finally:
-                await store.close()
+                await db.close()
                 await connection.close()
 
 
@@ -165,13 +165,13 @@ async def measure(name: str, query: Callable[[], Awaitable[object]], times: int 
     print(f"{name:44} {1000 / median:8,.0f}/s  median {median:8.2f} ms  maximum {max(durations):8.2f} ms")
 
 
-async def measure_batches(store: Store, numbers: range, session: LinkSession | None = None) -> None:
+async def measure_batches(db: Database, numbers: range, session: LinkSession | None = None) -> None:
     """Write batches of commits that each like the same post; then follow them, if links are kept."""
     durations = []
     for number in numbers:
         batch = like_batch(number)
         began = perf_counter()
-        await store.write(batch)
+        await db.write(batch)
         durations.append(1e6 * (perf_counter() - began) / COMMITS_PER_BATCH)
     print(f"batches: {statistics.median(durations):.0f} µs per commit")
     if session is not None:
@@ -183,10 +183,10 @@ async def measure_batches(store: Store, numbers: range, session: LinkSession | N
         print(f"links of these: {links / seconds:,.0f}/s, {1e6 * used / links:.0f} µs of CPU per link in this process")
 
 
-async def measure_lag(store: Store, connection: asyncpg.Connection) -> None:
+async def measure_lag(db: Database, connection: asyncpg.Connection) -> None:
     """Write 1,000 likes per second; measure how long after each batch the count contains it."""
-    notifier = ChangeNotifier(store, Metrics(), Conditions())
-    tasks = [asyncio.create_task(run) for run in (LinkReader(store, wanted=True).run(), notifier.run())]
+    notifier = ChangeNotifier(db, Metrics(), Conditions())
+    tasks = [asyncio.create_task(run) for run in (LinkReader(db, wanted=True).run(), notifier.run())]
     lags = []
     await asyncio.sleep(2)
     due = perf_counter()
@@ -194,7 +194,7 @@ async def measure_lag(store: Store, connection: asyncpg.Connection) -> None:
         due += LAG_COMMITS / COMMITS_PER_SECOND
         await asyncio.sleep(due - perf_counter())
         before = await connection.fetchval("select atproto.latest_seq()")
-        await store.write(like_batch(number, LAG_COMMITS))
+        await db.write(like_batch(number, LAG_COMMITS))
         began = perf_counter()
         while await connection.fetchval("select seq from atproto.link_progress") < before + LAG_COMMITS:
             pass

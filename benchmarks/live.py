@@ -25,7 +25,7 @@ import click
 
 from benchmarks import cpu_usage, database_rows, harness, idle_rows, live_stages
 from benchmarks.arrival_watch import ArrivalWatch, watch_arrivals
-from benchmarks.harness import TIMEOUT_SECONDS, BenchmarkError, DaemonProcess, Database, LoadProcess
+from benchmarks.harness import TIMEOUT_SECONDS, BenchmarkError, DaemonProcess, DatabaseServer, LoadProcess
 from benchmarks.processor_speed import ProcessorSpeed, sample_speed
 from benchmarks.report import MIB, MICRO, Figures, Report, costs, cpu_of, generation_progress, machine, show
 from benchmarks.turns import MIN_COMMITS, RATE, Floor, MeasuredDaemons, open_floor, overall_rate
@@ -154,7 +154,7 @@ async def measure(workload: Workload, options: LiveOptions, directory: Path) -> 
     return report | {"machine": machine()}, differences
 
 
-async def fill(workload: Workload, options: LiveOptions, database: Database, load: LoadProcess) -> None:
+async def fill(workload: Workload, options: LiveOptions, database: DatabaseServer, load: LoadProcess) -> None:
     """Insert the initial rows of the workload and the idle ones."""
     if options.keep:
         await database_rows.remove_workload(database.dsn, workload)
@@ -184,7 +184,7 @@ async def _receive_seconds(load: LoadProcess, commits: range) -> float:
 async def measure_daemons(
     workload: Workload,
     options: LiveOptions,
-    database: Database,
+    database: DatabaseServer,
     load: LoadProcess,
     directory: Path,
     floor: Floor | None = None,
@@ -262,7 +262,7 @@ async def _load_identities(load: LoadProcess, daemons: Sequence[DaemonProcess], 
 
 
 def _daemon(
-    database: Database, load: LoadProcess, directory: Path, shard: str, *, links: bool
+    database: DatabaseServer, load: LoadProcess, directory: Path, shard: str, *, links: bool
 ) -> AbstractAsyncContextManager[DaemonProcess]:
     data = directory / f"daemon {shard.replace('/', ' of ')}"
     return harness.daemon(database.dsn, data, relays=load.url, start="oldest", roles="live", shard=shard, links=links)

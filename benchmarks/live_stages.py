@@ -15,7 +15,7 @@ from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst import Inversion, invert
 from indexer.atproto.record import Value, decode_record
-from indexer.db import Store
+from indexer.db import Database
 from indexer.net.relay.subscription import Subscription
 from indexer.sync import changes, verify
 from indexer.sync.batch import BatchPlan, ReceivedMessage, plan_batch
@@ -57,14 +57,14 @@ async def apply_in_stages(
     the next one, as in the daemon: the CPU caches then contain less of each stage.
     """
     gc.freeze()  # the workload is large; a garbage collection of it would distort the stage in which it happens
-    async with open_store(dsn) as (store, clock):
+    async with connect_database(dsn) as (db, clock):
         path = LivePath(clock, keys, relay)
         for start in range(0, len(frames), BATCH_SIZE):
             part = frames[start : start + BATCH_SIZE]
             events = path.decode(part)
-            repos = await path.load(store, events)
+            repos = await path.load(db, events)
             path.plan_in_stages(events, part, repos)
-            await path.write(store, path.plan_interleaved(events, part, repos))
+            await path.write(db, path.plan_interleaved(events, part, repos))
     cpu = clock.cpu
     stages = {stage: cpu[stage] for stage in ("decode", *VERIFICATION_STAGES, "plan")}
     interleaving = cpu["interleaved"] - sum(cpu[stage] for stage in (*VERIFICATION_STAGES, "plan"))
@@ -72,14 +72,14 @@ async def apply_in_stages(
 
 
 @asynccontextmanager
-async def open_store(dsn: str) -> AsyncIterator[tuple[Store, StageClock]]:
+async def connect_database(dsn: str) -> AsyncIterator[tuple[Database, StageClock]]:
     """Connect a store, with a clock that measures its one connection."""
-    store = await Store.open(dsn)
+    db = await Database.open(dsn)
     try:
         backends = await cpu_usage.backend_pids(dsn)
-        yield store, StageClock(lambda: cpu_usage.backend_seconds(backends))
+        yield db, StageClock(lambda: cpu_usage.backend_seconds(backends))
     finally:
-        await store.close()
+        await db.close()
 
 
 class LivePath:
@@ -100,11 +100,11 @@ class LivePath:
             events = [decode_frame(frame, _LIMITS) for frame in frames]
         return [event for event in events if isinstance(event, CommitEvent)]
 
-    async def load(self, store: Store, events: Sequence[CommitEvent]) -> dict[str, Repo]:
+    async def load(self, db: Database, events: Sequence[CommitEvent]) -> dict[str, Repo]:
         """Load the rows of the repos."""
         dids = list({event.did for event in events})
         with self.clock.database():
-            return await store.repos(dids)
+            return await db.repos.load(dids)
 
     def plan_in_stages(self, events: Sequence[CommitEvent], frames: Sequence[bytes], repos: Mapping[str, Repo]) -> None:
         """Verify the batch in stages, then plan it with these results and measure only the planning."""
@@ -120,11 +120,11 @@ class LivePath:
         with self.clock("interleaved"):
             return plan_batch(batch, repos, self._keys.get, self._context)
 
-    async def write(self, store: Store, plan: BatchPlan) -> None:
+    async def write(self, db: Database, plan: BatchPlan) -> None:
         """Write the batch."""
         cursor = Cursor(self._context.relay, "0/1", plan.settled[-1].received.seq or 0)
         with self.clock.database():
-            await store.write(Batch(plan.writes, cursor=cursor))
+            await db.write(Batch(plan.writes, cursor=cursor))
 
     def _verify(self, events: Sequence[CommitEvent]) -> "_VerificationResults":
         clock = self.clock

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Protocol
 
 from benchmarks import cpu_usage, database_rows, harness, tap
-from benchmarks.harness import DaemonProcess, Database, LoadProcess
+from benchmarks.harness import DaemonProcess, DatabaseServer, LoadProcess
 from benchmarks.peer_results import find_differences, truth_of
 from benchmarks.tap import Fetch, TapProcess, open_database
 from benchmarks.workload import Workload
-from indexer.db import Store
+from indexer.db import Database
 
 UNLIMITED = 100_000
 """Requests per second or at the same time. tap has no limits per host, which would be the whole network here."""
@@ -45,7 +45,7 @@ class Subject(Protocol):
     """A program that synchronizes repos, with its database."""
 
     @property
-    def database(self) -> Database | None:
+    def database(self) -> DatabaseServer | None:
         """Its Postgres; None if it uses SQLite."""
 
     @property
@@ -105,7 +105,7 @@ class TapSubject:
     world: World
     tap: TapProcess
     fetch: Fetch
-    database: Database | None
+    database: DatabaseServer | None
 
     @property
     def program_pids(self) -> list[int]:  # noqa: D102 - see Subject
@@ -156,7 +156,7 @@ class IndexerSubject:
     world: World
     daemons: Sequence[DaemonProcess]
     fetch: Fetch
-    database: Database
+    database: DatabaseServer
 
     @property
     def program_pids(self) -> list[int]:  # noqa: D102 - see Subject
@@ -221,9 +221,9 @@ async def run_indexer_subject(world: World, shards: int) -> AsyncIterator[Subjec
     """Run this number of daemons on an empty database, in which all repos wait for their first resync."""
     async with AsyncExitStack() as stack:
         database = await stack.enter_async_context(harness.database(world.directory))
-        store = await Store.open(database.dsn)
-        await store.add_repos(world.dids)
-        await store.close()
+        db = await Database.open(database.dsn)
+        await db.repos.add(world.dids)
+        await db.close()
         await database_rows.postpone_resyncs(database.dsn)
         daemons = [
             await stack.enter_async_context(

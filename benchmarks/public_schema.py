@@ -17,7 +17,7 @@ import asyncpg
 
 from indexer import embedded
 from indexer.atproto.cid import cid_of
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.migrate import migrate
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
 from indexer.sync.repo import Head, Repo, SyncStatus
@@ -184,7 +184,7 @@ async def measure_writes(connection: asyncpg.Connection, dsn: str) -> None:
     """Print the rate of commits with one operation, each of a different account, with and without the index."""
     dids = [row[0] for row in await connection.fetch("select did from indexer.repo order by bucket, did limit 20000")]
     definition = await connection.fetchval("select pg_get_indexdef(to_regclass($1))", f"indexer.{INDEX}")
-    store = await Store.open(dsn)
+    db = await Database.open(dsn)
     print()
     try:
         for round_, with_index in enumerate((True, False, True, False)):
@@ -194,13 +194,13 @@ async def measure_writes(connection: asyncpg.Connection, dsn: str) -> None:
             await connection.execute("checkpoint")
             began = perf_counter()
             for start in range(0, len(dids), COMMITS_PER_BATCH):
-                repos = await store.repos(dids[start : start + COMMITS_PER_BATCH])
+                repos = await db.repos.load(dids[start : start + COMMITS_PER_BATCH])
                 writes = [commit(repo, round_) for repo in repos.values()]
-                assert not (await store.write(Batch(tuple(writes)))).skipped
+                assert not (await db.write(Batch(tuple(writes)))).skipped
             rate = len(dids) / (perf_counter() - began)
             print(f"{'with' if with_index else 'without':8} {INDEX}: {rate:8,.0f} commits/s")
     finally:
-        await store.close()
+        await db.close()
 
 
 def commit(repo: Repo, number: int) -> RepoWrite:

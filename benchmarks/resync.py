@@ -24,12 +24,12 @@ import click
 
 from benchmarks import cpu_usage, database_rows, floor, harness, idle_rows
 from benchmarks.export_host import host_of
-from benchmarks.harness import BenchmarkError, DaemonProcess, Database, LoadProcess
+from benchmarks.harness import BenchmarkError, DaemonProcess, DatabaseServer, LoadProcess
 from benchmarks.report import MIB, MICRO, Figures, Report, costs, cpu_of, generation_progress, machine, show
 from benchmarks.resync_stages import STAGES, timed_resyncs
 from benchmarks.workload import Workload, WorkloadAccount, WorkloadSpec, load_workload
 from indexer.atproto.crypto import parse_did_key
-from indexer.db import Store
+from indexer.db import Database
 from indexer.sync.repo import SyncStatus
 from indexer.telemetry.log import configure_logging
 
@@ -126,16 +126,16 @@ def expected_changes(workload: Workload, options: ResyncOptions) -> Counter[str]
     return Counter({"create": _records(workload.accounts)})
 
 
-async def fill(workload: Workload, options: ResyncOptions, database: Database, load: LoadProcess) -> None:
+async def fill(workload: Workload, options: ResyncOptions, database: DatabaseServer, load: LoadProcess) -> None:
     """Insert all repos as desynchronized and postpone their resyncs."""
     dsn = database.dsn
     if options.stored:
         pds_of = partial(host_of, hosts=await load.read("hosts"))
         await database_rows.insert_workload(dsn, workload, pds_of, status=SyncStatus.DESYNCHRONIZED)
     else:
-        store = await Store.open(dsn)
-        await store.add_repos([account.did for account in workload.accounts])
-        await store.close()
+        db = await Database.open(dsn)
+        await db.repos.add([account.did for account in workload.accounts])
+        await db.close()
     await database_rows.postpone_resyncs(dsn)
     await idle_rows.add_idle(dsn, workload, options.idle_repos, options.idle_records)
     await database_rows.vacuum_and_checkpoint(database.nodes)
@@ -144,7 +144,7 @@ async def fill(workload: Workload, options: ResyncOptions, database: Database, l
 async def measure_daemons(
     accounts: Sequence[WorkloadAccount],
     options: ResyncOptions,
-    database: Database,
+    database: DatabaseServer,
     load: LoadProcess,
     directory: Path,
 ) -> Report:
@@ -222,7 +222,9 @@ async def _measure_stages(accounts: Sequence[WorkloadAccount], dsn: str, load: L
         return costs("record", await resyncs.run(), _records(accounts))
 
 
-async def _measure_floor(speed: Figures, workload: Workload, options: ResyncOptions, database: Database) -> Figures:
+async def _measure_floor(
+    speed: Figures, workload: Workload, options: ResyncOptions, database: DatabaseServer
+) -> Figures:
     """Verify the same exports and write the same changes to the same rows."""
     gc.freeze()
     verification = sum(

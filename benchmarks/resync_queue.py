@@ -17,7 +17,7 @@ from time import perf_counter, time
 import asyncpg
 
 from indexer import embedded
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.migrate import migrate
 from indexer.db.resync_queue import DUE
 from indexer.sync.shard import BUCKETS
@@ -52,7 +52,7 @@ async def insert_repos(connection: asyncpg.Connection, repos: int) -> None:
     print(f"\r{repos:,} repos, {size / repos:.0f} bytes each with their indexes")
 
 
-async def measure(store: Store, count: int, buckets: range, concurrency: int) -> tuple[list[float], int]:
+async def measure(db: Database, count: int, buckets: range, concurrency: int) -> tuple[list[float], int]:
     """Claim `count` repos at a time, in concurrent tasks.
 
     Returns:
@@ -64,7 +64,7 @@ async def measure(store: Store, count: int, buckets: range, concurrency: int) ->
         nonlocal short
         for _ in range(rounds):
             began = perf_counter()
-            claimed = await store.claim(count, buckets, 120.0, time())
+            claimed = await db.resyncs.claim(count, buckets, 120.0, time())
             times.append(1_000 * (perf_counter() - began))
             short += len(claimed) < count
 
@@ -79,10 +79,10 @@ async def main(repos: int, *, plan: bool) -> None:
             await migrate(dsn)
             connection = await asyncpg.connect(dsn)
             await insert_repos(connection, repos)
-            store = await Store.open(dsn)
+            db = await Database.open(dsn)
             for count, concurrency in ((1, 1), (8, 1), (256, 1), (1, 8), (8, 8)):
                 for name, buckets in (("all buckets", range(BUCKETS)), ("16 buckets", range(16))):
-                    times, short = await measure(store, count, buckets, concurrency)
+                    times, short = await measure(db, count, buckets, concurrency)
                     print(
                         f"claims of {count:3} from {name:11} {concurrency} at a time   "
                         f"median {statistics.median(times):6.2f} ms   p99 {times[int(len(times) * 0.99)]:6.2f} ms   "
@@ -93,7 +93,7 @@ async def main(repos: int, *, plan: bool) -> None:
                     f"explain (analyze, buffers, costs off) {DUE}", 8, list(range(BUCKETS)), time(), 77
                 )
                 print("\n".join(row[0] for row in rows))
-            await store.close()
+            await db.close()
             await connection.close()
 
 

@@ -8,11 +8,11 @@ from time import time
 from typing import cast
 
 from benchmarks.harness import BenchmarkError
-from benchmarks.live_stages import open_store
+from benchmarks.live_stages import connect_database
 from benchmarks.stage_clock import StageClock
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.core import CoreChoice, load_core
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.write import ROW_LAYOUT
 from indexer.net.http import OutboundClient, OutboundSettings, RateLimits
 from indexer.net.identity import DidResolver, IdentityCache
@@ -49,17 +49,17 @@ class TimedResyncs:
     """Performs resyncs as the daemon does, one at a time."""
 
     def __init__(
-        self, store: Store, outbound: OutboundClient, plc_url: str, directory: Path, clock: StageClock, scope: Scope
+        self, db: Database, outbound: OutboundClient, plc_url: str, directory: Path, clock: StageClock, scope: Scope
     ) -> None:
         metrics, policy = _ClockMetrics(clock), Policy(scope, DEFAULT_LIMITS)
         resolver = DidResolver(outbound, (plc_url,), plc_rate=_UNLIMITED, allow_private_hosts=True, clock=time)
-        self._store = store
-        self._identities = IdentityCache(resolver, store, metrics, clock=time, refresh_rate=_UNLIMITED)
+        self._db = db
+        self._identities = IdentityCache(resolver, db.identities, metrics, clock=time, refresh_rate=_UNLIMITED)
         core = load_core(cast("CoreChoice", os.environ.get("INDEXER_CORE", "auto")), 1)  # as the daemon's
         pds = PdsClient(
             outbound, policy.limits, directory, lambda folder, limits: core.open_export(folder, limits, ROW_LAYOUT)
         )
-        applies = Applies(store, metrics, Conditions())
+        applies = Applies(db, metrics, Conditions())
         self._resync = ResyncAttempts(
             applies, self._identities, pds, lambda: policy, metrics, sources=(None,), conditions=Conditions()
         )
@@ -74,7 +74,7 @@ class TimedResyncs:
             BenchmarkError: A resync failed.
         """
         self._clock.cpu.clear()
-        while claimed := await self._store.claim(_CLAIM_SIZE, range(BUCKETS), _LEASE_SECONDS, time()):
+        while claimed := await self._db.resyncs.claim(_CLAIM_SIZE, range(BUCKETS), _LEASE_SECONDS, time()):
             for repo in claimed:
                 known = await self._identities.lookup(repo.did)
                 with self._clock.database():
@@ -97,9 +97,9 @@ async def timed_resyncs(dsn: str, plc_url: str, directory: Path) -> AsyncIterato
     rates = RateLimits(host=_UNLIMITED, host_concurrency=_UNLIMITED, total=_UNLIMITED)
     outbound = OutboundClient(OutboundSettings("benchmark", allow_private_hosts=True, rates=rates))
     try:
-        async with open_store(dsn) as (store, clock):
-            scope = await store.begin_scope(Scope())
-            resyncs = TimedResyncs(store, outbound, plc_url, directory, clock, scope)
+        async with connect_database(dsn) as (db, clock):
+            scope = await db.scope.begin(Scope())
+            resyncs = TimedResyncs(db, outbound, plc_url, directory, clock, scope)
             try:
                 yield resyncs
             finally:

@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks import cpu_usage, database_rows, floor, harness
 from benchmarks.arrival_watch import ArrivalWatch
 from benchmarks.floor import BareScript, SignatureCheck
-from benchmarks.harness import Database, LoadProcess
+from benchmarks.harness import DatabaseServer, LoadProcess
 from benchmarks.report import MICRO, Figures, cpu_of
 from benchmarks.workload import Workload
 from indexer.atproto.crypto import parse_did_key
@@ -126,7 +126,7 @@ async def open_floor(workload: Workload, directory: Path) -> AsyncIterator[Floor
 
 
 @asynccontextmanager
-async def filled_database(workload: Workload, directory: Path, host: str) -> AsyncIterator[Database]:
+async def filled_database(workload: Workload, directory: Path, host: str) -> AsyncIterator[DatabaseServer]:
     """Run a database with the initial rows of the workload, all of whose repos are on this host."""
     async with harness.database(directory) as database:
         await database_rows.insert_workload(database.dsn, workload, lambda _: host, status=SyncStatus.SYNCHRONIZED)

@@ -138,7 +138,7 @@ async def make(seconds: float) -> None:
             accounts = create_backfill(network)
             inject_faults(network, accounts)
             async with running_daemon(network, Path(directory)) as (daemon, dsn), daemon.serve_http() as address:
-                await daemon.store.add_repos([account.did for account in accounts])
+                await daemon.db.repos.add([account.did for account in accounts])
                 work = [act(network, seconds), register_consumers(dsn), sample(daemon)]
                 tasks = [asyncio.create_task(one) for one in work]
                 await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

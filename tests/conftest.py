@@ -15,7 +15,7 @@ from contextlib import suppress
 import asyncpg
 import pytest
 
-from indexer.db import Store
+from indexer.db import Database
 from tests.citus_server import CitusServer
 from tests.database_server import DatabaseServer, memory_directory
 from tests.profiles import register_profiles
@@ -86,15 +86,15 @@ def empty_database(postgres: DatabaseServer) -> Iterator[str]:
 
 
 @pytest.fixture
-async def store(database: str) -> AsyncIterator[Store]:
-    store = await Store.open(database, connections=5)
-    yield store
-    await store.close()
+async def db(database: str) -> AsyncIterator[Database]:
+    db = await Database.open(database, connections=5)
+    yield db
+    await db.close()
 
 
 @pytest.fixture
 async def sql(database: str) -> AsyncIterator[asyncpg.Connection]:
-    """Open a connection beside those of the store."""
+    """Open a connection beside those of the pool."""
     connection = await asyncpg.connect(database)
     yield connection
     await connection.close()

@@ -81,7 +81,7 @@ async def wait_for_cursor(running: Daemon, relay_url: str, seq: int) -> None:
     """Wait until the cursor in the database has reached `seq`, and the metrics include what was written."""
 
     async def reached() -> bool:
-        cursor = await stored_seq(running.store, relay_url)
+        cursor = await stored_seq(running.db, relay_url)
         return cursor is not None and cursor >= seq and (running.stream_position.watermark.position or 0) >= seq
 
     def state() -> str:

@@ -6,14 +6,14 @@ from typing import Any
 import asyncpg
 
 from indexer.cli.demo import NetworkComparison, compare
-from indexer.db import Store
+from indexer.db import Database
 from indexer.demo.local_network import LocalNetwork
 from tests.waiting import until
 
 
-async def stored_seq(store: Store, relay: str) -> int | None:
+async def stored_seq(db: Database, relay: str) -> int | None:
     """Return the stored cursor of the relay; None if there is none. There is one shard."""
-    return max((cursor.seq for cursor in await store.cursors() if cursor.relay == relay), default=None)
+    return max((cursor.seq for cursor in await db.gaps.cursors() if cursor.relay == relay), default=None)
 
 
 async def fetch(dsn: str, statement: str, *values: object) -> list[asyncpg.Record]:
@@ -28,20 +28,20 @@ async def fetch(dsn: str, statement: str, *values: object) -> list[asyncpg.Recor
 
 async def wait_until_equal(network: LocalNetwork, dsn: str, min_records: int = 100) -> None:
     """Wait until the cursor is at the last message and the database equals the network."""
-    store = await Store.open(dsn)
+    db = await Database.open(dsn)
     comparison = NetworkComparison(0, 0, ["not compared"])
 
     async def equal() -> bool:
         nonlocal comparison
-        comparison = await compare(network, store)
+        comparison = await compare(network, db)
         last = network.relay.log[-1].seq
-        return not comparison.differences and await stored_seq(store, network.relay_url) == last
+        return not comparison.differences and await stored_seq(db, network.relay_url) == last
 
     try:
         await until(equal, lambda: comparison.differences[:5])
         assert comparison.records >= min_records
     finally:
-        await store.close()
+        await db.close()
 
 
 async def assert_change_log_consistent(dsn: str) -> None:

@@ -3,19 +3,19 @@
 import asyncpg
 
 from indexer.cluster.change_numbering import ChangeNumbering
-from indexer.db import Store
+from indexer.db import Database
 from indexer.sync.shard import Placement
 from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metrics import Metrics
 from tests.waiting import until
 
 
-async def number_changes(store: Store, sql: asyncpg.Connection) -> None:
+async def number_changes(db: Database, sql: asyncpg.Connection) -> None:
     """Assign numbers to all committed changes on a cluster, as a daemon does. On one Postgres, each COMMIT does so."""
 
     async def all_are_numbered() -> bool:
-        await ChangeNumbering(store, Metrics(), Conditions()).finish()
+        await ChangeNumbering(db, Metrics(), Conditions()).finish()
         return not await sql.fetch("select from indexer.unnumbered_batch")
 
-    if store.placement is Placement.DISTRIBUTED:
+    if db.placement is Placement.DISTRIBUTED:
         await until(all_are_numbered)

@@ -9,7 +9,7 @@ from time import time
 from indexer.app.process_setup import available_cores
 from indexer.app.settings import Settings, variable
 from indexer.core import PYTHON_CORE, Core, load_core
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.write import ROW_LAYOUT
 from indexer.errors import SettingsError
 from indexer.net.http import HostPauses, OutboundClient, OutboundSettings, RateLimits, Timeouts, host_of
@@ -83,14 +83,14 @@ def make_did_resolver(settings: Settings, outbound: OutboundClient) -> DidResolv
 
 @asynccontextmanager
 async def open_identities(
-    settings: Settings, store: Store, outbound: OutboundClient, metrics: Metrics
+    settings: Settings, db: Database, outbound: OutboundClient, metrics: Metrics
 ) -> AsyncIterator[IdentityCache]:
     """Open the identities for a command.
 
     Only the operator causes lookups, so identities are refreshed without a limit, and missing keys are looked up again.
     """
     resolver, lifetimes = make_did_resolver(settings, outbound), IdentityLifetimes(missing_max_age=0.0)
-    identities = IdentityCache(resolver, store, metrics, clock=time, refresh_rate=math.inf, lifetimes=lifetimes)
+    identities = IdentityCache(resolver, db.identities, metrics, clock=time, refresh_rate=math.inf, lifetimes=lifetimes)
     try:
         yield identities
     finally:
@@ -139,7 +139,7 @@ def outbound_concurrency(settings: Settings) -> int:
     return settings.resync_workers + LOOKUP_CONCURRENCY
 
 
-async def stored_policy(settings: Settings, store: Store) -> Policy:
+async def stored_policy(settings: Settings, db: Database) -> Policy:
     """Return the policy with the stored scope, or with that of the settings if none is stored yet."""
-    scope = await store.scope()
+    scope = await db.scope.load()
     return settings.policy if scope is None else replace(settings.policy, scope=scope)

@@ -27,7 +27,7 @@ from indexer.cluster.change_numbering import ChangeNumbering
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.core import Core
 from indexer.crash_points import crash_point
-from indexer.db import RESERVED_CONNECTIONS, RetentionPolicy, Store
+from indexer.db import RESERVED_CONNECTIONS, Database, RetentionPolicy
 from indexer.db.current_scope import CurrentScope
 from indexer.db.open_gaps import OpenGaps
 from indexer.db.process_reports import ProcessReport
@@ -105,16 +105,16 @@ async def open_daemon(
     """
     async with AsyncExitStack() as stack:
         metrics, tuning = metrics or Metrics(), tuning or Tuning()
-        store = await Store.open(dsn, connections=CONNECTIONS)
-        stack.push_async_callback(store.close)
+        db = await Database.open(dsn, connections=CONNECTIONS)
+        stack.push_async_callback(db.close)
         outbound = await stack.enter_async_context(
             open_outbound_client(settings, metrics.outbound_request, tuning.timeouts, tuning.host_pauses)
         )
-        outbound.hosts.restore(await store.load_hosts())
+        outbound.hosts.restore(await db.hosts.load())
         resolver = make_did_resolver(settings, outbound)
         identities = IdentityCache(
             resolver,
-            store,
+            db.identities,
             metrics,
             clock=time,
             refresh_rate=settings.plc_rate / 2,
@@ -125,7 +125,7 @@ async def open_daemon(
         core = core or core_of(settings)
         pds = make_pds_client(settings, outbound, core)
         webhook = await stack.enter_async_context(open_webhook(settings, metrics, tuning))
-        daemon = Daemon(settings, store, identities, pds, outbound, metrics, core, tuning, others, webhook)
+        daemon = Daemon(settings, db, identities, pds, outbound, metrics, core, tuning, others, webhook)
         await daemon.scope.begin()
         yield daemon
 
@@ -147,7 +147,7 @@ class Daemon:
     def __init__(
         self,
         settings: Settings,
-        store: Store,
+        db: Database,
         identities: IdentityCache,
         pds: PdsClient,
         outbound: OutboundClient,
@@ -159,25 +159,25 @@ class Daemon:
     ) -> None:
         self.settings = settings
         self.tuning = tuning
-        self._shard = settings.shard.placed(store.placement)
-        self.store = store
+        self._shard = settings.shard.placed(db.placement)
+        self.db = db
         self.identities = identities
         self.hosts = outbound.hosts
         self.metrics = metrics
         self.core = core
         self.conditions = Conditions()
         self.started_at = monotonic()
-        self.scope = CurrentScope(store, settings.policy, poll=tuning.scope_interval)
+        self.scope = CurrentScope(db, settings.policy, poll=tuning.scope_interval)
         self._build_live_stages(outbound)
         self._build_resync_stages(pds)
         self._build_background_stages(outbound, pds)
-        self.feeds = DaemonFeeds(settings, store, identities, self.metrics, self.conditions, webhook)
+        self.feeds = DaemonFeeds(settings, db, identities, self.metrics, self.conditions, webhook)
         self._build_monitors()
         stages = all_stages(self, others)
         self._stages = [stage for stage in stages if stage.role is None or stage.role in settings.roles]
         self.probe = DaemonProbe(self._stages, self.database_monitor, self.shard_ownership, self.started_at)
         self.status = StatusReader(
-            store, self._stages, self.probe, self.database_monitor, str(self._shard), settings.roles
+            db, self._stages, self.probe, self.database_monitor, str(self._shard), settings.roles
         )
         for gauges in (self.probe.gauges(), self._process_gauges(), *(stage.gauges for stage in stages)):
             metrics.watch(gauges)
@@ -186,7 +186,7 @@ class Daemon:
         settings, shard, tuning = self.settings, self._shard, self.tuning
         new_accounts = settings.new_accounts_per_host / shard.count
         self.new_accounts = NewAccounts(new_accounts)
-        self.shard_ownership = ShardOwnership(self.store, shard, retry=tuning.retry)
+        self.shard_ownership = ShardOwnership(self.db, shard, retry=tuning.retry)
         self.inbox = Inbox(INBOX_BYTES)
         self.subscription = Subscription(
             settings.relays, FRAME_SIZE_MARGIN * settings.limits.frame_bytes, settings.user_agent, tuning.connection
@@ -194,9 +194,9 @@ class Daemon:
         self.stream_position = StreamPosition(
             lambda: self.stream_continuity.is_known, upstream_is_pds=settings.upstream == "pds"
         )
-        self.open_gaps = OpenGaps(self.store, shard, self.metrics, tuning.gap_refresh)
+        self.open_gaps = OpenGaps(self.db, shard, self.metrics, tuning.gap_refresh)
         seek = StreamSeek(settings.limits, settings.user_agent)
-        entries = StreamEntries(self.store, seek, shard, settings.start)
+        entries = StreamEntries(self.db, seek, shard, settings.start)
         self.stream_continuity = StreamContinuity(
             entries,
             self.open_gaps,
@@ -214,7 +214,7 @@ class Daemon:
             self.metrics,
         )
         self.reconciliation = Reconciliation(
-            self.store,
+            self.db,
             outbound,
             self.metrics,
             self.open_gaps,
@@ -229,7 +229,7 @@ class Daemon:
             self.identities, self.inbox, timeout=tuning.key_lookup_timeout, concurrency=KEY_LOOKUP_CONCURRENCY
         )
         self.batch_writer = BatchWriter(
-            self.store,
+            self.db,
             self.inbox,
             self.key_lookups,
             self.stream_position,
@@ -237,7 +237,7 @@ class Daemon:
             replace(
                 tuning.writer,
                 shard=shard,
-                batch_size=BATCH_SIZE if self.store.shards == 1 else CLUSTER_BATCH_SIZE,
+                batch_size=BATCH_SIZE if self.db.shards == 1 else CLUSTER_BATCH_SIZE,
                 batch_window=settings.batch_window,
             ),
             self.metrics,
@@ -252,10 +252,10 @@ class Daemon:
         relay = http_origin(settings.relays[0])
         sources = [relay if source == "relay" else None for source in settings.resync_source]
         self.resync_pool = WorkerPool(
-            self.store,
+            self.db,
             self.identities,
             ResyncAttempts(
-                Applies(self.store, self.metrics, self.conditions),
+                Applies(self.db, self.metrics, self.conditions),
                 self.identities,
                 pds,
                 lambda: self.scope.policy,
@@ -272,12 +272,12 @@ class Daemon:
                 workers=settings.resync_workers,
                 share=settings.resync_share,
                 attempt_timeout=OTHER_TIME + 2 * settings.export_time,  # of a relay, and then of the PDS
-                gathering_time=CLUSTER_GATHERING_TIME if self.store.shards > 1 else 0.0,
+                gathering_time=CLUSTER_GATHERING_TIME if self.db.shards > 1 else 0.0,
             ),
             self.new_accounts,
         )
         self.queue_maintenance = QueueMaintenance(
-            self.store,
+            self.db,
             shard,
             self.metrics,
             replace(self.tuning.maintenance, unpark_after=settings.sweep_interval),
@@ -287,10 +287,10 @@ class Daemon:
     def _build_background_stages(self, outbound: OutboundClient, pds: PdsClient) -> None:
         settings, shard, tuning = self.settings, self._shard, self.tuning
         self.identity_refresh = IdentityRefresh(
-            self.store, self.identities, settings.deletion_grace, shard, interval=tuning.identity_refresh_interval
+            self.db, self.identities, settings.deletion_grace, shard, interval=tuning.identity_refresh_interval
         )
         self.account_erasure = AccountErasure(
-            self.store,
+            self.db,
             self.identities,
             pds,
             settings.deletion_grace,
@@ -299,16 +299,16 @@ class Daemon:
             interval=tuning.erasure_interval,
         )
         self.scope_tasks = self._scope_tasks(outbound)
-        self.links = LinkReader(self.store, wanted=settings.links)
+        self.links = LinkReader(self.db, wanted=settings.links)
         self.change_log_retention = ChangeLogRetention(
-            self.store,
+            self.db,
             RetentionPolicy(settings.change_retention, settings.change_bytes, settings.consumer_lag_limit),
             self.metrics,
         )
-        self.change_notifier = ChangeNotifier(self.store, self.metrics, self.conditions)
+        self.change_notifier = ChangeNotifier(self.db, self.metrics, self.conditions)
         self.change_numbering: ChangeNumbering | None = None
-        if self.store.placement is Placement.DISTRIBUTED:  # on a plain database, COMMIT numbers changes
-            self.change_numbering = ChangeNumbering(self.store, self.metrics, self.conditions)
+        if self.db.placement is Placement.DISTRIBUTED:  # on a plain database, COMMIT numbers changes
+            self.change_numbering = ChangeNumbering(self.db, self.metrics, self.conditions)
         self.handle_checks: HandleChecks | None = None
         if settings.handle_rate:
             handles = HandleVerifier(
@@ -317,18 +317,18 @@ class Daemon:
                 allow_private_hosts=settings.allow_private_hosts,
                 on_lookup=self.metrics.identity_lookup,
             )
-            self.handle_checks = HandleChecks(self.store, handles, shard, rate=settings.handle_rate)
+            self.handle_checks = HandleChecks(self.db, handles, shard, rate=settings.handle_rate)
 
     def _scope_tasks(self, outbound: OutboundClient) -> dict[str, ScopeTask]:
         """Return the tasks that delete what left the scope, and find and fetch what entered it, by name."""
-        shard, store, scope, tuning = self._shard, self.store, self.scope, self.tuning
+        shard, db, scope, tuning = self._shard, self.db, self.scope, self.tuning
         interval, settle, sources = tuning.scope_interval, tuning.scope_settle, self._repo_list_sources
         tasks: dict[str, ScopeTask] = {
             "scope narrowing": ScopeNarrowing(
-                store, scope, shard, self.metrics, interval=interval, batch_size=tuning.narrowing_batch
+                db, scope, shard, self.metrics, interval=interval, batch_size=tuning.narrowing_batch
             ),
             "scope untracking": ScopeUntracking(
-                store,
+                db,
                 scope,
                 shard,
                 interval=interval,
@@ -336,7 +336,7 @@ class Daemon:
                 batch_size=tuning.untracking_batch,
             ),
             "scope backfill": ScopeBackfill(
-                store,
+                db,
                 outbound,
                 scope,
                 sources,
@@ -350,15 +350,13 @@ class Daemon:
         }
         if shard.index == 0:  # the lists are of all shards
             tasks["signal discovery"] = SignalDiscovery(
-                store, outbound, scope, sources, self._reconciled_at, interval=interval, settle=settle
+                db, outbound, scope, sources, self._reconciled_at, interval=interval, settle=settle
             )
         return tasks
 
     def _build_monitors(self) -> None:
-        self.repo_counts = DaemonCounts(
-            self.store, self.metrics, self.tuning.count_interval, self.tuning.max_count_share
-        )
-        self.database_monitor = DatabaseMonitor(self.store, self.conditions, self.metrics)
+        self.repo_counts = DaemonCounts(self.db, self.metrics, self.tuning.count_interval, self.tuning.max_count_share)
+        self.database_monitor = DatabaseMonitor(self.db, self.conditions, self.metrics)
         self.daemon_monitor = DaemonMonitor(
             self.batch_writer.totals, self.identities.lookups, self.hosts, self.conditions
         )
@@ -455,7 +453,7 @@ class Daemon:
         """Store the states of hosts that changed."""
         if not (states := self.hosts.unsaved()):
             return
-        await self.store.save_hosts(states)
+        await self.db.hosts.save(states)
         self.hosts.mark_saved(states)
 
 

@@ -8,7 +8,7 @@ from aiohttp import web
 from indexer.app.clients import open_webhook_client
 from indexer.app.settings import Settings
 from indexer.app.tuning import Tuning
-from indexer.db import Store
+from indexer.db import Database
 from indexer.net.http import OutboundClient
 from indexer.net.identity import IdentityCache
 from indexer.readers.access import Access
@@ -47,7 +47,7 @@ class DaemonFeeds:
     def __init__(
         self,
         settings: Settings,
-        store: Store,
+        db: Database,
         identities: IdentityCache,
         metrics: Metrics,
         conditions: Conditions,
@@ -57,9 +57,9 @@ class DaemonFeeds:
         url, secret = settings.webhook_url, settings.admin_password
         password = secret.get_secret_value() if secret else None
         self._access = Access(password)
-        self._tap_routes = TapRoutes(store, identities)
+        self._tap_routes = TapRoutes(db, identities)
         self.tap_feed = TapFeed(
-            store,
+            db,
             conditions,
             metrics,
             RefusalLimits.below(settings.consumer_lag_limit),
@@ -69,9 +69,9 @@ class DaemonFeeds:
         self.webhook: Webhook | None = None
         if webhook is not None and url is not None:
             self.webhook = Webhook(self.tap_feed, webhook, url.get_secret_value(), password, conditions, metrics)
-        self.jetstream_reader = JetstreamReader(store)
+        self.jetstream_reader = JetstreamReader(db)
         self._jetstream_routes = JetstreamRoutes(
-            store, self.jetstream_reader, metrics, values_stored=settings.store_values
+            db, self.jetstream_reader, metrics, values_stored=settings.store_values
         )
 
     def routes(self) -> Iterator[web.RouteDef]:

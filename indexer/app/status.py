@@ -9,7 +9,7 @@ from typing import NoReturn
 from indexer import __version__
 from indexer.app.stage import Stage
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.periodic import DatabaseAttempt
 from indexer.live.batch_writer import BatchWriter
 from indexer.resync.pool import WorkerPool
@@ -98,16 +98,16 @@ class DaemonCounts:
         stage: The progress of counting.
     """
 
-    def __init__(self, store: Store, metrics: Metrics, interval: float, max_share: float) -> None:
+    def __init__(self, db: Database, metrics: Metrics, interval: float, max_share: float) -> None:
         """Create it.
 
         Args:
-            store: The store.
+            db: The database.
             metrics: The metrics.
             interval: The minimum time between two counts, in seconds.
             max_share: The maximum share of the time that is spent on counting, because it reads many repos.
         """
-        self._store = store
+        self._db = db
         self._metrics = metrics
         self._interval = interval
         self._max_share = max_share
@@ -127,7 +127,7 @@ class DaemonCounts:
     async def _count(self) -> None:
         now = time()
         since = self.newest.since(now)
-        counts = await self._store.counts(since)
+        counts = await self._db.reports.counts(since)
         self.newest.set(counts, since, now)
         self._metrics.repos(counts.statuses, counts.reasons, counts.queued, counts.incomplete)
         self._metrics.links(link_status(counts.links, now).progress)
@@ -164,21 +164,21 @@ class StatusReader:
 
     def __init__(
         self,
-        store: Store,
+        db: Database,
         stages: Sequence[Stage],
         probe: DaemonProbe,
         database: DatabaseMonitor,
         shard: str,
         roles: Sequence[str],
     ) -> None:
-        self._store = store
+        self._db = db
         self._stages = stages
         self._probe = probe
         self._database = database
         self._shard = shard
         self._roles = roles
         self._started_at = time()
-        self._delivery = RecentRead(store.delivery_state, interval=READ_SECONDS, timeout=READ_TIMEOUT)
+        self._delivery = RecentRead(db.reports.delivery_state, interval=READ_SECONDS, timeout=READ_TIMEOUT)
 
     async def document(self) -> StatusDocument:
         """Return the present state. The database is read only if it answers, and the last read is not recent."""
@@ -211,7 +211,7 @@ class StatusReader:
         Raises:
             DatabaseError: The database is unavailable.
         """
-        row = await self._store.account_state(account)
+        row = await self._db.reports.account_state(account)
         return None if row is None else account_status(row, time())
 
     def _show_delivery(self, document: StatusDocument) -> None:

@@ -21,7 +21,7 @@ from indexer.atproto.cid import cid_text
 from indexer.atproto.crypto import PublicKey, parse_did_key
 from indexer.cli.audit_comparison import RepoComparison
 from indexer.cli.audit_result import NOT_IN_DATABASE, RepoAudit
-from indexer.db import ConsistentRead, DatabaseError, Store
+from indexer.db import ConsistentRead, Database, DatabaseError
 from indexer.errors import BrokenInvariantError, UnavailableError, UpstreamError
 from indexer.net.identity import DidResolver
 from indexer.net.pds import PdsClient
@@ -61,7 +61,7 @@ class Auditor:
 
     def __init__(
         self,
-        store: Store,
+        db: Database,
         resolver: DidResolver,
         pds: PdsClient,
         policy: Policy,
@@ -69,7 +69,7 @@ class Auditor:
         concurrency: int,
         timeouts: AuditTimeouts | None = None,
     ) -> None:
-        self._store = store
+        self._db = db
         self._resolver = resolver
         self._pds = pds
         self._policy = policy
@@ -120,7 +120,7 @@ class Auditor:
 
     async def _fetch_until_current(self, did: str) -> RepoAudit:
         """Fetch and compare the repo, again if the export is older than the stored rev."""
-        _comparable_head((await self._store.repos([did])).get(did))
+        _comparable_head((await self._db.repos.load([did])).get(did))
         identity = await self._resolver.resolve(did)
         if identity.signing_key is None or identity.pds is None:
             raise UnavailableError(FetchFailure.IDENTITY_MISSING, identity.problem or "")
@@ -146,7 +146,7 @@ class Auditor:
         deadline = monotonic() + self._timeouts.catch_up_seconds
         exported = snapshot.head
         while True:
-            async with self._store.consistent_read(snapshot.did) as read:
+            async with self._db.exports.consistent_read(snapshot.did) as read:
                 repo = await read.repo()
                 stored = _comparable_head(repo)
                 if stored.rev > exported.rev:
@@ -176,16 +176,16 @@ class Auditor:
 
 @asynccontextmanager
 async def open_auditor(
-    settings: Settings, store: Store, timeouts: AuditTimeouts | None = None
+    settings: Settings, db: Database, timeouts: AuditTimeouts | None = None
 ) -> AsyncIterator[Auditor]:
     """Open an auditor with the clients that the settings describe. It sends no requests to hosts that are paused."""
     async with open_outbound_client(settings) as outbound:
-        outbound.hosts.restore(await store.load_hosts())
+        outbound.hosts.restore(await db.hosts.load())
         auditor = Auditor(
-            store,
+            db,
             make_did_resolver(settings, outbound),
             make_pds_client(settings, outbound),
-            await stored_policy(settings, store),
+            await stored_policy(settings, db),
             concurrency=audit_concurrency(settings),
             timeouts=timeouts,
         )

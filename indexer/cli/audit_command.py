@@ -9,7 +9,7 @@ from indexer.cli.arguments import DID, WholeNumber
 from indexer.cli.audit import audit_concurrency, open_auditor
 from indexer.cli.audit_result import AuditSummary, RepoAudit
 from indexer.cli.command import ExitCode, command, json_lines_option, report_error
-from indexer.cli.database import open_store
+from indexer.cli.database import connect_database
 from indexer.cli.output import progress_console, to_json
 from indexer.cli.progress_bars import show_progress
 from indexer.telemetry.log import printable
@@ -42,10 +42,10 @@ async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: in
         raise click.UsageError("Give either DIDs or --sample, not both.")
     summary = AuditSummary()
     async with (
-        open_store(settings, connections=audit_concurrency(settings), readonly=True) as store,
-        open_auditor(settings, store) as auditor,
+        connect_database(settings, connections=audit_concurrency(settings), readonly=True) as db,
+        open_auditor(settings, db) as auditor,
     ):
-        repos = list(dict.fromkeys(dids)) or await store.sample_synchronized(sample or DEFAULT_SAMPLE)
+        repos = list(dict.fromkeys(dids)) or await db.reports.sample_synchronized(sample or DEFAULT_SAMPLE)
         if not repos:
             return report_error("no repo is synchronized, so there is nothing to compare", ExitCode.FAILED)
         with show_progress("repos", len(repos), progress_console()) as progress:

@@ -8,11 +8,11 @@ from indexer.app.clients import http_origin, open_identities, open_outbound_clie
 from indexer.app.settings import Settings
 from indexer.cli.arguments import NSID, ORIGIN
 from indexer.cli.command import ExitCode, command, json_lines_option
-from indexer.cli.database import open_store
+from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result, progress_console
 from indexer.cli.progress_bars import show_progress
-from indexer.db import Store
-from indexer.db.crawl_progress import CrawlProgress
+from indexer.db import Database
+from indexer.db.crawls import CrawlProgress
 from indexer.db.current_scope import CurrentScope
 from indexer.db.open_gaps import OpenGaps
 from indexer.errors import UnavailableError
@@ -47,8 +47,8 @@ async def discover_command(
     if relay and pds:
         raise click.UsageError("Give either --relay or --pds, not both.")
     source = relay or pds or http_origin(settings.relays[0])
-    async with open_store(settings) as store, open_outbound_client(settings) as outbound:
-        discovery = Discovery(store, outbound)
+    async with connect_database(settings) as db, open_outbound_client(settings) as outbound:
+        discovery = Discovery(db, outbound)
         for collection in collections or ("",):
             progress = await discovery.begin(source, collection)
             name = f"{collection or 'all accounts'} of {source}"
@@ -66,30 +66,30 @@ async def discover_command(
     return ExitCode.OK
 
 
-async def reconcile(settings: Settings, store: Store) -> CrawlProgress:
+async def reconcile(settings: Settings, db: Database) -> CrawlProgress:
     """Reconcile all shards with the first relay that answers, and show the progress.
 
     Raises:
         UnavailableError: No relay answers, or the database is unavailable.
     """
-    known = sum((await store.counts()).statuses.values())
+    known = sum((await db.reports.counts()).statuses.values())
     async with open_outbound_client(settings) as outbound:
         with show_progress("accounts listed by the relay", known, progress_console()) as shown:
             return await _reconcile_with_first_available(
-                settings, store, outbound, lambda now: shown.update(now.listed, note=f"{now.found:,} different")
+                settings, db, outbound, lambda now: shown.update(now.listed, note=f"{now.found:,} different")
             )
 
 
 async def _reconcile_with_first_available(
-    settings: Settings, store: Store, outbound: OutboundClient, on_progress: Callable[[CrawlProgress], None]
+    settings: Settings, db: Database, outbound: OutboundClient, on_progress: Callable[[CrawlProgress], None]
 ) -> CrawlProgress:
     metrics, shard = Metrics(), Shard()
-    gaps = OpenGaps(store, shard, metrics)
-    scope = CurrentScope(store, await stored_policy(settings, store))
+    gaps = OpenGaps(db, shard, metrics)
+    scope = CurrentScope(db, await stored_policy(settings, db))
     reconciliation_settings = ReconciliationSettings(shard, settings.sweep_interval)
-    async with open_identities(settings, store, outbound, metrics) as identities:
+    async with open_identities(settings, db, outbound, metrics) as identities:
         reconciliation = Reconciliation(
-            store,
+            db,
             outbound,
             metrics,
             gaps,

@@ -12,7 +12,7 @@ from rich.table import Table
 from indexer.app.settings import Settings
 from indexer.cli.arguments import START
 from indexer.cli.command import ExitCode, command, config_option, confirm, json_option, report_error
-from indexer.cli.database import open_store
+from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result, literal_text, result_console, to_json
 from indexer.net.relay.seek import live_position
 from indexer.serve.readiness import describe_gap
@@ -36,8 +36,8 @@ async def show_command(settings: Settings, *, as_json: bool) -> int:
 
     The lag is the age of the message at the cursor, by its own time.
     """
-    async with open_store(settings) as store:
-        cursors, gaps = await store.cursors(), await store.open_gaps()
+    async with connect_database(settings) as db:
+        cursors, gaps = await db.gaps.cursors(), await db.gaps.load_open()
     rows = [_cursor_row(cursor, time()) for cursor in sorted(cursors, key=_order)]
     if as_json:
         click.echo(to_json({"cursors": rows, "open_gaps": [_gap_row(gap) for gap in gaps]}))
@@ -76,10 +76,10 @@ async def reset_command(
     until a reconciliation has closed the gap. Records are not changed: messages that are received again have no effect,
     and repos that missed messages are fetched again.
     """
-    async with open_store(settings, connections=2) as store, store.shard_lock(Shard().positions) as lock:
+    async with connect_database(settings, connections=2) as db, db.shard_locks.open(Shard().positions) as lock:
         if not await lock.claim():
             return report_error("a daemon is running; stop all daemons of this database first", ExitCode.FAILED)
-        cursors = await store.cursors()
+        cursors = await db.gaps.cursors()
         if relay not in {cursor.relay for cursor in cursors}:
             return report_error(f"no cursor is stored for {relay}; see indexer cursor show", ExitCode.UNKNOWN)
         if not yes:
@@ -88,7 +88,7 @@ async def reset_command(
         if position is None:
             return report_error(f"{relay} has sent no message; the cursor is unchanged", ExitCode.FAILED)
         shards = present_shards(cursors)
-        await store.reset_cursor(relay, shards, position)
+        await db.gaps.reset_cursor(relay, shards, position)
     names = [str(shard) for shard in shards]
     text = f"{relay}: cursor {position.seq} in shards {', '.join(names)}; a gap is open for each shard"
     echo_result({"relay": relay, "seq": position.seq, "shards": names}, text, as_json=as_json)

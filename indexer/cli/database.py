@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from indexer.app.settings import Settings
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.schema_version import require_current_schema
 from indexer.embedded import database
 
@@ -19,8 +19,10 @@ def open_database(settings: Settings) -> AbstractAsyncContextManager[str]:
 
 
 @asynccontextmanager
-async def open_store(settings: Settings, *, connections: int = 1, readonly: bool = False) -> AsyncIterator[Store]:
-    """Open the store.
+async def connect_database(
+    settings: Settings, *, connections: int = 1, readonly: bool = False
+) -> AsyncIterator[Database]:
+    """Open the database.
 
     Raises:
         SchemaVersionError: This release cannot use the version of the database schema.
@@ -29,8 +31,8 @@ async def open_store(settings: Settings, *, connections: int = 1, readonly: bool
     """
     async with open_database(settings) as dsn:
         await require_current_schema(dsn)
-        store = await Store.open(dsn, connections=connections, readonly=readonly)
+        db = await Database.open(dsn, connections=connections, readonly=readonly)
         try:
-            yield store
+            yield db
         finally:
-            await store.close()
+            await db.close()

@@ -23,7 +23,7 @@ from indexer.app.daemon import Daemon, open_daemon
 from indexer.app.process_setup import StopRequest, stop_on_signals
 from indexer.app.settings import Settings
 from indexer.cli.command import ExitCode
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.migrate import migrate
 from indexer.db.schema_version import has_repos
 from indexer.demo.local_network import LocalNetwork
@@ -110,17 +110,17 @@ async def _running(daemon: Daemon) -> AsyncIterator[asyncio.Task[int]]:
         await serving
 
 
-async def compare(network: LocalNetwork, store: Store) -> NetworkComparison:
+async def compare(network: LocalNetwork, db: Database) -> NetworkComparison:
     """Compare the records of the network with the public views of the database."""
     expected = network.expected_records()
-    visible = await store.visible_repos()
+    visible = await db.reports.visible_repos()
     differences = [
         f"{did} is {status} ({reason})" for did, (status, reason) in visible.items() if status != "synchronized"
     ]
     differences += [f"{did} is missing in the database" for did in expected.keys() - visible.keys()]
     differences += [f"{did} is visible, but not in the network" for did in visible.keys() - expected.keys()]
     for did in sorted(expected.keys() & visible.keys()):
-        records = await store.visible_records(did)
+        records = await db.reports.visible_records(did)
         differences += [
             f"at://{did}/{path} is {_short_cid(records.get(path))}, "
             f"in the network {_short_cid(expected[did].get(path))}"
@@ -166,12 +166,12 @@ async def _run_scenario(
                 await asyncio.wait([acting, serving], timeout=REFRESH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             acting.result()
             deadline = monotonic() + SETTLE_SECONDS
-            comparison = await compare(network, daemon.store)
+            comparison = await compare(network, daemon.db)
             while (comparison.differences or not _all_events_stored(network, daemon)) and monotonic() < deadline:
                 _raise_if_ended(serving)
                 live.update(await _live_table(network, daemon, scenario.report, 0.0))
                 await asyncio.wait([serving], timeout=REFRESH_SECONDS)
-                comparison = await compare(network, daemon.store)
+                comparison = await compare(network, daemon.db)
         return comparison
     finally:
         acting.cancel()
@@ -206,7 +206,7 @@ def _short_cid(cid: bytes | None) -> str:
 
 
 async def _live_table(network: LocalNetwork, daemon: Daemon, report: ScenarioReport, seconds_left: float) -> Group:
-    counts = await daemon.store.counts()
+    counts = await daemon.db.reports.counts()
     phase = f"{seconds_left:.0f} s left" if seconds_left > 0 else "waiting until database and network are equal"
     table = Table(title=f"indexer demo, {phase}")
     table.add_column("")

@@ -16,10 +16,10 @@ from indexer.app.clients import stored_policy
 from indexer.app.settings import Settings
 from indexer.cli.arguments import NSID, OUTPUT_FILE
 from indexer.cli.command import ExitCode, command, report_error
-from indexer.cli.database import open_store
+from indexer.cli.database import connect_database
 from indexer.cli.output import progress_console
 from indexer.cli.progress_bars import show_progress
-from indexer.db import ExportedRecord, Store
+from indexer.db import Database, ExportedRecord
 from indexer.errors import SettingsError
 
 Format = Literal["jsonl", "parquet"]
@@ -51,7 +51,7 @@ class ExportWriter(Protocol):
         """Write nothing any more. After an error, a format with an end mark then shows that the file is cut off."""
 
 
-async def export(store: Store, collection: str, form: Format, output: Path | None) -> int:
+async def export(db: Database, collection: str, form: Format, output: Path | None) -> int:
     """Write the visible records of a collection to a file, or to stdout; return their number.
 
     The file appears when it is complete. The records are in no particular order.
@@ -65,7 +65,7 @@ async def export(store: Store, collection: str, form: Format, output: Path | Non
         writer: ExportWriter = JsonLinesWriter(file) if form == "jsonl" else ParquetWriter(file)
         stack.callback(writer.abandon)
         count = await _write_pages(
-            writer, store.export_collection(collection), await store.estimate_records(collection)
+            writer, db.exports.records(collection), await db.exports.estimate_records(collection)
         )
         writer.finish()
         file.flush()
@@ -195,20 +195,20 @@ async def export_command(
     if form == "parquet" and output is None and sys.stdout.isatty():
         raise click.UsageError("Parquet cannot be written to a terminal. Give --output.")
     require_library(form)
-    async with open_store(settings) as store:
-        if not await _is_known(settings, store, collection):
+    async with connect_database(settings) as db:
+        if not await _is_known(settings, db, collection):
             text = "no record of it is stored, and neither the scope nor a lexicon names it"
             return report_error(f"{collection} is unknown: {text}", ExitCode.UNKNOWN)
-        count = await export(store, collection, form, output)
+        count = await export(db, collection, form, output)
     click.echo(f"records: {count:,}", err=True)
     return ExitCode.OK
 
 
-async def _is_known(settings: Settings, store: Store, collection: str) -> bool:
+async def _is_known(settings: Settings, db: Database, collection: str) -> bool:
     """Return False if the name is probably misspelled: the file would be empty."""
-    scope = (await stored_policy(settings, store)).scope
+    scope = (await stored_policy(settings, db)).scope
     return (
         collection in scope.collections.patterns
-        or await store.has_records(collection)
-        or collection in await store.lexicons()
+        or await db.reports.has_records(collection)
+        or collection in await db.lexicons.load()
     )

@@ -15,15 +15,15 @@ from indexer.atproto.lexicon import Lexicon
 from indexer.atproto.syntax import is_nsid
 from indexer.cli.arguments import NSID, parse_nsid
 from indexer.cli.command import ExitCode, command, config_option, json_lines_option, report_error
-from indexer.cli.database import open_store
+from indexer.cli.database import connect_database
 from indexer.cli.lexicon_sources import SourcedLexicon, open_resolver, read_directory, read_file, resolve_all
 from indexer.cli.output import duration_text, echo_result, literal_text, progress_console, result_console, to_json
 from indexer.cli.progress_bars import show_progress
 from indexer.db import (
     AddedLexicon,
     AddedState,
+    Database,
     LexiconIndex,
-    Store,
     StoredLexicon,
     UnknownColumnError,
     ViewInUseError,
@@ -60,20 +60,20 @@ async def add_command(settings: Settings, *, names: tuple[str, ...], as_json: bo
     code 1. A lexicon without a record type gets no view.
     """
     files, nsids, problems = _read_arguments(names)
-    async with open_store(settings, connections=2) as store:
-        known = {nsid: one.lexicon for nsid, one in (await store.lexicons()).items()}
+    async with connect_database(settings, connections=2) as db:
+        known = {nsid: one.lexicon for nsid, one in (await db.lexicons.load()).items()}
         found = await _resolve(settings, nsids, {**known, **_lexicons(files)}) if nsids else {}
         given = {**files, **found}
         try:
-            results = await store.add_lexicons(given)
+            results = await db.lexicons.add(given)
         except ViewInUseError as error:
             return report_error(_in_use(error), ExitCode.FAILED)
         for result in results:
             if result.state is AddedState.UPDATED or (result.nsid in given and result.state is not AddedState.SKIPPED):
                 echo_result(result._asdict(), _added_line(result), as_json=as_json)
-        scope = (await stored_policy(settings, store)).scope
+        scope = (await stored_policy(settings, db)).scope
         _print_notices(scope, [result for result in results if result.nsid in given], given)
-        _print_dropped(await store.drop_outdated_lexicon_indexes())
+        _print_dropped(await db.lexicon_indexes.drop_outdated())
     if problems:
         return report_error(f"files that were skipped: {len(problems)}: {_named(problems)}", ExitCode.FAILED)
     return ExitCode.OK
@@ -83,8 +83,8 @@ async def add_command(settings: Settings, *, names: tuple[str, ...], as_json: bo
 @json_lines_option
 async def list_command(settings: Settings, *, as_json: bool) -> int:
     """List the stored lexicons with their views and indexes."""
-    async with open_store(settings) as store:
-        stored, indexes = await store.lexicons(), await store.lexicon_indexes()
+    async with connect_database(settings) as db:
+        stored, indexes = await db.lexicons.load(), await db.lexicon_indexes.load()
     rows = [_list_row(one, [index for index in indexes if index.nsid == nsid]) for nsid, one in stored.items()]
     if as_json:
         for row in rows:
@@ -107,16 +107,16 @@ async def list_command(settings: Settings, *, as_json: bool) -> int:
 @json_lines_option
 async def remove_command(settings: Settings, *, nsids: tuple[str, ...], as_json: bool) -> int:
     """Remove lexicons with their views and indexes. Records are not changed."""
-    async with open_store(settings, connections=2) as store:
-        if unknown := _unknown(nsids, await store.lexicons()):
+    async with connect_database(settings, connections=2) as db:
+        if unknown := _unknown(nsids, await db.lexicons.load()):
             return report_error(unknown, ExitCode.UNKNOWN)
         try:
-            await store.remove_lexicons(nsids)
+            await db.lexicons.remove(nsids)
         except ViewInUseError as error:
             return report_error(_in_use(error), ExitCode.FAILED)
         for nsid in nsids:
             echo_result({"nsid": nsid}, f"{nsid}: removed", as_json=as_json)
-        _print_dropped(await store.drop_outdated_lexicon_indexes())
+        _print_dropped(await db.lexicon_indexes.drop_outdated())
     return ExitCode.OK
 
 
@@ -130,20 +130,20 @@ async def index_command(settings: Settings, *, nsid: str, fields: tuple[str, ...
     Each argument is one index: a column of the view, or several, separated by commas. A column may also be named as its
     field in the lexicon. The daemon keeps writing meanwhile. An index that was interrupted is built again.
     """
-    async with open_store(settings) as store:
-        stored = await store.lexicons()
+    async with connect_database(settings) as db:
+        stored = await db.lexicons.load()
         if unknown := _unknown([nsid], stored):
             return report_error(unknown, ExitCode.UNKNOWN)
         for argument in fields:
             columns = [_column_of(name, stored[nsid]) for name in argument.split(",")]
             try:
-                await _build(store, nsid, columns, as_json=as_json)
+                await _build(db, nsid, columns, as_json=as_json)
             except UnknownColumnError as error:
                 return report_error(str(error), ExitCode.BAD_ARGUMENT)
     return ExitCode.OK
 
 
-async def _build(store: Store, nsid: str, columns: Sequence[str], *, as_json: bool) -> None:
+async def _build(db: Database, nsid: str, columns: Sequence[str], *, as_json: bool) -> None:
     """Build one index, and print the result.
 
     Raises:
@@ -152,18 +152,18 @@ async def _build(store: Store, nsid: str, columns: Sequence[str], *, as_json: bo
     name = f"{nsid} ({', '.join(columns)})"
     click.echo(f"{name}: building an index", err=True)
     begun = monotonic()
-    index = await _with_progress(store, store.build_lexicon_index(nsid, columns))
+    index = await _with_progress(db, db.lexicon_indexes.build(nsid, columns))
     text = "there is an index already" if index is None else f"index built in {duration_text(monotonic() - begun)}"
     echo_result({"nsid": nsid, "columns": columns, "built": index is not None}, f"{name}: {text}", as_json=as_json)
 
 
-async def _with_progress(store: Store, build: Coroutine[Any, Any, T]) -> T:
+async def _with_progress(db: Database, build: Coroutine[Any, Any, T]) -> T:
     """Build an index; show its phase, and the pages or rows of the phase."""
     task = asyncio.create_task(build, name="index")
     try:
         with show_progress("pages or rows", None, progress_console()) as progress:
             while not (await asyncio.wait([task], timeout=PROGRESS_SECONDS))[0]:
-                if (state := await store.lexicon_build_progress()) is not None:
+                if (state := await db.lexicon_indexes.build_progress()) is not None:
                     progress.update(state.done, total=state.total or None, note=state.phase)
         return await task
     finally:

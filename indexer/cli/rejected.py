@@ -10,7 +10,7 @@ import click
 from indexer.app.settings import Settings
 from indexer.cli.arguments import DEAD_LETTER_ID, DID, REASON, WholeNumber
 from indexer.cli.command import ExitCode, command, config_option, json_lines_option, json_option, report_error
-from indexer.cli.database import open_store
+from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result, fact_table, result_console, to_json, to_readable_json
 from indexer.db import StoredDeadLetter
 from indexer.db.feed_delivery import SetAside
@@ -140,8 +140,8 @@ async def list_command(
         if reason is not None:
             raise click.UsageError("--reason is about messages. Give it without --feed.")
         return await _list_set_aside(settings, did, limit, as_json=as_json)
-    async with open_store(settings) as store:
-        dead_letters = await store.dead_letters(reason, did, limit=limit)
+    async with connect_database(settings) as db:
+        dead_letters = await db.dead_letters.newest(reason, did, limit=limit)
     for dead_letter in dead_letters:
         click.echo(to_json(dead_letter_dict(dead_letter)) if as_json else dead_letter_lines(dead_letter))
     if not dead_letters:
@@ -150,8 +150,8 @@ async def list_command(
 
 
 async def _list_set_aside(settings: Settings, did: str | None, limit: int, *, as_json: bool) -> int:
-    async with open_store(settings) as store:
-        events = await store.set_aside_events(did, limit)
+    async with connect_database(settings) as db:
+        events = await db.feed.set_aside(did, limit)
     for event in events:
         echo_result(set_aside_dict(event), set_aside_lines(event), as_json=as_json)
     if not events:
@@ -167,8 +167,8 @@ async def _list_set_aside(settings: Settings, did: str | None, limit: int, *, as
 )
 async def show_command(settings: Settings, *, number: int, as_json: bool, frame: IO[bytes] | None) -> int:
     """Show one dead letter with the fields of its message."""
-    async with open_store(settings) as store:
-        found = await store.dead_letter(number)
+    async with connect_database(settings) as db:
+        found = await db.dead_letters.load(number)
     if found is None:
         return report_error(f"There is no dead letter {number}.", ExitCode.UNKNOWN)
     if frame is not None:
@@ -218,13 +218,13 @@ async def replay_command(
     if [bool(numbers), reason is not None, feed].count(True) != 1 or (did is not None and not feed):
         raise click.UsageError("Give IDs, or --reason, or --feed with or without --did.")
     if feed:
-        async with open_store(settings) as store:
-            events = await store.send_set_aside_again(did)
+        async with connect_database(settings) as db:
+            events = await db.feed.send_again(did)
         echo_result({"events": events}, f"Events that are sent again: {events}", as_json=as_json)
         return ExitCode.OK
     remaining = unknown = 0
-    async with open_store(settings) as store, open_replay(settings, store) as replay:
-        for number in sorted(set(numbers)) if reason is None else await store.dead_letter_ids(reason):
+    async with connect_database(settings) as db, open_replay(settings, db) as replay:
+        for number in sorted(set(numbers)) if reason is None else await db.dead_letters.ids(reason):
             result = await replay.replay(number)
             echo_result(asdict(result), replay_line(result), as_json=as_json)
             remaining += result.remains

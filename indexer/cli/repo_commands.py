@@ -10,7 +10,7 @@ from indexer.app.settings import Settings
 from indexer.cli.arguments import DID, NEW_DID_OR_STDIN, STDIN, parse_new_did, read_dids
 from indexer.cli.command import ExitCode, command, json_option, report_error
 from indexer.cli.crawl_commands import reconcile
-from indexer.cli.database import open_store
+from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result, progress_console
 from indexer.cli.progress_bars import show_progress
 
@@ -37,11 +37,11 @@ async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str
     added = count = 0
     typed = file is not None and file.isatty()  # a bar would disturb the input
     shown = nullcontext() if typed else show_progress("repos", None, progress_console())
-    async with open_store(settings) as store:
+    async with connect_database(settings) as db:
         with shown as progress:
             while batch := list(islice(given, ADD_BATCH_SIZE)):
                 count += len(batch)
-                added += await store.track(batch)
+                added += await db.scope.track(batch)
                 if progress is not None:
                     progress.update(count, note=f"{added:,} added")
     result = {"added": added, "already_tracked": count - added}
@@ -69,15 +69,15 @@ async def resync_command(
     if bool(dids) + errored + everything + behind != 1:
         raise click.UsageError("Give DIDs, or --errored, or --all, or --behind.")
     given = sorted(set(dids))
-    async with open_store(settings) as store:
+    async with connect_database(settings) as db:
         if given:
-            requested = await store.request_resyncs(given)
+            requested = await db.repos.request_resyncs(given)
         elif behind:
-            requested = (await reconcile(settings, store)).found
+            requested = (await reconcile(settings, db)).found
         else:
-            with show_progress("repos", await store.estimate_repos(), progress_console()) as progress:
+            with show_progress("repos", await db.repos.estimate_count(), progress_console()) as progress:
                 requested = seen = 0
-                async with aclosing(store.request_resyncs_of_all(errored=errored)) as pages:
+                async with aclosing(db.repos.request_resyncs_of_all(errored=errored)) as pages:
                     async for page in pages:
                         requested, seen = requested + page.requested, seen + page.repos
                         progress.update(seen, note=f"{requested:,} requested")
@@ -96,8 +96,8 @@ async def takedown_command(settings: Settings, *, did: str, reverse: bool, as_js
 
     It stays hidden whatever its hosting status is. The daemon still keeps it up to date.
     """
-    async with open_store(settings) as store:
-        known = await store.set_takedown(did, on=not reverse)
+    async with connect_database(settings) as db:
+        known = await db.repos.set_takedown(did, on=not reverse)
     if not known:
         return report_error(f"{did} is not in the database", ExitCode.UNKNOWN)
     text = f"{did} is {'no longer taken down' if reverse else 'taken down'}"

@@ -14,10 +14,10 @@ from indexer.app.settings import Settings
 from indexer.atproto.syntax import CollectionFilter, is_nsid
 from indexer.cli.arguments import DID_OR_STDIN, STDIN, parse_did, read_dids
 from indexer.cli.command import ExitCode, command, config_option, confirm, json_option
-from indexer.cli.database import open_store
+from indexer.cli.database import connect_database
 from indexer.cli.lexicon_sources import find_published
 from indexer.cli.output import echo_result, literal_text, result_console, to_json
-from indexer.db import CollectionProgress, Store
+from indexer.db import CollectionProgress, Database
 from indexer.errors import InvalidScopeError
 from indexer.sync.scope import Scope, Track, filter_of
 
@@ -60,8 +60,8 @@ async def show_command(settings: Settings, *, as_json: bool) -> int:
 
     Before the first start of a daemon, show the scope of the settings.
     """
-    async with open_store(settings) as store:
-        scope, progress = await store.scope(), await store.scope_progress()
+    async with connect_database(settings) as db:
+        scope, progress = await db.scope.load(), await db.scope.progress()
     _print(scope or settings.first_scope, progress, as_json=as_json)
     return ExitCode.OK
 
@@ -94,20 +94,20 @@ async def set_command(
     """
     if track is None and collections is None and signal_collections is None:
         raise click.UsageError("Give --track, --collections or --signal-collections.")
-    async with open_store(settings) as store:
-        before = await store.begin_scope(settings.first_scope)
+    async with connect_database(settings) as db:
+        before = await db.scope.begin(settings.first_scope)
         try:
             after = _changed(before, track, _split(collections), _split(signal_collections))
-            lost = await _lost(store, before, after)
-            await _warn_of_typos(settings, store, before, after, lost)
+            lost = await _lost(db, before, after)
+            await _warn_of_typos(settings, db, before, after, lost)
             if lost.question and not yes:
                 confirm(lost.question)
-            scope = await store.change_scope(
+            scope = await db.scope.change(
                 Track(track) if track else None, _split(collections), _split(signal_collections)
             )
         except InvalidScopeError as error:
             raise click.UsageError(str(error)) from error
-        progress = await store.scope_progress()
+        progress = await db.scope.progress()
     _print(scope, progress, as_json=as_json)
     if lost.question:
         click.echo(f"to return to the scope before: {_command_of(before)}", err=True)
@@ -131,8 +131,8 @@ async def untrack_command(
     given_dids = list(_given_dids(dids, file, parse_did))
     if given_dids != list(dids) and not yes:
         confirm(f"Untrack {len(given_dids):,} repos, and delete their records?")
-    async with open_store(settings) as store:
-        given, untracked = await _for_each_batch(iter(given_dids), store.untrack)
+    async with connect_database(settings) as db:
+        given, untracked = await _for_each_batch(iter(given_dids), db.scope.untrack)
     result = {"untracked": untracked, "not_tracked": given - untracked}
     echo_result(result, f"repos: {untracked} untracked, {given - untracked} were not tracked", as_json=as_json)
     return ExitCode.OK
@@ -172,14 +172,14 @@ def _changed(
         raise InvalidScopeError(str(error)) from error
 
 
-async def _lost(store: Store, before: Scope, after: Scope) -> _Lost:
+async def _lost(db: Database, before: Scope, after: Scope) -> _Lost:
     """Count the records and repos that the change deletes."""
-    parts, (stored, unselected, records) = [], await store.count_unselected(after.collections, MAX_COUNTED)
+    parts, (stored, unselected, records) = [], await db.scope_changes.count_unselected(after.collections, MAX_COUNTED)
     if records:
         named = ", ".join(unselected[:MAX_NAMED]) + (", ..." if len(unselected) > MAX_NAMED else "")
         parts.append(f"delete {_records(records)} of {len(unselected)} collections ({named})")
     if after.may_want_fewer_repos(before) and not (after.track is Track.SIGNAL and after.signal_collections is None):
-        repos, records = await store.count_not_chosen(MAX_COUNTED)
+        repos, records = await db.out_of_scope.count_not_chosen(MAX_COUNTED)
         which = "" if after.track is Track.LISTED else ", except those with a record of a signal collection"
         if repos:
             parts.append(
@@ -193,9 +193,9 @@ def _records(count: int) -> str:
     return f"more than {MAX_COUNTED - 1:,} records" if count == MAX_COUNTED else f"{count:,} records"
 
 
-async def _warn_of_typos(settings: Settings, store: Store, before: Scope, after: Scope, lost: _Lost) -> None:
+async def _warn_of_typos(settings: Settings, db: Database, before: Scope, after: Scope, lost: _Lost) -> None:
     """Warn of each added pattern that matches neither a stored collection, nor a stored or published lexicon."""
-    known = [*lost.stored, *await store.lexicons()]
+    known = [*lost.stored, *await db.lexicons.load()]
     added = {*after.collections.patterns, *after.signal_patterns} - {
         *before.collections.patterns,
         *before.signal_patterns,

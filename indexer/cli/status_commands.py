@@ -14,11 +14,11 @@ from indexer.app.settings import Settings
 from indexer.atproto.syntax import AtUri, is_did
 from indexer.cli.arguments import ACCOUNT, RECORD_URI
 from indexer.cli.command import ExitCode, command, json_option, report_error
-from indexer.cli.database import open_store
+from indexer.cli.database import connect_database
 from indexer.cli.output import fact_table, result_console, to_json, to_readable_json
 from indexer.cli.status_report import Sample, Status, status_of
 from indexer.cli.status_tables import status_tables
-from indexer.db import Store
+from indexer.db import Database
 from indexer.errors import SchemaVersionError
 from indexer.reasons import Desync
 from indexer.sync.shard import Shard
@@ -40,8 +40,8 @@ async def status_command(settings: Settings, *, as_json: bool, watch: bool) -> i
     daemon runs; the status names the cause.
     """
     try:
-        async with open_store(settings) as store:
-            statuses = sample_statuses(store, settings.shard, interval=SAMPLE_SECONDS)
+        async with connect_database(settings) as db:
+            statuses = sample_statuses(db, settings.shard, interval=SAMPLE_SECONDS)
             if watch:
                 await _watch(statuses, as_json=as_json)
             status = await anext(statuses)
@@ -62,9 +62,9 @@ async def repo_command(settings: Settings, *, account: str, as_json: bool) -> in
 
     This includes the reason for its state. A handle is found only if the indexer has verified it.
     """
-    async with open_store(settings) as store:
-        did = await _find_did(store, account)
-        report = await store.repo_report(did) if did else None
+    async with connect_database(settings) as db:
+        did = await _find_did(db, account)
+        report = await db.reports.repo(did) if did else None
     if report is None:
         return report_error(f"{account} is not in the database", ExitCode.UNKNOWN)
     if as_json:
@@ -80,9 +80,9 @@ async def repo_command(settings: Settings, *, account: str, as_json: bool) -> in
 @json_option
 async def record_command(settings: Settings, *, uri: AtUri, as_json: bool) -> int:
     """Show the CID, the value and the rev of one record."""
-    async with open_store(settings) as store:
-        did = await _find_did(store, uri.authority)
-        record = await store.record(did, uri.collection or "", uri.rkey or "") if did else None
+    async with connect_database(settings) as db:
+        did = await _find_did(db, uri.authority)
+        record = await db.reports.record(did, uri.collection or "", uri.rkey or "") if did else None
     if record is None:
         return report_error(f"{uri} is not in the database, or its account is hidden", ExitCode.UNKNOWN)
     if as_json:
@@ -94,18 +94,18 @@ async def record_command(settings: Settings, *, uri: AtUri, as_json: bool) -> in
 
 
 async def sample_statuses(
-    store: Store, shard: Shard, *, interval: float, clock: Callable[[], float] = time
+    db: Database, shard: Shard, *, interval: float, clock: Callable[[], float] = time
 ) -> AsyncIterator[Status]:
     """Yield the status every `interval` seconds, without end. Rates are averages over at most `RATE_SECONDS`."""
     at = clock()
-    samples = deque([Sample(at, await store.counts())])
+    samples = deque([Sample(at, await db.reports.counts())])
     while True:
         await asyncio.sleep(interval)
         at = clock()
         while len(samples) > 1 and samples[1].at <= at - RATE_SECONDS:
             samples.popleft()
-        samples.append(Sample(at, await store.counts(since=samples[0].at)))
-        yield status_of(store.address, shard, samples[0], samples[-1])
+        samples.append(Sample(at, await db.reports.counts(since=samples[0].at)))
+        yield status_of(db.address, shard, samples[0], samples[-1])
 
 
 async def _watch(statuses: AsyncIterator[Status], *, as_json: bool) -> NoReturn:
@@ -118,6 +118,6 @@ async def _watch(statuses: AsyncIterator[Status], *, as_json: bool) -> NoReturn:
                 live.update(status_tables(status), refresh=True)
 
 
-async def _find_did(store: Store, account: str) -> str | None:
+async def _find_did(db: Database, account: str) -> str | None:
     """Return the DID of an account that is given as a DID or a handle; None if no account has the handle."""
-    return account if is_did(account) else await store.did_of_handle(account)
+    return account if is_did(account) else await db.identities.did_of_handle(account)

@@ -7,8 +7,8 @@ from time import monotonic
 
 from indexer.concurrency.event_wait import wait_for_event
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.db import DatabaseError, Store
-from indexer.db.numbering import ClusterNode, NumberingSession, Prepared, QueueStart
+from indexer.db import Database, DatabaseError
+from indexer.db.numbering import ClusterNode, NumberingSession, Prepared, QueueStart, numbering_session
 from indexer.db.periodic import DatabaseAttempt
 from indexer.telemetry.conditions import CLUSTER_NODE_UNAVAILABLE, TRANSACTIONS_IN_DOUBT, Conditions
 from indexer.telemetry.metrics import Metrics
@@ -37,8 +37,8 @@ class ChangeNumbering:
         stage: Its progress. Each look at the queue is work.
     """
 
-    def __init__(self, store: Store, metrics: Metrics, conditions: Conditions) -> None:
-        self._store = store
+    def __init__(self, db: Database, metrics: Metrics, conditions: Conditions) -> None:
+        self._db = db
         self._metrics = metrics
         self._conditions = conditions
         self._start = QueueStart()
@@ -53,7 +53,7 @@ class ChangeNumbering:
         async with asyncio.TaskGroup() as group:
             while True:
                 with DatabaseAttempt(self.stage):
-                    async with self._store.numbering_session() as session:
+                    async with numbering_session(self._db) as session:
                         self._start = QueueStart()  # a standby that was promoted meanwhile may be a little behind
                         await self._follow(session, group)
                 await asyncio.sleep(RETRY_SECONDS)
@@ -61,7 +61,7 @@ class ChangeNumbering:
     async def finish(self) -> None:
         """Assign numbers until nothing waits, at most for `FINISH_SECONDS`. Call it when `run` has been cancelled."""
         with DatabaseAttempt(), suppress(TimeoutError):
-            async with asyncio.timeout(FINISH_SECONDS), self._store.numbering_session() as session:
+            async with asyncio.timeout(FINISH_SECONDS), numbering_session(self._db) as session:
                 self._start = QueueStart()
                 began = monotonic()
                 while not await self.number(session) and self._waiting:
@@ -74,7 +74,7 @@ class ChangeNumbering:
         Raises:
             DatabaseError: The database is unavailable.
         """
-        self._store.committed.clear()  # the queue that is read now may lack later commits
+        self._db.committed.clear()  # the queue that is read now may lack later commits
         queue = await session.queue(self._start.place)
         self._start.advance(queue)
         is_check = monotonic() >= self._next_check
@@ -92,7 +92,7 @@ class ChangeNumbering:
                 return asked
             numbered = await session.number(queue.batches, prepared) if queue.batches else {}
             if numbered:
-                self._store.numbered.set()
+                self._db.numbered.set()
             self._waiting = {place: age for place, age in queue.batches.items() if place not in numbered}
             self._report(prepared, numbered)
         return []
@@ -115,7 +115,7 @@ class ChangeNumbering:
     async def _wait_for_commit(self, began: float) -> None:
         """Wait until there may be something to number. What waits is tried less and less often."""
         oldest = max(self._waiting.values(), default=POLL_SECONDS)
-        await wait_for_event(self._store.committed, min(oldest, POLL_SECONDS))
+        await wait_for_event(self._db.committed, min(oldest, POLL_SECONDS))
         await asyncio.sleep(began + SPACING_SECONDS - monotonic())
 
     async def _wait_for_answer(self, node: ClusterNode) -> None:
@@ -134,7 +134,7 @@ class ChangeNumbering:
         """Return why the node does not answer; None if it does, or if the database itself is unavailable."""
         error = None
         with DatabaseAttempt():
-            async with self._store.numbering_session() as session:
+            async with numbering_session(self._db) as session:
                 try:
                     await session.prepared([node])
                 except DatabaseError as failure:

@@ -44,7 +44,7 @@ from indexer.db.distributed_tables import (
     use_two_phases,
     waiting_tables,
 )
-from indexer.db.gap_rows import load_cursors, open_gap
+from indexer.db.gaps import load_cursors, open_gap
 from indexer.db.placement import load_placement
 from indexer.db.schema_version import require_current_schema, require_ownership
 from indexer.db.shard_lock import FEED, open_lock, session_name

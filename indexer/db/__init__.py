@@ -4,10 +4,11 @@ from indexer.db.change_log_segments import ChangeLogState, ConsumerState, Retent
 from indexer.db.collection_export import ExportedRecord
 from indexer.db.connections import RESERVED_CONNECTIONS
 from indexer.db.consistent_read import ConsistentRead, RecordRow
+from indexer.db.database import Database
 from indexer.db.database_check import DatabaseCheck
 from indexer.db.database_errors import DatabaseError
 from indexer.db.dead_letters import DeadLetterGoneError, StoredDeadLetter
-from indexer.db.erase_records import ErasedBatch
+from indexer.db.erasure import ErasedBatch
 from indexer.db.lexicon_indexes import LexiconIndex, UnknownColumnError
 from indexer.db.lexicon_rows import AddedLexicon, AddedState, StoredLexicon, ViewInUseError
 from indexer.db.link_progress import LinkProgress, LinkProgressState
@@ -16,7 +17,6 @@ from indexer.db.resync_transaction import NewReposTransaction, ResyncTransaction
 from indexer.db.scope_changes import NarrowedPage
 from indexer.db.scope_row import CollectionProgress
 from indexer.db.status_queries import DeliveryState, RejectionSummary
-from indexer.db.store import Store
 from indexer.db.write import NewRepoRecords, RecordsExistError
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "ConsistentRead",
     "ConsumerState",
     "Counts",
+    "Database",
     "DatabaseCheck",
     "DatabaseError",
     "DeadLetterGoneError",
@@ -45,7 +46,6 @@ __all__ = [
     "RejectionSummary",
     "ResyncTransaction",
     "RetentionPolicy",
-    "Store",
     "StoredDeadLetter",
     "StoredLexicon",
     "TrimPlan",

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import asyncpg
 
 from indexer.db.columns import Connection
+from indexer.db.connections import Area
 
 END_WHEN_STOPPED = "set local idle_in_transaction_session_timeout = '5s'"
 """A setting for transactions of this program that hold locks for which all its processes, or all consumers, wait.
@@ -115,14 +116,41 @@ class OldSnapshots:
     others: Sequence[str] = ()
 
 
-async def end_blocking_sessions(
-    connection: Connection, segments: Sequence[int], min_seconds: float
-) -> list[BlockingSession]:
-    """End the sessions of consumers whose transactions lock one of the segments and are this old; return them."""
-    relations = await connection.fetch(_OF_SEGMENTS, segments)
-    sessions = await _load(connection, [oid for (oid,) in relations])
-    old = [session for session in sessions if session.is_consumer and session.is_old(min_seconds)]
-    return await _end(connection, old)
+class BlockingSessions(Area):
+    """Sessions that hold what others need."""
+
+    async def end_users_of_segments(self, segments: Sequence[int], min_seconds: float) -> list[BlockingSession]:
+        """End the sessions of consumers whose transactions lock one of the segments and are this old; return them."""
+        async with self._pool.connection() as connection:
+            relations = await connection.fetch(_OF_SEGMENTS, segments)
+            sessions = await _load(connection, [oid for (oid,) in relations])
+            old = [session for session in sessions if session.is_consumer and session.is_old(min_seconds)]
+            return await _end(connection, old)
+
+    async def end_oldest_transaction(self, min_seconds: float) -> list[BlockingSession]:
+        """Return the sessions with the oldest transactions: of the consumers of this database, and of all others.
+
+        The session of the consumer is ended if its transaction is this old. A session that listens reads no
+        notification during its transaction, and the queue keeps what it has not read. Which sessions listen is not
+        visible to others.
+        """
+        async with self._pool.connection() as connection:
+            sessions = [BlockingSession(*row) for row in await connection.fetch(_OLDEST)]
+            old = [session for session in sessions if session.is_consumer and session.is_old(min_seconds)]
+            return [session for session in sessions if session not in old] + await _end(connection, old)
+
+    async def end_old_snapshots(self, max_dead_cursors: int, min_seconds: float) -> OldSnapshots:
+        """Return the old snapshots if so many dead cursors are left; end sessions of consumers that are this old."""
+        async with self._pool.connection() as connection:
+            dead_cursors = await connection.fetchval(_DEAD_CURSORS)
+            if dead_cursors < max_dead_cursors:
+                return OldSnapshots(dead_cursors)
+            # Each dead cursor has been written by a transaction of its own.
+            sessions = [BlockingSession(*row) for row in await connection.fetch(_OLD_SNAPSHOTS, max_dead_cursors)]
+            old = [session for session in sessions if session.is_consumer and session.is_old(min_seconds)]
+            others = [name for (name,) in await connection.fetch(_OTHER_OLD_SNAPSHOTS, max_dead_cursors)]
+            sessions = [session for session in sessions if session not in old]
+            return OldSnapshots(dead_cursors, await _end(connection, old) + sessions, others)
 
 
 async def end_sessions_before_migration(
@@ -138,30 +166,6 @@ async def end_sessions_before_migration(
     if not all(session.is_consumer for session in old):
         return sessions
     return [session for session in sessions if session not in old] + await _end(connection, old)
-
-
-async def end_oldest_transaction(connection: Connection, min_seconds: float) -> list[BlockingSession]:
-    """Return the sessions with the oldest transactions: of the consumers of this database, and of all others.
-
-    The session of the consumer is ended if its transaction is this old. A session that listens reads no notification
-    during its transaction, and the queue keeps what it has not read. Which sessions listen is not visible to others.
-    """
-    sessions = [BlockingSession(*row) for row in await connection.fetch(_OLDEST)]
-    old = [session for session in sessions if session.is_consumer and session.is_old(min_seconds)]
-    return [session for session in sessions if session not in old] + await _end(connection, old)
-
-
-async def end_old_snapshots(connection: Connection, max_dead_cursors: int, min_seconds: float) -> OldSnapshots:
-    """Return the old snapshots if so many dead cursors are left; end sessions of consumers that are this old."""
-    dead_cursors = await connection.fetchval(_DEAD_CURSORS)
-    if dead_cursors < max_dead_cursors:
-        return OldSnapshots(dead_cursors)
-    # Each dead cursor has been written by a transaction of its own.
-    sessions = [BlockingSession(*row) for row in await connection.fetch(_OLD_SNAPSHOTS, max_dead_cursors)]
-    old = [session for session in sessions if session.is_consumer and session.is_old(min_seconds)]
-    others = [name for (name,) in await connection.fetch(_OTHER_OLD_SNAPSHOTS, max_dead_cursors)]
-    sessions = [session for session in sessions if session not in old]
-    return OldSnapshots(dead_cursors, await _end(connection, old) + sessions, others)
 
 
 async def _load(

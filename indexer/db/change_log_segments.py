@@ -16,6 +16,7 @@ import asyncpg
 from indexer.crash_points import COMMITTED, crash_point
 from indexer.db.blocking_sessions import END_WHEN_STOPPED
 from indexer.db.columns import Connection
+from indexer.db.connections import Area
 
 SEGMENTS = 8
 """The number of segments that the migration created."""
@@ -258,10 +259,21 @@ async def load_state(connection: Connection) -> ChangeLogState:
     return ChangeLogState(current, opened_at, segments, await load_consumers(connection))
 
 
-async def load_size(connection: Connection) -> int:
-    """Return the bytes of all segments."""
-    size: int = await connection.fetchval(_SIZE, SEGMENTS)
-    return size
+class ChangeLogSegments(Area):
+    """The segments of the change log."""
+
+    async def trim(self, policy: RetentionPolicy, now: float) -> tuple[ChangeLogState, TrimPlan]:
+        """Trim the change log; return its state before, and the steps that succeeded."""
+        async with self._pool.connection() as connection:
+            log = await load_state(connection)
+            plan = plan_trim(log, policy, now)
+            return log, await trim(connection, plan)
+
+    async def size(self) -> int:
+        """Return the bytes of all segments."""
+        async with self._pool.connection() as connection:
+            size: int = await connection.fetchval(_SIZE, SEGMENTS)
+            return size
 
 
 async def trim(connection: Connection, plan: TrimPlan) -> TrimPlan:

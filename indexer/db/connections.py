@@ -1,4 +1,4 @@
-"""The connections of a store: a pool, and sessions on connections of their own."""
+"""The connections to the database: a pool, and sessions on connections of their own."""
 
 from asyncio import CancelledError, Event, Semaphore, gather, timeout
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -71,8 +71,8 @@ class Connections:
         self.placement = Placement.PLAIN
         self.shards = 1
         self._pool = pool
-        self._dsn = dsn
-        self._resync_connections = Semaphore(max(1, connections - RESERVED_CONNECTIONS))
+        self.dsn = dsn
+        self.resync_connections = Semaphore(max(1, connections - RESERVED_CONNECTIONS))
         self._side_by_side = Semaphore(MAX_SIDE_BY_SIDE)
         self.committed, self.numbered = Event(), Event()
         self.failed_operations = 0
@@ -118,31 +118,31 @@ class Connections:
     @property
     def address(self) -> str:
         """The connection string without the password."""
-        return without_password(self._dsn)
+        return without_password(self.dsn)
 
     def database_check(self) -> DatabaseCheck:
         """Return a check whether the database answers."""
-        return DatabaseCheck(self._dsn)
+        return DatabaseCheck(self.dsn)
 
     @asynccontextmanager
-    async def _maintenance_connection(self) -> AsyncIterator[asyncpg.Connection]:
+    async def maintenance_connection(self) -> AsyncIterator[asyncpg.Connection]:
         """Open a connection for statements that may take hours, or for a lock that is held meanwhile."""
         settings = SERVER_SETTINGS | {
             "statement_timeout": "0",
             "lock_timeout": "0",
             "idle_in_transaction_session_timeout": "0",
         }
-        async with self._own_connection(settings, limited=False) as connection:
+        async with self.own_connection(settings, limited=False) as connection:
             yield connection
 
     @asynccontextmanager
-    async def _own_connection(
+    async def own_connection(
         self, server_settings: dict[str, str], *, limited: bool = True
     ) -> AsyncIterator[asyncpg.Connection]:
         """Open a connection outside the pool; close it at the end. `limited` applies `STATEMENT_TIMEOUT`."""
-        with self._count_failures(), database_errors():
+        with self.count_failures(), database_errors():
             connection = await asyncpg.connect(
-                self._dsn,
+                self.dsn,
                 timeout=CONNECT_TIMEOUT,
                 command_timeout=STATEMENT_TIMEOUT if limited else None,
                 server_settings=server_settings,
@@ -158,7 +158,7 @@ class Connections:
         All nodes of a cluster have to answer.
         """
         try:
-            async with self._transaction() as connection:
+            async with self.transaction() as connection:
                 await connection.fetchval(_READ_ALL_NODES)
                 if self.placement is Placement.PLAIN:
                     await connection.execute(_EMPTY_BATCH)
@@ -167,30 +167,32 @@ class Connections:
         return True
 
     @asynccontextmanager
-    async def _refusals_checked(self) -> AsyncIterator[None]:
+    async def refusals_checked(self) -> AsyncIterator[None]:
         """Raise `DatabaseError` instead of a `RefusedWriteError` of the block if the database stores nothing else."""
         try:
             yield
         except RefusedWriteError as error:
             if await self.accepts_writes():
                 raise
-            with self._count_failures():
+            with self.count_failures():
                 raise DatabaseError(FetchFailure.UNREACHABLE, f"the database stores nothing: {error}") from error
 
     @asynccontextmanager
-    async def _transaction(self) -> AsyncIterator[Connection]:
-        async with self._connection() as connection:
+    async def transaction(self) -> AsyncIterator[Connection]:
+        """Run the block in a transaction, on a connection of the pool."""
+        async with self.connection() as connection:
             async with connection.transaction():
                 yield connection
             crash_point(COMMITTED)
-            self._note_commit()
+            self.note_commit()
 
-    def _note_commit(self) -> None:
+    def note_commit(self) -> None:
+        """Wake those who wait for changes."""
         self.committed.set()
         if self.placement is Placement.PLAIN:
             self.numbered.set()
 
-    async def _divided(self, dids: Sequence[str], work: Callable[[list[str]], Awaitable[T]]) -> list[T]:
+    async def divided(self, dids: Sequence[str], work: Callable[[list[str]], Awaitable[T]]) -> list[T]:
         """Call `work` with the DIDs of each shard, several calls side by side; return the results.
 
         It is called once if there is one shard, or if the DIDs are few. An error is raised when all calls have ended.
@@ -208,14 +210,14 @@ class Connections:
         return cast("list[T]", results)
 
     @asynccontextmanager
-    async def _connection(self) -> AsyncIterator[Connection]:
+    async def connection(self) -> AsyncIterator[Connection]:
         """Acquire a connection for a block in which all transient errors come from the database."""
-        with self._count_failures(), database_errors():
-            async with self._acquired() as connection:
+        with self.count_failures(), database_errors():
+            async with self.acquired() as connection:
                 yield connection
 
     @asynccontextmanager
-    async def _acquired(self) -> AsyncIterator[asyncpg.pool.PoolConnectionProxy]:
+    async def acquired(self) -> AsyncIterator[asyncpg.pool.PoolConnectionProxy]:
         """Acquire a connection for a block that may raise other transient errors as well.
 
         It is closed if the block is cancelled or a time limit ends it.
@@ -235,13 +237,24 @@ class Connections:
             return await self._pool.acquire()
 
     @contextmanager
-    def _count_failures(self) -> Iterator[None]:
+    def count_failures(self) -> Iterator[None]:
+        """Count a `DatabaseError` of the block."""
         try:
             yield
         except DatabaseError as error:
             self.failed_operations += 1
             self.last_error = str(error)
             raise
+
+
+class Area:
+    """The statements about one area, such as gaps: each method takes a connection of the pool.
+
+    Every method raises `DatabaseError` for a transient error, and retries nothing itself.
+    """
+
+    def __init__(self, pool: Connections) -> None:
+        self._pool = pool
 
 
 @asynccontextmanager

@@ -49,7 +49,7 @@ class RecordRow(NamedTuple):
 
 
 class ConsistentRead:
-    """Reads one repo from a single snapshot. `Store.consistent_read` begins and ends the transaction.
+    """Reads one repo from a single snapshot. `Exports.consistent_read` begins and ends the transaction.
 
     Attributes:
         connection: The connection, within a read-only transaction.

@@ -9,7 +9,7 @@ from time import monotonic
 import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.periodic import run_periodically
 from indexer.sync.policy import Policy
 from indexer.sync.repo import Repo
@@ -29,9 +29,9 @@ class CurrentScope:
         changed_at: When this process took the present scope (monotonic seconds).
     """
 
-    def __init__(self, store: Store, policy: Policy, *, poll: float = POLL_SECONDS) -> None:
+    def __init__(self, db: Database, policy: Policy, *, poll: float = POLL_SECONDS) -> None:
         """Begin with the settings; their scope is the first one if the database has none."""
-        self._store = store
+        self._db = db
         self._first = policy.scope
         self._poll = poll
         self._in_use = Counter[int]()
@@ -46,7 +46,7 @@ class CurrentScope:
 
     async def begin(self) -> None:
         """Read the scope, or store the one of the settings if there is none."""
-        stored = await self._store.begin_scope(self._first)
+        stored = await self._db.scope.begin(self._first)
         if not stored.same_choice(self._first):
             log.warning("scope.settings-ignored", settings=str(self._first), stored=str(stored))
         self._take(stored)
@@ -57,7 +57,7 @@ class CurrentScope:
 
     async def refresh(self) -> None:
         """Read the scope."""
-        stored = await self._store.scope()
+        stored = await self._db.scope.load()
         if stored is not None and stored.version != self.scope.version:
             log.info("scope.changed", version=stored.version, before=str(self.scope), now=str(stored))
             self._take(stored)

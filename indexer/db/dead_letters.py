@@ -8,6 +8,7 @@ from typing import Any
 import asyncpg
 
 from indexer.db.columns import Connection, columns_of, of_buckets, storable, unnest
+from indexer.db.connections import Area
 from indexer.reasons import Rejection
 from indexer.sync.batch import DEAD_LETTER_BYTES
 from indexer.sync.changes import DeadLetter
@@ -131,34 +132,36 @@ async def insert(connection: Connection, dead_letters: Sequence[DeadLetter]) -> 
         await connection.execute(_TRIM, relay, reasons, MAX_ROWS, MAX_BYTES)
 
 
-async def load_newest(
-    connection: Connection, reason: Rejection | None, did: str | None, limit: int
-) -> list[StoredDeadLetter]:
-    """Return dead letters, newest first, only those of the reason and of the DID if they are given."""
-    return [_dead_letter(row) for row in await connection.fetch(_NEWEST, reason, did, limit)]
+class DeadLetters(Area):
+    """The stored dead letters."""
 
+    async def newest(self, reason: Rejection | None, did: str | None, limit: int) -> list[StoredDeadLetter]:
+        """Return dead letters, newest first, only those of the reason and of the DID if they are given."""
+        async with self._pool.connection() as connection:
+            return [_dead_letter(row) for row in await connection.fetch(_NEWEST, reason, did, limit)]
 
-async def load_ids(connection: Connection, reason: Rejection) -> list[int]:
-    """Return the IDs of all dead letters with this reason, oldest first."""
-    return [id_ for (id_,) in await connection.fetch(_IDS, reason)]
+    async def ids(self, reason: Rejection) -> list[int]:
+        """Return the IDs of all dead letters with this reason, oldest first."""
+        async with self._pool.connection() as connection:
+            return [id_ for (id_,) in await connection.fetch(_IDS, reason)]
 
+    async def load(self, id_: int) -> tuple[StoredDeadLetter, bytes] | None:
+        """Return a dead letter and its stored frame; None if it does not exist."""
+        async with self._pool.connection() as connection:
+            row = await connection.fetchrow(_LOAD, id_)
+            return None if row is None else (_dead_letter(row), row["frame"])
 
-async def load(connection: Connection, id_: int) -> tuple[StoredDeadLetter, bytes] | None:
-    """Return a dead letter and its stored frame; None if it does not exist."""
-    row = await connection.fetchrow(_LOAD, id_)
-    return None if row is None else (_dead_letter(row), row["frame"])
+    async def update(self, id_: int, rejected: DeadLetter) -> None:
+        """Store why a replayed message was rejected again. Frame, relay and time stay.
 
-
-async def update(connection: Connection, id_: int, rejected: DeadLetter) -> None:
-    """Store why a replayed message was rejected again. Frame, relay and time stay.
-
-    Raises:
-        DeadLetterGoneError: The dead letter does not exist.
-    """
-    did, kind, detail = storable(rejected.did), storable(rejected.kind), storable(rejected.detail)
-    values = (bucket_of(rejected.did or ""), rejected.seq, did, kind, rejected.reason, detail)
-    if not await connection.fetchval(_UPDATE, id_, *values):
-        raise DeadLetterGoneError(id_)
+        Raises:
+            DeadLetterGoneError: The dead letter does not exist.
+        """
+        async with self._pool.connection() as connection:
+            did, kind, detail = storable(rejected.did), storable(rejected.kind), storable(rejected.detail)
+            values = (bucket_of(rejected.did or ""), rejected.seq, did, kind, rejected.reason, detail)
+            if not await connection.fetchval(_UPDATE, id_, *values):
+                raise DeadLetterGoneError(id_)
 
 
 async def delete(connection: Connection, id_: int) -> None:

@@ -4,12 +4,17 @@ The records are read after the page. So an entry may come with a newer version o
 entry of the log says why.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 from asyncpg.exceptions import ObjectNotInPrerequisiteStateError
 
+from indexer.db import change_signal
+from indexer.db.change_signal import ChangeSignal
 from indexer.db.columns import Connection, columns_of, of_buckets, unnest
+from indexer.db.connections import Area
+from indexer.db.database_errors import database_errors
 from indexer.db.feed_delivery import LoggedChange, StoredAccount, StoredRecord
 from indexer.sync.shard import bucket_of
 
@@ -102,29 +107,79 @@ async def load_changes(connection: Connection, after: int, max_changes: int) -> 
         raise LogTrimmedError(str(error)) from None
 
 
-async def load_page(
-    connection: Connection, after: int, max_changes: int, max_bytes: int, wanted: Callable[[LoggedChange], bool]
-) -> FeedPage:
-    """Return the next entries after the number `after`, with their records.
+class ChangePages(Area):
+    """The change log and its records, as readers read them."""
 
-    Args:
-        connection: The connection.
-        after: The number of the last entry before the page.
-        max_changes: Maximum number of entries.
-        max_bytes: The page ends with the first record by which the values have this size.
-        wanted: The page is skipped if this returns False for each of its entries.
+    async def latest_seq(self) -> int:
+        """Return the number of the newest change; 0 if there is none."""
+        async with self._pool.connection() as connection:
+            return await load_latest_seq(connection)
 
-    Raises:
-        LogTrimmedError: Later entries have been trimmed.
-    """
-    changes = await load_changes(connection, after, max_changes)
-    if not any(map(wanted, changes)):
-        return FeedPage(changes, {}, {}, skipped=True)
-    values, is_full = await _load_values(connection, changes, max_bytes)
-    if is_full:
-        changes = changes[: max(values) + 1]  # the records of later entries may be left out
-    dids = {change.did for change in changes if change.collection is None}
-    return FeedPage(changes, values, await _load_accounts(connection, dids) if dids else {})
+    async def trimmed_seq(self) -> int:
+        """Return the number up to which changes have been trimmed; 0 if none have."""
+        async with self._pool.connection() as connection:
+            seq: int = await connection.fetchval(_TRIMMED_SEQ)
+            return seq
+
+    async def find_batch(self, time: int) -> LoggedBatch | None:
+        """Return the last batch that was committed at this time or earlier (microseconds since the Unix epoch).
+
+        It is a binary search, so that the log needs no index of times.
+
+        Returns:
+            None if all batches of the log are later, or if there is none.
+        """
+        async with self._pool.transaction() as connection:
+            # The statistics of a segment that was empty a moment ago mislead the planner.
+            await connection.execute("set local enable_seqscan = off")
+            low, high = 0, await load_latest_seq(connection)
+            found = None
+            while low < high:  # changes up to `low` were committed at `time` or earlier, changes after `high` later
+                middle = (low + high + 1) // 2
+                batch = await load_batch_of(connection, middle)
+                if batch is None:
+                    low = middle
+                elif batch.time <= time:
+                    low, found = max(middle, batch.first_seq + batch.size - 1), batch
+                else:
+                    high = batch.first_seq - 1
+            return found
+
+    async def page(
+        self, after: int, max_changes: int, max_bytes: int, wanted: Callable[[LoggedChange], bool] = lambda _: True
+    ) -> FeedPage:
+        """Return the next entries after the number `after`, with their records.
+
+        Args:
+            after: The number of the last entry before the page.
+            max_changes: Maximum number of entries.
+            max_bytes: The page ends with the first record by which the values have this size.
+            wanted: The page is skipped if this returns False for each of its entries.
+
+        Raises:
+            LogTrimmedError: Later entries have been trimmed.
+        """
+        async with self._pool.connection() as connection:
+            changes = await load_changes(connection, after, max_changes)
+            if not any(map(wanted, changes)):
+                return FeedPage(changes, {}, {}, skipped=True)
+            values, is_full = await _load_values(connection, changes, max_bytes)
+            if is_full:
+                changes = changes[: max(values) + 1]  # the records of later entries may be left out
+            dids = {change.did for change in changes if change.collection is None}
+            return FeedPage(changes, values, await _load_accounts(connection, dids) if dids else {})
+
+    async def notify(self, after: int) -> change_signal.Notified:
+        """Notify the listeners if there are changes after the number `after`."""
+        async with self._pool.connection() as connection:
+            return await change_signal.notify(connection, after)
+
+    @asynccontextmanager
+    async def signal(self) -> AsyncIterator[ChangeSignal]:
+        """Listen for new changes during the block, on a connection of its own."""
+        with self._pool.count_failures(), database_errors():
+            async with change_signal.listen(self._pool.dsn) as signal:
+                yield signal
 
 
 async def _load_values(
@@ -156,37 +211,7 @@ async def load_latest_seq(connection: Connection) -> int:
     return seq
 
 
-async def load_trimmed_seq(connection: Connection) -> int:
-    """Return the number up to which changes have been trimmed; 0 if none have."""
-    seq: int = await connection.fetchval(_TRIMMED_SEQ)
-    return seq
-
-
 async def load_batch_of(connection: Connection, seq: int) -> LoggedBatch | None:
     """Return the batch that contains the change with this number, or else the one before; None if there is none."""
     row = await connection.fetchrow(_BATCH_OF, seq)
     return None if row is None else LoggedBatch(*row)
-
-
-async def find_batch(connection: Connection, time: int) -> LoggedBatch | None:
-    """Return the last batch that was committed at this time or earlier (microseconds since the Unix epoch).
-
-    Call it in a transaction. It is a binary search, so that the log needs no index of times.
-
-    Returns:
-        None if all batches of the log are later, or if there is none.
-    """
-    # The statistics of a segment that was empty a moment ago mislead the planner.
-    await connection.execute("set local enable_seqscan = off")
-    low, high = 0, await load_latest_seq(connection)
-    found = None
-    while low < high:  # changes up to `low` were committed at `time` or earlier, changes after `high` later
-        middle = (low + high + 1) // 2
-        batch = await load_batch_of(connection, middle)
-        if batch is None:
-            low = middle
-        elif batch.time <= time:
-            low, found = max(middle, batch.first_seq + batch.size - 1), batch
-        else:
-            high = batch.first_seq - 1
-    return found

@@ -4,7 +4,8 @@ One process at a time serves the feed. It owns the feed by its session, like a s
 delivered in this session. So a process that lost the session cannot store anything any more.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Literal, NamedTuple
 
 import orjson
@@ -12,6 +13,7 @@ from asyncpg import Record
 
 from indexer.crash_points import COMMITTED, crash_point
 from indexer.db.columns import Connection, buckets_of, columns_of, of_buckets, unnest
+from indexer.db.connections import SERVER_SETTINGS, Area
 from indexer.db.database_errors import database_errors
 from indexer.db.feed_delivery import (
     SNAPSHOT_BEGIN,
@@ -25,7 +27,7 @@ from indexer.db.feed_delivery import (
     StoredRecord,
 )
 from indexer.db.feed_page import LogTrimmedError, load_changes, load_latest_seq
-from indexer.db.shard_lock import ShardLock
+from indexer.db.shard_lock import FEED, ShardLock, open_lock
 from indexer.db.table_parts import estimate_rows
 from indexer.sync.shard import bucket_of
 
@@ -186,35 +188,6 @@ _BEHIND = """
 """
 
 
-async def count_rows(connection: Connection, table: CountedTable) -> int:
-    """Return the number of rows of the table. Above `MAX_COUNTED_ROWS`, it is an estimate."""
-    estimate = await estimate_rows(connection, f"indexer.{table}")
-    if estimate > MAX_COUNTED_ROWS:
-        return estimate
-    count: int
-    match table:
-        case "repo":
-            count = await connection.fetchval(_COUNT_REPOS)
-        case "record":
-            count = await connection.fetchval(_COUNT_RECORDS)
-        case "buffered_event":
-            count = await connection.fetchval(_COUNT_BUFFERED)
-    return count
-
-
-async def changes_behind(connection: Connection) -> int:
-    """Return how many changes the log has from the first one on that the feed has not delivered.
-
-    As long as there is a snapshot to deliver, all stored repos and records count as well.
-    """
-    row = await connection.fetchrow(_BEHIND, FEED_CONSUMER)
-    if row is None and await connection.fetchval(_TRIMMED_SEQ) == 0:
-        return await load_latest_seq(connection)
-    snapshot = row is None or row["snapshot"]
-    stored = await count_rows(connection, "repo") + await count_rows(connection, "record") if snapshot else 0
-    return stored + (row["behind"] if row is not None else 0)
-
-
 class FeedRecords(NamedTuple):
     """Records that the feed has asked for.
 
@@ -358,12 +331,6 @@ def _progress_of(row: Record) -> DeliveryProgress:
     )
 
 
-async def is_cut_off(connection: Connection) -> bool | None:
-    """Return True if the consumer was disconnected; None if it is not registered."""
-    cut_off: bool | None = await connection.fetchval(_IS_CUT_OFF, FEED_CONSUMER)
-    return cut_off
-
-
 async def load_refused(connection: Connection) -> list[RefusedEvent]:
     """Return the events that clients refuse."""
     refused: str | None = await connection.fetchval(_LOAD_REFUSED, FEED_CONSUMER)
@@ -376,33 +343,89 @@ async def count_refused(connection: Connection) -> int:
     return count
 
 
-async def load_set_aside(connection: Connection, did: str | None, limit: int) -> list[SetAside]:
-    """Return refused events that are set aside, the newest first, only those of the DID if it is given."""
-    return [SetAside(*row) for row in await connection.fetch(_REFUSED, FEED_CONSUMER, did, limit)]
+class Feed(Area):
+    """What the feed for clients of tap reads and stores."""
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[FeedSession]:
+        """Open the session of the feed, on a connection of its own. It does not own the feed yet."""
+        async with (
+            self._pool.own_connection(SERVER_SETTINGS | {"application_name": "indexer feed"}) as connection,
+            open_lock(connection, FEED, self._pool.placement) as lock,
+        ):
+            yield FeedSession(connection, lock)
+
+    async def is_cut_off(self) -> bool | None:
+        """Return True if the consumer was disconnected; None if it is not registered."""
+        async with self._pool.connection() as connection:
+            return await is_cut_off(connection)
+
+    async def refused_events(self) -> list[RefusedEvent]:
+        """Return the events of the feed that clients refuse."""
+        async with self._pool.connection() as connection:
+            return await load_refused(connection)
+
+    async def set_aside(self, did: str | None, limit: int) -> list[SetAside]:
+        """Return refused events that are set aside, the newest first, only those of the DID if it is given."""
+        async with self._pool.connection() as connection:
+            return [SetAside(*row) for row in await connection.fetch(_REFUSED, FEED_CONSUMER, did, limit)]
+
+    async def send_again(self, did: str | None) -> int:
+        """Let the feed send refused events again, only those of the DID if it is given; return their number."""
+        async with self._pool.transaction() as connection:
+            return len(await connection.fetch(_SEND_AGAIN, FEED_CONSUMER, did))
+
+    async def records(self, keys: Sequence[RecordKey], max_length: int) -> FeedRecords:
+        """Return the stored records of visible repos.
+
+        Records are omitted from the first one on before which the values have `max_length` characters or more.
+        """
+        async with self._pool.connection() as connection:
+            rows = await connection.fetch(
+                _LOAD_RECORDS, buckets_of(did for did, *_ in keys), *columns_of(keys, _RECORD_KEY), max_length
+            )
+            shown = [row for row in rows if row["visible"]]
+            return FeedRecords(
+                {row[:3]: StoredRecord(row["cid"], row["rev"], row["value"]) for row in shown if not row["omitted"]},
+                frozenset([row[:3] for row in shown if row["omitted"]]),
+                frozenset([row[:3] for row in rows if not row["visible"]]),
+            )
+
+    async def accounts(self, dids: Sequence[str]) -> Mapping[str, StoredAccount]:
+        """Return the states of accounts by DID; those that are not tracked are left out."""
+        async with self._pool.connection() as connection:
+            rows = await connection.fetch(_LOAD_ACCOUNTS, list(dids), buckets_of(dids))
+            return {row["did"]: StoredAccount(*row[1:]) for row in rows}
+
+    async def count_rows(self, table: CountedTable) -> int:
+        """Return the number of rows of the table. Above `MAX_COUNTED_ROWS`, it is an estimate."""
+        async with self._pool.connection() as connection:
+            return await _count_rows(connection, table)
+
+    async def changes_behind(self) -> int:
+        """Return how many changes the log has from the first one on that the feed has not delivered.
+
+        As long as there is a snapshot to deliver, all stored repos and records count as well.
+        """
+        async with self._pool.connection() as connection:
+            row = await connection.fetchrow(_BEHIND, FEED_CONSUMER)
+            if row is None and await connection.fetchval(_TRIMMED_SEQ) == 0:
+                return await load_latest_seq(connection)
+            snapshot = row is None or row["snapshot"]
+            stored = await _count_rows(connection, "repo") + await _count_rows(connection, "record") if snapshot else 0
+            return stored + (row["behind"] if row is not None else 0)
 
 
-async def send_again(connection: Connection, did: str | None) -> int:
-    """Let the feed send refused events again, only those of the DID if it is given; return their number."""
-    return len(await connection.fetch(_SEND_AGAIN, FEED_CONSUMER, did))
+async def is_cut_off(connection: Connection) -> bool | None:
+    """Return True if the consumer was disconnected; None if it is not registered."""
+    cut_off: bool | None = await connection.fetchval(_IS_CUT_OFF, FEED_CONSUMER)
+    return cut_off
 
 
-async def load_records(connection: Connection, keys: Sequence[RecordKey], max_length: int) -> FeedRecords:
-    """Return the stored records of visible repos.
-
-    Records are omitted from the first one on before which the values have `max_length` characters or more.
-    """
-    rows = await connection.fetch(
-        _LOAD_RECORDS, buckets_of(did for did, *_ in keys), *columns_of(keys, _RECORD_KEY), max_length
-    )
-    shown = [row for row in rows if row["visible"]]
-    return FeedRecords(
-        {row[:3]: StoredRecord(row["cid"], row["rev"], row["value"]) for row in shown if not row["omitted"]},
-        frozenset([row[:3] for row in shown if row["omitted"]]),
-        frozenset([row[:3] for row in rows if not row["visible"]]),
-    )
-
-
-async def load_accounts(connection: Connection, dids: Sequence[str]) -> Mapping[str, StoredAccount]:
-    """Return the states of accounts by DID; those that are not tracked are left out."""
-    rows = await connection.fetch(_LOAD_ACCOUNTS, list(dids), buckets_of(dids))
-    return {row["did"]: StoredAccount(*row[1:]) for row in rows}
+async def _count_rows(connection: Connection, table: CountedTable) -> int:
+    estimate = await estimate_rows(connection, f"indexer.{table}")
+    if estimate > MAX_COUNTED_ROWS:
+        return estimate
+    statements = {"repo": _COUNT_REPOS, "record": _COUNT_RECORDS, "buffered_event": _COUNT_BUFFERED}
+    count: int = await connection.fetchval(statements[table])
+    return count

@@ -6,6 +6,7 @@ from time import time
 from indexer.crash_points import crash_point
 from indexer.db.change_log import log_changes
 from indexer.db.columns import Connection, buckets_of, columns_of, of_buckets, storable, unnest
+from indexer.db.connections import Area
 from indexer.sync.changes import ChangeLogEntry
 from indexer.sync.identity import INVALID_HANDLE, DueIdentity, HandleCheck, HandleClaim, StoredIdentity
 from indexer.sync.shard import bucket_of
@@ -195,109 +196,115 @@ _DID_OF_HANDLE = f"""
 """
 
 
-async def load_identities(connection: Connection, dids: Sequence[str]) -> Mapping[str, StoredIdentity]:
-    """Return the stored identities by DID; unknown DIDs are left out."""
-    rows = await connection.fetch(_LOAD, list(dids), buckets_of(dids))
-    return {row["did"]: StoredIdentity(**row) for row in rows}
+class Identities(Area):
+    """Identities and handles."""
 
+    async def load(self, dids: Sequence[str]) -> Mapping[str, StoredIdentity]:
+        """Return the stored identities by DID; unknown DIDs are left out."""
+        async with self._pool.connection() as connection:
+            rows = await connection.fetch(_LOAD, list(dids), buckets_of(dids))
+            return {row["did"]: StoredIdentity(**row) for row in rows}
 
-async def save_identities(
-    connection: Connection, identities: Sequence[StoredIdentity], *, distributed: bool = False
-) -> None:
-    """Store identities, unless a later reading is stored. Of several for one DID the last one is stored.
+    async def save(self, stored: Sequence[StoredIdentity]) -> None:
+        """Store identities, unless a later reading is stored. Of several for one DID the last one is stored.
 
-    Logs a change for each account that has another PDS or another handle. Run it in a transaction.
+        Logs a change for each account that has another PDS or another handle.
 
-    On a `distributed` database, a few new identities are inserted one by one, and rows of several shards are not locked
-    in the order of DIDs. If several processes save the same identities at once, this may be a deadlock. Then one of
-    the transactions fails, and `IdentityCache` saves its identities one by one.
-    """
-    latest = {identity.did: identity for identity in identities}
-    rows = [
-        (
-            did,
-            bucket_of(did),
-            storable(identity.handle),
-            storable(identity.pds),
-            storable(identity.signing_key),
-            identity.fetched_at,
-            identity.stale,
-            storable(identity.problem),
-            identity.denials,
-            identity.denied_at,
-            identity.refresh_at,
-        )
-        for did, identity in sorted(latest.items())
-    ]
-    if distributed and len(rows) <= MAX_INSERTED:
-        rows = [row for row in rows if await connection.fetchval(_INSERT_NEW, *row) is None]
-    saved = await connection.fetch(_SAVE, *columns_of(rows, _COLUMNS), time()) if rows else []
-    changes: list[ChangeLogEntry] = []
-    for did, moved, renamed in saved:
-        changes += [ChangeLogEntry(did, "moved", None, live=True)] if moved else []
-        changes += [ChangeLogEntry(did, "identity", None, live=True)] if renamed else []
-    await log_changes(connection, changes)
-    crash_point("identity.saved")
+        On a distributed database, a few new identities are inserted one by one, and rows of several shards are not
+        locked in the order of DIDs. If several processes save the same identities at once, this may be a deadlock. Then
+        one of the transactions fails, and `IdentityCache` saves its identities one by one.
+        """
+        async with self._pool.transaction() as connection:
+            latest = {identity.did: identity for identity in stored}
+            rows = [
+                (
+                    did,
+                    bucket_of(did),
+                    storable(identity.handle),
+                    storable(identity.pds),
+                    storable(identity.signing_key),
+                    identity.fetched_at,
+                    identity.stale,
+                    storable(identity.problem),
+                    identity.denials,
+                    identity.denied_at,
+                    identity.refresh_at,
+                )
+                for did, identity in sorted(latest.items())
+            ]
+            if self._pool.shards > 1 and len(rows) <= MAX_INSERTED:
+                rows = [row for row in rows if await connection.fetchval(_INSERT_NEW, *row) is None]
+            saved = await connection.fetch(_SAVE, *columns_of(rows, _COLUMNS), time()) if rows else []
+            changes: list[ChangeLogEntry] = []
+            for did, moved, renamed in saved:
+                changes += [ChangeLogEntry(did, "moved", None, live=True)] if moved else []
+                changes += [ChangeLogEntry(did, "identity", None, live=True)] if renamed else []
+            await log_changes(connection, changes)
+            crash_point("identity.saved")
 
+    async def due(self, buckets: Sequence[int], limit: int, now: float, *, web: bool) -> list[DueIdentity]:
+        """Return identities to refresh: those that became due first, and as many that became due last.
 
-async def claim_handles(
-    connection: Connection, count: int, buckets: Sequence[int], lease_until: float, now: float
-) -> list[HandleClaim]:
-    """Claim at most `count` handles that are due to be checked, with leases until `lease_until`."""
-    rows = await connection.fetch(CLAIM_HANDLES, list(buckets), count, now, lease_until, list(buckets))
-    return [HandleClaim(**row) for row in rows]
+        At most `limit` of each; with `web` only those of did:web, otherwise only the others.
+        """
+        async with self._pool.connection() as connection:
+            rows = await connection.fetch(DUE_IDENTITIES, web, now, list(buckets), limit)
+            return [DueIdentity(row["did"], row["pds"], row["failures"]) for row in rows]
 
+    async def postpone_refresh(self, did: str, until: float, failures: int) -> None:
+        """Set the time of the next refresh and the number of failures, unless the identity was refreshed meanwhile."""
+        async with self._pool.connection() as connection:
+            await connection.execute(_POSTPONE, did, bucket_of(did), until, failures)
 
-async def postpone_handles(
-    connection: Connection, claims: Sequence[HandleClaim], due: Sequence[float], lease_until: float
-) -> None:
-    """Make claimed handles due again, each at its time in `due`, unless they changed since they were claimed."""
-    rows = sorted((claim.did, bucket_of(claim.did), at) for claim, at in zip(claims, due, strict=True))
-    if rows:
-        await connection.execute(_POSTPONE_HANDLES, *columns_of(rows, _POSTPONED), lease_until)
+    async def did_of_handle(self, handle: str) -> str | None:
+        """Return the DID for which the handle was verified; None if there is none."""
+        async with self._pool.connection() as connection:
+            return await did_of_handle(connection, handle)
 
+    async def claim_handles(
+        self, count: int, buckets: Sequence[int], lease_seconds: float, now: float
+    ) -> list[HandleClaim]:
+        """Claim at most `count` handles that are due to be checked for `lease_seconds`.
 
-async def save_handle_check(connection: Connection, check: HandleCheck) -> None:
-    """Store the result of a check, unless the account claims another handle now. Run it in a transaction.
+        Those that became due last come first.
+        """
+        async with self._pool.connection() as connection:
+            rows = await connection.fetch(CLAIM_HANDLES, list(buckets), count, now, now + lease_seconds, list(buckets))
+            return [HandleClaim(**row) for row in rows]
 
-    Logs a change if the account has another handle.
-    """
-    claim = check.claim
-    dids, renamed = [claim.did], False
-    if check.handle is not None and check.handle == claim.claimed != claim.known:
-        dids += [did for (did,) in await connection.fetch(_OTHERS_WITH_HANDLE, claim.did, check.handle)]
-    # Rows are locked in the order of DIDs, as in all statements: `save_identities` may write the same rows.
-    for did in sorted(dids):
-        if did == claim.did:
-            result = (claim.claimed, check.handle, check.attempts, check.due_at)
-            renamed = await connection.fetchval(_SAVE_HANDLE_CHECK, did, bucket_of(did), *result)
-        else:
-            await connection.execute(_RECHECK, did, bucket_of(did), check.handle, time())
-    if renamed:
-        await log_changes(connection, [ChangeLogEntry(claim.did, "identity", None, live=True)])
-    crash_point("handle.saved")
+    async def postpone_handles(self, claims: Sequence[HandleClaim], due: Sequence[float], lease_until: float) -> None:
+        """Make claimed handles due again, each at its time in `due`, unless they changed since they were claimed."""
+        async with self._pool.connection() as connection:
+            rows = sorted((claim.did, bucket_of(claim.did), at) for claim, at in zip(claims, due, strict=True))
+            if rows:
+                await connection.execute(_POSTPONE_HANDLES, *columns_of(rows, _POSTPONED), lease_until)
+
+    async def save_handle_check(self, check: HandleCheck) -> None:
+        """Store the result of a check, unless the account claims another handle now.
+
+        Logs a change if the account has another handle.
+        """
+        async with self._pool.transaction() as connection:
+            claim = check.claim
+            dids, renamed = [claim.did], False
+            if check.handle is not None and check.handle == claim.claimed != claim.known:
+                dids += [did for (did,) in await connection.fetch(_OTHERS_WITH_HANDLE, claim.did, check.handle)]
+            # Rows are locked in the order of DIDs, as in all statements: `save_identities` may write the same rows.
+            for did in sorted(dids):
+                if did == claim.did:
+                    result = (claim.claimed, check.handle, check.attempts, check.due_at)
+                    renamed = await connection.fetchval(_SAVE_HANDLE_CHECK, did, bucket_of(did), *result)
+                else:
+                    await connection.execute(_RECHECK, did, bucket_of(did), check.handle, time())
+            if renamed:
+                await log_changes(connection, [ChangeLogEntry(claim.did, "identity", None, live=True)])
+            crash_point("handle.saved")
 
 
 async def mark_stale(connection: Connection, dids: Iterable[str]) -> None:
     """Note that the identities may have changed, so that they are looked up again."""
     ordered = sorted(dids)
     await connection.execute(_MARK_STALE, buckets_of(ordered), ordered, time())
-
-
-async def due_identities(
-    connection: Connection, buckets: Sequence[int], limit: int, now: float, *, web: bool
-) -> list[DueIdentity]:
-    """Return identities to refresh: those that became due first, and as many that became due last.
-
-    At most `limit` of each; with `web` only those of did:web, otherwise only the others.
-    """
-    rows = await connection.fetch(DUE_IDENTITIES, web, now, list(buckets), limit)
-    return [DueIdentity(row["did"], row["pds"], row["failures"]) for row in rows]
-
-
-async def postpone_refresh(connection: Connection, did: str, until: float, failures: int) -> None:
-    """Set the time of the next refresh and the number of failures, unless the identity was refreshed meanwhile."""
-    await connection.execute(_POSTPONE, did, bucket_of(did), until, failures)
 
 
 async def did_of_handle(connection: Connection, handle: str) -> str | None:

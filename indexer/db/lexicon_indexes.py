@@ -7,7 +7,8 @@ with a longer string must not make the daemon's writes fail.
 
 import json
 from asyncio import sleep
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import asyncpg
 
 from indexer.atproto.lexicon import FieldKind
 from indexer.db.columns import Connection
+from indexer.db.connections import Area
 from indexer.db.lexicon_columns import (
     INDEXABLE_KEYS,
     MAX_INDEXED_BYTES,
@@ -104,20 +106,76 @@ class _Definition(NamedTuple):
         return f"{_prefix_of(nsid)}{_digest(f'{self.method} {self.expressions}')}"
 
 
-async def load_indexes(connection: Connection) -> list[LexiconIndex]:
-    """Return all indexes on columns of views."""
+class LexiconIndexes(Area):
+    """Indexes on columns of typed views."""
+
+    async def load(self) -> list[LexiconIndex]:
+        """Return all indexes on columns of views."""
+        async with self._pool.connection() as connection:
+            return await _load_indexes(connection)
+
+    async def build(self, nsid: str, columns: Sequence[str]) -> LexiconIndex | None:
+        """Build an index on columns of the view of a stored lexicon; return None if there is one already.
+
+        Raises:
+            UnknownColumnError: There is no such column, or no index can contain these columns.
+        """
+        async with self._index_connection() as connection:
+            stored = (await load_lexicons(connection))[nsid]
+            definition = await _definition(connection, nsid, columns, stored.fields)
+            index = definition.name_for(nsid)
+            for present in await _load_indexes(connection):
+                if present.name == index and present.valid:
+                    await _comment(connection, index, nsid, columns)
+                    return None
+                if present.name == index:
+                    await connection.execute(f"drop index concurrently indexer.{index}")
+            method, expressions, collection = definition
+            await connection.execute(
+                f"create index concurrently {index} on indexer.record using {method} ({expressions}) "
+                f"where collection = {collection}"
+            )
+            await _comment(connection, index, nsid, columns)
+            await connection.execute(_ANALYZE)  # the planner needs the distribution of the values of an expression
+            return LexiconIndex(index, nsid, ",".join(columns), valid=True)
+
+    async def build_progress(self) -> BuildProgress | None:
+        """Return the progress of the index that is being built now; None if none is."""
+        async with self._pool.connection() as connection:
+            rows = await connection.fetch(_PROGRESS)
+            return BuildProgress(*rows[0]) if rows else None
+
+    async def drop_outdated(self) -> list[LexiconIndex]:
+        """Drop indexes whose lexicon was removed or whose columns have changed; return them."""
+        async with self._index_connection() as connection:
+            stored = await load_lexicons(connection)
+            dropped = []
+            for present in await _load_indexes(connection):
+                if await _is_current(
+                    connection, present, stored[present.nsid].fields if present.nsid in stored else None
+                ):
+                    continue
+                index = present.name
+                await connection.execute(f"drop index concurrently indexer.{index}")
+                dropped.append(present)
+            return dropped
+
+    @asynccontextmanager
+    async def _index_connection(self) -> AsyncIterator[asyncpg.Connection]:
+        """Open a connection that builds and drops indexes; no other process does so at the same time."""
+        async with self._pool.maintenance_connection() as holder:
+            await _lock_builds(holder)
+            async with self._pool.maintenance_connection() as connection:
+                yield connection
+
+
+async def _load_indexes(connection: Connection) -> list[LexiconIndex]:
     rows = await connection.fetch(_INDEXES, PREFIX)
     parts = [(row, (row["comment"] or "").partition(": ")) for row in rows]
     return [LexiconIndex(row["name"], nsid, columns, row["valid"]) for row, (nsid, _, columns) in parts]
 
 
-async def load_build_progress(connection: Connection) -> BuildProgress | None:
-    """Return the progress of the index that is being built now; None if none is."""
-    rows = await connection.fetch(_PROGRESS)
-    return BuildProgress(*rows[0]) if rows else None
-
-
-async def lock_builds(connection: Connection) -> None:
+async def _lock_builds(connection: Connection) -> None:
     """Wait until no other process builds or drops an index. None does until this connection is closed."""
     while True:
         if await _try_lock(connection):
@@ -134,49 +192,6 @@ async def _try_lock(connection: Connection) -> bool:
         await transaction.rollback()
         return False
     return True
-
-
-async def build_index(connection: asyncpg.Connection, nsid: str, columns: Sequence[str]) -> LexiconIndex | None:
-    """Build an index on columns of the view of a stored lexicon; return None if there is one already.
-
-    Another connection must hold the lock (`lock_builds`).
-
-    Raises:
-        UnknownColumnError: There is no such column, or no index can contain these columns.
-    """
-    stored = (await load_lexicons(connection))[nsid]
-    definition = await _definition(connection, nsid, columns, stored.fields)
-    index = definition.name_for(nsid)
-    for present in await load_indexes(connection):
-        if present.name == index and present.valid:
-            await _comment(connection, index, nsid, columns)
-            return None
-        if present.name == index:
-            await connection.execute(f"drop index concurrently indexer.{index}")
-    method, expressions, collection = definition
-    await connection.execute(
-        f"create index concurrently {index} on indexer.record using {method} ({expressions}) "
-        f"where collection = {collection}"
-    )
-    await _comment(connection, index, nsid, columns)
-    await connection.execute(_ANALYZE)  # the planner needs the distribution of the values of an expression
-    return LexiconIndex(index, nsid, ",".join(columns), valid=True)
-
-
-async def drop_outdated_indexes(connection: asyncpg.Connection) -> list[LexiconIndex]:
-    """Drop indexes whose lexicon was removed or whose columns have changed; return them.
-
-    Another connection must hold the lock (`lock_builds`).
-    """
-    stored = await load_lexicons(connection)
-    dropped = []
-    for present in await load_indexes(connection):
-        if await _is_current(connection, present, stored[present.nsid].fields if present.nsid in stored else None):
-            continue
-        index = present.name
-        await connection.execute(f"drop index concurrently indexer.{index}")
-        dropped.append(present)
-    return dropped
 
 
 async def _comment(connection: asyncpg.Connection, index: str, nsid: str, columns: Sequence[str]) -> None:

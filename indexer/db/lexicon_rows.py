@@ -4,16 +4,20 @@ The statements that create the views are in functions of the database, so that m
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from asyncio import sleep
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import asyncpg
 
 from indexer.atproto.lexicon import Lexicon, RecordField, parse_lexicon, record_fields, references
 from indexer.db.columns import Connection
+from indexer.db.connections import Area
+from indexer.db.database_errors import DatabaseError
 from indexer.db.lexicon_columns import ViewField, fields_of_json, plan_columns, view_name
+from indexer.reasons import FetchFailure
 
 _LOCK = "lock table indexer.lexicon in share row exclusive mode"
 _LOCK_TIMEOUT = "set local lock_timeout = '2s'"
@@ -26,6 +30,11 @@ _UPSERT = """
 """
 _CREATE_VIEW = "select indexer.create_lexicon_view($1)"
 _DROP_VIEW = "select indexer.drop_lexicon_view($1)"
+
+
+T = TypeVar("T")
+LEXICON_PAUSE = 1.0
+"""Seconds between attempts to change views, in which other queries on the views proceed."""
 
 
 class ViewInUseError(Exception):
@@ -68,6 +77,52 @@ class StoredLexicon(NamedTuple):
     source: str
     view: str | None
     fields: Mapping[str, ViewField]
+
+
+class Lexicons(Area):
+    """Lexicons and their typed views.
+
+    Attributes:
+        attempts: Attempts to change typed views while queries use them. Each waits for at most two seconds.
+    """
+
+    attempts = 5
+
+    async def load(self) -> dict[str, StoredLexicon]:
+        """Return all stored lexicons by NSID."""
+        async with self._pool.connection() as connection:
+            return await load_lexicons(connection)
+
+    async def add(self, given: Mapping[str, tuple[Lexicon, str]]) -> list[AddedLexicon]:
+        """Store lexicons (with their sources, by NSID), and create or update the views that depend on them.
+
+        Raises:
+            ViewInUseError: A view has to be dropped, and objects of users depend on it.
+        """
+        return await self._change_views(lambda connection: add_lexicons(connection, given))
+
+    async def remove(self, nsids: Sequence[str]) -> None:
+        """Remove lexicons with their views, and lexicons that only these refer to.
+
+        Raises:
+            ViewInUseError: Objects of users depend on a view.
+        """
+        await self._change_views(lambda connection: remove_lexicons(connection, nsids))
+
+    async def _change_views(self, change: Callable[[Connection], Awaitable[T]]) -> T:
+        """Run `change` in a transaction, again if queries use the views. It waits briefly, so no query waits long."""
+        for attempt in range(1, self.attempts + 1):
+            try:
+                async with self._pool.transaction() as connection:
+                    return await change(connection)
+            except DatabaseError as error:
+                if not isinstance(error.__cause__, asyncpg.LockNotAvailableError | asyncpg.DeadlockDetectedError):
+                    raise
+                if attempt == self.attempts:
+                    text = "open transactions use a typed view that has to change; end them, or try again later"
+                    raise DatabaseError(FetchFailure.TIMEOUT, text) from error
+            await sleep(LEXICON_PAUSE)
+        raise AssertionError
 
 
 async def load_lexicons(connection: Connection) -> dict[str, StoredLexicon]:

@@ -11,18 +11,20 @@ the log after the position with which the backfill began. See docs/decisions/001
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from indexer.atproto.links import links_of
 from indexer.crash_points import COMMITTED, crash_point
-from indexer.db.change_signal import ChangeSignal
+from indexer.db.change_signal import ChangeSignal, listen_on
 from indexer.db.columns import Columns, Connection, buckets_of, columns_of, of_buckets, unnest
+from indexer.db.connections import SERVER_SETTINGS, Area
 from indexer.db.database_errors import database_errors
 from indexer.db.feed_delivery import LoggedChange
 from indexer.db.feed_page import LogTrimmedError, load_changes
-from indexer.db.shard_lock import ShardLock
+from indexer.db.shard_lock import LINKS, ShardLock, open_lock
 from indexer.sync.changes import RecordKey
 from indexer.sync.shard import bucket_of, bucket_of_target
 
@@ -305,9 +307,22 @@ class LinkSession:
             await self.connection.execute(_ADD_RECOUNTS, *columns_of(rows, _RECOUNT))
 
 
-async def links_are_kept(connection: Connection) -> bool:
-    """Return True if links are stored, or were turned on."""
-    return bool(await connection.fetchval(_IS_ON))
+class Links(Area):
+    """The links between records."""
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[LinkSession]:
+        """Open the session of links, on a connection of its own. It does not own the links yet."""
+        async with (
+            self._pool.own_connection(SERVER_SETTINGS | {"application_name": "indexer links"}) as connection,
+            open_lock(connection, LINKS, self._pool.placement) as lock,
+        ):
+            yield LinkSession(connection, lock, await listen_on(connection))
+
+    async def are_kept(self) -> bool:
+        """Return True if links are stored, or were turned on."""
+        async with self._pool.connection() as connection:
+            return bool(await connection.fetchval(_IS_ON))
 
 
 def _first_changes(changes: Sequence[LoggedChange]) -> dict[RecordKey, int]:

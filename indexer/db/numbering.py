@@ -20,7 +20,8 @@ write the same repo, and be complete earlier. Therefore the second part of step 
 See docs/decisions/0014-change-log-on-a-cluster.md.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import asyncpg
@@ -28,6 +29,7 @@ import orjson
 
 from indexer.crash_points import crash_point
 from indexer.db.columns import Connection
+from indexer.db.connections import SERVER_SETTINGS, Connections
 from indexer.db.database_errors import database_errors
 from indexer.sync.shard import BUCKETS
 
@@ -155,6 +157,13 @@ async def number_after_commit(connection: Connection) -> None:
             await connection.execute(_QUEUE_BATCHES)
     if not await connection.fetchval(_IS_ON_NODES):
         await connection.execute(_CREATE_ON_NODES)
+
+
+@asynccontextmanager
+async def numbering_session(pool: Connections) -> AsyncIterator["NumberingSession"]:
+    """Open a session that numbers the changes of a distributed database, on a connection of its own."""
+    async with pool.own_connection(SERVER_SETTINGS | {"application_name": "indexer numbering"}) as connection:
+        yield NumberingSession(connection)
 
 
 class NumberingSession:

@@ -11,7 +11,7 @@ import structlog
 
 from indexer.concurrency.event_wait import wait_for_event
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.periodic import run_periodically
 from indexer.sync.shard import Shard
 from indexer.sync.stream import Gap, OpenGap
@@ -32,8 +32,8 @@ class OpenGaps:
             were loaded for the first time.
     """
 
-    def __init__(self, store: Store, shard: Shard, metrics: Metrics, interval: float = REFRESH_SECONDS) -> None:
-        self._store = store
+    def __init__(self, db: Database, shard: Shard, metrics: Metrics, interval: float = REFRESH_SECONDS) -> None:
+        self._db = db
         self._shard = shard
         self._metrics = metrics
         self._interval = interval
@@ -52,7 +52,7 @@ class OpenGaps:
         Raises:
             DatabaseError: The database is unavailable.
         """
-        opened = await self._store.open_gap(gap)
+        opened = await self._db.gaps.open(gap)
         log.error(
             "gap.opened",
             id=opened.id,
@@ -70,7 +70,7 @@ class OpenGaps:
         Raises:
             DatabaseError: The database is unavailable.
         """
-        await self._store.set_last_seq_of_gap(gap_id, last_seq)
+        await self._db.gaps.set_last_seq(gap_id, last_seq)
 
     async def refresh(self) -> None:
         """Load the open gaps, and log those that were closed since the last time.
@@ -81,7 +81,7 @@ class OpenGaps:
             DatabaseError: The database is unavailable.
         """
         before, known_until = self.gaps or (), self.newest
-        loaded = await self._store.open_gaps()
+        loaded = await self._db.gaps.load_open()
         still_open = {gap.id for gap in loaded}
         for gap in before:
             if gap.id not in still_open:

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from indexer.atproto.syntax import is_nsid
 from indexer.crash_points import crash_point
-from indexer.db import crawl_rows, scope_row
+from indexer.db import crawls, scope_row
 from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
-from indexer.db.crawl_progress import CrawlProgress
+from indexer.db.connections import Area
+from indexer.db.crawls import CrawlProgress
 from indexer.db.write import write
 from indexer.sync.changes import Batch, RepoWrite
 from indexer.sync.repo import CHOSEN, OUT_OF_SCOPE, untrack
@@ -68,50 +69,54 @@ class UntrackedPage(NamedTuple):
     progress: CrawlProgress
 
 
-async def begin(connection: Connection, shard: Shard) -> CrawlProgress:
-    """Return the progress of the search for repos out of scope, or that of a new search."""
-    stored = await crawl_rows.load_progress(connection, "untrack", "", "", str(shard))
-    return stored or CrawlProgress("untrack", "", shard=str(shard), began_at=time())
+class OutOfScope(Area):
+    """The search for repos that are out of scope."""
 
+    async def begin(self, shard: Shard) -> CrawlProgress:
+        """Return the progress of the search for repos out of scope, or that of a new search."""
+        async with self._pool.connection() as connection:
+            stored = await crawls.load_progress(connection, "untrack", "", "", str(shard))
+            return stored or CrawlProgress("untrack", "", shard=str(shard), began_at=time())
 
-async def unread_lists(connection: Connection, scope: Scope) -> list[str]:
-    """Return the signal collections whose list has not been read since the scope changed."""
-    read = {row["collection"] for row in await connection.fetch(_LISTS_READ)}
-    return [pattern for pattern in scope.signal_patterns if is_nsid(pattern) and pattern not in read]
+    async def unread_lists(self, scope: Scope) -> list[str]:
+        """Return the signal collections whose list has not been read since the scope changed."""
+        async with self._pool.connection() as connection:
+            read = {row["collection"] for row in await connection.fetch(_LISTS_READ)}
+            return [pattern for pattern in scope.signal_patterns if is_nsid(pattern) and pattern not in read]
 
+    async def untrack_page(
+        self, scope: Scope, shard: Shard, progress: CrawlProgress, limit: int
+    ) -> UntrackedPage | None:
+        """Untrack those of the next `limit` repos that are out of scope, and store the progress.
 
-async def untrack_page(
-    connection: Connection, scope: Scope, shard: Shard, progress: CrawlProgress, limit: int
-) -> UntrackedPage | None:
-    """Untrack those of the next `limit` repos that are out of scope, and store the progress. Run it in a transaction.
+        Return None if the scope has changed. A repo is out of scope if no command, no list and no message has wanted it
+        since the scope wanted fewer repos, and if no record of a signal collection is stored. A signal pattern that
+        ends in `.*` has no list. So a repo is looked at again later whose records of it are not complete yet, and one
+        whose row changes meanwhile: a command may have named it, or the live path may have written a signal record.
+        """
+        async with self._pool.transaction() as connection:
+            if not await scope_row.holds(connection, scope.version):
+                return None
+            buckets, since = list(shard.buckets), scope.repos_narrowed_in
+            rows = await connection.fetch(NOT_WANTED, progress.cursor or "", buckets, since, limit)
+            page = {row["did"]: repo_of(row) for row in rows}
+            found, incomplete = await _without_signal(connection, scope, list(page))
+            writes = [RepoWrite(page[did], untrack(page[did], OUT_OF_SCOPE, time())) for did in found]
+            skipped = (await write(connection, Batch(tuple(writes)))).skipped
+            untracked, incomplete = len(writes) - len(skipped), incomplete + len(skipped)
+            after = progress.after_page(rows[-1]["did"] if len(rows) == limit else None, len(page), incomplete, time())
+            if after.finished_at is not None and after.found:
+                after = replace(after, finished_at=None, found=0)
+            await crawls.save_progress(connection, after)
+            if untracked:
+                crash_point("scope.untracked")
+            return UntrackedPage(untracked, after)
 
-    Return None if the scope has changed. A repo is out of scope if no command, no list and no message has wanted it
-    since the scope wanted fewer repos, and if no record of a signal collection is stored. A signal pattern that ends in
-    `.*` has no list. So a repo is looked at again later whose records of it are not complete yet, and one whose row
-    changes meanwhile: a command may have named it, or the live path may have written a signal record.
-    """
-    if not await scope_row.holds(connection, scope.version):
-        return None
-    buckets, since = list(shard.buckets), scope.repos_narrowed_in
-    rows = await connection.fetch(NOT_WANTED, progress.cursor or "", buckets, since, limit)
-    page = {row["did"]: repo_of(row) for row in rows}
-    found, incomplete = await _without_signal(connection, scope, list(page))
-    writes = [RepoWrite(page[did], untrack(page[did], OUT_OF_SCOPE, time())) for did in found]
-    skipped = (await write(connection, Batch(tuple(writes)))).skipped
-    untracked, incomplete = len(writes) - len(skipped), incomplete + len(skipped)
-    after = progress.after_page(rows[-1]["did"] if len(rows) == limit else None, len(page), incomplete, time())
-    if after.finished_at is not None and after.found:
-        after = replace(after, finished_at=None, found=0)
-    await crawl_rows.save_progress(connection, after)
-    if untracked:
-        crash_point("scope.untracked")
-    return UntrackedPage(untracked, after)
-
-
-async def count_not_chosen(connection: Connection, limit: int) -> NotChosen:
-    """Count the tracked repos that no command has named, and at most `limit` of their records. Reads all repos."""
-    repos = await connection.fetchval(_COUNT_NOT_CHOSEN)
-    return NotChosen(repos, await connection.fetchval(_COUNT_THEIR_RECORDS, limit) if repos else 0)
+    async def count_not_chosen(self, limit: int) -> NotChosen:
+        """Count the tracked repos that no command has named, and at most `limit` of their records. Reads all repos."""
+        async with self._pool.connection() as connection:
+            repos = await connection.fetchval(_COUNT_NOT_CHOSEN)
+            return NotChosen(repos, await connection.fetchval(_COUNT_THEIR_RECORDS, limit) if repos else 0)
 
 
 async def _without_signal(connection: Connection, scope: Scope, dids: Sequence[str]) -> tuple[list[str], int]:

@@ -5,23 +5,26 @@ import random
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from time import monotonic
 from typing import Any
 
 import asyncpg
 
 from indexer.atproto.cid import cid_text
-from indexer.db import process_reports, scope_row
+from indexer.db import process_reports, scope_row, status_queries
 from indexer.db.change_log_segments import ConsumerState, load_consumers
 from indexer.db.columns import Connection
+from indexer.db.connections import Area
 from indexer.db.database_errors import DatabaseError
 from indexer.db.feed_delivery import RefusedEvent
 from indexer.db.feed_rows import count_refused, load_refused
-from indexer.db.gap_rows import load_open as load_open_gaps
-from indexer.db.host_states import load_paused
+from indexer.db.gaps import load_open as load_open_gaps
+from indexer.db.hosts import load_paused
 from indexer.db.link_progress import LinkProgress, load_progress
 from indexer.db.process_reports import ProcessReport
-from indexer.db.shard_lock import ShardSession, load_sessions
+from indexer.db.shard_lock import ShardLocks, ShardSession
+from indexer.db.status_queries import DeliveryState
 from indexer.db.table_parts import TablePart, estimate_rows, load_parts
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import HostState
@@ -189,35 +192,105 @@ def sample(percentage: float) -> str:
     """
 
 
-async def counts(connection: Connection, since: float) -> Counts:
-    """Return the counts, with `ended` since the Unix time `since`.
+class Reports(Area):
+    """Reports for operators."""
 
-    The cost is bounded: all repos are counted only if the table is small enough (`MAX_COUNTED_PAGES`) and the database
-    fast enough (`COUNT_MILLISECONDS`). Otherwise the numbers of repos are estimated from a part of the table.
-    """
-    counted = await _count_repos(connection, since)
-    cursors = await connection.fetch(_CURSORS)
-    return Counts(
-        statuses=counted.statuses,
-        reasons=counted.reasons,
-        queued=max(0, counted.waiting - counted.parked),
-        parked=counted.parked,
-        records=await estimate_rows(connection, "indexer.record"),
-        cursors=[Cursor(**row) for row in cursors],
-        failures=counted.failures,
-        consumers=await load_consumers(connection),
-        refused_events=await load_refused(connection),
-        set_aside_events=await count_refused(connection),
-        hosts=await load_paused(connection),
-        ended=counted.ended,
-        unproven=counted.unproven,
-        gaps=await load_open_gaps(connection),
-        sessions=await load_sessions(connection),
-        reports=await process_reports.load(connection),
-        counted_share=counted.share,
-        links=await load_progress(connection),
-        incomplete=counted.incomplete,
-    )
+    async def counts(self, since: float = inf) -> Counts:
+        """Return the counts, with `ended` since the Unix time `since`.
+
+        The cost is bounded: all repos are counted only if the table is small enough (`MAX_COUNTED_PAGES`) and the
+        database fast enough (`COUNT_MILLISECONDS`). Otherwise the numbers of repos are estimated from a
+        part of the table.
+        """
+        sessions = await ShardLocks(self._pool).sessions()
+        async with self._pool.connection() as connection:
+            counted = await count_repos(connection, since)
+            cursors = await connection.fetch(_CURSORS)
+            return Counts(
+                statuses=counted.statuses,
+                reasons=counted.reasons,
+                queued=max(0, counted.waiting - counted.parked),
+                parked=counted.parked,
+                records=await estimate_rows(connection, "indexer.record"),
+                cursors=[Cursor(**row) for row in cursors],
+                failures=counted.failures,
+                consumers=await load_consumers(connection),
+                refused_events=await load_refused(connection),
+                set_aside_events=await count_refused(connection),
+                hosts=await load_paused(connection),
+                ended=counted.ended,
+                unproven=counted.unproven,
+                gaps=await load_open_gaps(connection),
+                sessions=sessions,
+                reports=await process_reports.load(connection),
+                counted_share=counted.share,
+                links=await load_progress(connection),
+                incomplete=counted.incomplete,
+            )
+
+    async def delivery_state(self) -> DeliveryState:
+        """Return dead letters by reason and the consumers of the change log, for the status page."""
+        async with self._pool.transaction() as connection:
+            return await status_queries.load_delivery_state(connection)
+
+    async def account_state(self, account: str) -> dict[str, Any] | None:
+        """Return the state of a DID or of a verified handle, for the status page; None if it is unknown."""
+        async with self._pool.transaction() as connection:
+            return await status_queries.load_account(connection, account)
+
+    async def repo(self, did: str) -> dict[str, Any] | None:
+        """Return everything that is stored about a repo, by column; None if the repo is unknown."""
+        async with self._pool.connection() as connection:
+            row = await connection.fetchrow(REPO, did, bucket_of(did))
+            if row is None:
+                return None
+            cids = {name: None if row[name] is None else cid_text(row[name]) for name in ("data", "commit")}
+            return {**row, **cids}
+
+    async def has_records(self, collection: str) -> bool:
+        """Return True if a record of the collection is stored, visible or not."""
+        async with self._pool.connection() as connection:
+            return await connection.fetchval(_HAS_RECORDS, collection) is not None
+
+    async def record(self, did: str, collection: str, rkey: str) -> dict[str, Any] | None:
+        """Return the row of `atproto.records` with its value decoded; None if there is none."""
+        async with self._pool.connection() as connection:
+            row = await connection.fetchrow(_RECORD, did, bucket_of(did), collection, rkey)
+            if row is None:
+                return None
+            value = None if row["value"] is None else json.loads(row["value"])
+            return {"uri": f"at://{did}/{collection}/{rkey}", **row, "cid": cid_text(row["cid"]), "value": value}
+
+    async def visible_repos(self) -> dict[str, tuple[str, str | None]]:
+        """Return sync status and sync reason of each visible repo, by DID."""
+        async with self._pool.connection() as connection:
+            rows = await connection.fetch("select did, sync_status, sync_reason from atproto.repos where visible")
+            return {did: (status, reason) for did, status, reason in rows}
+
+    async def visible_records(self, did: str) -> dict[str, bytes]:
+        """Return the CID of each record of a visible repo, by path; empty if the repo is not visible."""
+        async with self._pool.connection() as connection:
+            rows = await connection.fetch(_RECORDS, did, bucket_of(did))
+            return {path: cid for path, cid in rows}  # noqa: C416 - a row is no tuple for the type checker
+
+    async def sample_synchronized(self, count: int) -> list[str]:
+        """Return the DIDs of at most `count` active synchronized repos, chosen at random.
+
+        Reads a part of the table, up to `MAX_SAMPLE_PAGES` (or `FIRST_PAGES_PER_REPO` per repo, if that is more). So it
+        returns fewer repos if very few qualify.
+        """
+        async with self._pool.connection() as connection:
+            parts = await load_parts(connection, "indexer.repo")
+            total = sum(part.pages for part in parts)
+            pages = FIRST_PAGES_PER_REPO * count
+            while True:
+                percentage = 100.0 * min(1.0, pages / max(total, 1))
+                rows = [
+                    row for part in parts for row in await connection.fetch(sample(percentage), count, part.buckets)
+                ]
+                if len(rows) >= count or pages >= min(total, MAX_SAMPLE_PAGES):
+                    return [did for (did,) in random.sample(rows, min(count, len(rows)))]
+                pages = min(PAGES_FACTOR * pages, MAX_SAMPLE_PAGES)
 
 
 @dataclass(slots=True)
@@ -265,7 +338,7 @@ class _RepoNumbers:
         self.statuses[SyncStatus.DESYNCHRONIZED] = max(desynchronized, self.waiting)
 
 
-async def _count_repos(connection: Connection, since: float) -> _RepoNumbers:
+async def count_repos(connection: Connection, since: float) -> _RepoNumbers:
     """Count all repos, or those of a part of the table; the part becomes smaller until the time limit suffices."""
     scope = await scope_row.load(connection)
     complete_from = 0 if scope is None else scope.complete_from
@@ -319,55 +392,3 @@ async def _limit_time(connection: Connection, deadline: float) -> None:
     """Let Postgres cancel each statement of the transaction that takes as long as it is until the deadline now."""
     milliseconds = max(1, round(1000 * (deadline - monotonic())))
     await connection.execute(f"set local statement_timeout = {milliseconds}")
-
-
-async def repo_report(connection: Connection, did: str) -> dict[str, Any] | None:
-    """Return everything that is stored about a repo, by column; None if the repo is unknown."""
-    row = await connection.fetchrow(REPO, did, bucket_of(did))
-    if row is None:
-        return None
-    cids = {name: None if row[name] is None else cid_text(row[name]) for name in ("data", "commit")}
-    return {**row, **cids}
-
-
-async def record(connection: Connection, did: str, collection: str, rkey: str) -> dict[str, Any] | None:
-    """Return the row of `atproto.records` with its value decoded; None if there is none."""
-    row = await connection.fetchrow(_RECORD, did, bucket_of(did), collection, rkey)
-    if row is None:
-        return None
-    value = None if row["value"] is None else json.loads(row["value"])
-    return {"uri": f"at://{did}/{collection}/{rkey}", **row, "cid": cid_text(row["cid"]), "value": value}
-
-
-async def has_records(connection: Connection, collection: str) -> bool:
-    """Return True if a record of the collection is stored, visible or not."""
-    return await connection.fetchval(_HAS_RECORDS, collection) is not None
-
-
-async def sample_synchronized(connection: Connection, count: int) -> list[str]:
-    """Return the DIDs of at most `count` active synchronized repos, chosen at random.
-
-    Reads a part of the table, up to `MAX_SAMPLE_PAGES` (or `FIRST_PAGES_PER_REPO` per repo, if that is more). So it
-    returns fewer repos if very few qualify.
-    """
-    parts = await load_parts(connection, "indexer.repo")
-    total = sum(part.pages for part in parts)
-    pages = FIRST_PAGES_PER_REPO * count
-    while True:
-        percentage = 100.0 * min(1.0, pages / max(total, 1))
-        rows = [row for part in parts for row in await connection.fetch(sample(percentage), count, part.buckets)]
-        if len(rows) >= count or pages >= min(total, MAX_SAMPLE_PAGES):
-            return [did for (did,) in random.sample(rows, min(count, len(rows)))]
-        pages = min(PAGES_FACTOR * pages, MAX_SAMPLE_PAGES)
-
-
-async def visible_repos(connection: Connection) -> dict[str, tuple[str, str | None]]:
-    """Return sync status and sync reason of each visible repo, by DID."""
-    rows = await connection.fetch("select did, sync_status, sync_reason from atproto.repos where visible")
-    return {did: (status, reason) for did, status, reason in rows}
-
-
-async def visible_records(connection: Connection, did: str) -> dict[str, bytes]:
-    """Return the CID of each record of a visible repo, by path; empty if the repo is not visible."""
-    rows = await connection.fetch(_RECORDS, did, bucket_of(did))
-    return {path: cid for path, cid in rows}  # noqa: C416 - a row is no tuple for the type checker

@@ -1,22 +1,30 @@
 """The queue of resyncs in the table `repo`: claim repos that are due, renew and expire leases, unpark repos."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from itertools import groupby
 from random import choice
 from time import time
+from typing import TypeVar
 
 from asyncpg import Record as Row
 
 from indexer.atproto.record import Problem
-from indexer.crash_points import crash_point
+from indexer.crash_points import COMMITTED, crash_point
 from indexer.db.change_log import log_changes
 from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
+from indexer.db.connections import Area
+from indexer.db.database_errors import database_errors, refused_writes
 from indexer.db.placement import shard_of
+from indexer.db.resync_transaction import NewReposTransaction, ResyncTransaction
 from indexer.db.write import write
 from indexer.reasons import Desync, FetchFailure
 from indexer.sync.changes import Batch, ChangeLogEntry, RepoWrite
 from indexer.sync.repo import OUT_OF_SCOPE, Repo, SyncStatus, Trigger, amend, desynchronize, transition
 from indexer.sync.shard import bucket_of
+
+T = TypeVar("T", ResyncTransaction, NewReposTransaction)
 
 LONGEST_LEASE_SECONDS = 600
 """A lease that ends later was written before the clock was set back."""
@@ -178,28 +186,160 @@ _FORGET_HIDDEN = f"""
 _FORGET_IDENTITIES = "delete from indexer.identity where bucket = $1 and did = any($2::text[])"
 
 
-async def claim(
-    connection: Connection, count: int, buckets: Sequence[int], until: float, now: float, shards: int = 1
-) -> list[Repo]:
-    """Claim at most `count` repos that are due at `now`, with leases until `until`. Run it in a transaction.
+class Resyncs(Area):
+    """The queue of resyncs, and their transactions."""
 
-    Args:
-        connection: The connection.
-        count: The maximum number of repos.
-        buckets: The buckets to claim from.
-        until: The end of the leases.
-        now: The time.
-        shards: The number of shards of each table, if it is a distributed database. Then the repos of a random shard
-            are claimed, if there are enough, because each further shard costs as much. So the order of the queue holds
-            within a shard.
-    """
-    first = choice(buckets)  # noqa: S311 - spreads the load
-    shard = shard_of(first, shards)
-    one_shard = buckets if shards == 1 else [bucket for bucket in buckets if shard_of(bucket, shards) == shard]
-    due = await connection.fetch(DUE, count, list(one_shard), now, first)
-    if len(due) < count and len(one_shard) < len(buckets):
-        due = await connection.fetch(DUE, count, list(buckets), now, first)
-    return await _claim_those_due(connection, due, now, until, shards)
+    async def claim(self, count: int, buckets: Sequence[int], lease_seconds: float, now: float) -> list[Repo]:
+        """Claim at most `count` repos of the buckets that are due at `now`, with leases of `lease_seconds`.
+
+        On a distributed database, the repos of a random shard are claimed, if there are enough, because each further
+        shard costs as much. So the order of the queue holds within a shard.
+        """
+        until, shards = now + lease_seconds, self._pool.shards
+        async with self._pool.transaction() as connection:
+            first = choice(buckets)  # noqa: S311 - spreads the load
+            shard = shard_of(first, shards)
+            one_shard = buckets if shards == 1 else [bucket for bucket in buckets if shard_of(bucket, shards) == shard]
+            due = await connection.fetch(DUE, count, list(one_shard), now, first)
+            if len(due) < count and len(one_shard) < len(buckets):
+                due = await connection.fetch(DUE, count, list(buckets), now, first)
+            return await _claim_those_due(connection, due, now, until, shards)
+
+    async def claim_early(self, repos: Mapping[str, float], lease_seconds: float, now: float) -> list[Repo]:
+        """Claim repos before their time: DIDs, each with the time until which it was postponed.
+
+        Those that were claimed or changed since are left out, unless they are due before the latest of these times.
+        """
+        async with self._pool.transaction() as connection:
+            latest = max(repos.values())
+            due = [(did, bucket_of(did)) for did in repos]
+            return await _claim_those_due(connection, due, latest, now + lease_seconds, self._pool.shards)
+
+    async def renew(self, did: str, lease: int, seconds: float) -> bool:
+        """Extend a lease to `seconds` from now; return False if the claim is lost."""
+        async with self._pool.connection() as connection:
+            return await connection.fetchval(_RENEW, did, bucket_of(did), lease, seconds) is not None
+
+    async def expire_leases(self, buckets: Sequence[int], now: float) -> int:
+        """End claims whose lease expired; return how many.
+
+        The back-off grows as with any other failure. A renewal does not change the version, so one that arrives at the
+        same moment has no effect: its worker finds the claim lost.
+        """
+        async with self._pool.transaction() as connection:
+            rows = await connection.fetch(_EXPIRED, now, list(buckets), BATCH_SIZE, time())
+            expire = _desynchronization(Trigger.LEASE_EXPIRED, Desync.LEASE_EXPIRED, now)
+            return await _write_repos(connection, [repo_of(row) for row in rows], expire)
+
+    async def end_long_waits(self, buckets: Sequence[int], seconds: float, now: float) -> int:
+        """Make repos due now that wait for longer than `seconds`; return how many.
+
+        No wait is so long, unless the clock was set back after the wait began.
+        """
+        async with self._pool.transaction() as connection:
+            rows = await connection.fetch(LONG_WAITS, now + seconds, list(buckets), BATCH_SIZE)
+            return await _write_repos(
+                connection, [repo_of(row) for row in rows], lambda repo: amend(repo, next_attempt_at=now)
+            )
+
+    async def request_missing_values(self, buckets: Sequence[int], seconds: float, now: float) -> int:
+        """Desynchronize repos that lack values and were synchronized `seconds` ago or earlier; return how many."""
+        async with self._pool.transaction() as connection:
+            rows = await connection.fetch(INCOMPLETE, now - seconds, list(buckets), BATCH_SIZE, list(buckets))
+            request = _desynchronization(Trigger.VALUES_MISSING, Desync.RECORD_MISSING, now)
+            return await _write_repos(connection, [repo_of(row) for row in rows], request)
+
+    async def request_unproven(self, buckets: Sequence[int], seconds: float, now: float, limit: int) -> int:
+        """Desynchronize repos to which undecidable commits were applied; return how many.
+
+        At most `limit`, the oldest marks first. Repos that broke before and became synchronized less than `seconds` ago
+        are skipped: their back-off has not started from the beginning again.
+        """
+        async with self._pool.transaction() as connection:
+            rows = await connection.fetch(UNPROVEN, now - seconds, list(buckets), limit)
+            request = _desynchronization(Trigger.UNPROVEN, Desync.LENIENT_COMMIT, now)
+            return await _write_repos(connection, [repo_of(row) for row in rows], request)
+
+    async def forget_denied(self, buckets: Sequence[int], parked_for: float, now: float) -> int:
+        """Delete repos that cannot be fetched and were parked `parked_for` seconds ago or earlier; return how many.
+
+        Either their DIDs never existed, as far as is known, or only the stream has named them.
+        """
+        before = now - parked_for
+        async with self._pool.transaction() as connection:
+            every, forgotten = list(buckets), 0
+            denied = await connection.fetch(DENIED, before, every, BATCH_SIZE, every)
+            for bucket, rows in groupby(denied, lambda row: row["bucket"]):
+                deleted = await connection.fetch(_FORGET, bucket, [row["did"] for row in rows], before)
+                forgotten += len(await _forget_identities(connection, bucket, deleted))
+            return forgotten
+
+    async def forget_hidden(self, buckets: Sequence[int], unchanged_for: float, now: float) -> int:
+        """Delete repos of inactive accounts of which nothing is stored, unchanged for `unchanged_for` seconds.
+
+        Return how many. Consumers may have been told that such a repo is hidden. A repo that is added later begins
+        visible, so they are told that it is visible again.
+        """
+        before = now - unchanged_for
+        async with self._pool.transaction() as connection:
+            every, forgotten = list(buckets), list[str]()
+            hidden = await connection.fetch(HIDDEN, before, every, BATCH_SIZE, every)
+            for bucket, rows in groupby(hidden, lambda row: row["bucket"]):
+                deleted = await connection.fetch(_FORGET_HIDDEN, bucket, [row["did"] for row in rows], before)
+                forgotten += await _forget_identities(connection, bucket, deleted)
+            await log_changes(connection, [ChangeLogEntry(did, "visible", None, live=True) for did in forgotten])
+            return len(forgotten)
+
+    async def unpark(self, buckets: Sequence[int], seconds: float, now: float) -> int:
+        """Make repos due now that were parked `seconds` ago or earlier; return how many."""
+        async with self._pool.transaction() as connection:
+            rows = await connection.fetch(PARKED, now - seconds, list(buckets), BATCH_SIZE)
+            return await _write_repos(
+                connection, [repo_of(row) for row in rows], lambda repo: amend(repo, next_attempt_at=now)
+            )
+
+    @asynccontextmanager
+    async def transaction(self, claimed: Repo, scope_version: int = 0) -> AsyncIterator[ResyncTransaction]:
+        """Begin the transaction of a resync, which is planned with this version of the scope.
+
+        The end of the block commits it if it was finished, else rolls it back. So does an exception in the block, which
+        may be of any kind: only errors of the database become a `DatabaseError`.
+
+        Raises:
+            RefusedWriteError: The database cannot store the values of the resync.
+        """
+        begin = partial(ResyncTransaction, claimed=claimed, scope_version=scope_version)
+        async with self._committed_if_finished(begin) as transaction:
+            yield transaction
+
+    @asynccontextmanager
+    async def new_repos_transaction(self, scope_version: int) -> AsyncIterator[NewReposTransaction]:
+        """Begin the transaction of several resyncs, which are planned with this version of the scope.
+
+        It ends as that of `transaction`, and raises the same.
+        """
+        async with self._committed_if_finished(partial(NewReposTransaction, scope_version=scope_version)) as new_repos:
+            yield new_repos
+
+    @asynccontextmanager
+    async def _committed_if_finished(self, begin: Callable[[Connection], T]) -> AsyncIterator[T]:
+        async with self._pool.refusals_checked():
+            with self._pool.count_failures():
+                async with self._pool.resync_connections, self._pool.acquired() as connection:
+                    transaction = connection.transaction()
+                    with database_errors():
+                        await transaction.start()
+                    started = begin(connection)
+                    commit = False
+                    try:
+                        yield started
+                        commit = started.finished
+                    finally:
+                        with refused_writes(), database_errors():
+                            await (transaction.commit() if commit else transaction.rollback())
+                            self._pool.note_commit()
+                    if commit:
+                        crash_point(COMMITTED)
 
 
 def _by_shard(due: Iterable[Row | tuple[str, int]], shards: int) -> list[list[str]]:
@@ -210,13 +350,6 @@ def _by_shard(due: Iterable[Row | tuple[str, int]], shards: int) -> list[list[st
     return [of_shard for of_shard in dids if of_shard]
 
 
-async def claim_early(
-    connection: Connection, dids: Iterable[str], latest: float, until: float, shards: int = 1
-) -> list[Repo]:
-    """Claim those of these repos that are due at `latest`, with leases until `until`. Run it in a transaction."""
-    return await _claim_those_due(connection, [(did, bucket_of(did)) for did in dids], latest, until, shards)
-
-
 async def _claim_those_due(
     connection: Connection, repos: Iterable[Row | tuple[str, int]], now: float, until: float, shards: int
 ) -> list[Repo]:
@@ -225,88 +358,6 @@ async def _claim_those_due(
         claimed += [repo_of(row) for row in await connection.fetch(CLAIM, buckets_of(dids), dids, now, until, time())]
         crash_point("claim.written")
     return claimed
-
-
-async def renew(connection: Connection, did: str, lease: int, seconds: float) -> bool:
-    """Extend a lease to `seconds` from now; return False if the claim is lost."""
-    return await connection.fetchval(_RENEW, did, bucket_of(did), lease, seconds) is not None
-
-
-async def expire_leases(connection: Connection, buckets: Sequence[int], now: float) -> int:
-    """End claims whose lease expired; return how many. Run it in a transaction.
-
-    The back-off grows as with any other failure. A renewal does not change the version, so one that arrives at the same
-    moment has no effect: its worker finds the claim lost.
-    """
-    rows = await connection.fetch(_EXPIRED, now, list(buckets), BATCH_SIZE, time())
-    expire = _desynchronization(Trigger.LEASE_EXPIRED, Desync.LEASE_EXPIRED, now)
-    return await _write_repos(connection, [repo_of(row) for row in rows], expire)
-
-
-async def end_long_waits(connection: Connection, buckets: Sequence[int], after: float, now: float) -> int:
-    """Make repos due now whose next attempt is later than `after`; return how many. Run it in a transaction.
-
-    No wait is so long, unless the clock was set back after the wait began.
-    """
-    rows = await connection.fetch(LONG_WAITS, after, list(buckets), BATCH_SIZE)
-    return await _write_repos(connection, [repo_of(row) for row in rows], lambda repo: amend(repo, next_attempt_at=now))
-
-
-async def request_missing_values(connection: Connection, buckets: Sequence[int], before: float, now: float) -> int:
-    """Desynchronize repos that lack record values and became synchronized before `before`; return how many.
-
-    Run it in a transaction.
-    """
-    rows = await connection.fetch(INCOMPLETE, before, list(buckets), BATCH_SIZE, list(buckets))
-    request = _desynchronization(Trigger.VALUES_MISSING, Desync.RECORD_MISSING, now)
-    return await _write_repos(connection, [repo_of(row) for row in rows], request)
-
-
-async def request_unproven(
-    connection: Connection, buckets: Sequence[int], before: float, now: float, limit: int
-) -> int:
-    """Desynchronize repos to which undecidable commits were applied; return how many. Run it in a transaction.
-
-    At most `limit`, the oldest marks first. Repos that broke before and became synchronized at `before` or later are
-    skipped: their back-off has not started from the beginning again.
-    """
-    rows = await connection.fetch(UNPROVEN, before, list(buckets), limit)
-    request = _desynchronization(Trigger.UNPROVEN, Desync.LENIENT_COMMIT, now)
-    return await _write_repos(connection, [repo_of(row) for row in rows], request)
-
-
-async def unpark(connection: Connection, buckets: Sequence[int], before: float, now: float) -> int:
-    """Make repos due now that were parked before `before`; return how many. Run it in a transaction."""
-    rows = await connection.fetch(PARKED, before, list(buckets), BATCH_SIZE)
-    return await _write_repos(connection, [repo_of(row) for row in rows], lambda repo: amend(repo, next_attempt_at=now))
-
-
-async def forget_denied(connection: Connection, buckets: Sequence[int], before: float) -> int:
-    """Delete repos that cannot be fetched and were parked before `before`; return how many.
-
-    Either their DIDs never existed, as far as is known, or only the stream has named them. Run it in a transaction.
-    """
-    every, forgotten = list(buckets), 0
-    denied = await connection.fetch(DENIED, before, every, BATCH_SIZE, every)
-    for bucket, rows in groupby(denied, lambda row: row["bucket"]):
-        deleted = await connection.fetch(_FORGET, bucket, [row["did"] for row in rows], before)
-        forgotten += len(await _forget_identities(connection, bucket, deleted))
-    return forgotten
-
-
-async def forget_hidden(connection: Connection, buckets: Sequence[int], before: float) -> int:
-    """Delete repos of inactive accounts of which nothing is stored, unchanged since `before`; return how many.
-
-    Consumers may have been told that such a repo is hidden. A repo that is added later begins visible, so they are told
-    that it is visible again. Run it in a transaction.
-    """
-    every, forgotten = list(buckets), list[str]()
-    hidden = await connection.fetch(HIDDEN, before, every, BATCH_SIZE, every)
-    for bucket, rows in groupby(hidden, lambda row: row["bucket"]):
-        deleted = await connection.fetch(_FORGET_HIDDEN, bucket, [row["did"] for row in rows], before)
-        forgotten += await _forget_identities(connection, bucket, deleted)
-    await log_changes(connection, [ChangeLogEntry(did, "visible", None, live=True) for did in forgotten])
-    return len(forgotten)
 
 
 async def _forget_identities(connection: Connection, bucket: int, repos: Sequence[Row]) -> list[str]:

@@ -75,9 +75,9 @@ ELIGIBLE = f"""
 class ResyncTransaction:
     """The writes of one resync: the differences to the export, then the buffered events, then the row.
 
-    `Store.resync` begins and ends the transaction. The isolation level is READ COMMITTED, so that `lock` and `buffered`
-    see events that were buffered meanwhile. No other process writes the records of a repo that is in progress. Every
-    method raises `DatabaseError`, and those that write also raise `RefusedWriteError`.
+    `Resyncs.transaction` begins and ends the transaction. The isolation level is READ COMMITTED, so that `lock` and
+    `buffered` see events that were buffered meanwhile. No other process writes the records of a repo that is in
+    progress. Every method raises `DatabaseError`, and those that write also raise `RefusedWriteError`.
 
     Attributes:
         connection: The connection, within the transaction.
@@ -200,7 +200,7 @@ class ResyncTransaction:
 
 
 class NewReposTransaction:
-    """The writes of several resyncs. `Store.write_new_repos` begins and ends the transaction.
+    """The writes of several resyncs. `Resyncs.new_repos_transaction` begins and ends the transaction.
 
     It locks no row before `finish`, which writes each row only at the version that `eligible` returned. So a repo whose
     claim was lost since then, or for which an event was buffered, makes `finish` return False.

@@ -8,6 +8,7 @@ from indexer.atproto.syntax import CollectionFilter
 from indexer.crash_points import crash_point
 from indexer.db import scope_row
 from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
+from indexer.db.connections import Area
 from indexer.db.write import write
 from indexer.sync.changes import Batch, RepoWrite
 from indexer.sync.plan import plan_narrowing
@@ -107,101 +108,102 @@ class NarrowedPage(NamedTuple):
     last: RecordPosition | None
 
 
-async def next_collection(connection: Connection, after: str) -> str | None:
-    """Return the next collection of stored records; None if there is none. Begin with an empty string."""
-    collection: str | None = await connection.fetchval(NEXT_COLLECTION, after)
-    return collection
+class ScopeChanges(Area):
+    """The effects of changes of the scope on stored repos."""
 
+    async def next_collection(self, after: str) -> str | None:
+        """Return the next collection of stored records; None if there is none. Begin with an empty string."""
+        async with self._pool.connection() as connection:
+            return await _next_collection(connection, after)
 
-async def count_unselected(connection: Connection, collections: CollectionFilter, limit: int) -> UnselectedRecords:
-    """Return the stored collections that a scope with these collections would not select, and count their records."""
-    stored, after = list[str](), ""
-    while (collection := await next_collection(connection, after)) is not None:
-        stored.append(collection)
-        after = collection
-    unselected = [collection for collection in stored if not collections.matches(collection)]
-    return UnselectedRecords(stored, unselected, await connection.fetchval(_COUNT_OF_COLLECTIONS, unselected, limit))
+    async def delete_unselected(
+        self,
+        scope: Scope,
+        collection: str,
+        buckets: Sequence[int],
+        after: RecordPosition | None,
+        limit: int,
+    ) -> NarrowedPage | None:
+        """Delete at most `limit` records of a collection that the scope does not select.
 
+        Return None if the scope has changed: it may select the collection again.
+        """
+        async with self._pool.transaction() as connection:
+            if not await scope_row.holds(connection, scope.version):
+                return None
+            position = after or (None, None, None)
+            rows = await connection.fetch(UNSELECTED, collection, list(buckets), *position, limit)
+            keys = [(row["did"], collection, row["rkey"]) for row in rows]
+            dids = sorted({did for did, *_ in keys})
+            found = [repo_of(row) for row in await connection.fetch(_REPOS, dids, list(buckets))]
+            written = await write(connection, Batch(plan_narrowing({repo.did: repo for repo in found}, keys)))
+            deleted = written.changes["delete"]
+            if deleted:
+                crash_point("scope.narrowed")
+            last = (
+                RecordPosition(rows[-1]["indexed_at"], rows[-1]["did"], rows[-1]["rkey"])
+                if len(rows) == limit
+                else None
+            )
+            return NarrowedPage(deleted, len(rows) - deleted, last)
 
-async def delete_page(
-    connection: Connection,
-    scope: Scope,
-    collection: str,
-    buckets: Sequence[int],
-    after: RecordPosition | None,
-    limit: int,
-) -> NarrowedPage | None:
-    """Delete at most `limit` records of a collection that the scope does not select. Run it in a transaction.
+    async def count_unselected(self, collections: CollectionFilter, limit: int) -> UnselectedRecords:
+        """Return the stored collections that a scope with these would not select, and count their records."""
+        async with self._pool.connection() as connection:
+            stored, after = list[str](), ""
+            while (collection := await _next_collection(connection, after)) is not None:
+                stored.append(collection)
+                after = collection
+            unselected = [collection for collection in stored if not collections.matches(collection)]
+            return UnselectedRecords(
+                stored, unselected, await connection.fetchval(_COUNT_OF_COLLECTIONS, unselected, limit)
+            )
 
-    Return None if the scope has changed: it may select the collection again.
-    """
-    if not await scope_row.holds(connection, scope.version):
-        return None
-    position = after or (None, None, None)
-    rows = await connection.fetch(UNSELECTED, collection, list(buckets), *position, limit)
-    keys = [(row["did"], collection, row["rkey"]) for row in rows]
-    dids = sorted({did for did, *_ in keys})
-    found = [repo_of(row) for row in await connection.fetch(_REPOS, dids, list(buckets))]
-    written = await write(connection, Batch(plan_narrowing({repo.did: repo for repo in found}, keys)))
-    deleted = written.changes["delete"]
-    if deleted:
-        crash_point("scope.narrowed")
-    last = RecordPosition(rows[-1]["indexed_at"], rows[-1]["did"], rows[-1]["rkey"]) if len(rows) == limit else None
-    return NarrowedPage(deleted, len(rows) - deleted, last)
+    async def incomplete_repos(self, scope: Scope, buckets: Sequence[int], after: str, limit: int) -> list[Repo]:
+        """Return the next synchronized repos of active accounts after this DID that may lack records of the scope."""
+        async with self._pool.connection() as connection:
+            rows = await connection.fetch(INCOMPLETE_AFTER, list(buckets), scope.complete_from, after, limit)
+            return [repo_of(row) for row in rows]
 
+    async def mark_complete(self, repos: Sequence[Repo], scope: Scope) -> int:
+        """Note that these repos lack no records; return how many did not change meanwhile."""
+        async with self._pool.transaction() as connection:
+            writes = [RepoWrite(repo, amend(repo, scope_version=scope.version)) for repo in repos]
+            skipped = (await write(connection, Batch(tuple(writes)))).skipped
+            crash_point("scope.marked")
+            return len(writes) - len(skipped)
 
-async def incomplete_repos(
-    connection: Connection, scope: Scope, buckets: Sequence[int], after: str, limit: int
-) -> list[Repo]:
-    """Return the next synchronized repos of active accounts after this DID that may lack records of the scope."""
-    rows = await connection.fetch(INCOMPLETE_AFTER, list(buckets), scope.complete_from, after, limit)
-    return [repo_of(row) for row in rows]
+    async def mark_incomplete(self, dids: Sequence[str], collection: str, added_in: int, fetched_before: float) -> int:
+        """Note that listed repos lack records of an added collection; return how many.
 
+        Repos with such a record, and those that were fetched since `fetched_before`, lack none.
+        """
+        async with self._pool.transaction() as connection:
+            buckets = buckets_of(dids)
+            rows = await connection.fetch(NOT_FETCHED, dids, buckets, added_in, fetched_before, collection, buckets)
+            writes = [RepoWrite(repo, amend(repo, scope_version=added_in - 1)) for repo in map(repo_of, rows)]
+            return len(writes) - len((await write(connection, Batch(tuple(writes)))).skipped)
 
-async def mark_complete(connection: Connection, repos: Sequence[Repo], scope: Scope) -> int:
-    """Note that these repos lack no records; return how many did not change meanwhile. Run it in a transaction."""
-    writes = [RepoWrite(repo, amend(repo, scope_version=scope.version)) for repo in repos]
-    skipped = (await write(connection, Batch(tuple(writes)))).skipped
-    crash_point("scope.marked")
-    return len(writes) - len(skipped)
+    async def request_incomplete(self, scope: Scope, buckets: Sequence[int], max_waiting: int, now: float) -> int:
+        """Desynchronize repos that may lack records, while fewer than `max_waiting` are due; return how many.
 
+        The others wait, synchronized: their commits are applied until their turn comes.
+        """
+        async with self._pool.transaction() as connection:
+            waiting = await connection.fetchval(WAITING, list(buckets), now, max_waiting)
+            if waiting >= max_waiting:
+                return 0
+            rows = await connection.fetch(INCOMPLETE, list(buckets), scope.complete_from, max_waiting - waiting)
+            return await _widen(connection, [repo_of(row) for row in rows])
 
-async def mark_incomplete(
-    connection: Connection, dids: Sequence[str], collection: str, added_in: int, fetched_before: float
-) -> int:
-    """Note that listed repos lack records of an added collection; return how many. Run it in a transaction.
+    async def request_listed(self, repos: Sequence[Repo], buckets: Sequence[int], max_waiting: int, now: float) -> int:
+        """Desynchronize these synchronized repos, while fewer than `max_waiting` are due; return how many.
 
-    Repos with such a record, and those that were fetched since `fetched_before`, lack none.
-    """
-    buckets = buckets_of(dids)
-    rows = await connection.fetch(NOT_FETCHED, dids, buckets, added_in, fetched_before, collection, buckets)
-    writes = [RepoWrite(repo, amend(repo, scope_version=added_in - 1)) for repo in map(repo_of, rows)]
-    return len(writes) - len((await write(connection, Batch(tuple(writes)))).skipped)
-
-
-async def request_incomplete(
-    connection: Connection, scope: Scope, buckets: Sequence[int], max_waiting: int, now: float
-) -> int:
-    """Desynchronize repos that may lack records, while fewer than `max_waiting` are due; return how many.
-
-    The others wait, synchronized: their commits are applied until their turn comes. Run it in a transaction.
-    """
-    waiting = await connection.fetchval(WAITING, list(buckets), now, max_waiting)
-    if waiting >= max_waiting:
-        return 0
-    rows = await connection.fetch(INCOMPLETE, list(buckets), scope.complete_from, max_waiting - waiting)
-    return await _widen(connection, [repo_of(row) for row in rows])
-
-
-async def request_listed(
-    connection: Connection, repos: Sequence[Repo], buckets: Sequence[int], max_waiting: int, now: float
-) -> int:
-    """Desynchronize these synchronized repos, while fewer than `max_waiting` are due; return how many.
-
-    Those that changed meanwhile stay as they are. Run it in a transaction.
-    """
-    waiting = await connection.fetchval(WAITING, list(buckets), now, max_waiting)
-    return await _widen(connection, repos[: max(0, max_waiting - waiting)])
+        Those that changed meanwhile stay as they are.
+        """
+        async with self._pool.transaction() as connection:
+            waiting = await connection.fetchval(WAITING, list(buckets), now, max_waiting)
+            return await _widen(connection, repos[: max(0, max_waiting - waiting)])
 
 
 async def _widen(connection: Connection, repos: Sequence[Repo]) -> int:
@@ -210,3 +212,8 @@ async def _widen(connection: Connection, repos: Sequence[Repo]) -> int:
     if writes:
         crash_point("scope.requested")
     return len(writes) - len(skipped)
+
+
+async def _next_collection(connection: Connection, after: str) -> str | None:
+    collection: str | None = await connection.fetchval(NEXT_COLLECTION, after)
+    return collection

@@ -9,6 +9,7 @@ from asyncpg import exceptions
 
 from indexer.atproto.syntax import CollectionFilter
 from indexer.db.columns import Connection
+from indexer.db.connections import Area
 from indexer.errors import BrokenInvariantError, InvalidScopeError
 from indexer.sync.scope import Scope, Track, filter_of
 
@@ -58,59 +59,80 @@ async def load(connection: Connection) -> Scope | None:
     return None if row is None else _scope_of(row)
 
 
-async def begin(connection: Connection, first: Scope) -> Scope:
-    """Store the first scope, unless there is one; return the stored one. Run it in a transaction."""
-    patterns = list(first.collections.patterns)
-    await connection.execute(_INSERT_FIRST, first.track, patterns, list(first.signal_patterns))
-    stored = await load(connection)
-    if stored is None:
-        raise BrokenInvariantError("the scope was stored, and there is none")
-    return stored
+class StoredScope(Area):
+    """The stored scope, and the repos that commands track."""
 
+    async def load(self) -> Scope | None:
+        """Return the stored scope; None before the first daemon has stored one."""
+        async with self._pool.connection() as connection:
+            return await load(connection)
 
-async def change(
-    connection: Connection,
-    track: Track | None = None,
-    collections: Sequence[str] | None = None,
-    signal_collections: Sequence[str] | None = None,
-) -> None:
-    """Change the given parts of the scope; the others stay.
+    async def begin(self, first: Scope) -> Scope:
+        """Store the first scope, unless there is one; return the stored one."""
+        async with self._pool.transaction() as connection:
+            patterns = list(first.collections.patterns)
+            await connection.execute(_INSERT_FIRST, first.track, patterns, list(first.signal_patterns))
+            stored = await load(connection)
+            if stored is None:
+                raise BrokenInvariantError("the scope was stored, and there is none")
+            return stored
 
-    Raises:
-        InvalidScopeError: A pattern is invalid, or the scope would name no collection.
-    """
-    with _invalid_arguments():
-        await connection.fetchval(_CHANGE, track, collections, signal_collections)
+    async def change(
+        self,
+        track: Track | None = None,
+        collections: Sequence[str] | None = None,
+        signal_collections: Sequence[str] | None = None,
+    ) -> Scope:
+        """Change the given parts of the scope; return the whole scope.
 
+        Raises:
+            InvalidScopeError: A pattern is invalid, or the scope would name no collection.
+        """
+        async with self._pool.transaction() as connection:
+            with _invalid_arguments():
+                await connection.fetchval(_CHANGE, track, collections, signal_collections)
+            changed = await load(connection)
+        if changed is None:
+            raise BrokenInvariantError("the scope was changed, and there is none")
+        return changed
 
-async def track(connection: Connection, dids: Iterable[str]) -> int:
-    """Start tracking repos; return how many were not tracked.
+    async def set_collections(self, patterns: Sequence[str]) -> Scope:
+        """Choose the collections to store: see `change`."""
+        return await self.change(collections=patterns)
 
-    Raises:
-        InvalidScopeError: One of them is not a DID.
-    """
-    with _invalid_arguments():
-        return sum([await connection.fetchval(_TRACK, part) for part in _parts(dids)])
+    async def set_signal_collections(self, patterns: Sequence[str]) -> Scope:
+        """Choose the collections that cause a repo to be tracked: see `change`."""
+        return await self.change(signal_collections=patterns)
 
+    async def progress(self) -> list[CollectionProgress]:
+        """Return the progress of the backfill, by pattern. Reads the row of every repo."""
+        async with self._pool.connection() as connection:
+            return [CollectionProgress(**row) for row in await connection.fetch(_PROGRESS)]
 
-async def untrack(connection: Connection, dids: Iterable[str]) -> int:
-    """Stop tracking repos; return how many were tracked.
+    async def track(self, dids: Iterable[str]) -> int:
+        """Start tracking repos; return how many were not tracked.
 
-    Raises:
-        InvalidScopeError: One of them is not a DID.
-    """
-    with _invalid_arguments():
-        return sum([await connection.fetchval(_UNTRACK, part) for part in _parts(dids)])
+        Raises:
+            InvalidScopeError: One of them is not a DID.
+        """
+        async with self._pool.connection() as connection:
+            with _invalid_arguments():
+                return sum([await connection.fetchval(_TRACK, part) for part in _parts(dids)])
+
+    async def untrack(self, dids: Iterable[str]) -> int:
+        """Stop tracking repos until `track`; return how many were tracked. A background stage erases their records.
+
+        Raises:
+            InvalidScopeError: One of them is not a DID.
+        """
+        async with self._pool.connection() as connection:
+            with _invalid_arguments():
+                return sum([await connection.fetchval(_UNTRACK, part) for part in _parts(dids)])
 
 
 async def holds(connection: Connection, version: int) -> bool:
     """Return True if the scope has this version, 0 if there is none; it cannot change before the transaction ends."""
     return (await connection.fetchval(_HOLD) or 0) == version
-
-
-async def progress(connection: Connection) -> list[CollectionProgress]:
-    """Return the progress of the backfill, by pattern. Reads the row of every repo."""
-    return [CollectionProgress(**row) for row in await connection.fetch(_PROGRESS)]
 
 
 def _scope_of(row: Row) -> Scope:

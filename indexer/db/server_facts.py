@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from time import time
 
 from indexer.db.database_errors import connect, opening, without_password
-from indexer.db.gap_rows import load_cursors
+from indexer.db.gaps import load_cursors
 from indexer.db.placement import load_placement
 from indexer.db.schema_version import SchemaState, schema_state
 from indexer.sync.shard import Placement

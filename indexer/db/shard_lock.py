@@ -18,6 +18,7 @@ import asyncpg
 
 from indexer.db.blocking_sessions import END_WHEN_STOPPED
 from indexer.db.columns import Connection
+from indexer.db.connections import Area
 from indexer.db.placement import load_placement
 from indexer.errors import PlacementChangedError
 from indexer.sync.shard import BUCKETS, Placement
@@ -109,6 +110,25 @@ class ShardLock:
             return claimed
 
 
+class ShardLocks(Area):
+    """The ownership of shards."""
+
+    async def sessions(self) -> list[ShardSession]:
+        """Return the sessions of all processes that own a shard of this database or wait for one, by position."""
+        async with self._pool.connection() as connection:
+            sessions = [_session_of(row) for row in await connection.fetch(_SESSIONS)]
+        return sorted(sessions, key=lambda session: (session.positions, not session.owns, session.since))
+
+    @asynccontextmanager
+    async def open(self, positions: range) -> AsyncIterator[ShardLock]:
+        """Open the lock of these positions, on a connection of its own; release it at the end of the block."""
+        async with (
+            self._pool.own_connection({"application_name": session_name(positions)}) as connection,
+            open_lock(connection, positions, self._pool.placement) as lock,
+        ):
+            yield lock
+
+
 @asynccontextmanager
 async def open_lock(connection: asyncpg.Connection, positions: range, placement: Placement) -> AsyncIterator[ShardLock]:
     """Yield the lock of these positions, which is not claimed yet. It is released at the end of the block."""
@@ -129,12 +149,6 @@ async def open_lock(connection: asyncpg.Connection, positions: range, placement:
 def session_name(positions: range) -> str:
     """Return the application name of the session that owns these positions or waits for them."""
     return f"{SESSION_NAME}{positions[0]}-{positions[-1]}"
-
-
-async def load_sessions(connection: Connection) -> list[ShardSession]:
-    """Return the sessions of all processes that own a shard of the database or wait for one, by position."""
-    sessions = [_session_of(row) for row in await connection.fetch(_SESSIONS)]
-    return sorted(sessions, key=lambda session: (session.positions, not session.owns, session.since))
 
 
 def _session_of(row: asyncpg.Record) -> ShardSession:

@@ -13,7 +13,7 @@ import structlog
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.core import PYTHON_CORE, Core
 from indexer.crash_points import crash_point
-from indexer.db import DatabaseError, Store
+from indexer.db import Database, DatabaseError
 from indexer.db.current_scope import CurrentScope
 from indexer.db.periodic import DatabaseAttempt
 from indexer.errors import RefusedWriteError
@@ -83,7 +83,7 @@ class BatchWriter:
 
     def __init__(
         self,
-        store: Store,
+        db: Database,
         inbox: Inbox,
         keys: KeyLookups,
         position: StreamPosition,
@@ -95,7 +95,7 @@ class BatchWriter:
         scope: CurrentScope,
         core: Core = PYTHON_CORE,
     ) -> None:
-        self._store = store
+        self._db = db
         self._scope = scope
         self._conditions = conditions
         self._inbox = inbox
@@ -182,7 +182,7 @@ class BatchWriter:
             await self._write(messages)
         except (RefusedWriteError, DatabaseError) as error:
             refused = isinstance(error, RefusedWriteError)
-            if isinstance(error, DatabaseError) and not await self._store.answers_after(error):
+            if isinstance(error, DatabaseError) and not await self._db.answers_after(error):
                 raise
             if self._batch_size.add_failure(len(messages), certain=refused):
                 await self._reject(messages[0], str(error))
@@ -231,7 +231,7 @@ class BatchWriter:
         """Load the rows of the repos. If one is complete for a later scope, read the scope, too."""
         if not dids:
             return {}
-        repos = await self._store.repos(dids)
+        repos = await self._db.repos.load(dids)
         if self._scope.is_behind(repos.values()):
             await self._scope.refresh()
         return repos
@@ -243,7 +243,7 @@ class BatchWriter:
         self._conditions.report(MESSAGES_REFUSED, message=text)
         context, repo = self._context(self._scope.policy), None
         if message.did is not None:
-            repo = (await self._store.repos([message.did])).get(message.did)
+            repo = (await self._db.repos.load([message.did])).get(message.did)
         try:
             await self._apply([message], plan_refusal(message, repo, detail, context))
         except RefusedWriteError:  # the row of the repo is the cause
@@ -264,7 +264,7 @@ class BatchWriter:
         with self._metrics.stage("apply"):
             cursor = self._cursor_after(plan)
             batch = Batch(plan.writes, tuple(plan.dead_letters), frozenset(plan.stale_identities), cursor)
-            applied = await self._store.write(batch)
+            applied = await self._db.write(batch)
         self._rows.put([write.repo for write in batch.writes])
         self._rows.drop(applied.skipped | unconfirmed)
         written = [write for write in batch.writes if write.lenient_commits and write.repo.did not in applied.skipped]
@@ -286,7 +286,7 @@ class BatchWriter:
             return
         now = time()
         cursor = self._cursor(Position(seq, self._position.watermark.event_time), caught_up_at=now)
-        await self._store.write(Batch(cursor=cursor))
+        await self._db.write(Batch(cursor=cursor))
         self._metrics.cursor(self._position.relay, seq)
         self._clock.catch_up(now)
 

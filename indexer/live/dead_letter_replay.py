@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from time import time
 from typing import Literal
 
-from indexer.db import DatabaseError, DeadLetterGoneError, Store, StoredDeadLetter
+from indexer.db import Database, DatabaseError, DeadLetterGoneError, StoredDeadLetter
 from indexer.errors import RefusedWriteError, UnavailableError
 from indexer.live.key_states import KeyStates
 from indexer.net.http import host_of
@@ -68,14 +68,14 @@ class DeadLetterReplay:
 
     def __init__(
         self,
-        store: Store,
+        db: Database,
         identities: IdentityCache,
         policy: Policy,
         *,
         upstream_is_pds: bool = False,
         key_timeout: float,
     ) -> None:
-        self._store = store
+        self._db = db
         self._policy = policy
         self._upstream_is_pds = upstream_is_pds
         self._key_states = KeyStates(identities, timeout=key_timeout)
@@ -86,7 +86,7 @@ class DeadLetterReplay:
         Raises:
             DatabaseError: The database is unavailable. Either nothing has changed or the replay is complete.
         """
-        found = await self._store.dead_letter(dead_letter_id)
+        found = await self._db.dead_letters.load(dead_letter_id)
         if found is None:
             return ReplayResult(dead_letter_id, UNKNOWN)
         dead_letter, frame = found
@@ -113,7 +113,7 @@ class DeadLetterReplay:
             if plan.dead_letters:
                 return await self._reject_again(dead_letter, plan.dead_letters[0])
             stale = frozenset(plan.stale_identities)
-            written = await self._store.write(Batch(plan.writes, stale_identities=stale, resolved=dead_letter.id))
+            written = await self._db.write(Batch(plan.writes, stale_identities=stale, resolved=dead_letter.id))
             if not written.skipped:
                 await self._refresh_identities(plan.stale_identities)
                 return ReplayResult(dead_letter.id, settled.outcome, settled.why)
@@ -126,10 +126,10 @@ class DeadLetterReplay:
             UnavailableError: The plan needs a key that cannot be looked up now.
         """
         dids = [received.did] if received.did else []
-        repos = await self._store.repos(dids)
+        repos = await self._db.repos.load(dids)
         await self._key_states.load(dids)
         # After the row: if that is complete for a later scope, what an earlier one omits would be missing.
-        scope = await self._store.scope() or self._policy.scope
+        scope = await self._db.scope.load() or self._policy.scope
         host = host_of(dead_letter.relay) if self._upstream_is_pds else None
         context = PlanContext(replace(self._policy, scope=scope), dead_letter.relay, time(), host, dead_letter.epoch)
         plan = plan_batch([received], repos, self._key_states.cached, context)
@@ -148,7 +148,7 @@ class DeadLetterReplay:
     async def _reject_again(self, dead_letter: StoredDeadLetter, rejected: DeadLetter) -> ReplayResult:
         """Keep the dead letter, with the reason of the newest rejection."""
         if (dead_letter.reason, dead_letter.detail) != (rejected.reason, rejected.detail):
-            await self._store.update_dead_letter(dead_letter.id, rejected)
+            await self._db.dead_letters.update(dead_letter.id, rejected)
         return ReplayResult(
             dead_letter.id, Outcome.REJECTED, rejected.reason, rejected.detail, previous_reason=dead_letter.reason
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal
 
-from indexer.db import Store
+from indexer.db import Database
 from indexer.live.resume_point import ResumePoint, known_until, resume_point
 from indexer.net.relay.seek import Entry
 from indexer.reasons import GapReason
@@ -63,8 +63,8 @@ class StreamEntry:
 class StreamEntries:
     """Finds the entry for each connection of one shard."""
 
-    def __init__(self, store: Store, seek: Seek, shard: Shard, start: Start) -> None:
-        self._store = store
+    def __init__(self, db: Database, seek: Seek, shard: Shard, start: Start) -> None:
+        self._db = db
         self._seek = seek
         self._shard = shard
         self._start = start
@@ -86,7 +86,7 @@ class StreamEntries:
             DatabaseError: The database is unavailable.
             OSError: The relay is unavailable (includes TimeoutError).
         """
-        cursors = await self._store.cursors()
+        cursors = await self._db.gaps.cursors()
         point = resume_point(cursors, relay, self._shard)
         restarted = self._ended_epochs.get(relay) == point.epoch
         last_time = known_until(cursors, self._shard)
@@ -108,7 +108,7 @@ class StreamEntries:
     async def _first_entry(self, relay: str, epoch: int) -> StreamEntry:
         """Return the entry if no cursor of any relay is stored. Repos that are synchronized may be outdated then."""
         cursor = self._start if isinstance(self._start, int) else {"live": None, "oldest": 0}[self._start]
-        reason = GapReason.NO_CURSOR if await self._store.has_synchronized_repo(self._shard.buckets) else None
+        reason = GapReason.NO_CURSOR if await self._db.gaps.has_synchronized_repo(self._shard.buckets) else None
         return StreamEntry(relay, epoch, cursor, gap=self._gap(relay, reason), from_oldest=cursor == 0)
 
     def _gap(self, relay: str, reason: GapReason | None) -> Gap | None:

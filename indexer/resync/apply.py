@@ -26,12 +26,12 @@ from indexer.atproto.limits import Limits
 from indexer.atproto.record import Problem
 from indexer.concurrency.shared_calls import SharedCalls
 from indexer.db import (
+    Database,
     DatabaseError,
     NewRepoRecords,
     NewReposTransaction,
     RecordsExistError,
     ResyncTransaction,
-    Store,
 )
 from indexer.db.placement import shard_of
 from indexer.errors import BrokenInvariantError, RefusedWriteError, UnavailableError
@@ -137,8 +137,8 @@ class _Differences:
 class Applies:
     """Verifies exports in threads, and writes them."""
 
-    def __init__(self, store: Store, metrics: Metrics, conditions: Conditions) -> None:
-        self._store = store
+    def __init__(self, db: Database, metrics: Metrics, conditions: Conditions) -> None:
+        self._db = db
         self._metrics = metrics
         self._conditions = conditions
         # Threads keep the event loop responsive; more of them would only contend for the GIL
@@ -146,10 +146,10 @@ class Applies:
         # not wait for them.
         self._thread = ThreadPoolExecutor(1, "resync")
         self._large_thread = ThreadPoolExecutor(1, "resync of a large repo")
-        self._turns = asyncio.Semaphore(TURNS if store.shards == 1 else CLUSTER_TURNS)
+        self._turns = asyncio.Semaphore(TURNS if db.shards == 1 else CLUSTER_TURNS)
         self._large_turns = asyncio.Semaphore(LARGE_TURNS)
         running = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
-        self._shared = [SharedCalls(self._write_group, _may_share, running) for _ in range(store.shards)]
+        self._shared = [SharedCalls(self._write_group, _may_share, running) for _ in range(db.shards)]
 
     async def verify(self, did: str, reader: ExportReader, key: PublicKey, limits: Limits) -> VerifiedExport:
         """Verify an export; raise as `ExportReader.verify` does."""
@@ -189,7 +189,7 @@ class Applies:
     async def _write_group(self, group: Sequence[NewRepo]) -> dict[NewRepo, Batch]:
         """Write the repos in one transaction; return the batches of those that are written."""
         try:
-            async with self._store.write_new_repos(group[0].policy.scope.version) as transaction:
+            async with self._db.resyncs.new_repos_transaction(group[0].policy.scope.version) as transaction:
                 with self._metrics.stage("apply-export"):  # once for all of them, without the time that they waited
                     return await _write_new_repos(transaction, group)
         except (RefusedWriteError, RecordsExistError, DatabaseError) as error:
@@ -203,7 +203,7 @@ class Applies:
         head = export.export.head if export else claimed.head
         if head is None:
             raise BrokenInvariantError(f"{claimed.did}: no export, and no stored head")
-        async with self._store.resync(claimed, policy.scope.version) as transaction:
+        async with self._db.resyncs.transaction(claimed, policy.scope.version) as transaction:
             written = Counter[str]()
             if export is not None:
                 missing = await self._write_export(policy, transaction, export, written)

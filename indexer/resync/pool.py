@@ -11,7 +11,7 @@ import structlog
 from indexer.concurrency.event_wait import wait_for_event
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.crash_points import crash_point
-from indexer.db import DatabaseError, Store
+from indexer.db import Database, DatabaseError
 from indexer.db.periodic import DatabaseAttempt
 from indexer.errors import RefusedWriteError, UnavailableError, UpstreamError
 from indexer.net.http import registered_domain
@@ -78,7 +78,7 @@ class WorkerPool:
 
     def __init__(
         self,
-        store: Store,
+        db: Database,
         identities: IdentityCache,
         attempts: ResyncAttempts,
         deletion_grace: float,
@@ -88,7 +88,7 @@ class WorkerPool:
         settings: WorkerPoolSettings | None = None,
         new_accounts: NewAccounts | None = None,
     ) -> None:
-        self._store = store
+        self._db = db
         self._identities = identities
         self._attempts = attempts
         self._deletion_grace = deletion_grace
@@ -123,11 +123,11 @@ class WorkerPool:
                 await self._gather_workers()
                 self._slot_freed.clear()
                 count = max(claim_size, self.free_workers)
-                claim = self._store.claim(count, self._buckets, self._settings.lease, time())
+                claim = self._db.resyncs.claim(count, self._buckets, self._settings.lease, time())
                 claimed = await self._finish(claim)
                 started = await self._start(group, claimed)
                 if len(claimed) < count and (early := self._shares.startable(self.free_workers, time())):
-                    claim = self._store.claim_early(early, self._settings.lease, time())
+                    claim = self._db.resyncs.claim_early(early, self._settings.lease, time())
                     started += await self._start(group, await self._finish(claim))
                 # If most were postponed, claim more next time: many repos of one busy host may be first in the queue.
                 # They are postponed, and the repos of other hosts behind them are reached without a wait.
@@ -221,7 +221,7 @@ class WorkerPool:
 
     async def _postpone(self, repos: Sequence[tuple[Repo, PostponedError]]) -> None:
         writes = [RepoWrite(repo, _released(repo, postponed)) for repo, postponed in repos]
-        changed = (await self._store.write(Batch(tuple(writes)))).skipped
+        changed = (await self._db.write(Batch(tuple(writes)))).skipped
         for repo in [repo for repo, _ in repos if repo.did in changed]:
             await self._update_claimed(repo, release)
 
@@ -244,7 +244,7 @@ class WorkerPool:
         """Run one attempt and write a failure or a postponement to the repo's row; return the result for metrics."""
         claimed = resync.claimed
         try:
-            return await run_under_lease(self._store, claimed, self._settings.lease, self._attempt(resync))
+            return await run_under_lease(self._db, claimed, self._settings.lease, self._attempt(resync))
         except DatabaseError:
             raise
         except PostponedError as error:
@@ -317,7 +317,7 @@ class WorkerPool:
             holds = repo.lease == claimed.lease and repo.sync_status is SyncStatus.IN_PROGRESS
             return change(repo) if holds else repo
 
-        return await self._store.update_repo(claimed.did, if_claimed)
+        return await self._db.repos.update(claimed.did, if_claimed)
 
 
 def _what_follows(written: Repo | None) -> str:

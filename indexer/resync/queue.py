@@ -10,7 +10,7 @@ import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.crash_points import crash_point
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.periodic import DatabaseAttempt, run_periodically
 from indexer.reasons import Desync
 from indexer.sync.repo import STABLE_SECONDS, Repo
@@ -34,14 +34,14 @@ class ClaimLostError(Exception):
     """Another worker holds the repo, or it needs no resync any more: change nothing."""
 
 
-async def run_under_lease(store: Store, claimed: Repo, seconds: float, attempt: Coroutine[Any, Any, T]) -> T:
+async def run_under_lease(db: Database, claimed: Repo, seconds: float, attempt: Coroutine[Any, Any, T]) -> T:
     """Run `attempt`, renewing the lease of `seconds` meanwhile; return its result or raise its exception.
 
     Raises:
         ClaimLostError: The lease could not be renewed. The attempt has been cancelled.
     """
     running = asyncio.create_task(attempt, name=f"resync attempt of {claimed.did}")
-    heartbeat = asyncio.create_task(_renew(store, claimed, seconds), name=f"lease heartbeat of {claimed.did}")
+    heartbeat = asyncio.create_task(_renew(db, claimed, seconds), name=f"lease heartbeat of {claimed.did}")
     try:
         await asyncio.wait({running, heartbeat}, return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
@@ -54,13 +54,13 @@ async def run_under_lease(store: Store, claimed: Repo, seconds: float, attempt: 
         await asyncio.gather(running, heartbeat, return_exceptions=True)
 
 
-async def _renew(store: Store, claimed: Repo, seconds: float) -> None:
+async def _renew(db: Database, claimed: Repo, seconds: float) -> None:
     """Renew the lease until the claim is lost."""
     held = True
     while held:
         await asyncio.sleep(seconds / RENEWALS_PER_LEASE)
         with DatabaseAttempt():
-            held = await store.renew(claimed.did, claimed.lease, seconds)
+            held = await db.resyncs.renew(claimed.did, claimed.lease, seconds)
             crash_point("lease.renewed")
 
 
@@ -106,7 +106,7 @@ class QueueMaintenance:
 
     def __init__(
         self,
-        store: Store,
+        db: Database,
         shard: Shard,
         metrics: Metrics,
         settings: MaintenanceSettings | None = None,
@@ -114,7 +114,7 @@ class QueueMaintenance:
         may_forget: Callable[[], bool] = lambda: True,
     ) -> None:
         """Create the maintenance. `may_forget` returns False while the operator chooses the repos."""
-        self._store = store
+        self._db = db
         self._buckets = shard.buckets
         self._metrics = metrics
         self._settings = settings or MaintenanceSettings()
@@ -139,13 +139,13 @@ class QueueMaintenance:
 
     async def _expire_leases(self) -> None:
         # In a transaction of its own: expiry waits for row locks, claims skip locked rows.
-        expired = await self._store.expire_leases(self._buckets, time())
+        expired = await self._db.resyncs.expire_leases(self._buckets, time())
         self._metrics.desynchronized(Desync.LEASE_EXPIRED, expired)
 
     async def _request_unproven(self) -> None:
         """Work in one batch: the rest waits for the next search."""
         settings = self._settings
-        found = await self._store.request_unproven(
+        found = await self._db.resyncs.request_unproven(
             self._buckets, settings.unproven_after, time(), settings.unproven_per_search
         )
         self._metrics.desynchronized(Desync.LENIENT_COMMIT, found)
@@ -156,22 +156,22 @@ class QueueMaintenance:
         Repos that become due meanwhile wait for the next search. Otherwise the first could fail and be parked again
         before the others had their turn.
         """
-        started, settings, store = time(), self._settings, self._store
+        started, settings, db = time(), self._settings, self._db
         forget_hidden_after = settings.forget_after if self._may_forget() else 0.0
         unpark_after = max(settings.unpark_after, MIN_PARKED_SECONDS) if settings.unpark_after else forget_hidden_after
         forget_denied_after = min(forget_hidden_after, unpark_after)
-        async for found in self._batches(store.end_long_waits, LONGEST_WAIT_SECONDS, started):
+        async for found in self._batches(db.resyncs.end_long_waits, LONGEST_WAIT_SECONDS, started):
             log.warning("clock.set-back", repos=found)
-        async for found in self._batches(store.request_missing_values, settings.missing_values_after, started):
+        async for found in self._batches(db.resyncs.request_missing_values, settings.missing_values_after, started):
             self._metrics.desynchronized(Desync.RECORD_MISSING, found)
         if forget_denied_after:
-            async for found in self._batches(store.forget_denied, forget_denied_after, started):
+            async for found in self._batches(db.resyncs.forget_denied, forget_denied_after, started):
                 log.debug("repos.forgotten", repos=found)
         if forget_hidden_after:
-            async for found in self._batches(store.forget_hidden, forget_hidden_after, started):
+            async for found in self._batches(db.resyncs.forget_hidden, forget_hidden_after, started):
                 log.debug("repos.forgotten", repos=found)
         if settings.unpark_after:
-            async for found in self._batches(store.unpark, settings.unpark_after, started):
+            async for found in self._batches(db.resyncs.unpark, settings.unpark_after, started):
                 log.debug("repos.unparked", repos=found)
 
     async def _batches(self, search: Search, seconds: float, started: float) -> AsyncIterator[int]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import NoReturn
 
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.process_reports import ProcessReport
 from indexer.telemetry.conditions import DATABASE_ERRORS, DATABASE_UNAVAILABLE, Conditions
 from indexer.telemetry.metrics import Metrics
@@ -24,11 +24,11 @@ class DatabaseMonitor:
         answering_since: When the database began to answer (monotonic seconds); None while it does not answer.
     """
 
-    def __init__(self, store: Store, conditions: Conditions, metrics: Metrics) -> None:
-        self._store = store
+    def __init__(self, db: Database, conditions: Conditions, metrics: Metrics) -> None:
+        self._db = db
         self._conditions = conditions
         self._metrics = metrics
-        self._check = store.database_check()
+        self._check = db.database_check()
         self._failed_operations = 0
         self.answering_since: float | None = monotonic()
 
@@ -46,7 +46,7 @@ class DatabaseMonitor:
     async def check(self) -> None:
         """Check the database once."""
         error = await self._check.run()
-        failed = self._store.failed_operations - self._failed_operations
+        failed = self._db.failed_operations - self._failed_operations
         self._failed_operations += failed
         self._metrics.database_up.set(error is None)
         if error is not None:
@@ -58,7 +58,7 @@ class DatabaseMonitor:
             self._conditions.end(DATABASE_UNAVAILABLE)
             self.answering_since = monotonic()
         elif failed:
-            message = f"the database answers, but an operation failed and is retried: {self._store.last_error}"
+            message = f"the database answers, but an operation failed and is retried: {self._db.last_error}"
             self._conditions.report(DATABASE_ERRORS, message=message, count=failed)
 
     async def save(self, report: ProcessReport) -> None:

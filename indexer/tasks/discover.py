@@ -8,8 +8,8 @@ import structlog
 
 from indexer.atproto.syntax import is_nsid
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.db import DatabaseError, Store
-from indexer.db.crawl_progress import CrawlProgress, Purpose
+from indexer.db import Database, DatabaseError
+from indexer.db.crawls import CrawlProgress, Purpose
 from indexer.db.current_scope import CurrentScope
 from indexer.db.periodic import run_periodically
 from indexer.errors import UnavailableError
@@ -37,8 +37,8 @@ class Discovery:
         expected: How many accounts the last complete crawl listed; None if there was none.
     """
 
-    def __init__(self, store: Store, outbound: OutboundClient, stage: StageProgress | None = None) -> None:
-        self._store = store
+    def __init__(self, db: Database, outbound: OutboundClient, stage: StageProgress | None = None) -> None:
+        self._db = db
         self._outbound = outbound
         self.stage = stage or StageProgress("discover")
         self._requests = self.stage.add()
@@ -48,7 +48,7 @@ class Discovery:
     async def begin(self, source: str, collection: str, purpose: Purpose = "discover") -> CrawlProgress:
         """Return the progress of the last crawl if it was interrupted, else that of a new crawl."""
         with self.stage.busy():
-            last = await self._store.crawl_progress(purpose, source, collection)
+            last = await self._db.crawls.progress(purpose, source, collection)
         if last is not None and last.finished_at is None:
             return last
         self.expected = None if last is None else last.listed
@@ -79,15 +79,15 @@ class Discovery:
             with self.stage.busy():
                 after_page = progress.after_page(page.cursor, len(page.accounts), 0, time())
                 stored = (
-                    await self._store.add_listed(dids, after_page)
+                    await self._db.crawls.add_listed(dids, after_page)
                     if signals is None
-                    else await self._store.add_signals(dids, after_page, signals)
+                    else await self._db.crawls.add_signals(dids, after_page, signals)
                 )
             if stored is None:
                 return progress
             for account in page.accounts:
                 if not account.active and not hides(account.status):
-                    await self._store.update_repo(account.did, partial(_withhold, status=account.status))
+                    await self._db.repos.update(account.did, partial(_withhold, status=account.status))
             progress = stored
             on_page(progress)
         return progress
@@ -110,7 +110,7 @@ class SignalDiscovery:
 
     def __init__(
         self,
-        store: Store,
+        db: Database,
         outbound: OutboundClient,
         scope: CurrentScope,
         sources: Callable[[], Sequence[str]],
@@ -123,7 +123,7 @@ class SignalDiscovery:
         """Create the discovery.
 
         Args:
-            store: The store.
+            db: The database.
             outbound: The client for requests to the sources.
             scope: The scope with the signal collections.
             sources: Returns the base URLs of the relays to ask; none if no stream is open.
@@ -134,7 +134,7 @@ class SignalDiscovery:
         """
         self.stage = StageProgress("signal discovery")
         self._checks = self.stage.add()
-        self._discovery = Discovery(store, outbound, self.stage)
+        self._discovery = Discovery(db, outbound, self.stage)
         self._scope = scope
         self._sources = sources
         self._reconciled_at = reconciled_at

@@ -6,7 +6,7 @@ from time import time
 import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.db import DatabaseError, ErasedBatch, Store
+from indexer.db import Database, DatabaseError, ErasedBatch
 from indexer.db.periodic import DatabaseAttempt, run_periodically
 from indexer.errors import UnavailableError
 from indexer.net.identity import IdentityCache
@@ -42,7 +42,7 @@ class AccountErasure:
 
     def __init__(
         self,
-        store: Store,
+        db: Database,
         identities: IdentityCache,
         pds: PdsClient,
         deletion_grace: float,
@@ -51,7 +51,7 @@ class AccountErasure:
         *,
         interval: float = 60.0,
     ) -> None:
-        self._store = store
+        self._db = db
         self._identities = identities
         self._pds = pds
         self._deletion_grace = deletion_grace
@@ -71,7 +71,7 @@ class AccountErasure:
         Raises:
             DatabaseError: The database is unavailable.
         """
-        erased = await self._store.erase_batch(self._shard.buckets, time())
+        erased = await self._db.erasure.erase_batch(self._shard.buckets, time())
         if erased is not None:
             self._count(erased)
         return erased is not None
@@ -82,7 +82,7 @@ class AccountErasure:
         Raises:
             DatabaseError: The database is unavailable.
         """
-        dids = await self._store.due_gone(self._shard.buckets, CHECKS, time())
+        dids = await self._db.erasure.due_gone(self._shard.buckets, CHECKS, time())
         async with asyncio.TaskGroup() as group:
             for did in dids:
                 group.create_task(self._check_and_erase(did), name=f"erasure of {did}")
@@ -102,7 +102,7 @@ class AccountErasure:
     async def _check_and_erase(self, did: str) -> None:
         with DatabaseAttempt():
             if await self._confirm_gone(did):
-                erased = await self._store.erase_batch(self._shard.buckets, time(), did=did)
+                erased = await self._db.erasure.erase_batch(self._shard.buckets, time(), did=did)
                 if erased is not None:
                     self._count(erased)
         self.stage.moved()
@@ -124,9 +124,9 @@ class AccountErasure:
             return False
         if not answer.gone:
             grace = self._deletion_grace
-            await self._store.update_repo(did, lambda repo: plan_existence(repo, time(), grace, exists=True))
+            await self._db.repos.update(did, lambda repo: plan_existence(repo, time(), grace, exists=True))
             return False
-        stored = (await self._store.load_identities([did])).get(did)
+        stored = (await self._db.identities.load([did])).get(did)
         return stored is None or stored.pds is None or await self._host_denies(stored, stored.pds)
 
     async def _host_denies(self, identity: StoredIdentity, pds: str) -> bool:
@@ -146,7 +146,7 @@ class AccountErasure:
     async def _postpone(self, did: str, seconds: float, reason: str) -> None:
         log.debug("repo.erasure-postponed", did=did, reason=reason, seconds=seconds)
         self._postponed += 1
-        await self._store.update_repo(did, lambda repo: plan_erasure_later(repo, time() + seconds))
+        await self._db.repos.update(did, lambda repo: plan_erasure_later(repo, time() + seconds))
 
     def _count(self, erased: ErasedBatch) -> None:
         self._metrics.erased_records.inc(erased.records)

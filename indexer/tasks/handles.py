@@ -13,7 +13,7 @@ from aiolimiter import AsyncLimiter
 
 from indexer.concurrency.bounded_dict import BoundedDict
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.periodic import DatabaseAttempt
 from indexer.errors import UnavailableError
 from indexer.net.http import registered_domain
@@ -69,14 +69,14 @@ class HandleChecks:
 
     def __init__(
         self,
-        store: Store,
+        db: Database,
         handles: HandleVerifier,
         shard: Shard,
         *,
         rate: float,
         intervals: HandleCheckIntervals | None = None,
     ) -> None:
-        self._store = store
+        self._db = db
         self._handles = handles
         self._shard = shard
         self._intervals = intervals or HandleCheckIntervals()
@@ -105,13 +105,13 @@ class HandleChecks:
         """Claim the handles to check next, the domains in turn, and give the other ones back."""
         count, now, claims = self._concurrency * CLAIMS_PER_CHECK, time(), list[HandleClaim]()
         with DatabaseAttempt(self.stage):
-            claims = await self._store.claim_handles(count, self._shard.buckets, self._intervals.lease, now)
+            claims = await self._db.identities.claim_handles(count, self._shard.buckets, self._intervals.lease, now)
         in_turn = _in_turn(claims)
         checked, others = in_turn[: self._concurrency], in_turn[self._concurrency :]
         is_alone = len({_domain(claim) for claim in claims}) == 1 and len(claims) < count
         due = [now if is_alone else self._schedule(_domain(claim), now) for claim in others]
         with DatabaseAttempt():  # if this fails, they are due again when their leases expire
-            await self._store.postpone_handles(others, due, now + self._intervals.lease)
+            await self._db.identities.postpone_handles(others, due, now + self._intervals.lease)
         return checked
 
     def _schedule(self, domain: str, now: float) -> float:
@@ -124,7 +124,7 @@ class HandleChecks:
         with self.stage.task() as work:
             check = await self._check(claim)
             with DatabaseAttempt(work):  # if this fails, the handle is due again when the claim's lease expires
-                await self._store.save_handle_check(check)
+                await self._db.identities.save_handle_check(check)
 
     async def _check(self, claim: HandleClaim) -> HandleCheck:
         if claim.claimed is None:

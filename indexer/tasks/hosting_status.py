@@ -14,7 +14,7 @@ from typing import NamedTuple
 import structlog
 
 from indexer.concurrency.stage_progress import Work
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.current_scope import CurrentScope
 from indexer.errors import UnavailableError
 from indexer.net.http import OutboundClient, host_of
@@ -70,7 +70,7 @@ class HostingStatusChecks:
 
     def __init__(
         self,
-        store: Store,
+        db: Database,
         outbound: OutboundClient,
         metrics: Metrics,
         scope: CurrentScope,
@@ -84,7 +84,7 @@ class HostingStatusChecks:
         """Create the checks.
 
         Args:
-            store: The store.
+            db: The database.
             outbound: The client for requests to the sources.
             metrics: Counts the repos that are fetched again.
             scope: The policy says when the records of a deleted account are erased.
@@ -95,7 +95,7 @@ class HostingStatusChecks:
             sources_are_hosts: True if the sources are PDSes, False if they are relays.
             first_retry: Seconds before the failed requests are repeated; it doubles each time.
         """
-        self._store = store
+        self._db = db
         self._outbound = outbound
         self._metrics = metrics
         self._scope = scope
@@ -115,7 +115,7 @@ class HostingStatusChecks:
         Raises:
             UnavailableError: The source answers no requests at the moment, or the database is unavailable.
         """
-        before = (await self._store.repos([did])).get(did)
+        before = (await self._db.repos.load([did])).get(did)
         if before is None:
             self._failed.get(source, {}).pop(did, None)
             return False
@@ -124,7 +124,7 @@ class HostingStatusChecks:
         plan = await self._weigh(before, listed, answer, point) if answer is not None else None
         if plan is None:
             return False
-        after = await self._store.update_repo(
+        after = await self._db.repos.update(
             did, lambda repo: plan(repo) if _HOSTING(repo) == _HOSTING(before) else repo
         )
         if after is None:
@@ -189,7 +189,7 @@ class HostingStatusChecks:
         return changed
 
     async def _fetch_again(self, did: str) -> bool:
-        return await self._store.update_repo(did, lambda repo: plan_status_unknown(repo, time())) is not None
+        return await self._db.repos.update(did, lambda repo: plan_status_unknown(repo, time())) is not None
 
     async def _fetch_status(self, source: str, did: str, listed: ListReport) -> RepoStatus | UnavailableError | None:
         """Return the hosting status of an account on the source; the error if the source says nothing about it.

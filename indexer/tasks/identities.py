@@ -10,7 +10,7 @@ from urllib.parse import unquote
 import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.db import DatabaseError, Store
+from indexer.db import Database, DatabaseError
 from indexer.db.periodic import DatabaseAttempt, run_periodically
 from indexer.errors import UnavailableError
 from indexer.net.http import host_of
@@ -44,9 +44,9 @@ class IdentityRefresh:
     """
 
     def __init__(
-        self, store: Store, identities: IdentityCache, deletion_grace: float, shard: Shard, *, interval: float = 10.0
+        self, db: Database, identities: IdentityCache, deletion_grace: float, shard: Shard, *, interval: float = 10.0
     ) -> None:
-        self._store = store
+        self._db = db
         self._identities = identities
         self._deletion_grace = deletion_grace
         self._shard = shard
@@ -79,13 +79,13 @@ class IdentityRefresh:
         except UnavailableError as error:
             failures += 1
             log.debug("identity.refresh-postponed", did=did, failures=failures, error=str(error))
-            await self._store.postpone_refresh(did, time() + backoff_seconds(failures, did), failures)
+            await self._db.identities.postpone_refresh(did, time() + backoff_seconds(failures, did), failures)
             return
         if identity is None:
-            await self._store.postpone_refresh(did, time() + LIMITED_SECONDS, failures)
+            await self._db.identities.postpone_refresh(did, time() + LIMITED_SECONDS, failures)
         elif not (identity.stale or identity.doubtful):
             exists, grace = not identity.gone, self._deletion_grace
-            await self._store.update_repo(did, lambda repo: plan_existence(repo, time(), grace, exists=exists))
+            await self._db.repos.update(did, lambda repo: plan_existence(repo, time(), grace, exists=exists))
 
     async def refresh_batch(self, method: Method) -> None:
         """Refresh identities of one DID method that are due, several at a time.
@@ -93,7 +93,7 @@ class IdentityRefresh:
         Raises:
             DatabaseError: The database is unavailable.
         """
-        due = await self._store.due_identities(self._shard.buckets, WINDOW, time(), web=method == "web")
+        due = await self._db.identities.due(self._shard.buckets, WINDOW, time(), web=method == "web")
         slots = asyncio.Semaphore(CONCURRENCY)
 
         async def refresh(identity: DueIdentity) -> None:

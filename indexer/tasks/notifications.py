@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from indexer.concurrency.event_wait import wait_for_event
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.blocking_sessions import BlockingSession
 from indexer.db.periodic import DatabaseAttempt
 from indexer.telemetry.conditions import DEAD_ROWS_KEPT, NOTIFICATION_QUEUE_FILLS, Conditions
@@ -43,14 +43,14 @@ class ChangeNotifier:
 
     def __init__(
         self,
-        store: Store,
+        db: Database,
         metrics: Metrics,
         conditions: Conditions,
         *,
         max_transaction_seconds: float = MAX_TRANSACTION_SECONDS,
         max_dead_cursors: int = MAX_DEAD_CURSORS,
     ) -> None:
-        self._store = store
+        self._db = db
         self._max_transaction_seconds = max_transaction_seconds
         self._max_dead_cursors = max_dead_cursors
         self._metrics = metrics
@@ -69,7 +69,7 @@ class ChangeNotifier:
                     self._next_snapshot_check = monotonic() + SNAPSHOT_CHECK_SECONDS
                     await self.check_snapshots()
             await asyncio.sleep(SPACING_SECONDS)
-            await wait_for_event(self._store.numbered, POLL_SECONDS)
+            await wait_for_event(self._db.numbered, POLL_SECONDS)
 
     async def notify(self) -> None:
         """Notify the listeners if there are changes since the last call; report a queue that fills.
@@ -77,8 +77,8 @@ class ChangeNotifier:
         Raises:
             DatabaseError: The database is unavailable.
         """
-        self._store.numbered.clear()
-        notified = await self._store.notify_changes(self._seq)
+        self._db.numbered.clear()
+        notified = await self._db.changes.notify(self._seq)
         if notified.seq is not None:
             self._seq = notified.seq
         if notified.queue_usage < FULL_SHARE:
@@ -94,7 +94,9 @@ class ChangeNotifier:
         Raises:
             DatabaseError: The database is unavailable.
         """
-        found = await self._store.end_old_snapshots(self._max_dead_cursors, self._max_transaction_seconds)
+        found = await self._db.blocking_sessions.end_old_snapshots(
+            self._max_dead_cursors, self._max_transaction_seconds
+        )
         if found.dead_cursors < self._max_dead_cursors:
             self._conditions.end(DEAD_ROWS_KEPT)
             return
@@ -104,7 +106,7 @@ class ChangeNotifier:
 
     async def _report(self, usage: float) -> None:
         limit = self._max_transaction_seconds if usage >= END_SHARE else float("inf")
-        sessions = await self._store.end_oldest_transaction(limit)
+        sessions = await self._db.blocking_sessions.end_oldest_transaction(limit)
         text = "; ".join(map(_describe, sessions)) or "none is visible"
         message = f"the queue of notifications of the Postgres server is {usage:.0%} full; oldest transactions: {text}"
         self._conditions.report(NOTIFICATION_QUEUE_FILLS, message=message, value=round(usage, 3))

@@ -21,8 +21,8 @@ import structlog
 from indexer.atproto.syntax import tid_micros
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.crash_points import crash_point
-from indexer.db import Store
-from indexer.db.crawl_progress import CrawlProgress
+from indexer.db import Database
+from indexer.db.crawls import CrawlProgress
 from indexer.db.current_scope import CurrentScope
 from indexer.db.open_gaps import OpenGaps
 from indexer.db.periodic import DatabaseAttempt
@@ -132,7 +132,7 @@ class Reconciliation:
 
     def __init__(
         self,
-        store: Store,
+        db: Database,
         outbound: OutboundClient,
         metrics: Metrics,
         gaps: OpenGaps,
@@ -147,7 +147,7 @@ class Reconciliation:
         """Create a reconciliation.
 
         Args:
-            store: The store.
+            db: The database.
             outbound: The client for requests to the sources.
             metrics: Counts the repos that were found.
             gaps: The open gaps of the shard.
@@ -159,7 +159,7 @@ class Reconciliation:
             identities: The identities of accounts, which name their hosts; None: no host is asked.
             sources_are_hosts: True if the sources are PDSes, False if they are relays.
         """
-        self._store = store
+        self._db = db
         self._outbound = outbound
         self._metrics = metrics
         self._gaps = gaps
@@ -169,7 +169,7 @@ class Reconciliation:
         self._buckets = settings.shard.buckets
         self.stage = StageProgress("reconciliation")
         self._statuses = HostingStatusChecks(
-            store,
+            db,
             outbound,
             metrics,
             scope,
@@ -259,15 +259,13 @@ class Reconciliation:
         if not self._settings.interval:
             return inf
         shard, now = str(self._settings.shard), time()
-        rows = [await self._store.crawl_progress("sweep", source, shard=shard) for source in sources]
+        rows = [await self._db.crawls.progress("sweep", source, shard=shard) for source in sources]
         if rows[0] is not None and rows[0].finished_at is None:
             return 0.0
         finished = [row.finished_at for row in rows if row is not None and row.finished_at is not None]
         finished = [at for at in finished if at <= now]  # later ones are from before the clock was set back
         if not finished:
-            await self._store.save_crawl_progress(
-                CrawlProgress("sweep", sources[0], began_at=now, finished_at=now, shard=shard)
-            )
+            await self._db.crawls.save(CrawlProgress("sweep", sources[0], began_at=now, finished_at=now, shard=shard))
         return max(finished, default=now) + self._settings.interval - now
 
     async def _reconcile_with_first_available(self) -> bool:
@@ -310,7 +308,7 @@ class Reconciliation:
         It is not continued if a gap was opened since it began, or if a gap is open and another process began it.
         """
         shard, now = str(self._settings.shard), time()
-        last = await self._store.crawl_progress("sweep", source, shard=shard)
+        last = await self._db.crawls.progress("sweep", source, shard=shard)
         if (
             last is not None
             and last.finished_at is None
@@ -320,8 +318,8 @@ class Reconciliation:
         ):
             return last
         progress = CrawlProgress("sweep", source, began_at=now, shard=shard, last_gap=self._gaps.newest)
-        await self._store.save_crawl_progress(progress)
-        stored = sum((await self._store.counts()).statuses.values())
+        await self._db.crawls.save(progress)
+        stored = sum((await self._db.reports.counts()).statuses.values())
         self._listed = _ListedSoFar(source, now, ListedAccounts(2 * stored), self._unlisted_after)
         return progress
 
@@ -352,7 +350,7 @@ class Reconciliation:
             and (account.rev is None or tid_micros(account.rev) <= max_micros)
             and shard.owns(account.did)
         }
-        behind, hidden, unknown, only_from_stream = await self._store.find_differences(revs)
+        behind, hidden, unknown, only_from_stream = await self._db.crawls.find_differences(revs)
         behind = [did for did in behind if revs[did]]
         inactive = await self._listed_as_inactive(page, unknown)
         if listed is not None:
@@ -380,7 +378,7 @@ class Reconciliation:
         inactive = {
             account.did: account.status for account in page.accounts if not account.active and owns(account.did)
         }
-        repos = await self._store.repos(list(inactive)) if inactive else {}
+        repos = await self._db.repos.load(list(inactive)) if inactive else {}
         differ = {did for did, repo in repos.items() if repo.active}
         return {did: status for did, status in inactive.items() if did in differ or did in unknown}
 
@@ -388,7 +386,7 @@ class Reconciliation:
         self, progress: CrawlProgress, page: _PendingPage, may_close_gaps: Callable[[], bool]
     ) -> CrawlProgress:
         """Desynchronize repos that are still behind, track unknown ones, show accounts, and save the progress."""
-        behind = await self._store.desynchronize_behind(page.revs, time()) if page.revs else 0
+        behind = await self._db.crawls.desynchronize_behind(page.revs, time()) if page.revs else 0
         crash_point("reconciliation.compared")
         self._metrics.desynchronized(Desync.BEHIND, behind)
         listed = ListReport(active=True, point=page.point)
@@ -401,7 +399,7 @@ class Reconciliation:
         scope, close_gaps = self._scope.scope, may_close_gaps()
         unknown = [*(page.unknown if scope.track is Track.ALL else ()), *page.only_from_stream]
         # If the scope changes meanwhile, the next reconciliation adds what it wants.
-        stored = await self._store.add_listed(unknown, after_page, scope=scope, close_gaps=close_gaps)
+        stored = await self._db.crawls.add_listed(unknown, after_page, scope=scope, close_gaps=close_gaps)
         self._metrics.desynchronized(Desync.NEW, stored.found - after_page.found)
         added = [did for did in page.inactive if did in page.unknown]
         await self._follow_inactive(progress.source, page, added)
@@ -416,7 +414,7 @@ class Reconciliation:
         """Follow the status of accounts that the whole list did not contain; return how many rows changed."""
         listed, hidden, asked = self._listed_so_far(progress), 0, 0
         while listed is not None and (
-            page := await self._store.active_repos(listed.asked_until, self._buckets, _PAGE_SIZE)
+            page := await self._db.crawls.active_repos(listed.asked_until, self._buckets, _PAGE_SIZE)
         ):
             for did in [did for did in page if did not in listed.accounts]:
                 if asked >= self._settings.max_unlisted:

@@ -8,7 +8,7 @@ from typing import NoReturn
 import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.db import ChangeLogState, ConsumerState, RetentionPolicy, Store, TrimPlan
+from indexer.db import ChangeLogState, ConsumerState, Database, RetentionPolicy, TrimPlan
 from indexer.db.periodic import DatabaseAttempt
 from indexer.telemetry.metrics import ConsumerLag, Metrics
 
@@ -35,7 +35,7 @@ class ChangeLogRetention:
 
     def __init__(
         self,
-        store: Store,
+        db: Database,
         policy: RetentionPolicy,
         metrics: Metrics,
         *,
@@ -44,7 +44,7 @@ class ChangeLogRetention:
         retry: float = RETRY_SECONDS,
         max_transaction_seconds: float = 60.0,
     ) -> None:
-        self._store = store
+        self._db = db
         self._policy = policy
         self._metrics = metrics
         self._lag_alarm = lag_alarm
@@ -87,7 +87,7 @@ class ChangeLogRetention:
         self._next_report = monotonic() + self._interval
 
     async def _trim_if_due(self) -> None:
-        size = await self._store.change_log_size()
+        size = await self._db.segments.size()
         self._trimmed_size = min(self._trimmed_size, size)  # another process may have trimmed the log
         if monotonic() >= self._next_report:
             await self.trim()
@@ -100,7 +100,7 @@ class ChangeLogRetention:
 
     async def _trim(self, now: float) -> tuple[ChangeLogState, TrimPlan]:
         self._next_retry = monotonic() + self._retry
-        before, plan = await self._store.trim_change_log(self._policy, now)
+        before, plan = await self._db.segments.trim(self._policy, now)
         for consumer in before.consumers:
             if consumer.name in plan.disconnect:
                 log.error("consumer.disconnected", reader=consumer.name, seq=consumer.seq, behind=consumer.behind)
@@ -112,11 +112,11 @@ class ChangeLogRetention:
         if plan.locked and self._policy.is_overfull(before.bytes):
             await self._end_blocking_sessions(plan.locked)
         # A segment that was locked is tried again at the next check.
-        self._trimmed_size = 0 if plan.locked else await self._store.change_log_size()
+        self._trimmed_size = 0 if plan.locked else await self._db.segments.size()
         return before, plan
 
     async def _end_blocking_sessions(self, segments: tuple[int, ...]) -> None:
-        sessions = await self._store.end_blocking_sessions(segments, self._max_transaction_seconds)
+        sessions = await self._db.blocking_sessions.end_users_of_segments(segments, self._max_transaction_seconds)
         reported, self._blocked = self._blocked, {session.pid for session in sessions if not session.ended}
         for session in sessions:
             seconds = None if session.seconds is None else round(session.seconds)

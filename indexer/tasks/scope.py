@@ -5,7 +5,7 @@ from time import monotonic
 import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.current_scope import CurrentScope
 from indexer.db.periodic import run_periodically
 from indexer.sync.scope import Scope
@@ -36,7 +36,7 @@ class ScopeNarrowing:
 
     def __init__(
         self,
-        store: Store,
+        db: Database,
         scope: CurrentScope,
         shard: Shard,
         metrics: Metrics,
@@ -44,7 +44,7 @@ class ScopeNarrowing:
         interval: float = 1.0,
         batch_size: int = NARROWING_BATCH,
     ) -> None:
-        self._store = store
+        self._db = db
         self._scope = scope
         self._buckets = shard.buckets
         self._metrics = metrics
@@ -70,7 +70,7 @@ class ScopeNarrowing:
         if not self._scope.only_in_use(scope.version):
             return
         deleted, complete, collection = 0, True, ""
-        while (found := await self._store.next_collection(collection)) is not None:
+        while (found := await self._db.scope_changes.next_collection(collection)) is not None:
             collection = found
             if not scope.collections.matches(collection):
                 count, finished = await self._delete(scope, collection)
@@ -85,7 +85,9 @@ class ScopeNarrowing:
         """Delete the records of a collection; return how many, and False if some remain."""
         deleted, complete, after = 0, True, None
         while True:
-            page = await self._store.delete_unselected(scope, collection, self._buckets, after, self._batch_size)
+            page = await self._db.scope_changes.delete_unselected(
+                scope, collection, self._buckets, after, self._batch_size
+            )
             if page is None:
                 return deleted, False
             self._metrics.record_changes("delete", live=True, count=page.deleted)
@@ -108,7 +110,7 @@ class ScopeUntracking:
 
     def __init__(
         self,
-        store: Store,
+        db: Database,
         scope: CurrentScope,
         shard: Shard,
         *,
@@ -116,7 +118,7 @@ class ScopeUntracking:
         retry: float = RETRY_SECONDS,
         batch_size: int = UNTRACKING_BATCH,
     ) -> None:
-        self._store = store
+        self._db = db
         self._scope = scope
         self._shard = shard
         self._interval = interval
@@ -145,11 +147,11 @@ class ScopeUntracking:
             log.warning("scope.not-untracked", version=scope.version, signal_collections=",".join(unlisted))
             self._done_version = scope.version
             return
-        progress, untracked = await self._store.begin_untracking(self._shard), 0
-        if progress.finished_at is None and scope.signals and await self._store.unread_signal_lists(scope):
+        progress, untracked = await self._db.out_of_scope.begin(self._shard), 0
+        if progress.finished_at is None and scope.signals and await self._db.out_of_scope.unread_lists(scope):
             return
         while progress.finished_at is None:
-            page = await self._store.untrack_page(scope, self._shard, progress, self._batch_size)
+            page = await self._db.out_of_scope.untrack_page(scope, self._shard, progress, self._batch_size)
             if page is None:
                 return
             progress, untracked = page.progress, untracked + page.untracked

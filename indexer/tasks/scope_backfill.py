@@ -19,8 +19,8 @@ import structlog
 from indexer.atproto.syntax import is_nsid
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.crash_points import crash_point
-from indexer.db import DatabaseError, Store
-from indexer.db.crawl_progress import CrawlProgress
+from indexer.db import Database, DatabaseError
+from indexer.db.crawls import CrawlProgress
 from indexer.db.current_scope import CurrentScope
 from indexer.db.periodic import run_periodically
 from indexer.errors import UnavailableError
@@ -116,7 +116,7 @@ class ScopeBackfill:
 
     def __init__(
         self,
-        store: Store,
+        db: Database,
         outbound: OutboundClient,
         scope: CurrentScope,
         sources: Callable[[], Sequence[str]],
@@ -133,7 +133,7 @@ class ScopeBackfill:
         page_size: int = PAGE_SIZE,
     ) -> None:
         """Create the backfill. `sources` returns the base URLs of the relays to ask; none if no stream is open."""
-        self._store = store
+        self._db = db
         self._outbound = outbound
         self._scope = scope
         self._sources = sources
@@ -183,7 +183,7 @@ class ScopeBackfill:
         began_at = monotonic()
         if began_at < self._search_at:
             return 0
-        requested = await self._store.request_incomplete(scope, self._buckets, self._max_waiting, time())
+        requested = await self._db.scope_changes.request_incomplete(scope, self._buckets, self._max_waiting, time())
         if not requested:
             self._search_at = began_at + (monotonic() - began_at) / MAX_SEARCH_SHARE
         return requested
@@ -193,11 +193,15 @@ class ScopeBackfill:
         read = self._read
         if read.version != scope.version:
             return 0
-        page = await self._store.incomplete_repos(scope, self._buckets, read.requested_until, self._page_size)
+        page = await self._db.scope_changes.incomplete_repos(
+            scope, self._buckets, read.requested_until, self._page_size
+        )
         unread = {pattern for pattern in scope.added_after(0) if is_nsid(pattern) and pattern not in read.lists}
         lacking = [repo for repo in page if may_lack(repo, scope, read.lists, unread)]
         requested = (
-            await self._store.request_listed(lacking, self._buckets, self._max_waiting, time()) if lacking else 0
+            await self._db.scope_changes.request_listed(lacking, self._buckets, self._max_waiting, time())
+            if lacking
+            else 0
         )
         if requested == len(lacking):
             read.requested_until = page[-1].did if page else ""
@@ -205,7 +209,7 @@ class ScopeBackfill:
 
     async def _compare_with_lists(self, scope: Scope) -> bool:
         """Mark repos that have no records of the added collections as complete; return False to try again later."""
-        first = await self._store.incomplete_repos(scope, self._buckets, "", 1)
+        first = await self._db.scope_changes.incomplete_repos(scope, self._buckets, "", 1)
         listable = [pattern for pattern in scope.added_after(0) if is_nsid(pattern)]
         if not first or not listable:
             return True
@@ -230,7 +234,7 @@ class ScopeBackfill:
         # First, so that a process that is killed before it has marked all repos compares them again, too.
         for pattern in [pattern for pattern in listable if lists[pattern] is not None]:
             recheck = CrawlProgress("recheck", "", pattern, began_at=began_at, shard=str(self._shard))
-            await self._store.save_crawl_progress(recheck)
+            await self._db.crawls.save(recheck)
             crash_point("scope.recheck-planned")
         complete = await self._mark_complete(scope, lists)
         self._read = _ReadLists(0, 0.0)
@@ -242,11 +246,11 @@ class ScopeBackfill:
         added_in = dict(zip(scope.collections.patterns, scope.added_in, strict=True))
         if not (sources := self._sources()):
             return
-        for recheck in await self._store.rechecks(self._shard):
+        for recheck in await self._db.crawls.rechecks(self._shard):
             if recheck.collection not in added_in:
-                await self._store.save_crawl_progress(replace(recheck, finished_at=time()))
+                await self._db.crawls.save(replace(recheck, finished_at=time()))
             elif recheck.began_at > time():  # before the clock was set back
-                await self._store.save_crawl_progress(replace(recheck, began_at=time()))
+                await self._db.crawls.save(replace(recheck, began_at=time()))
             elif time() >= recheck.began_at + self._recheck[recheck.found] and self._recheck_retries.are_due(
                 recheck.collection
             ):
@@ -260,7 +264,7 @@ class ScopeBackfill:
                 self._recheck_retries.succeeded(recheck.collection)
                 self._search_at = 0.0
                 done, ended = recheck.found + 1, time() if recheck.found + 1 >= len(self._recheck) else None
-                await self._store.save_crawl_progress(replace(recheck, found=done, finished_at=ended))
+                await self._db.crawls.save(replace(recheck, found=done, finished_at=ended))
                 log.info("scope.compared-again", collection=recheck.collection, incomplete=found)
 
     async def _find_incomplete(self, sources: Sequence[str], recheck: CrawlProgress, added_in: int) -> int:
@@ -272,7 +276,7 @@ class ScopeBackfill:
         incomplete, collection, read_to_the_end = 0, recheck.collection, False
         async for page in self._pages(sources, collection):
             dids = [account.did for account in page.accounts if self._shard.owns(account.did)]
-            incomplete += await self._store.mark_incomplete(dids, collection, added_in, recheck.began_at)
+            incomplete += await self._db.scope_changes.mark_incomplete(dids, collection, added_in, recheck.began_at)
             read_to_the_end = page.cursor is None
         if not read_to_the_end:
             raise UnavailableError(FetchFailure.HTTP_STATUS, "no relay offers the list any more")
@@ -284,7 +288,7 @@ class ScopeBackfill:
         Raises:
             UnavailableError: A relay that may offer it does not answer, or the database does not.
         """
-        stored = sum((await self._store.counts()).statuses.values())
+        stored = sum((await self._db.reports.counts()).statuses.values())
         listed, read_to_the_end = ListedAccounts(2 * stored), False
         async for page in self._pages(sources, collection):
             for did in await self._stored(page):
@@ -295,7 +299,7 @@ class ScopeBackfill:
     async def _stored(self, page: RepoListPage) -> set[str]:
         """Return the accounts of a page that are stored in this shard. The others would fill the set."""
         owned = {account.did for account in page.accounts if self._shard.owns(account.did)}
-        differences = await self._store.find_differences(dict.fromkeys(owned, ""))
+        differences = await self._db.crawls.find_differences(dict.fromkeys(owned, ""))
         return owned.difference(differences.unknown)
 
     async def _pages(self, sources: Sequence[str], collection: str) -> AsyncIterator[RepoListPage]:
@@ -324,10 +328,10 @@ class ScopeBackfill:
     async def _mark_complete(self, scope: Scope, lists: Lists) -> int:
         """Mark all repos that lack no records; return how many. Repos that change meanwhile are fetched."""
         after, complete = "", 0
-        while page := await self._store.incomplete_repos(scope, self._buckets, after, self._page_size):
+        while page := await self._db.scope_changes.incomplete_repos(scope, self._buckets, after, self._page_size):
             after = page[-1].did
             lacking_none = [repo for repo in page if not may_lack(repo, scope, lists)]
-            complete += await self._store.mark_complete(lacking_none, scope)
+            complete += await self._db.scope_changes.mark_complete(lacking_none, scope)
             self.stage.moved()
             await asyncio.sleep(0)
         return complete

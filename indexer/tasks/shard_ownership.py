@@ -8,7 +8,7 @@ import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.crash_points import crash_point
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.periodic import DatabaseAttempt
 from indexer.db.shard_lock import ShardLock, ShardSession
 from indexer.sync.shard import Shard
@@ -31,9 +31,9 @@ class ShardOwnership:
         last_error: Why it does not hold them; None if it does.
     """
 
-    def __init__(self, store: Store, shard: Shard, *, retry: float = RETRY_SECONDS) -> None:
+    def __init__(self, db: Database, shard: Shard, *, retry: float = RETRY_SECONDS) -> None:
         """Create the stage. `retry` is the pause between two attempts, in seconds."""
-        self._store = store
+        self._db = db
         self._shard = shard
         self._retry = retry
         self.stage = StageProgress("shard lock")
@@ -57,7 +57,7 @@ class ShardOwnership:
 
     async def _acquire_and_hold(self) -> None:
         """Wait until no other process holds a bucket of the shard; then hold the locks until the session ends."""
-        async with self._store.shard_lock(self._shard.positions) as lock:
+        async with self._db.shard_locks.open(self._shard.positions) as lock:
             waited = False
             while not await self._claim(lock):
                 holders = "; ".join(map(_description, await self._other_owners()))
@@ -93,7 +93,7 @@ class ShardOwnership:
         positions = self._shard.positions
         return [
             session
-            for session in await self._store.shard_sessions()
+            for session in await self._db.shard_locks.sessions()
             if session.owns and session.positions[0] <= positions[-1] and positions[0] <= session.positions[1]
         ]
 

@@ -111,8 +111,8 @@ async def test_there_are_connections_for_all_turns_and_for_the_other_stages(data
     settings = settings_for("ws://127.0.0.1:1", "http://127.0.0.1:1", tmp_path)
     async with open_daemon(settings, database) as running, AsyncExitStack() as writing, asyncio.timeout(20):
         for number in range(TURNS + LARGE_TURNS):
-            await writing.enter_async_context(running.store.resync(Repo(f"did:plc:{number:024}")))
-        assert await running.store.repos([]) == {}
+            await writing.enter_async_context(running.db.resyncs.transaction(Repo(f"did:plc:{number:024}")))
+        assert await running.db.repos.load([]) == {}
 
 
 class Cycle:

@@ -27,8 +27,9 @@ MAX_DOCUMENT_BYTES = 300_000
 LONG = "x" * 10_000
 
 
-class FakeStore:
+class FakeDatabase:
     def __init__(self) -> None:
+        self.reports = self
         self.state = DeliveryState([], [])
         self.reads = 0
         self.error: DatabaseError | None = None
@@ -41,10 +42,10 @@ class FakeStore:
 
 
 def daemon_of(
-    store: FakeStore | None = None, reasons: list[ReadinessReason] | None = None, **stages: Any
+    db: FakeDatabase | None = None, reasons: list[ReadinessReason] | None = None, **stages: Any
 ) -> tuple[StatusReader, SampledHistory]:
     """Return the status and the history of an idle, connected daemon, with some attributes of stages replaced."""
-    daemon, database = fake_daemon(("live", "resync"), **stages), store or FakeStore()
+    daemon, database = fake_daemon(("live", "resync"), **stages), db or FakeDatabase()
     daemon.history = SampledHistory(daemon.batch_writer, daemon.resync_pool)
     listed = [stage for stage in all_stages(daemon, ()) if stage.role in {None, "live", "resync"}]
     probe: Any = SimpleNamespace(stalled=lambda: reasons or [], ready=list)
@@ -53,9 +54,9 @@ def daemon_of(
 
 
 def status_of(
-    store: FakeStore | None = None, reasons: list[ReadinessReason] | None = None, **stages: Any
+    db: FakeDatabase | None = None, reasons: list[ReadinessReason] | None = None, **stages: Any
 ) -> StatusReader:
-    return daemon_of(store, reasons, **stages)[0]
+    return daemon_of(db, reasons, **stages)[0]
 
 
 def host(name: str = "pds.example", **changes: Any) -> HostState:
@@ -127,24 +128,24 @@ async def test_hosts_that_are_paused_or_fail_are_listed_once_with_their_last_err
 
 
 async def test_database_that_does_not_answer_is_not_read_and_the_last_state_is_shown() -> None:
-    store = FakeStore()
-    store.state = DeliveryState([], [ConsumerState("one", 5, 2, time() - 60, time(), cut_off=False)])
+    db = FakeDatabase()
+    db.state = DeliveryState([], [ConsumerState("one", 5, 2, time() - 60, time(), cut_off=False)])
     monitor: dict[str, Any] = {"answering_since": monotonic()}
-    status = status_of(store, database_monitor=monitor, change_log_retention={"lagging": ["one"]})
+    status = status_of(db, database_monitor=monitor, change_log_retention={"lagging": ["one"]})
     delivery = (await status.document()).delivery
     assert ([consumer.name for consumer in delivery.consumers], delivery.lagging) == (["one"], ["one"])
-    down = status_of(store, database_monitor={"answering_since": None})
+    down = status_of(db, database_monitor={"answering_since": None})
     delivery = (await down.document()).delivery
-    assert (delivery.error, delivery.read_seconds_ago, store.reads) == ("the database does not answer", None, 1)
-    store.error = DatabaseError(FetchFailure.TIMEOUT, "canceling statement due to statement timeout")
-    assert "statement timeout" in ((await status_of(store).document()).delivery.error or "")
+    assert (delivery.error, delivery.read_seconds_ago, db.reads) == ("the database does not answer", None, 1)
+    db.error = DatabaseError(FetchFailure.TIMEOUT, "canceling statement due to statement timeout")
+    assert "statement timeout" in ((await status_of(db).document()).delivery.error or "")
 
 
 @pytest.mark.slow
 async def test_document_stays_small_whatever_hosts_and_accounts_send() -> None:
-    now, store, conditions = time(), FakeStore(), Conditions()
+    now, db, conditions = time(), FakeDatabase(), Conditions()
     reasons = list(Rejection) * 10
-    store.state = DeliveryState(
+    db.state = DeliveryState(
         [RejectionSummary(str(reason), 1, 1, now, LONG, 1, LONG, LONG) for reason in reasons],
         [ConsumerState(f"{number}{LONG}", 1, 1, now, now, cut_off=False) for number in range(1_000)],
     )
@@ -156,7 +157,7 @@ async def test_document_stays_small_whatever_hosts_and_accounts_send() -> None:
     gaps = [OpenGap(n, Gap(LONG, "0/1", GapReason.NO_CURSOR), now) for n in range(1_000)]
     running = [Resync(Repo(f"did:plc:{n}{LONG}"), now, LONG) for n in range(1_000)]
     status, history = daemon_of(
-        store,
+        db,
         [ReadinessReason("lag", LONG, 1.0) for _ in range(1_000)],
         hosts={"paused": lambda: hosts, "failing": list},
         conditions={"active": conditions.active},

@@ -13,9 +13,10 @@ import asyncpg
 import pytest
 
 from indexer.cluster.change_numbering import ChangeNumbering
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.change_log import log_changes
 from indexer.db.change_log_segments import TrimPlan, trim
+from indexer.db.numbering import numbering_session
 from indexer.sync.shard import bucket_of
 from indexer.telemetry.conditions import CLUSTER_NODE_UNAVAILABLE, TRANSACTIONS_IN_DOUBT, Conditions
 from indexer.telemetry.metrics import Metrics
@@ -52,7 +53,7 @@ async def database(cluster: Cluster) -> AsyncIterator[str]:
         await release_commits(cluster, node)
 
 
-async def create_repos(store: Store, sql: asyncpg.Connection, count: int = 1) -> list[str]:
+async def create_repos(db: Database, sql: asyncpg.Connection, count: int = 1) -> list[str]:
     """Insert `count` repos on each worker, each with a counter (`version`); return their names, by worker.
 
     Each has a bucket of its own. What the log says about them is numbered.
@@ -63,8 +64,8 @@ async def create_repos(store: Store, sql: asyncpg.Connection, count: int = 1) ->
         bucket = bucket_of(did(name))
         found[await sql.fetchval(NODE_OF, bucket)][bucket] = name
     names = [name for node in (1, 2) for name in list(found[node].values())[:count]]
-    await insert(store, *(synchronized(name) for name in names))
-    await number_once(store)
+    await insert(db, *(synchronized(name) for name in names))
+    await number_once(db)
     return names
 
 
@@ -130,15 +131,15 @@ async def has_changes(sql: asyncpg.Connection, seq: int, number: int) -> bool:
 
 
 @asynccontextmanager
-async def numbering(store: Store, conditions: Conditions | None = None) -> AsyncIterator[None]:
+async def numbering(db: Database, conditions: Conditions | None = None) -> AsyncIterator[None]:
     """Run the stage that numbers changes during the block, as a daemon does."""
-    async with running(ChangeNumbering(store, Metrics(), conditions or Conditions()).run()):
+    async with running(ChangeNumbering(db, Metrics(), conditions or Conditions()).run()):
         yield
 
 
-async def number_once(store: Store) -> None:
-    async with store.numbering_session() as session:
-        assert await ChangeNumbering(store, Metrics(), Conditions()).number(session) == []
+async def number_once(db: Database) -> None:
+    async with numbering_session(db) as session:
+        assert await ChangeNumbering(db, Metrics(), Conditions()).number(session) == []
 
 
 async def latest(sql: asyncpg.Connection) -> int:
@@ -146,34 +147,34 @@ async def latest(sql: asyncpg.Connection) -> int:
     return seq
 
 
-async def test_changes_have_no_number_before_a_process_numbers_them(store: Store, sql: asyncpg.Connection) -> None:
+async def test_changes_have_no_number_before_a_process_numbers_them(db: Database, sql: asyncpg.Connection) -> None:
     seq = await latest(sql)
     await log(sql, change(1), change(2))
     assert await after(sql, seq) == []
     assert await sql.fetchval("select count(*) from atproto.changes where seq is null") == 0
-    assert not store.numbered.is_set()
-    await number_once(store)
+    assert not db.numbered.is_set()
+    await number_once(db)
     assert [row["seq"] for row in await after(sql, seq)] == [seq + 1, seq + 2]
-    assert store.numbered.is_set(), "listeners are notified"
+    assert db.numbered.is_set(), "listeners are notified"
 
 
 async def test_batches_are_numbered_in_the_order_of_their_commits(
-    database: str, store: Store, sql: asyncpg.Connection
+    database: str, db: Database, sql: asyncpg.Connection
 ) -> None:
-    [name, _], seq = await create_repos(store, sql), await latest(sql)
+    [name, _], seq = await create_repos(db, sql), await latest(sql)
     async with connected(database) as resync, resync.transaction():
         await log_changes(resync, [change(name, 0)])  # its batch is the first one, as that of a resync
         await write(sql, name)
         await resync.fetchval(WRITE, did(name), bucket_of(did(name)))
-    await number_once(store)
+    await number_once(db)
     assert rkeys(await after(sql, seq)) == ["2", "0"]
 
 
 async def test_last_changes_are_numbered_as_far_as_they_can_be_within_a_second(
-    cluster: Cluster, database: str, store: Store, sql: asyncpg.Connection
+    cluster: Cluster, database: str, db: Database, sql: asyncpg.Connection
 ) -> None:
-    [name, other], seq = await create_repos(store, sql), await latest(sql)
-    last = ChangeNumbering(store, Metrics(), Conditions())
+    [name, other], seq = await create_repos(db, sql), await latest(sql)
+    last = ChangeNumbering(db, Metrics(), Conditions())
     for number in range(1_003):  # more than one call numbers
         await log(sql, change("backlog", number))
     await last.finish()
@@ -191,14 +192,14 @@ async def test_last_changes_are_numbered_as_far_as_they_can_be_within_a_second(
     assert await latest(sql) == seq + 1_005
 
 
-async def test_segment_is_not_truncated_before_its_changes_have_numbers(store: Store, sql: asyncpg.Connection) -> None:
+async def test_segment_is_not_truncated_before_its_changes_have_numbers(db: Database, sql: asyncpg.Connection) -> None:
     await log(sql, change("numbered"))
-    await number_once(store)
+    await number_once(db)
     seq, segment = await latest(sql), await sql.fetchval("select current_segment from indexer.change_log")
     await log(sql, change("unnumbered"))
     plan = TrimPlan((), (segment,), (segment + 1) % 8)
     assert (await trim(sql, plan)).truncate == ()
-    await number_once(store)
+    await number_once(db)
     assert len(await after(sql, seq)) == 1
     assert (await trim(sql, plan)).truncate == (segment,), "nothing else retained it"
 
@@ -214,11 +215,11 @@ async def start_commit(cluster: Cluster, writer: asyncpg.Connection, *names: str
 
 @pytest.mark.parametrize("phase", ["before", "during"])
 async def test_number_appears_after_the_effect_although_a_worker_is_killed_between_the_phases(
-    cluster: Cluster, database: str, store: Store, sql: asyncpg.Connection, phase: str
+    cluster: Cluster, database: str, db: Database, sql: asyncpg.Connection, phase: str
 ) -> None:
     """Kill worker 1 before it gets COMMIT PREPARED, and while it executes that."""
-    [name, other], seq, conditions = await create_repos(store, sql), await latest(sql), Conditions()
-    async with numbering(store, conditions), connected(database) as writer:
+    [name, other], seq, conditions = await create_repos(db, sql), await latest(sql), Conditions()
+    async with numbering(db, conditions), connected(database) as writer:
         commit = await start_commit(cluster, writer, name)
         if phase == "before":
             await asyncio.to_thread(cluster.kill, WORKERS[0])
@@ -245,9 +246,9 @@ async def test_number_appears_after_the_effect_although_a_worker_is_killed_betwe
 
 
 async def test_later_change_of_a_repo_waits_for_a_transaction_that_is_complete_only_on_its_node(
-    cluster: Cluster, database: str, store: Store, sql: asyncpg.Connection
+    cluster: Cluster, database: str, db: Database, sql: asyncpg.Connection
 ) -> None:
-    [name, other, on_worker_2, _], seq = await create_repos(store, sql, 2), await latest(sql)
+    [name, other, on_worker_2, _], seq = await create_repos(db, sql, 2), await latest(sql)
     async with connected(database) as writer, connected(database) as another_writer:
         commit = await start_commit(cluster, writer, name, on_worker_2)
         await stop_commits(cluster, WORKERS[1])
@@ -255,21 +256,21 @@ async def test_later_change_of_a_repo_waits_for_a_transaction_that_is_complete_o
         await write(another_writer, name)  # it waits for the lock of the first one on worker 1
         await write(another_writer, other)
         assert not commit.done(), "worker 2 has not completed it"
-        await number_once(store)
+        await number_once(db)
         assert [row["did"] for row in await after(sql, seq)] == [did(other)]
         await release_commits(cluster, WORKERS[1])
         await commit
-    async with numbering(store):
+    async with numbering(db):
         await until(lambda: has_changes(sql, seq, 4))
     changes = [(row["did"], row["rkey"]) for row in await after(sql, seq)]
     assert changes == [(did(other), "2"), (did(name), "2"), (did(on_worker_2), "2"), (did(name), "3")]
 
 
 async def test_number_appears_after_the_effect_although_the_coordinator_is_killed_between_the_phases(
-    cluster: Cluster, database: str, store: Store, sql: asyncpg.Connection
+    cluster: Cluster, database: str, db: Database, sql: asyncpg.Connection
 ) -> None:
-    [name, _], seq = await create_repos(store, sql), await latest(sql)
-    async with numbering(store), connected(database) as writer:
+    [name, _], seq = await create_repos(db, sql), await latest(sql)
+    async with numbering(db), connected(database) as writer:
         commit = await start_commit(cluster, writer, name)
         await asyncio.to_thread(cluster.kill, COORDINATOR)
         with pytest.raises((asyncpg.PostgresConnectionError, asyncpg.InterfaceError, OSError)):
@@ -283,10 +284,10 @@ async def test_number_appears_after_the_effect_although_the_coordinator_is_kille
 
 
 async def test_number_appears_although_the_process_is_killed_during_its_commit(
-    cluster: Cluster, database: str, store: Store, sql: asyncpg.Connection
+    cluster: Cluster, database: str, db: Database, sql: asyncpg.Connection
 ) -> None:
-    [name, _], seq = await create_repos(store, sql), await latest(sql)
-    async with numbering(store):
+    [name, _], seq = await create_repos(db, sql), await latest(sql)
+    async with numbering(db):
         async with connected(database) as writer:
             commit = await start_commit(cluster, writer, name)
         with suppress(asyncpg.InterfaceError, asyncpg.PostgresConnectionError):
@@ -358,11 +359,11 @@ class Traffic:
 
 
 async def test_no_number_is_early_late_or_out_of_order_while_nodes_are_killed(
-    cluster: Cluster, database: str, store: Store, sql: asyncpg.Connection
+    cluster: Cluster, database: str, db: Database, sql: asyncpg.Connection
 ) -> None:
-    names, seq = await create_repos(store, sql, 3), await latest(sql)
+    names, seq = await create_repos(db, sql, 3), await latest(sql)
     traffic, seed = Traffic(database, names, seq), random.randrange(1 << 32)
-    async with numbering(store), numbering(store), running(traffic.follow()):
+    async with numbering(db), numbering(db), running(traffic.follow()):
         async with running(*(traffic.write(random.Random(seed + number)) for number in range(3))):
             for nodes in KILLS:
                 await more_commits(traffic)

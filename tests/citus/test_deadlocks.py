@@ -7,7 +7,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from indexer.db import DatabaseError, Store
+from indexer.db import Database, DatabaseError
 from indexer.live.batch_size import MAX_FAILURES
 from indexer.sync.shard import bucket_of
 from tests.citus.own_cluster import own_distributed_cluster
@@ -40,13 +40,13 @@ async def test_message_whose_batches_end_in_deadlocks_is_stored_and_not_rejected
 ) -> None:
     """The batch of one message locks its repo on a worker, then the cursor on the coordinator."""
     dsn, failures = cluster.url_of(COORDINATOR), list[BaseException | None]()
-    answers_after = Store.answers_after
+    answers_after = Database.answers_after
 
-    async def recorded(store: Store, error: DatabaseError) -> bool:
+    async def recorded(db: Database, error: DatabaseError) -> bool:
         failures.append(error.__cause__)
-        return await answers_after(store, error)
+        return await answers_after(db, error)
 
-    monkeypatch.setattr(Store, "answers_after", recorded)
+    monkeypatch.setattr(Database, "answers_after", recorded)
     async with running_daemon(dsn, tmp_path, roles="live") as daemon, connected(dsn) as sql, connected(dsn) as other:
         account = daemon.create_account("alice.test")
         await daemon.wait_until_equal()

@@ -7,7 +7,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from indexer.db import DatabaseError, Store
+from indexer.db import Database, DatabaseError
 from indexer.db.database_errors import database_errors
 from indexer.live.batch_size import MAX_FAILURES
 from indexer.sync.shard import bucket_of
@@ -61,13 +61,13 @@ async def test_messages_of_repos_on_a_lost_worker_wait_for_it_and_are_not_reject
 ) -> None:
     """Although the coordinator answers after each of the failures that would make a message the cause of an error."""
     dsn, answers = cluster.url_of(COORDINATOR), list[bool]()
-    answers_after = Store.answers_after
+    answers_after = Database.answers_after
 
-    async def recorded(store: Store, error: DatabaseError) -> bool:
-        answers.append(await answers_after(store, error))
+    async def recorded(db: Database, error: DatabaseError) -> bool:
+        answers.append(await answers_after(db, error))
         return answers[-1]
 
-    monkeypatch.setattr(Store, "answers_after", recorded)
+    monkeypatch.setattr(Database, "answers_after", recorded)
     async with running_daemon(dsn, tmp_path) as daemon, connected(dsn) as sql:
         accounts = [daemon.create_account(f"a{number}.test") for number in range(20)]
         await daemon.wait_until_equal()

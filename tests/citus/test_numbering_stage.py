@@ -7,7 +7,8 @@ import asyncpg
 import pytest
 
 from indexer.cluster.change_numbering import IN_DOUBT_SECONDS, ChangeNumbering
-from indexer.db import Store
+from indexer.db import Database
+from indexer.db.numbering import numbering_session
 from indexer.demo.local_network import LocalNetwork
 from indexer.telemetry.conditions import TRANSACTIONS_IN_DOUBT, Conditions
 from indexer.telemetry.metrics import Metrics
@@ -64,8 +65,8 @@ NUMBER_AS_IF_PREPARED = """
 """Number the last batch, as if all its parts were prepared and not complete. Citus removes their rows soon after."""
 
 
-async def test_a_batch_of_a_savepoint_waits_for_its_transaction(store: Store, sql: asyncpg.Connection) -> None:
-    await insert(store, synchronized("one"))
+async def test_a_batch_of_a_savepoint_waits_for_its_transaction(db: Database, sql: asyncpg.Connection) -> None:
+    await insert(db, synchronized("one"))
     on = False
     answer: asyncpg.Record | None = None
 
@@ -85,7 +86,7 @@ OLD = "select count(*) from pg_prepared_xacts where clock_timestamp() - prepared
 
 
 async def test_a_transaction_of_another_program_is_not_in_doubt(
-    citus: CitusServer, store: Store, sql: asyncpg.Connection
+    citus: CitusServer, db: Database, sql: asyncpg.Connection
 ) -> None:
     """Only Citus completes those of its own, so `/readyz` would fail for as long as another program likes."""
     name = await sql.fetchval("select current_database()")
@@ -98,8 +99,8 @@ async def test_a_transaction_of_another_program_is_not_in_doubt(
                 return bool(await worker.fetchval(OLD, IN_DOUBT_SECONDS) == 1)
 
             await until(is_old)
-            async with store.numbering_session() as session:
-                assert await ChangeNumbering(store, Metrics(), conditions).number(session) == []
+            async with numbering_session(db) as session:
+                assert await ChangeNumbering(db, Metrics(), conditions).number(session) == []
         finally:
             await worker.execute("rollback prepared 'of another program'")
     assert not conditions.is_active(TRANSACTIONS_IN_DOUBT)

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
-from indexer.db import DatabaseError, Store, crawl_rows, repo_requests
-from indexer.db.crawl_progress import CrawlProgress
-from indexer.db.crawl_rows import ListDifferences
+from indexer.db import Database, DatabaseError, crawls, repos
+from indexer.db.crawls import CrawlProgress, ListDifferences
 from indexer.db.placement import divide_by_shard, shard_of
 from indexer.reasons import FetchFailure
 from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import bucket_of
-from tests.db.change_log_helpers import connected
 from tests.db.repo_rows import did, head, insert, synchronized
 
 pytestmark = pytest.mark.proof("cluster")
@@ -27,19 +25,14 @@ DIDS = [did(number) for number in range(200)]
 def parts(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Return the accounts of each statement or transaction."""
     parts: list[list[str]] = []
-    for module, name in ((crawl_rows, "find_differences"), (repo_requests, "add_listed")):
-        _record_calls(monkeypatch, module, name, parts)
-    return parts
-
-
-def _record_calls(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, parts: list[list[str]]) -> None:
-    called = getattr(module, name)
+    called = repos.add_listed
 
     async def recorded(connection: Any, dids: Sequence[str], *args: Any, **kwargs: Any) -> Any:
         parts.append(list(dids))
         return await called(connection, dids, *args, **kwargs)
 
-    monkeypatch.setattr(module, name, recorded)
+    monkeypatch.setattr(crawls, "add_listed", recorded)
+    return parts
 
 
 def shards_of(dids: Sequence[str], shards: int) -> set[int]:
@@ -47,35 +40,35 @@ def shards_of(dids: Sequence[str], shards: int) -> set[int]:
 
 
 async def test_a_page_is_compared_with_a_statement_for_each_shard(
-    store: Store, database: str, parts: list[list[str]]
+    db: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await insert(store, *[synchronized(number, head=head(OLD)) for number in range(100)])
+    await insert(db, *[synchronized(number, head=head(OLD)) for number in range(100)])
     revs = dict.fromkeys(DIDS, NEWER)
-    found = await store.find_differences(revs)
-    assert sorted(parts, key=str) == sorted(divide_by_shard(DIDS, store.shards), key=str)
-    assert all(len(shards_of(part, store.shards)) == 1 for part in parts)
-    async with connected(database) as sql:
-        whole = await crawl_rows.find_differences(sql, revs)
+    divided = divide_by_shard(DIDS, db.shards)
+    assert all(len(shards_of(part, db.shards)) == 1 for part in divided)
+    found = await db.crawls.find_differences(revs)
+    monkeypatch.setattr(db, "shards", 1)
+    whole = await db.crawls.find_differences(revs)
     assert ListDifferences(*map(sorted, found)) == ListDifferences(*map(sorted, whole))
     assert sorted(found.behind) == sorted(DIDS[:100])
 
 
-async def test_repos_of_a_page_are_added_in_a_transaction_for_each_shard(store: Store, parts: list[list[str]]) -> None:
-    stored = await store.add_listed(DIDS, PROGRESS)
+async def test_repos_of_a_page_are_added_in_a_transaction_for_each_shard(db: Database, parts: list[list[str]]) -> None:
+    stored = await db.crawls.add_listed(DIDS, PROGRESS)
     assert stored.found == len(DIDS)
-    assert await store.crawl_progress("sweep", PROGRESS.source) == stored
-    assert len(await store.repos(DIDS)) == len(DIDS)
+    assert await db.crawls.progress("sweep", PROGRESS.source) == stored
+    assert len(await db.repos.load(DIDS)) == len(DIDS)
     *added, last = parts
-    assert len(added) == store.shards > 1
-    assert all(len(shards_of(part, store.shards)) == 1 for part in added)
+    assert len(added) == db.shards > 1
+    assert all(len(shards_of(part, db.shards)) == 1 for part in added)
     assert last == [], "the progress is stored after all repos"
 
 
 async def test_repos_that_were_added_before_the_scope_changed_are_counted(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    db: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scope = await store.begin_scope(Scope(track=Track.ALL))
-    add_listed, began, ended = repo_requests.add_listed, asyncio.Lock(), asyncio.Event()
+    scope = await db.scope.begin(Scope(track=Track.ALL))
+    add_listed, began, ended = repos.add_listed, asyncio.Lock(), asyncio.Event()
 
     async def change_the_scope_after_the_first_shard(*args: Any, **kwargs: Any) -> int | None:
         if not began.locked():
@@ -84,36 +77,36 @@ async def test_repos_that_were_added_before_the_scope_changed_are_counted(
             ended.set()
             return added
         await ended.wait()
-        if (await store.scope() or scope).version == scope.version:
-            await store.change_scope(track=Track.LISTED)  # waits for the transaction of the first shard
+        if (await db.scope.load() or scope).version == scope.version:
+            await db.scope.change(track=Track.LISTED)  # waits for the transaction of the first shard
         return await add_listed(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(repo_requests, "add_listed", change_the_scope_after_the_first_shard)
-        stored = await store.add_listed(DIDS, PROGRESS, scope=scope)
-    assert 0 < stored.found == len(await store.repos(DIDS)) < len(DIDS)
-    assert await store.crawl_progress("sweep", PROGRESS.source) == stored
+        patch.setattr(crawls, "add_listed", change_the_scope_after_the_first_shard)
+        stored = await db.crawls.add_listed(DIDS, PROGRESS, scope=scope)
+    assert 0 < stored.found == len(await db.repos.load(DIDS)) < len(DIDS)
+    assert await db.crawls.progress("sweep", PROGRESS.source) == stored
 
 
 async def test_progress_of_a_page_is_stored_only_if_all_its_repos_are(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    db: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page is read again then, and what was added before is not added twice."""
-    add_listed = repo_requests.add_listed
+    add_listed = repos.add_listed
 
     async def fail_in_the_first_shard(connection: Any, dids: Sequence[str], *args: Any, **kwargs: Any) -> int | None:
         added = await add_listed(connection, dids, *args, **kwargs)
-        if shards_of(dids, store.shards) == {0}:
+        if shards_of(dids, db.shards) == {0}:
             raise DatabaseError(FetchFailure.UNREACHABLE, "the node is gone")
         return added
 
     with monkeypatch.context() as patch:
-        patch.setattr(repo_requests, "add_listed", fail_in_the_first_shard)
+        patch.setattr(crawls, "add_listed", fail_in_the_first_shard)
         with pytest.raises(DatabaseError, match="the node is gone"):
-            await store.add_listed(DIDS, PROGRESS)
-    assert await store.crawl_progress("sweep", PROGRESS.source) is None
-    missing = [account for account in DIDS if shards_of([account], store.shards) == {0}]
-    assert (await store.repos(DIDS)).keys() == set(DIDS) - set(missing)
-    stored = await store.add_listed(DIDS, PROGRESS)
+            await db.crawls.add_listed(DIDS, PROGRESS)
+    assert await db.crawls.progress("sweep", PROGRESS.source) is None
+    missing = [account for account in DIDS if shards_of([account], db.shards) == {0}]
+    assert (await db.repos.load(DIDS)).keys() == set(DIDS) - set(missing)
+    stored = await db.crawls.add_listed(DIDS, PROGRESS)
     assert stored.found == len(missing)
-    assert len(await store.repos(DIDS)) == len(DIDS)
+    assert len(await db.repos.load(DIDS)) == len(DIDS)

@@ -11,7 +11,8 @@ import pytest
 
 from docs.generate import VIEWS
 from indexer.atproto.syntax import CollectionFilter
-from indexer.db import Store
+from indexer.db import Database
+from indexer.db.numbering import numbering_session
 from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import bucket_of
 from tests.citus_server import SHARDS
@@ -49,23 +50,23 @@ OPERATOR_CALLS = {
 
 
 @pytest.fixture
-async def filled(store: Store) -> Store:
+async def filled(db: Database) -> Database:
     """Return a store with links, a typed view, and repos with a review, a like and a blob each."""
-    await store.begin_scope(Scope(1, Track.ALL, CollectionFilter(["*"]), (0,)))
-    await store.add_lexicons(sourced(REVIEW_DOCUMENT, DEFS_DOCUMENT))
-    await turn_on(store)
+    await db.scope.begin(Scope(1, Track.ALL, CollectionFilter(["*"]), (0,)))
+    await db.lexicons.add(sourced(REVIEW_DOCUMENT, DEFS_DOCUMENT))
+    await turn_on(db)
     changes = put(f"{REVIEW}/a", json.dumps(REVIEW_VALUE)), put("app.test/a", BLOB), like("a")
     for name in range(REPOS):
-        await insert(store, synchronized(name), changes=changes)
-    async with store.numbering_session() as session:
+        await insert(db, synchronized(name), changes=changes)
+    async with numbering_session(db) as session:
         queue = await session.queue(0)
         await session.number(queue.batches, await session.prepared(await session.nodes()))
-    await settle(store)
-    return store
+    await settle(db)
+    return db
 
 
 @pytest.fixture
-async def reader(filled: Store, database: str, sql: asyncpg.Connection) -> AsyncIterator[asyncpg.Connection]:
+async def reader(filled: Database, database: str, sql: asyncpg.Connection) -> AsyncIterator[asyncpg.Connection]:
     """Log in as a role that is a member of atproto_reader."""
     name = f"test_reader_{secrets.token_hex(4)}"
     await sql.execute(f"create role {name} login in role atproto_reader")
@@ -87,7 +88,7 @@ def tasks_of(plan: str) -> int:
 
 
 @pytest.mark.parametrize("view", ["atproto.repos", "atproto.records", "atproto.blobs", "atproto.links", REVIEWS])
-async def test_a_query_by_did_and_bucket_reads_one_shard(filled: Store, sql: asyncpg.Connection, view: str) -> None:
+async def test_a_query_by_did_and_bucket_reads_one_shard(filled: Database, sql: asyncpg.Connection, view: str) -> None:
     wanted = f"select * from {view} where did = $1 and bucket = atproto.bucket_of($1)"
     plan = await plan_of(sql, wanted, did(1))
     assert tasks_of(plan) == 1
@@ -97,7 +98,7 @@ async def test_a_query_by_did_and_bucket_reads_one_shard(filled: Store, sql: asy
     assert tasks_of(await plan_of(sql, f"select * from {view} where did = $1", did(1))) == SHARDS, "without the bucket"
 
 
-async def test_views_joined_by_did_and_bucket_read_one_shard(filled: Store, sql: asyncpg.Connection) -> None:
+async def test_views_joined_by_did_and_bucket_read_one_shard(filled: Database, sql: asyncpg.Connection) -> None:
     for joined in (
         "left join atproto.links l using (did, bucket, collection, rkey)",
         "join atproto.repos using (did, bucket)",
@@ -107,7 +108,9 @@ async def test_views_joined_by_did_and_bucket_read_one_shard(filled: Store, sql:
         assert len(await sql.fetch(wanted, did(1))) == 3
 
 
-async def test_a_prepared_query_reads_one_shard_however_often_it_runs(filled: Store, sql: asyncpg.Connection) -> None:
+async def test_a_prepared_query_reads_one_shard_however_often_it_runs(
+    filled: Database, sql: asyncpg.Connection
+) -> None:
     """From the sixth time on, Postgres may use a plan that does not know the values."""
     await sql.execute(
         "prepare by_did(text) as select rkey from atproto.records where did = $1 and bucket = atproto.bucket_of($1)"
@@ -147,8 +150,8 @@ async def test_a_reader_cannot_name_a_private_table(reader: asyncpg.Connection) 
             await reader.fetch(f"select * from indexer.{table}")
 
 
-async def test_records_of_hidden_repos_are_not_shown(filled: Store, reader: asyncpg.Connection) -> None:
-    await filled.set_takedown(did(1), on=True)
+async def test_records_of_hidden_repos_are_not_shown(filled: Database, reader: asyncpg.Connection) -> None:
+    await filled.repos.set_takedown(did(1), on=True)
     await insert(filled, synchronized("gone", active=False), changes=(put("app.test/a", BLOB),))
     for view, shown in {"records": 3, "blobs": 2, "links": 2}.items():
         assert await reader.fetchval(f"select count(*) from atproto.{view}") == shown * (REPOS - 1)
@@ -157,7 +160,7 @@ async def test_records_of_hidden_repos_are_not_shown(filled: Store, reader: asyn
 
 
 async def test_functions_return_what_is_stored(
-    filled: Store, reader: asyncpg.Connection, sql: asyncpg.Connection
+    filled: Database, reader: asyncpg.Connection, sql: asyncpg.Connection
 ) -> None:
     await sql.execute("update indexer.record set original = 'abc' where did = $1 and collection = 'app.test'", did(1))
     await sql.execute(
@@ -181,7 +184,7 @@ CHANGES_WITH_VALUES = """
 """
 
 
-async def test_changes_are_read_with_the_values_of_their_records(filled: Store, reader: asyncpg.Connection) -> None:
+async def test_changes_are_read_with_the_values_of_their_records(filled: Database, reader: asyncpg.Connection) -> None:
     """The recipe of docs/sql.md reads the records of the changes; a plain left join would fetch all records."""
     rows = await reader.fetch(CHANGES_WITH_VALUES, 0)
     values: dict[str, Any] = {f"{row['did']}/{row['collection']}": row["value"] for row in rows if row["collection"]}

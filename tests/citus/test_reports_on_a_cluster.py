@@ -3,7 +3,7 @@
 import asyncpg
 import pytest
 
-from indexer.db import Store, feed_rows, report_queries, status_queries
+from indexer.db import Database, feed_rows, report_queries, status_queries
 from indexer.db.table_parts import load_parts
 from indexer.sync.repo import SyncStatus
 from indexer.sync.shard import BUCKETS, bucket_of
@@ -18,14 +18,14 @@ MANY = 40_000
 
 
 @pytest.fixture
-async def many(store: Store, sql: asyncpg.Connection) -> Store:
+async def many(db: Database, sql: asyncpg.Connection) -> Database:
     """Return a store with many repos, one of ten of them desynchronized."""
     await sql.execute(MANY_REPOS.replace("$1", str(MANY)))
     await sql.execute("vacuum analyze indexer.repo")
-    return store
+    return db
 
 
-async def test_parts_are_the_shards_with_all_buckets(many: Store, sql: asyncpg.Connection) -> None:
+async def test_parts_are_the_shards_with_all_buckets(many: Database, sql: asyncpg.Connection) -> None:
     parts = await load_parts(sql, "indexer.repo")
     assert len(parts) == SHARDS
     assert sorted(bucket for part in parts for bucket in part.buckets) == list(range(BUCKETS))
@@ -39,12 +39,12 @@ async def test_parts_are_the_shards_with_all_buckets(many: Store, sql: asyncpg.C
 
 
 async def test_the_parts_of_an_estimate_share_its_time_limit(
-    many: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    many: Database, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report_queries, "MAX_COUNTED_PAGES", 200)
     statements: list[str] = []
     with sql.query_logger(lambda record: statements.append(record.query)):
-        await report_queries.counts(sql, 102.0)
+        await report_queries.count_repos(sql, 102.0)
     samples = [place for place, statement in enumerate(statements) if "tablesample" in statement]
     assert len(samples) == SHARDS
     limits = [int(statements[place - 1].removeprefix("set local statement_timeout = ")) for place in samples]
@@ -53,9 +53,9 @@ async def test_the_parts_of_an_estimate_share_its_time_limit(
 
 
 async def test_repos_are_counted_and_estimated(
-    many: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    many: Database, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exact = await many.counts(102.0)
+    exact = await many.reports.counts(102.0)
     assert exact.counted_share == 1.0
     assert exact.statuses == {
         SyncStatus.SYNCHRONIZED: MANY * 9 // 10 - 1,
@@ -64,7 +64,7 @@ async def test_repos_are_counted_and_estimated(
     }
     monkeypatch.setattr(report_queries, "MAX_COUNTED_PAGES", 200)
     monkeypatch.setattr(report_queries, "MAX_FEW", 100)
-    counts = await many.counts(102.0)
+    counts = await many.reports.counts(102.0)
     pages = sum(part.pages for part in await load_parts(sql, "indexer.repo"))
     assert counts.counted_share == pytest.approx(200 / pages)
     assert (counts.statuses[SyncStatus.IN_PROGRESS], counts.parked, counts.unproven) == (1, 1, 1)
@@ -73,7 +73,7 @@ async def test_repos_are_counted_and_estimated(
 
 
 async def test_a_sample_is_spread_over_the_shards_and_reads_little(
-    many: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    many: Database, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     percentages = []
     statement = report_queries.sample
@@ -83,7 +83,7 @@ async def test_a_sample_is_spread_over_the_shards_and_reads_little(
         return statement(percentage)
 
     monkeypatch.setattr(report_queries, "sample", recorded)
-    sample = await many.sample_synchronized(40)
+    sample = await many.reports.sample_synchronized(40)
     assert len(set(sample)) == 40
     assert max(percentages) < 50
     buckets = {int(name.rpartition(":")[2]) % BUCKETS for name in sample}
@@ -91,40 +91,40 @@ async def test_a_sample_is_spread_over_the_shards_and_reads_little(
     assert all(buckets & set(part.buckets) for part in parts)
 
 
-async def test_estimates_are_those_of_all_shards(store: Store, sql: asyncpg.Connection) -> None:
+async def test_estimates_are_those_of_all_shards(db: Database, sql: asyncpg.Connection) -> None:
     for name in range(20):
         changes = tuple(put(f"app.{collection}/{rkey}") for collection in "ab" for rkey in range(20))
-        await insert(store, synchronized(name), changes=changes)
+        await insert(db, synchronized(name), changes=changes)
     await sql.execute("vacuum analyze indexer.record")
     await sql.execute("vacuum analyze indexer.repo")
-    assert_about((await store.counts()).records, 800)
-    assert_about(await store.estimate_repos(), 20)
-    assert await store.estimate_records("app.a") == pytest.approx(400, rel=0.5), "from one shard"
+    assert_about((await db.reports.counts()).records, 800)
+    assert_about(await db.repos.estimate_count(), 20)
+    assert await db.exports.estimate_records("app.a") == pytest.approx(400, rel=0.5), "from one shard"
 
 
 async def test_large_tables_are_not_counted_for_clients_of_tap(
-    many: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    many: Database, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await sql.execute("update indexer.repo set tracked = false where sync_status = 'desynchronized'")
-    assert await many.count_rows("repo") == MANY * 9 // 10
+    assert await many.feed.count_rows("repo") == MANY * 9 // 10
     monkeypatch.setattr(feed_rows, "MAX_COUNTED_ROWS", MANY // 2)
-    assert await many.count_rows("repo") >= MANY * 95 // 100, "the estimate contains untracked repos"
+    assert await many.feed.count_rows("repo") >= MANY * 95 // 100, "the estimate contains untracked repos"
 
 
-async def test_the_report_on_a_repo_reads_one_shard(store: Store, sql: asyncpg.Connection) -> None:
-    await insert(store, synchronized(1), changes=(put("app.test/a"),))
+async def test_the_report_on_a_repo_reads_one_shard(db: Database, sql: asyncpg.Connection) -> None:
+    await insert(db, synchronized(1), changes=(put("app.test/a"),))
     for query, *others in ((report_queries.REPO,), (status_queries.ACCOUNT, 100)):
         assert tasks_of(await plan_of(sql, query, did(1), bucket_of(did(1)), *others)) == 1
         assert await sql.fetchval(f"select records from ({query}) q", did(1), bucket_of(did(1)), *others) == 1  # noqa: S608
 
 
-async def test_records_of_a_repo_are_reported(store: Store) -> None:
-    await insert(store, synchronized(1), changes=(put("app.test/a"),))
-    record = await store.record(did(1), "app.test", "a")
+async def test_records_of_a_repo_are_reported(db: Database) -> None:
+    await insert(db, synchronized(1), changes=(put("app.test/a"),))
+    record = await db.reports.record(did(1), "app.test", "a")
     assert record is not None
-    assert list(await store.visible_records(did(1))) == ["app.test/a"]
-    account = await store.account_state(did(1))
+    assert list(await db.reports.visible_records(did(1))) == ["app.test/a"]
+    account = await db.reports.account_state(did(1))
     assert account is not None
     assert account["records"] == 1
-    exported = [row.uri async for page in store.export_collection("app.test") for row in page]
+    exported = [row.uri async for page in db.exports.records("app.test") for row in page]
     assert exported == [record["uri"]]

@@ -13,7 +13,7 @@ import asyncpg
 import pytest
 
 from indexer.cli.demo import compare
-from indexer.db import Store
+from indexer.db import Database
 from indexer.demo.local_network import LocalNetwork
 from indexer.demo.scenario import Scenario
 from indexer.sync.shard import BUCKETS, Shard
@@ -127,22 +127,22 @@ def has_logged(daemon: DaemonFork, event: str) -> bool:
 
 async def wait_until_equal(machines: Machines, network: LocalNetwork, dsn: str, shards: int) -> None:
     """Wait until the cursor of each shard is at the last message and the database is equal to the network."""
-    connection, store = await asyncpg.connect(dsn), await Store.open(dsn)
+    connection, db = await asyncpg.connect(dsn), await Database.open(dsn)
     await connection.execute(EXPIRE_LEASES)  # also of the workers that were killed
     differences: list[str] = []
 
     async def equal() -> bool:
         nonlocal differences
         await connection.execute(EXPIRE_WAITS)
-        differences = (await compare(network, store)).differences
-        seqs = {cursor.shard: cursor.seq for cursor in await store.cursors()}
+        differences = (await compare(network, db)).differences
+        seqs = {cursor.shard: cursor.seq for cursor in await db.gaps.cursors()}
         last = network.relay.log[-1].seq
         return not differences and all(seqs.get(Shard(index, shards)) == last for index in range(shards))
 
     try:
         await until(equal, lambda: (differences[:5], machines.log_tails()))
     finally:
-        await store.close()
+        await db.close()
         await connection.close()
 
 

@@ -11,7 +11,7 @@ import asyncpg
 from indexer.app.settings import Settings
 from indexer.cli.audit import AuditTimeouts, open_auditor
 from indexer.cli.audit_result import RepoAudit
-from indexer.db import Store
+from indexer.db import Database
 from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_repo import Write
@@ -29,7 +29,7 @@ OF_POST = f"where did = $1 and collection = '{POST}' and rkey"
 @dataclass
 class AuditWorld:
     network: LocalNetwork
-    store: Store
+    db: Database
     dsn: str
     directory: Path
 
@@ -43,7 +43,7 @@ class AuditWorld:
 
     async def synchronize(self, **changes: Any) -> None:
         """Synchronize all repos by resyncs; no event is consumed from the relay."""
-        await self.store.add_repos(self.network.accounts)
+        await self.db.repos.add(self.network.accounts)
         async with run_daemon(self.settings(roles="resync", resync_source="pds", **changes), self.dsn):
 
             async def all_synchronized() -> bool:
@@ -73,7 +73,7 @@ class AuditWorld:
         """Audit the accounts and return the results by DID."""
         dids = [account if isinstance(account, str) else account.did for account in accounts]
         async with (
-            open_auditor(self.settings(**changes), self.store, timeouts) as auditor,
+            open_auditor(self.settings(**changes), self.db, timeouts) as auditor,
             aclosing(auditor.audit(dids)) as results,
         ):
             return {result.did: result async for result in results}
@@ -105,9 +105,9 @@ class AuditWorld:
 @asynccontextmanager
 async def audit_world(dsn: str, directory: Path, hosts: int = 2) -> AsyncIterator[AuditWorld]:
     """Run a network without accounts, with an empty database."""
-    store = await Store.open(dsn, connections=5)
+    db = await Database.open(dsn, connections=5)
     try:
         async with LocalNetwork(pds=hosts) as network:
-            yield AuditWorld(network, store, dsn, directory)
+            yield AuditWorld(network, db, dsn, directory)
     finally:
-        await store.close()
+        await db.close()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from indexer.db import Store
+from indexer.db import Database
 from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_repo import Write
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
@@ -52,14 +52,16 @@ async def stored_account(database: str) -> None:
         "create", "com.example.note", "one", REV, CID, '{"$type": "com.example.note", "text": "\u202eé"}'
     )
     repo = Repo(DID, 1, SyncStatus.SYNCHRONIZED, None, Head(REV, CID, CID), active=True)
-    store = await Store.open(database, connections=1)
+    db = await Database.open(database, connections=1)
     try:
         cursor = Cursor("wss://one.example", "0/1", 77, (now - timedelta(seconds=5)).isoformat())
-        await store.write(Batch((RepoWrite(Repo(repo.did), repo, (record,)),), cursor=cursor))
-        await store.save_identities([StoredIdentity(DID, HANDLE, "https://pds.example", None, now.timestamp())])
-        await store.save_handle_check(HandleCheck(HandleClaim(DID, HANDLE, None, 0), HANDLE, 0, now.timestamp()))
+        await db.write(Batch((RepoWrite(Repo(repo.did), repo, (record,)),), cursor=cursor))
+        await db.identities.save([StoredIdentity(DID, HANDLE, "https://pds.example", None, now.timestamp())])
+        await db.identities.save_handle_check(
+            HandleCheck(HandleClaim(DID, HANDLE, None, 0), HANDLE, 0, now.timestamp())
+        )
     finally:
-        await store.close()
+        await db.close()
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from indexer.atproto.cid import cid_of, cid_text
 from indexer.atproto.syntax import tid_of
 from indexer.cli.audit import MAX_CONCURRENCY, AuditTimeouts, audit_concurrency
 from indexer.cli.audit_result import BEING_DELETED, BEING_FETCHED, RepoAudit
-from indexer.db import DatabaseError, Store
+from indexer.db import DatabaseError
+from indexer.db.collection_export import Exports
 from indexer.demo.http_server import Fault
 from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_pds import GET_REPO
@@ -105,7 +106,7 @@ async def test_collection_that_is_still_being_fetched_or_deleted_is_no_differenc
     assert [text for _, text in result.listed] == ["missing in the database"], "a record that was complete is damage"
     await world.sql(f"select atproto.set_collections(array['{LIKE}'])")
     assert await world.reason_skipped(ada) in {f"{BEING_FETCHED}: 1 records", f"{BEING_DELETED}: 1 records"}
-    await world.store.untrack([ada.did])
+    await world.db.scope.untrack([ada.did])
     assert await world.reason_skipped(ada) == "not tracked"
 
 
@@ -113,7 +114,7 @@ async def test_rows_with_values_and_of_a_repo_with_a_local_takedown_are_compared
     """The values were stored before INDEXER_STORE_VALUES was disabled."""
     ada = world.create_account("ada")
     await world.synchronize()
-    await world.store.set_takedown(ada.did, on=True)
+    await world.db.repos.set_takedown(ada.did, on=True)
     assert await world.differences(ada, store_values="false") == []
     await world.sql("update indexer.record set value = '{}' where rkey = '001'")
     assert await world.differences(ada, store_values="false") == [DIFFERENT_VALUE]
@@ -150,7 +151,7 @@ SKIPPED: dict[str, Callable[[AuditWorld, LocalAccount], Any]] = {
     "export-rejected: future-rev": lambda _, ada: ada.repo.write([], ada.key, tid_of(2**52)),
     "identity-missing: not registered": lambda world, ada: world.network.plc.identities.pop(ada.did),
     TAKEN_DOWN: lambda world, ada: world.sql(TAKE_DOWN, ada.did),
-    REQUESTED: lambda world, ada: world.store.request_resyncs([ada.did]),
+    REQUESTED: lambda world, ada: world.db.repos.request_resyncs([ada.did]),
     "host-paused: ": lambda world, ada: world.sql(PAUSE, ada.pds.url.removeprefix("http://")),
 }
 """The reasons why repos are skipped, and what causes them."""
@@ -208,14 +209,14 @@ async def test_audit_waits_until_the_daemon_has_stored_the_newer_rev(
     [line] = await world.differences(ada)
     assert re.fullmatch(rf"{ada.did} behind: database \S+, host {ada.rev}", line)
     reads = 0
-    consistent_read = Store.consistent_read
+    consistent_read = Exports.consistent_read
 
-    def count_read(self: Store, did: str) -> Any:
+    def count_read(self: Exports, did: str) -> Any:
         nonlocal reads
         reads += 1
         return consistent_read(self, did)
 
-    monkeypatch.setattr(Store, "consistent_read", count_read)
+    monkeypatch.setattr(Exports, "consistent_read", count_read)
     timeouts = AuditTimeouts(catch_up_seconds=60.0, poll_seconds=0.01)
     auditing = asyncio.create_task(world.audit(ada, timeouts=timeouts))
     await until(lambda: reads > 3)
@@ -236,7 +237,7 @@ async def test_repo_that_becomes_desynchronized_during_the_audit_is_skipped(
     @asynccontextmanager
     async def fetch_and_request_resync(self: PdsClient, did: str, host: str) -> AsyncIterator[ExportReader]:
         async with fetch(self, did, host) as spool:
-            await world.store.request_resyncs([did])
+            await world.db.repos.request_resyncs([did])
             yield spool
 
     monkeypatch.setattr(PdsClient, "fetch_export", fetch_and_request_resync)
@@ -276,7 +277,7 @@ async def test_database_error_ends_all_audits(world: AuditWorld, monkeypatch: py
     def fail(*_: object) -> None:
         raise DatabaseError(FetchFailure.UNREACHABLE, "no database")
 
-    monkeypatch.setattr(Store, "consistent_read", fail)
+    monkeypatch.setattr(Exports, "consistent_read", fail)
     with pytest.raises(DatabaseError, match="no database"):
         await world.audit(*accounts)
     assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("audit of")]

@@ -7,8 +7,8 @@ from time import time
 
 import pytest
 
-from indexer.db import Store
-from indexer.db.crawl_progress import CrawlProgress
+from indexer.db import Database
+from indexer.db.crawls import CrawlProgress
 from indexer.demo.local_network import LocalNetwork
 from indexer.reasons import Desync
 from indexer.sync.repo import SyncStatus
@@ -38,47 +38,47 @@ async def network(session: Session, tmp_path: Path) -> AsyncIterator[LocalNetwor
         yield network
 
 
-async def tracked(store: Store, network: LocalNetwork) -> list[str]:
+async def tracked(db: Database, network: LocalNetwork) -> list[str]:
     """Return the DIDs of the accounts that the database has, in their order in the network."""
-    repos = await store.repos(list(network.accounts))
+    repos = await db.repos.load(list(network.accounts))
     return [did for did in network.accounts if did in repos]
 
 
 async def test_discover_adds_accounts_by_collection_by_pds_and_by_relay(
-    network: LocalNetwork, session: Session, store: Store
+    network: LocalNetwork, session: Session, db: Database
 ) -> None:
     ada, bob, cyd = network.accounts.values()
     result = await session.run("discover", "--collection", "com.example.ada", "--collection", "com.example.bob")
     assert [line.rpartition(": ")[2] for line in result.stdout.splitlines()] == ["1 listed, 1 added"] * 2
-    assert await tracked(store, network) == [ada.did, bob.did]
+    assert await tracked(db, network) == [ada.did, bob.did]
     result = await session.run("discover", "--relay", f"{network.relay_url}/")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == f"all accounts of {network.relay.url}: 3 listed, 1 added\n"
-    assert await tracked(store, network) == list(network.accounts)
+    assert await tracked(db, network) == list(network.accounts)
     assert (await session.run("discover", "--pds", cyd.pds.url)).stdout.endswith(" 0 added\n")
 
 
 async def test_interrupted_discover_continues_at_its_cursor(
-    network: LocalNetwork, session: Session, store: Store
+    network: LocalNetwork, session: Session, db: Database
 ) -> None:
-    await store.save_crawl_progress(CrawlProgress("discover", network.relay.url, "", "2", 2, 2, began_at=time()))
+    await db.crawls.save(CrawlProgress("discover", network.relay.url, "", "2", 2, 2, began_at=time()))
     result = await session.run("discover")
     assert (result.returncode, result.stdout) == (0, f"all accounts of {network.relay.url}: 3 listed, 3 added\n")
     assert "continuing; accounts listed before: 2" in result.stderr
     *_, cyd = network.accounts
-    assert await tracked(store, network) == [cyd]
+    assert await tracked(db, network) == [cyd]
 
 
 async def test_resync_is_requested_for_repos_that_are_behind(
     network: LocalNetwork,
     session: Session,
-    store: Store,
+    db: Database,
     database: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def all_synchronized() -> bool:
-        repos = await store.repos(list(network.accounts))
+        repos = await db.repos.load(list(network.accounts))
         return {repo.sync_status for repo in repos.values()} == {SyncStatus.SYNCHRONIZED}
 
     async with run_daemon(settings_for(network.relay_url, network.plc_url, tmp_path / "daemon"), database) as daemon:
@@ -91,5 +91,5 @@ async def test_resync_is_requested_for_repos_that_are_behind(
     )
     result = await session.run("resync", "--behind")
     assert (result.returncode, result.stdout) == (0, "resyncs: 1 requested\n")
-    repos = await store.repos(list(network.accounts))
+    repos = await db.repos.load(list(network.accounts))
     assert {did: repo.sync_reason for did, repo in repos.items() if repo.sync_reason} == {ada.did: Desync.BEHIND}

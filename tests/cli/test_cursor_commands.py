@@ -5,7 +5,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from indexer.db import Store
+from indexer.db import Database
 from indexer.demo.local_network import LocalNetwork
 from indexer.sync.changes import Batch
 from indexer.sync.events import MAX_SEQ
@@ -38,11 +38,11 @@ def test_show_prints_cursors_and_open_gaps(session: Session) -> None:
 
 
 async def test_reset_applies_to_all_present_shards_and_opens_a_gap_for_each(
-    store: Store, sql: asyncpg.Connection, session: Session
+    db: Database, sql: asyncpg.Connection, session: Session
 ) -> None:
     for shard in ("0/1", "0/2", "1/2"):
-        await store.write(Batch(cursor=Cursor(RELAY, shard, MAX_SEQ, None)))
-    await store.write(Batch(cursor=Cursor("wss://two.example", "0/2", 9, None)))
+        await db.write(Batch(cursor=Cursor(RELAY, shard, MAX_SEQ, None)))
+    await db.write(Batch(cursor=Cursor("wss://two.example", "0/2", 9, None)))
     assert (await session.run("cursor", "reset", RELAY, "--to", "7", "--yes")).returncode == 0
     assert await rows(sql, CURSORS) == [
         (RELAY, "0/1", 0, MAX_SEQ, None),
@@ -56,11 +56,11 @@ async def test_reset_applies_to_all_present_shards_and_opens_a_gap_for_each(
 @pytest.mark.slow
 @pytest.mark.usefixtures("stored_account")
 async def test_reset_is_refused_while_a_daemon_holds_a_shard_without_confirmation_and_of_an_unknown_relay(
-    store: Store, sql: asyncpg.Connection, session: Session, monkeypatch: pytest.MonkeyPatch
+    db: Database, sql: asyncpg.Connection, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = await rows(sql, CURSORS)
     assert before != []
-    async with store.shard_lock(Shard(1, 4).positions) as lock:
+    async with db.shard_locks.open(Shard(1, 4).positions) as lock:
         assert await lock.claim()
         result = await session.run("cursor", "reset", RELAY, "--yes")
     assert (result.returncode, error_line(result)) == (

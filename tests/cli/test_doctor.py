@@ -29,7 +29,7 @@ from indexer.cli.doctor_checks import (
     open_files_finding,
     run_checks,
 )
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.schema_version import SchemaState
 from indexer.db.server_facts import ServerFacts, load_server_facts
 from indexer.demo.http_server import Fault
@@ -166,18 +166,18 @@ async def test_doctor_reports_a_directory_and_a_relay_that_fail_or_hang(
 
 @pytest.mark.slow
 async def test_doctor_compares_the_stored_cursor_with_the_relay(
-    network: LocalNetwork, database: str, store: Store, tmp_path: Path
+    network: LocalNetwork, database: str, db: Database, tmp_path: Path
 ) -> None:
-    await store.write(Batch(cursor=Cursor(network.relay_url, "0/1", network.relay.seq, None)))
+    await db.write(Batch(cursor=Cursor(network.relay_url, "0/1", network.relay.seq, None)))
     found = await findings(network, database, tmp_path)
     assert found["cursor"].level is Level.OK
     assert str(network.relay.seq) in found["cursor"].found
-    await store.write(Batch(cursor=Cursor(network.relay_url, "0/1", network.relay.seq + 1_000, None)))
+    await db.write(Batch(cursor=Cursor(network.relay_url, "0/1", network.relay.seq + 1_000, None)))
     found = await findings(network, database, tmp_path)
     assert found["cursor"].level is Level.WARN
     assert "FutureCursor" in found["cursor"].found
     for shard, seq in (("0/2", 9_000), ("1/2", 8_000)):  # the row of the single shard stays when there are more shards
-        await store.write(Batch(cursor=Cursor(network.relay_url, shard, seq, None)))
+        await db.write(Batch(cursor=Cursor(network.relay_url, shard, seq, None)))
     assert (await load_server_facts(database)).cursors == {network.relay_url: 8_000}
 
 

@@ -15,7 +15,7 @@ from pyarrow.lib import ArrowInvalid
 from indexer.atproto.cid import cid_text
 from indexer.cli import export as export_module
 from indexer.cli.export import Format, JsonLinesWriter, ParquetWriter, export
-from indexer.db import DatabaseError, ExportedRecord, Store, collection_export
+from indexer.db import Database, DatabaseError, ExportedRecord, collection_export
 from indexer.reasons import FetchFailure
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
 from indexer.sync.scope import Scope
@@ -29,13 +29,13 @@ FORMATS: tuple[Format, ...] = ("jsonl", "parquet")
 
 
 @pytest.fixture
-async def store(database: str) -> AsyncIterator[Store]:
-    store = await Store.open(database, connections=2)
+async def db(database: str) -> AsyncIterator[Database]:
+    db = await Database.open(database, connections=2)
     odd = RecordChange("create", "app.test", "odd", head().rev, put("a/b").cid, None, "nul-character", b"\0")
-    await insert(store, synchronized(1), changes=(put("app.test/a", VALUE), odd, put("app.test.more/b")))
-    await insert(store, synchronized(2, takedown=True), changes=(put("app.test/hidden"),))
-    yield store
-    await store.close()
+    await insert(db, synchronized(1), changes=(put("app.test/a", VALUE), odd, put("app.test.more/b")))
+    await insert(db, synchronized(2, takedown=True), changes=(put("app.test/hidden"),))
+    yield db
+    await db.close()
 
 
 def rows_of(path: Path) -> list[dict[str, object]]:
@@ -48,9 +48,9 @@ def rows_of(path: Path) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-async def test_every_visible_record_is_exported(store: Store, tmp_path: Path, form: Format) -> None:
+async def test_every_visible_record_is_exported(db: Database, tmp_path: Path, form: Format) -> None:
     file = tmp_path / f"out.{form}"
-    assert await export(store, "app.test", form, file) == 2
+    assert await export(db, "app.test", form, file) == 2
     rows = {row["rkey"]: row for row in rows_of(file)}
     assert rows.keys() == {"a", "odd"}
     assert rows["a"]["value"] == json.loads(VALUE)
@@ -62,14 +62,14 @@ async def test_every_visible_record_is_exported(store: Store, tmp_path: Path, fo
 
 
 async def test_export_is_read_in_pages_as_of_one_point_in_time(
-    store: Store, database: str, monkeypatch: pytest.MonkeyPatch
+    db: Database, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collection_export, "PAGE_SIZE", 3)
-    await insert(store, synchronized(3), changes=tuple(put(f"many.test/{n}") for n in range(10)))
+    await insert(db, synchronized(3), changes=tuple(put(f"many.test/{n}") for n in range(10)))
     found: list[str] = []
-    async for page in store.export_collection("many.test"):
+    async for page in db.exports.records("many.test"):
         if not found:
-            other = await Store.open(database, connections=1)
+            other = await Database.open(database, connections=1)
             changes = (delete("many.test/9"), put("many.test/0", "[]", "update"), put("many.test/new"))
             write = RepoWrite(synchronized(3), synchronized(3, version=2), changes)
             assert not (await other.write(Batch((write,)))).skipped
@@ -80,7 +80,7 @@ async def test_export_is_read_in_pages_as_of_one_point_in_time(
 
 
 async def test_failed_export_leaves_the_previous_file(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    db: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "out.jsonl"
     file.write_text("before")
@@ -90,35 +90,35 @@ async def test_failed_export_leaves_the_previous_file(
 
     monkeypatch.setattr(JsonLinesWriter, "write", fail)
     with pytest.raises(OSError, match="no space"):
-        await export(store, "app.test", "jsonl", file)
+        await export(db, "app.test", "jsonl", file)
     assert file.read_text() == "before"
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
 async def test_parquet_that_is_cut_off_on_stdout_is_not_a_complete_file(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    db: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The library writes the footer when the writer is deleted, also after an error."""
-    [page] = [page async for page in store.export_collection("app.test")]
+    [page] = [page async for page in db.exports.records("app.test")]
 
     async def fail_after_one_page(_: str) -> AsyncIterator[list[ExportedRecord]]:
         yield page
         raise DatabaseError(FetchFailure.UNREACHABLE, "connection lost")
 
-    monkeypatch.setattr(store, "export_collection", fail_after_one_page)
+    monkeypatch.setattr(db.exports, "records", fail_after_one_page)
     monkeypatch.setattr(export_module, "ParquetWriter", partial(ParquetWriter, group_bytes=1))
     file = BytesIO()
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=file))
     with pytest.raises(DatabaseError):
-        await export(store, "app.test", "parquet", None)
+        await export(db, "app.test", "parquet", None)
     gc.collect()
     assert len(file.getvalue()) > 100, "a part was written"
     with pytest.raises(ArrowInvalid):
         pq.read_table(BytesIO(file.getvalue()))
 
 
-async def test_row_groups_have_a_maximum_size(store: Store) -> None:
-    [[record, *_]] = [page async for page in store.export_collection("app.test")]
+async def test_row_groups_have_a_maximum_size(db: Database) -> None:
+    [[record, *_]] = [page async for page in db.exports.records("app.test")]
     file = BytesIO()
     writer = ParquetWriter(file, group_bytes=10_000)
     for size in (4_000, 7_000, 1_000, 1_000, 20_000, 1):
@@ -150,7 +150,7 @@ def test_file_that_is_a_pipe_is_refused_and_stays(session_without_database: Sess
     assert pipe.is_fifo()
 
 
-async def test_export_command(store: Store, session: Session, tmp_path: Path) -> None:
+async def test_export_command(db: Database, session: Session, tmp_path: Path) -> None:
     result = await session.run("export", "--collection", "app.test.more", "-o", str(tmp_path / "out.jsonl"))
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "records: 1\n")
     assert [row["rkey"] for row in rows_of(tmp_path / "out.jsonl")] == ["b"]
@@ -163,13 +163,13 @@ async def test_export_command(store: Store, session: Session, tmp_path: Path) ->
 
 
 async def test_unknown_collection_is_refused_and_no_file_is_written(
-    store: Store, database: str, session: Session, tmp_path: Path
+    db: Database, database: str, session: Session, tmp_path: Path
 ) -> None:
     session.configure(INDEXER_DATABASE_URL=database)
     file = tmp_path / "out"
     result = await session.run("export", "--collection", "app.bsky.feed.posts", "-o", str(file))
     assert (result.returncode, file.exists()) == (4, False)
     assert error_line(result).startswith("app.bsky.feed.posts is unknown: no record of it is stored, and neither")
-    await store.begin_scope(Scope())
-    await store.set_collections(["app.bsky.feed.posts"])
+    await db.scope.begin(Scope())
+    await db.scope.set_collections(["app.bsky.feed.posts"])
     assert (await session.run("export", "--collection", "app.bsky.feed.posts", "-o", str(file))).returncode == 0

@@ -8,7 +8,7 @@ import asyncpg
 import pytest
 
 from indexer.atproto.lexicon import MAX_FIELDS, STRONG_REFERENCE
-from indexer.db import Store
+from indexer.db import Database
 from indexer.demo.http_server import Fault
 from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_network import LocalNetwork
@@ -179,17 +179,17 @@ def test_directory_without_a_lexicon_and_two_different_lexicons_of_one_nsid_are_
 
 
 async def test_index_that_is_built_has_a_phase(
-    session: Session, store: Store, sql: asyncpg.Connection, tmp_path: Path
+    session: Session, db: Database, sql: asyncpg.Connection, tmp_path: Path
 ) -> None:
     """It waits for a transaction that writes records."""
 
     async def waits() -> bool:
-        state = await store.lexicon_build_progress()
+        state = await db.lexicon_indexes.build_progress()
         return state is not None and state.phase == "waiting for writers before build"
 
     await session.run("lexicon", "add", write(tmp_path / "like.json", LIKE_DOCUMENT))
     await sql.execute("begin; lock table indexer.record in row exclusive mode")
-    building = asyncio.create_task(store.build_lexicon_index(LIKE, ["subject_uri"]))
+    building = asyncio.create_task(db.lexicon_indexes.build(LIKE, ["subject_uri"]))
     await until(waits)
     await sql.execute("rollback")
     assert await building is not None

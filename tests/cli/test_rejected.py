@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from indexer.atproto.cid import cid_text
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.feed_delivery import DeliveryProgress, SetAside, SetAsideChanges
 from indexer.demo.local_relay import message_frame
 from indexer.reasons import Rejection
@@ -23,16 +23,16 @@ async def dead_letters(database: str) -> None:
         "wss://one.example", None, "did:\x1b[2J", "\u202e", Rejection.FRAME_MALFORMED, "\x1b]0;\n", b"\xff\x1b"
     )
     frame = message_frame("#sync", payload | {"text": "\x1b[2J\u202e"})
-    store = await Store.open(database, connections=1)
+    db = await Database.open(database, connections=1)
     try:
         for dead_letter in (
             DeadLetter("wss://one.example", 7, DID, "commit", Rejection.FUTURE_REV, REV, frame),
             hostile,
             DeadLetter("wss://two.example", 8, None, "", Rejection.FRAME_TOO_LARGE, "", b""),
         ):
-            await store.write(Batch(dead_letters=(dead_letter,)))
+            await db.write(Batch(dead_letters=(dead_letter,)))
     finally:
-        await store.close()
+        await db.close()
 
 
 @pytest.mark.usefixtures("dead_letters")
@@ -56,8 +56,8 @@ async def test_events_that_clients_of_the_feed_refused_are_listed_and_sent_again
     database: str, session: Session
 ) -> None:
     event = SetAside("refused", DID, "app.test", "one", REV, "create", 12, 1_700_000_000.0, "status \x1b422")
-    store = await Store.open(database, connections=2)
-    async with store.feed_session() as feed:
+    db = await Database.open(database, connections=2)
+    async with db.feed.session() as feed:
         await feed.begin()
         await feed.save(DeliveryProgress(7, 7), set_aside=SetAsideChanges([event]))
         listed = await session.run("rejected", "list", "--feed")
@@ -71,7 +71,7 @@ async def test_events_that_clients_of_the_feed_refused_are_listed_and_sent_again
             result = await session.run("rejected", "replay", "--feed", *arguments)
             assert (result.returncode, result.stdout) == (0, f"Events that are sent again: {count}\n")
             assert len(await feed.due(10)) == count
-    await store.close()
+    await db.close()
     for wrong in (("replay", "7", "--feed"), ("replay", "--did", DID), ("list", "--feed", "--reason", "future-rev")):
         assert (await session.run("rejected", *wrong)).returncode == 2
 

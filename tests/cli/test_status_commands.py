@@ -48,12 +48,13 @@ def test_status_is_not_ready_without_a_daemon_although_events_are_recent(session
     assert asyncio.run(count_repos(status["database"])) == 1, "the shown address is usable"
 
 
-class FakeStore:
-    """A store with a resync queue. Each call of `counts` happens one second after the previous one."""
+class FakeDatabase:
+    """A database with a resync queue. Each call of `counts` happens one second after the previous one."""
 
     address = "postgresql:///any"
 
     def __init__(self, ended_by_second: Mapping[int, int]) -> None:
+        self.reports = self
         self._ended_by_second = ended_by_second
         self.now = 0
 
@@ -65,9 +66,9 @@ class FakeStore:
 
 
 async def test_rates_are_averages_over_the_last_minute() -> None:
-    fake = FakeStore({0: 6, 30: 60})
-    store: Any = fake
-    statuses = sample_statuses(store, Shard(), interval=0.0, clock=lambda: float(fake.now))
+    fake = FakeDatabase({0: 6, 30: 60})
+    db: Any = fake
+    statuses = sample_statuses(db, Shard(), interval=0.0, clock=lambda: float(fake.now))
     by_second = {second: await anext(statuses) for second in range(1, 100)}
     rates = {second: status.resyncs_per_second for second, status in by_second.items()}
     assert [rates[second] for second in (1, 2, 30, 31, 60, 61, 90, 91)] == pytest.approx(

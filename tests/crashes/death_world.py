@@ -10,7 +10,7 @@ from random import Random
 import asyncpg
 
 from indexer.app.tuning import Tuning
-from indexer.db import Store
+from indexer.db import Database
 from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_network import LocalNetwork, did_of
 from indexer.demo.scenario import NOTE, Scenario
@@ -56,7 +56,7 @@ class DeathWorld:
         network: LocalNetwork,
         dsn: str,
         directory: Path,
-        store: Store,
+        db: Database,
         sql: asyncpg.Connection,
         seed: int,
         prepare: Callable[[], None],
@@ -64,7 +64,7 @@ class DeathWorld:
         self.network = network
         self.dsn = dsn
         self.random = Random(seed)
-        self.store = store
+        self.db = db
         self.deaths = Counter[Death | None]()
         self.changes: list[asyncpg.Record] = []
         self._sql = sql
@@ -131,7 +131,7 @@ class DeathWorld:
     async def count_death(self, death: Death | None) -> None:
         """Compare the change log with the records that the process has left, and let its leases expire."""
         self.deaths[death] += 1
-        await number_changes(self.store, self._sql)
+        await number_changes(self.db, self._sql)
         await self.check_change_log()
         await self.execute(EXPIRE_LEASES)
 
@@ -210,8 +210,8 @@ async def death_world(
         ):
             yield world
         return
-    store, sql = await Store.open(dsn, connections=2), await asyncpg.connect(dsn)
-    world = DeathWorld(network, dsn, directory, store, sql, seed, prepare)
+    db, sql = await Database.open(dsn, connections=2), await asyncpg.connect(dsn)
+    world = DeathWorld(network, dsn, directory, db, sql, seed, prepare)
     await world.execute("select atproto.register_reader($1, 0)", CONSUMER)
     world.act(steps)
     try:
@@ -222,5 +222,5 @@ async def death_world(
     finally:
         world.daemon.close()
         await sql.close()
-        await store.close()
+        await db.close()
     assert world.daemon.ended == 0, world.daemon.log_tail()

@@ -17,7 +17,7 @@ import pytest
 from indexer import crash_points
 from indexer.app.tuning import Tuning
 from indexer.atproto.syntax import CollectionFilter
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.schema_version import schema_is_current
 from indexer.demo.http_server import Fault
 from indexer.demo.local_network import LocalNetwork
@@ -130,7 +130,7 @@ async def change_visibility(world: DeathWorld) -> None:
 async def keep_links(world: DeathWorld) -> None:
     """Add the links of all stored records, for a daemon that keeps none."""
     await write(world)
-    await turn_on(world.store)
+    await turn_on(world.db)
 
 
 async def stop_when_fetching(world: DeathWorld) -> None:
@@ -345,7 +345,7 @@ def signals_after(change: int, changes: int) -> list[str]:
 
 @tiers(SCOPE_DEATHS, (0, 3, 4, 7))
 async def test_killed_while_a_changed_scope_is_followed(
-    database: str, store: Store, tmp_path: Path, record_property: RecordProperty, deaths: Sequence[Death]
+    database: str, db: Database, tmp_path: Path, record_property: RecordProperty, deaths: Sequence[Death]
 ) -> None:
     """Before each death, a change removes a collection, adds another one, and untracks a repo that lacks signals."""
     changes = len(deaths)
@@ -362,10 +362,10 @@ async def test_killed_while_a_changed_scope_is_followed(
             network.collections = set(collections_after(done, changes))
             network.dids = {account.did for account in fans}
             network.dids |= {did_of_other(network, number) for number in range(done, changes)}
-            await world.store.change_scope(Track.SIGNAL, collections_after(done, changes), signals_after(done, changes))
+            await world.db.scope.change(Track.SIGNAL, collections_after(done, changes), signals_after(done, changes))
 
         first, signals = (CollectionFilter(names(0, changes)) for names in (collections_after, signals_after))
-        await store.begin_scope(Scope(track=Track.SIGNAL, collections=first, signal_collections=signals))
+        await db.scope.begin(Scope(track=Track.SIGNAL, collections=first, signal_collections=signals))
         async with death_world(database, tmp_path, steps=0, network=network) as world:
             for death in deaths:
                 if death.point == "scope.requested":  # no repo may be desynchronized already

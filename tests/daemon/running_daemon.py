@@ -14,7 +14,7 @@ from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.limits import Limits
 from indexer.cli.demo import NetworkComparison, compare
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.db import Store
+from indexer.db import Database
 from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_network import LocalNetwork, RecordsByRepo
 from indexer.demo.local_pds import GET_REPO
@@ -74,8 +74,8 @@ class RunningDaemon:
     recorded: set[int] = field(default_factory=set)
 
     @property
-    def store(self) -> Store:
-        return self.stages.store
+    def db(self) -> Database:
+        return self.stages.db
 
     async def wait_for_cursor(self) -> None:
         """Wait until everything that the relay has sent is in the database. Its last message must have a number.
@@ -104,7 +104,7 @@ class RunningDaemon:
 
         async def equal() -> bool:
             nonlocal comparison
-            comparison = await compare(self.network, self.store)
+            comparison = await compare(self.network, self.db)
             return not comparison.differences
 
         await until(equal, lambda: comparison.differences[:5])

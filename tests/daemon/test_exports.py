@@ -249,7 +249,7 @@ async def test_record_missing_in_two_exports_is_stored_without_value_and_complet
         ]
         account.create(POST, post("after the resync"))
         await daemon.wait_until_equal()
-        assert await daemon.store.request_missing_values(range(256), 0.0, time() + 1) == 1
+        assert await daemon.db.resyncs.request_missing_values(range(256), 0.0, time() + 1) == 1
         await daemon.resync_until_equal(account)
         assert [row["rkey"] for row in await daemon.record_rows(account) if row["value"] is None] == []
         [action] = await daemon.execute(
@@ -257,7 +257,7 @@ async def test_record_missing_in_two_exports_is_stored_without_value_and_complet
             account.did,
         )
         assert tuple(action) == ("update", False)
-        assert await daemon.store.request_missing_values(range(256), 0.0, time() + 1) == 0
+        assert await daemon.db.resyncs.request_missing_values(range(256), 0.0, time() + 1) == 0
 
 
 SLOW: dict[str, tuple[dict[str, Any], Timeouts, str]] = {
@@ -303,14 +303,14 @@ async def test_second_state_with_the_same_rev_is_accepted_only_from_the_pds(data
             body=source.export_tree(node_of_keys([f"{POST}/a"])),
         )
         daemon.network.relay.faults.append(fault)
-        assert await daemon.store.request_resyncs([account.did])
+        assert await daemon.db.repos.request_resyncs([account.did])
         await daemon.wait_for_counter("resync", result="synchronized")
         assert fault.fired == 1
         assert await daemon.record_rows(account) == before
 
         again = replace(fault, times=2, fired=0)  # the relay redirects to the PDS, then the PDS itself is asked
         account.pds.faults.append(again)
-        assert await daemon.store.request_resyncs([account.did])
+        assert await daemon.db.repos.request_resyncs([account.did])
         await daemon.wait_for_counter("resync", above=1, result="synchronized")
         assert again.fired == 2
         assert [row["rkey"] for row in await daemon.record_rows(account)] == ["a"]

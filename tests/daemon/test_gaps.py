@@ -26,7 +26,7 @@ async def daemon_of(
 
 
 async def is_equal(daemon: RunningDaemon) -> bool:
-    return not (await compare(daemon.network, daemon.store)).differences
+    return not (await compare(daemon.network, daemon.db)).differences
 
 
 async def create_synchronized(daemon: RunningDaemon, count: int) -> list[LocalAccount]:
@@ -40,7 +40,7 @@ async def wait_until_equal_and_ready(daemon: RunningDaemon) -> None:
 
     async def repaired() -> bool:
         ready = daemon.stages.probe.ready() == []
-        differences = (await compare(daemon.network, daemon.store)).differences
+        differences = (await compare(daemon.network, daemon.db)).differences
         return ready and not differences
 
     await until(repaired, daemon.stages.probe.ready)
@@ -101,7 +101,7 @@ async def test_all_that_a_relay_forgot_is_found(database: str, tmp_path: Path) -
         async with daemon_of(network, database, tmp_path) as daemon:
             await wait_until_equal_and_ready(daemon)
             assert await gaps(daemon) == [(network.relay_url, "cursor-outdated", seq + 1, network.relay.seq - 3, True)]
-            assert {account.did for account in (active, quiet, *born)} == set(await daemon.store.visible_repos())
+            assert {account.did for account in (active, quiet, *born)} == set(await daemon.db.reports.visible_repos())
             assert (await daemon.repo_row(hidden))["hosting_status"] == "takendown"
 
 

@@ -34,9 +34,9 @@ async def test_slow_exports_of_one_machine_leave_half_of_the_workers_to_others(d
         async with running_daemon(
             database, tmp_path, network, resync_source="pds", resync_workers="8", start="live"
         ) as daemon:
-            assert await daemon.store.add_repos([account.did for account in drips])
+            assert await daemon.db.repos.add([account.did for account in drips])
             await until(lambda: hostile.requests[GET_REPO] >= 4)
-            assert await daemon.store.add_repos([account.did for account in others])
+            assert await daemon.db.repos.add([account.did for account in others])
             await daemon.wait_for_counter("resync", above=len(others) - 1, result="synchronized")
             for account in others:
                 assert (await daemon.repo_row(account))["sync_status"] == "synchronized"
@@ -99,7 +99,7 @@ async def test_new_accounts_of_one_host_beyond_its_limit_wait_until_a_list_names
         assert daemon.export_requests == 0
         assert sum([len(await daemon.record_rows(account)) for account in evil]) == 3
         assert daemon.counter("resync", result="new-accounts") == 5
-        assert await daemon.store.add_repos([account.did for account in evil]) == 0
+        assert await daemon.db.repos.add([account.did for account in evil]) == 0
         await daemon.wait_until_equal()
 
 

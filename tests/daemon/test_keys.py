@@ -122,7 +122,7 @@ async def test_failing_directory_delays_only_accounts_with_unknown_keys(database
         rotated.rotate_key()
         rotated.create(POST, post("signed with the new key"))
         await daemon.wait_for_cursor()
-        assert set(await daemon.store.visible_records(known.did)) == set(known.records)
+        assert set(await daemon.db.reports.visible_records(known.did)) == set(known.records)
         await daemon.wait_for_counter("resync", result="identity-unavailable")
         assert fault.fired > 0  # the commit and the resync share one lookup if they need it at the same time
         row = await daemon.repo_row(fresh)
@@ -183,14 +183,14 @@ async def test_made_up_dids_do_not_starve_real_new_accounts(
         known.rotate_key()
         known.create(POST, post("signed with the new key"))
         await daemon.wait_for_cursor()
-        assert set(await daemon.store.visible_records(known.did)) == set(known.records)
+        assert set(await daemon.db.reports.visible_records(known.did)) == set(known.records)
         for account in honest:
             row = await daemon.repo_row(account)
             assert row["sync_status"] == "synchronized" or row["wait"] is None or row["wait"] < 150
             account.create(POST, post("after the flood"))
 
         async def equal() -> bool:
-            return all([set(await daemon.store.visible_records(one.did)) == set(one.records) for one in honest])
+            return all([set(await daemon.db.reports.visible_records(one.did)) == set(one.records) for one in honest])
 
         await until(equal, daemon.stages.status.snapshot)
         made_up_lookups = network.plc.requests.total() - sum(network.plc.requests[f"/{one.did}"] for one in honest)

@@ -74,20 +74,20 @@ async def test_accounts_are_hidden_as_long_as_the_network_or_the_operator_says_s
         [(known,)] = await daemon.execute("select atproto.request_takedown($1, true)", taken_down.did)
         assert known
         await daemon.wait_for_cursor()
-        assert await daemon.store.visible_repos() == {}
+        assert await daemon.db.reports.visible_repos() == {}
         assert await daemon.record_rows(deactivated) == before, "the records are hidden, not deleted"
         assert (await daemon.repo_row(deleted))["hosting_status"] == "deleted"
         changed.create(POST, post("ignored"))  # a correct host would refuse this
         taken_down.create(POST, post("while taken down"))
         await daemon.wait_for_cursor()
         assert daemon.counter("events", kind="commit", outcome="ignored") == 1
-        assert await daemon.store.visible_repos() == {}
+        assert await daemon.db.reports.visible_repos() == {}
         deactivated.activate()
         changed.activate()
         await daemon.execute("select atproto.request_takedown($1, false)", taken_down.did)
         await daemon.wait_until_equal()
-        assert len(await daemon.store.visible_records(changed.did)) == 6
-        assert len(await daemon.store.visible_records(taken_down.did)) == 6
+        assert len(await daemon.db.reports.visible_records(changed.did)) == 6
+        assert len(await daemon.db.reports.visible_records(taken_down.did)) == 6
         await daemon.wait_for_counter("resync", result="unchanged")
         assert daemon.export_requests == 1, "the head of the other account was unchanged"
         await assert_change_log_consistent(database)
@@ -146,7 +146,7 @@ async def test_account_changes_during_a_resync(database: str, tmp_path: Path) ->
             changes[name](account)
             await asyncio.sleep(0)
         await daemon.wait_for_cursor()
-        visible = await daemon.store.visible_repos()
+        visible = await daemon.db.reports.visible_repos()
         for name, account in accounts.items():
             row = await daemon.repo_row(account)
             assert (account.did in visible) == (name not in hidden), name
@@ -157,7 +157,7 @@ async def test_account_changes_during_a_resync(database: str, tmp_path: Path) ->
             for name in hidden.keys() - {"deleted"}:
                 accounts[name].activate()
             await daemon.wait_until_equal()
-        assert set(await daemon.store.visible_repos()) == {
+        assert set(await daemon.db.reports.visible_repos()) == {
             account.did for name, account in accounts.items() if name != "deleted"
         }
         await assert_change_log_consistent(database)

@@ -115,8 +115,8 @@ async def test_database_outage_is_a_handful_of_log_lines(
             proxy.refuse()
             account = daemon.create_account("bob.test")
             await checks.wait_for_reason("database")
-            retries = daemon.store.failed_operations
-            await until(lambda: daemon.store.failed_operations > retries + 20)
+            retries = daemon.db.failed_operations
+            await until(lambda: daemon.db.failed_operations > retries + 20)
             proxy.open()
             account.create(POST, post("after the outage"))
             await daemon.wait_for_cursor()

@@ -117,8 +117,8 @@ async def test_error_that_all_commits_have_is_waited_for_and_is_the_fault_of_no_
         [reason] = probe.ready()
         assert "the database stores nothing" in reason.message
         assert "too many notifications in the NOTIFY queue" in reason.message
-        failed = daemon.stages.store.failed_operations
-        await until(lambda: daemon.stages.store.failed_operations > failed + 2 * MAX_FAILURES)
+        failed = daemon.stages.db.failed_operations
+        await until(lambda: daemon.stages.db.failed_operations > failed + 2 * MAX_FAILURES)
         await daemon.execute("drop trigger fail on indexer.change_batch")
         await daemon.wait_until_equal()
         assert await daemon.dead_letters() == []

@@ -101,7 +101,7 @@ async def test_replay_reports_an_outcome_for_each_dead_letter(database: str, tmp
         await daemon.wait_for_cursor()
         superseded, invalid, truncated = await dead_letter_ids(daemon)
 
-        await daemon.store.request_resyncs([account.did])
+        await daemon.db.repos.request_resyncs([account.did])
         await daemon.wait_until_equal()
         before = await daemon.execute("select * from indexer.repo order by did")
         code, lines = await command("replay", truncated, invalid, superseded, "77")

@@ -42,7 +42,7 @@ async def wait_until_complete(daemon: RunningDaemon) -> None:
     """Wait until all tracked repos have all records of the scope."""
 
     async def complete() -> bool:
-        return all(row.complete == row.repos for row in await daemon.store.scope_progress())
+        return all(row.complete == row.repos for row in await daemon.db.scope.progress())
 
     await until(complete)
 
@@ -55,11 +55,11 @@ async def test_collections_and_repos_are_added_and_removed(database: str, tmp_pa
         create_like(with_likes, "one")
         await daemon.wait_until_equal()
         rows = {row["rkey"]: row["indexed_at"] for row in await daemon.record_rows(with_likes)}
-        await daemon.store.set_collections([POST, LIKE])
+        await daemon.db.scope.set_collections([POST, LIKE])
         network.collections = {POST, LIKE}
         await daemon.wait_until_equal()
         await wait_until_complete(daemon)
-        progress = [(row.collection, row.repos, row.complete) for row in await daemon.store.scope_progress()]
+        progress = [(row.collection, row.repos, row.complete) for row in await daemon.db.scope.progress()]
         assert progress == [(LIKE, 2, 2), (POST, 2, 2)]
         assert daemon.export_requests == 1
         assert (await daemon.repo_row(without))["sync_status"] == "synchronized"
@@ -69,7 +69,7 @@ async def test_collections_and_repos_are_added_and_removed(database: str, tmp_pa
         create_like(without, "live")
         await daemon.wait_until_equal()
 
-        await daemon.store.set_collections([POST])
+        await daemon.db.scope.set_collections([POST])
         network.collections = {POST}
         await daemon.wait_until_equal()
         create_like(without, "not stored")
@@ -81,8 +81,8 @@ async def test_collections_and_repos_are_added_and_removed(database: str, tmp_pa
         )
         assert daemon.export_requests == 1, "nothing was fetched to delete records"
 
-        assert await daemon.store.untrack([with_likes.did]) == 1
-        assert await daemon.store.visible_records(with_likes.did) == {}, "hidden at once"
+        assert await daemon.db.scope.untrack([with_likes.did]) == 1
+        assert await daemon.db.reports.visible_records(with_likes.did) == {}, "hidden at once"
         network.dids = {without.did}
 
         async def erased() -> bool:
@@ -93,9 +93,9 @@ async def test_collections_and_repos_are_added_and_removed(database: str, tmp_pa
         with_likes.deactivate()
         with_likes.activate()
         await daemon.wait_until_equal()
-        assert set(await daemon.store.visible_repos()) == {without.did}
+        assert set(await daemon.db.reports.visible_repos()) == {without.did}
         await assert_change_log_consistent(database)
-        assert await daemon.store.track([with_likes.did]) == 1
+        assert await daemon.db.scope.track([with_likes.did]) == 1
         network.dids = None
         await daemon.wait_until_equal()
         with_likes.create(POST, post("applied"))
@@ -114,7 +114,7 @@ async def test_repo_that_a_lagging_list_lacked_is_fetched_when_the_list_is_compa
                 create_like(account, "one")
             await daemon.wait_until_equal()
             network.relay.lagging = {lagging.did}
-            await daemon.store.set_collections([POST, LIKE])
+            await daemon.db.scope.set_collections([POST, LIKE])
             await until(lambda: daemon.export_requests == 1)
             await wait_until_complete(daemon)
             assert LIKE not in {row["collection"] for row in await daemon.record_rows(lagging)}, "the list is trusted"
@@ -125,7 +125,7 @@ async def test_repo_that_a_lagging_list_lacked_is_fetched_when_the_list_is_compa
             async with running_daemon(database, tmp_path / "second", network, tuning=compares_soon) as daemon:
                 await daemon.wait_until_equal()
                 await until(lambda: [line["event"] for line in lines].count("scope.compared-again") == 2)
-                assert await daemon.store.rechecks(Shard()) == []
+                assert await daemon.db.crawls.rechecks(Shard()) == []
                 await wait_until_complete(daemon)
                 assert daemon.export_requests == 2, "no other repo is fetched"
                 assert (await daemon.repo_row(without))["scope_version"] == 2
@@ -149,20 +149,20 @@ async def test_signal_tracks_repos_that_write_or_have_a_record(database: str, tm
             network.dids = {early.did}
 
             async def found() -> bool:
-                return set(await daemon.store.visible_repos()) == {early.did}
+                return set(await daemon.db.reports.visible_repos()) == {early.did}
 
             await until(found)  # in the list: the stream is read from its end
             other, late = daemon.create_account("other.test"), daemon.create_account("late.test")
             create_like(other, "no signal")
             await daemon.wait_until_equal()
-            assert set(await daemon.store.visible_repos()) == {early.did}
+            assert set(await daemon.db.reports.visible_repos()) == {early.did}
             late.create("com.example.thing", {"$type": "com.example.thing"}, rkey="b")
             network.dids |= {late.did}
             await daemon.wait_until_equal()
-            assert set(await daemon.store.visible_repos()) == {early.did, late.did}
+            assert set(await daemon.db.reports.visible_repos()) == {early.did, late.did}
             late.delete("com.example.thing/b")
             await daemon.wait_until_equal()
-            await daemon.store.set_signal_collections([LIKE])
+            await daemon.db.scope.set_signal_collections([LIKE])
             network.dids = {other.did}
             await daemon.wait_until_equal()
         await assert_change_log_consistent(database)
@@ -187,8 +187,8 @@ async def test_repos_that_a_narrower_scope_does_not_want_are_untracked(database:
         chosen, fan, neither, late = (daemon.create_account(f"{name}.test") for name in names)
         create_like(fan, "one")
         await daemon.wait_until_equal()
-        await daemon.store.track([chosen.did])
-        await daemon.store.change_scope(track=Track.SIGNAL, signal_collections=[LIKE])
+        await daemon.db.scope.track([chosen.did])
+        await daemon.db.scope.change(track=Track.SIGNAL, signal_collections=[LIKE])
         network.dids = {chosen.did, fan.did}
         await daemon.wait_until_equal()
         await wait_until_erased(daemon)
@@ -196,11 +196,11 @@ async def test_repos_that_a_narrower_scope_does_not_want_are_untracked(database:
         create_like(late, "a signal tracks it again")
         network.dids = {chosen.did, fan.did, late.did}
         await daemon.wait_until_equal()
-        await daemon.store.change_scope(track=Track.LISTED)
+        await daemon.db.scope.change(track=Track.LISTED)
         network.dids = {chosen.did}
         await daemon.wait_until_equal()
         await wait_until_erased(daemon)
-        await daemon.store.change_scope(track=Track.ALL)
+        await daemon.db.scope.change(track=Track.ALL)
         await until(lambda: daemon.stages.scope.scope.track is Track.ALL)
         for account in (fan, neither, late):
             account.create(POST, post("all repos are wanted"))

@@ -110,7 +110,7 @@ async def stalled_lookups(world: World) -> AsyncIterator[None]:
 async def stalled_narrowing(world: World) -> AsyncIterator[None]:
     """Remove collections while the records cannot be read."""
     async with locked(world, "record"):
-        await world.daemon.store.set_collections([LIKE])
+        await world.daemon.db.scope.set_collections([LIKE])
         yield
 
 
@@ -118,24 +118,24 @@ async def stalled_narrowing(world: World) -> AsyncIterator[None]:
 async def stalled_untracking(world: World) -> AsyncIterator[None]:
     """Want fewer repos while the repos cannot be read."""
     async with locked(world, "repo"):
-        await world.daemon.store.change_scope(Track.LISTED)
+        await world.daemon.db.scope.change(Track.LISTED)
         yield
 
 
 @asynccontextmanager
 async def stalled_backfill(world: World) -> AsyncIterator[None]:
     """Add collections while the repos cannot be read."""
-    await world.daemon.store.set_collections([LIKE])
+    await world.daemon.db.scope.set_collections([LIKE])
     async with locked(world, "repo"):
-        await world.daemon.store.set_collections(["app.bsky.*"])
+        await world.daemon.db.scope.set_collections(["app.bsky.*"])
         yield
 
 
 @asynccontextmanager
 async def stalled_discovery(world: World) -> AsyncIterator[None]:
     """Choose a signal collection while the progress of its list cannot be read."""
-    await world.daemon.store.change_scope(Track.LISTED)
-    await world.daemon.store.change_scope(Track.SIGNAL, signal_collections=[POST])
+    await world.daemon.db.scope.change(Track.LISTED)
+    await world.daemon.db.scope.change(Track.SIGNAL, signal_collections=[POST])
     async with locked(world, "crawl_progress"):
         yield
 
@@ -265,7 +265,7 @@ async def world_of(dsn: str | None, directory: Path) -> AsyncIterator[tuple[Worl
 async def assert_stalls_are_visible(dsn: str | None, directory: Path, stages: Iterable[str]) -> None:
     """Stall these stages of a daemon in turn; assert that its health check names each one until it continues."""
     async with world_of(dsn, directory) as (world, checks):
-        watched, placement = world.daemon.stages.probe.stages, world.daemon.store.placement
+        watched, placement = world.daemon.stages.probe.stages, world.daemon.db.placement
         stalls = STALLS | (STALLS_ON_A_CLUSTER if placement is Placement.DISTRIBUTED else {})
         assert watched.keys() == stalls.keys(), "the daemon watches each stage of the table"
         await checks.wait_until_healthy()

@@ -6,7 +6,7 @@ from time import monotonic
 import pytest
 
 from indexer.cli.status_report import Sample, Status, status_of
-from indexer.db import Store
+from indexer.db import Database
 from indexer.demo.http_server import Fault
 from indexer.demo.local_network import LocalNetwork
 from indexer.sync.shard import Shard
@@ -16,9 +16,9 @@ from tests.daemon_process import daemon_process
 from tests.waiting import until
 
 
-async def status_in(store: Store) -> Status:
-    sample = Sample(0.0, await store.counts())
-    return status_of(store.address, Shard(), sample, sample)
+async def status_in(db: Database) -> Status:
+    sample = Sample(0.0, await db.reports.counts())
+    return status_of(db.address, Shard(), sample, sample)
 
 
 @pytest.mark.slow
@@ -27,7 +27,7 @@ async def test_status_says_what_readyz_says(database: str, tmp_path: Path) -> No
         daemon.create_account("ada.test", records=1)
         await daemon.wait_until_equal()
         await checks.wait_until_ready()
-        await until(lambda: _is_ready(daemon.store))
+        await until(lambda: _is_ready(daemon.db))
         daemon.network.plc.faults.append(Fault("", status=500, times=None))
         for number in range(10):
             daemon.create_account(f"a{number}.test", records=1)
@@ -35,27 +35,27 @@ async def test_status_says_what_readyz_says(database: str, tmp_path: Path) -> No
 
         async def says_the_same() -> bool:
             _, ready = await checks.get("/readyz")
-            shown = [reason.code for reason in (await status_in(daemon.store)).not_ready_reasons]
+            shown = [reason.code for reason in (await status_in(daemon.db)).not_ready_reasons]
             return shown == [reason["code"] for reason in ready["reasons"]] == ["identity-lookups-failing"]
 
         await until(says_the_same)
 
 
-async def _is_ready(store: Store) -> bool:
-    return (await status_in(store)).not_ready is None
+async def _is_ready(db: Database) -> bool:
+    return (await status_in(db)).not_ready is None
 
 
 @pytest.mark.slow
-async def test_status_says_at_once_that_a_killed_daemon_does_not_run(store: Store, tmp_path: Path) -> None:
+async def test_status_says_at_once_that_a_killed_daemon_does_not_run(db: Database, tmp_path: Path) -> None:
     """It said that the indexer was ready until the lag had passed its limit, a minute later."""
-    dsn = store.address
+    dsn = db.address
     async with LocalNetwork() as network:
         async with daemon_process(network, dsn, tmp_path):
-            await until(lambda: _is_ready(store))
+            await until(lambda: _is_ready(db))
         begun = monotonic()
-        await until(lambda: _has_ended(store))
+        await until(lambda: _has_ended(db))
         assert monotonic() - begun < 5
 
 
-async def _has_ended(store: Store) -> bool:
-    return [reason.code for reason in (await status_in(store)).not_ready_reasons] == ["no-daemon"]
+async def _has_ended(db: Database) -> bool:
+    return [reason.code for reason in (await status_in(db)).not_ready_reasons] == ["no-daemon"]

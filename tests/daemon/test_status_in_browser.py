@@ -106,7 +106,7 @@ async def make_hostile(daemon: RunningDaemon, account: LocalAccount) -> None:
     letter = DeadLetter(
         f"wss://{MARKUP}", 1, f"did:{MARKUP}", MARKUP, Rejection.FIELD_INVALID, f"detail {MARKUP}", b"", 0
     )
-    await daemon.store.write(Batch(dead_letters=(letter,)))
+    await daemon.db.write(Batch(dead_letters=(letter,)))
     await daemon.execute("select atproto.register_reader($1)", f"reader {MARKUP}")
     await daemon.execute(
         "update indexer.repo set sync_status = 'desynchronized', sync_reason = 'requested', hosting_status = $2,"
@@ -154,7 +154,7 @@ async def test_links_and_added_collections_are_shown_with_their_progress(databas
         await page.daemon.execute(
             "insert into indexer.link_reader (seq, did, enabled_at) values (0, 'did:plc:j', now() - interval '1 hour')"
         )
-        await page.daemon.store.set_collections([POST, LIKE])
+        await page.daemon.db.scope.set_collections([POST, LIKE])
         await page.wait_for_text("46.8")
         assert re.fullmatch("backfill, time left: 1.h .*", await page.text("#links-note"))
         await page.wait_for_text("Scope backfill")

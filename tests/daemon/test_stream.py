@@ -142,7 +142,7 @@ async def test_start_ahead_of_the_relay_is_reported_and_not_changed(database: st
     """The daemon continues when the relay has reached the cursor."""
     async with running_daemon(database, tmp_path, start="2") as daemon:
         await until(lambda: "FutureCursor" in str(daemon.stages.probe.ready()))
-        assert await stored_seq(daemon.store, daemon.network.relay_url) is None
+        assert await stored_seq(daemon.db, daemon.network.relay_url) is None
         assert daemon.counter("events", kind="error", outcome="ignored") >= 1
         daemon.create_account("ada.test")
         await daemon.wait_until_equal()

@@ -25,14 +25,14 @@ async def test_typed_view_follows_the_records_of_a_running_daemon(tmp_path: Path
     async with running_daemon(database, tmp_path) as running:
         ada, bob = (running.network.create_account(f"{name}.test") for name in ("ada", "bob"))
         paths = [ada.create(LIKE, like(number)) for number in range(20)]
-        await running.store.add_lexicons(sourced(LIKE_DOCUMENT))
+        await running.db.lexicons.add(sourced(LIKE_DOCUMENT))
         bob.create(LIKE, like(7, createdAt="yesterday", note=5))
-        assert await running.store.build_lexicon_index(LIKE, ["subject_uri", "created_at"])
+        assert await running.db.lexicon_indexes.build(LIKE, ["subject_uri", "created_at"])
         ada.update(paths[7], like(7, createdAt="2025-01-01T00:00:00Z", note="x" * 10_000))
         ada.delete(paths[8])
         changed = copy_of(LIKE_DOCUMENT)
         properties_of(changed)["note"] = {"type": "string"}
-        await running.store.add_lexicons(sourced(changed))
+        await running.db.lexicons.add(sourced(changed))
         await running.wait_until_equal()
         likes = f"select did, created_at, note, lexicon_problem from {VIEW} where subject_uri = $1 order by 2"
         rows = [tuple(row) for row in await running.execute(likes, like(7)["subject"]["uri"])]

@@ -1,13 +1,13 @@
-"""Fixtures for the tests of the store."""
+"""Fixtures for the tests of the database."""
 
 import pytest
 
-from indexer.db import Store
+from indexer.db import Database
 from tests.lexicons.samples import DEFS_DOCUMENT, REVIEW_DOCUMENT, sourced
 
 
 @pytest.fixture
-async def reviews(store: Store) -> Store:
-    """Return a store with the typed view of reviews."""
-    await store.add_lexicons(sourced(REVIEW_DOCUMENT, DEFS_DOCUMENT))
-    return store
+async def reviews(db: Database) -> Database:
+    """Return a database with the typed view of reviews."""
+    await db.lexicons.add(sourced(REVIEW_DOCUMENT, DEFS_DOCUMENT))
+    return db

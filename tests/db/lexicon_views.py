@@ -5,7 +5,7 @@ from typing import Any
 
 import asyncpg
 
-from indexer.db import Store
+from indexer.db import Database
 from tests.db.repo_rows import insert, put, synchronized
 from tests.lexicons.samples import (
     LIKE,
@@ -20,10 +20,10 @@ COLUMNS = """
 """
 
 
-async def put_reviews(store: Store, *values: Any) -> None:
+async def put_reviews(db: Database, *values: Any) -> None:
     """Insert a repo with a record of each value; the record keys are numbers from 0."""
     changes = [put(f"{REVIEW}/{number}", json.dumps(value)) for number, value in enumerate(values)]
-    await insert(store, synchronized(1), changes=tuple(changes))
+    await insert(db, synchronized(1), changes=tuple(changes))
 
 
 async def columns(sql: asyncpg.Connection, view: str) -> dict[str, str]:

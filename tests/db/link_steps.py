@@ -8,7 +8,7 @@ from typing import Any
 import asyncpg
 
 from indexer.cluster.change_numbering import ChangeNumbering
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.link_session import LinkSession
 from indexer.readers.links.reader import LinkReader
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
@@ -38,25 +38,25 @@ async def count(sql: asyncpg.Connection, target: object = "one") -> int | None:
     return number
 
 
-async def number_changes(store: Store) -> None:
+async def number_changes(db: Database) -> None:
     """Assign numbers to all committed changes on a cluster, as a daemon does."""
-    if store.placement is Placement.DISTRIBUTED:
-        await ChangeNumbering(store, Metrics(), Conditions()).finish()
+    if db.placement is Placement.DISTRIBUTED:
+        await ChangeNumbering(db, Metrics(), Conditions()).finish()
 
 
 @asynccontextmanager
-async def owned_links(store: Store) -> AsyncIterator[LinkSession]:
+async def owned_links(db: Database) -> AsyncIterator[LinkSession]:
     """Own the links during the block, from the stored position on."""
-    await number_changes(store)
-    async with store.link_session() as session:
+    await number_changes(db)
+    async with db.links.session() as session:
         assert await session.lock.claim()
         await session.begin()
         yield session
 
 
-async def turn_on(store: Store) -> None:
+async def turn_on(db: Database) -> None:
     """Keep links from now on, with a complete backfill, up to the end of the log."""
-    async with owned_links(store) as session:
+    async with owned_links(db) as session:
         while await LinkReader.turn(session):
             pass
         assert session.done
@@ -66,26 +66,26 @@ settle = turn_on
 """Follow the change log to its end."""
 
 
-async def turn_off(store: Store) -> None:
-    async with store.link_session() as session:
+async def turn_off(db: Database) -> None:
+    async with db.links.session() as session:
         assert await session.lock.claim()
         await session.remove()
 
 
-async def claim_again(store: Store, claimed: Repo) -> Repo:
-    assert await store.request_resyncs([claimed.did])
-    [again] = await store.claim(1, ALL, 10.0, 1e10)
+async def claim_again(db: Database, claimed: Repo) -> Repo:
+    assert await db.repos.request_resyncs([claimed.did])
+    [again] = await db.resyncs.claim(1, ALL, 10.0, 1e10)
     return again
 
 
 async def finish_resync(
-    store: Store,
+    db: Database,
     claimed: Repo,
     changes: tuple[RecordChange, ...],
     drained: tuple[RecordChange, ...] = (),
     before_lock: Callable[[], Awaitable[object]] | None = None,
 ) -> None:
-    async with store.resync(claimed) as transaction:
+    async with db.resyncs.transaction(claimed) as transaction:
         await transaction.write(changes)
         if before_lock is not None:
             await before_lock()

@@ -1,4 +1,4 @@
-"""Repos and record changes for the tests of the store."""
+"""Repos and record changes for the tests of the database."""
 
 from hashlib import sha256
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import asyncpg
 
 from indexer.atproto.cid import cid_of
-from indexer.db import Store
+from indexer.db import Database
 from indexer.sync.changes import Action, Batch, BufferedEvent, RecordChange, RepoWrite
 from indexer.sync.repo import Head, Repo, SyncStatus
 
@@ -48,16 +48,16 @@ def delete(path: str, rev: str = "3laaaaaaaaa22") -> RecordChange:
     return RecordChange("delete", collection, rkey, rev)
 
 
-async def insert(store: Store, *repos: Repo, changes: tuple[RecordChange, ...] = ()) -> None:
+async def insert(db: Database, *repos: Repo, changes: tuple[RecordChange, ...] = ()) -> None:
     """Insert repos, each with these record changes."""
-    assert not (await store.write(Batch(tuple(RepoWrite(Repo(repo.did), repo, changes) for repo in repos)))).skipped
+    assert not (await db.write(Batch(tuple(RepoWrite(Repo(repo.did), repo, changes) for repo in repos)))).skipped
 
 
-async def buffer_event(store: Store, claimed: Repo, *changes: RecordChange) -> Repo:
+async def buffer_event(db: Database, claimed: Repo, *changes: RecordChange) -> Repo:
     """Store a buffered event of a repo in progress, as the live path does; return the row."""
     buffering = claimed._replace(version=claimed.version + 1, buffered_events=1, buffered_bytes=5)
     event = BufferedEvent(claimed.did, "wss://relay.test", 5, b"frame")
-    assert not (await store.write(Batch((RepoWrite(claimed, buffering, changes, (event,)),)))).skipped
+    assert not (await db.write(Batch((RepoWrite(claimed, buffering, changes, (event,)),)))).skipped
     return buffering
 
 
@@ -68,9 +68,9 @@ async def waiting_for_locks(sql: asyncpg.Connection, count: int) -> bool:
     return waiting == count
 
 
-async def in_progress(store: Store, name: object, *, now: float = 100.0, **fields: Any) -> Repo:
+async def in_progress(db: Database, name: object, *, now: float = 100.0, **fields: Any) -> Repo:
     """Insert a repo with the head of `synchronized`, and claim it at `now` for ten seconds."""
-    await insert(store, synchronized(name)._replace(sync_status=SyncStatus.DESYNCHRONIZED, **fields))
-    claimed = await store.claim(1, range(256), 10.0, now)
+    await insert(db, synchronized(name)._replace(sync_status=SyncStatus.DESYNCHRONIZED, **fields))
+    claimed = await db.resyncs.claim(1, range(256), 10.0, now)
     assert [repo.did for repo in claimed] == [did(name)]
     return claimed[0]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.migrate import migrate
 from indexer.db.schema_version import schema_is_current
 from indexer.sync.shard import Shard
@@ -31,8 +31,8 @@ async def test_advisory_locks_of_a_consumer_delay_neither_a_migration_nor_a_rest
         await hostile.execute(FORMER_LOCKS)
         await asyncio.wait_for(migrate(empty_database), 60)
         assert await schema_is_current(empty_database)
-        store = await Store.open(empty_database)
-        ownership = ShardOwnership(store, Shard(0, 1))
+        db = await Database.open(empty_database)
+        ownership = ShardOwnership(db, Shard(0, 1))
         async with running(ownership.run()):
             await asyncio.wait_for(ownership.owned.wait(), 20)
             advisory = await hostile.fetchval("select count(*) from pg_locks where locktype = 'advisory'")
@@ -41,7 +41,7 @@ async def test_advisory_locks_of_a_consumer_delay_neither_a_migration_nor_a_rest
             holding = f"{ids} and (backend_xid is not null or backend_xmin is not null)"
             # A transaction that stays open, and has an ID, would keep vacuum from removing dead rows.
             await until(lambda: hostile.fetchval(f"select ({holding}) = 0"))
-        await store.close()
+        await db.close()
 
 
 async def test_a_migration_waits_for_another_one(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.change_log import log_changes
 from indexer.sync.changes import Batch, RepoWrite
 from indexer.sync.identity import HandleCheck, HandleClaim, StoredIdentity
@@ -43,20 +43,20 @@ async def test_changes_of_an_aborted_transaction_are_never_returned(database: st
 
 
 async def test_a_snapshot_of_records_and_the_changes_after_it_fit_together(
-    store: Store, database: str, sql: asyncpg.Connection
+    db: Database, database: str, sql: asyncpg.Connection
 ) -> None:
-    await insert(store, synchronized(1), changes=(put("app.test/a"),))
+    await insert(db, synchronized(1), changes=(put("app.test/a"),))
     async with sql.transaction(isolation="repeatable_read", readonly=True):
         position = await sql.fetchval("select atproto.latest_seq()")
         changes = (delete("app.test/a"), put("b.c/d"))
-        await store.write(Batch((RepoWrite(synchronized(1), synchronized(1, version=2), changes),)))
+        await db.write(Batch((RepoWrite(synchronized(1), synchronized(1, version=2), changes),)))
         assert [row[0] for row in await sql.fetch("select rkey from atproto.records")] == ["a"]
         assert await after(sql, position) == []
         assert await sql.fetchval("select atproto.latest_seq()") == position
     assert [(row["action"], row["rkey"]) for row in await after(sql, position)] == [("delete", "a"), ("create", "d")]
 
 
-async def test_the_latest_seq_is_the_newest_number(store: Store, sql: asyncpg.Connection) -> None:
+async def test_the_latest_seq_is_the_newest_number(db: Database, sql: asyncpg.Connection) -> None:
     assert await sql.fetchval("select atproto.latest_seq()") == 0
     await log(sql, change(1), change(2))
     assert await sql.fetchval("select atproto.latest_seq()") == 2
@@ -219,18 +219,18 @@ async def test_concurrent_writers_and_consumers(database: str) -> None:
         assert rkeys([row for row in one if row["did"] == did(writer)]) == [str(n) for n in range(2 * rounds)]
 
 
-async def test_takedowns_and_account_statuses_are_logged(store: Store, sql: asyncpg.Connection) -> None:
-    await insert(store, synchronized(1), synchronized("inactive", active=False, hosting_status="deleted"))
+async def test_takedowns_and_account_statuses_are_logged(db: Database, sql: asyncpg.Connection) -> None:
+    await insert(db, synchronized(1), synchronized("inactive", active=False, hosting_status="deleted"))
     position = await sql.fetchval("select atproto.latest_seq()")
     for _ in range(2):
-        assert await store.set_takedown(did(1), on=True)
-    assert await store.set_takedown(did("inactive"), on=True)
-    assert not await store.set_takedown(did("unknown"), on=True)
+        assert await db.repos.set_takedown(did(1), on=True)
+    assert await db.repos.set_takedown(did("inactive"), on=True)
+    assert not await db.repos.set_takedown(did("unknown"), on=True)
     hidden = synchronized(1, version=2, takedown=True)
-    await store.write(Batch((RepoWrite(hidden, hidden._replace(version=3), (put("app.test/a"),)),)))
-    assert await store.set_takedown(did(1), on=False)
+    await db.write(Batch((RepoWrite(hidden, hidden._replace(version=3), (put("app.test/a"),)),)))
+    assert await db.repos.set_takedown(did(1), on=False)
     back = synchronized(1, version=5, sync_status=SyncStatus.DESYNCHRONIZED, active=False, hosting_status="suspended")
-    await store.write(Batch((RepoWrite(synchronized(1, version=4), back._replace(synchronized_at=None)),)))
+    await db.write(Batch((RepoWrite(synchronized(1, version=4), back._replace(synchronized_at=None)),)))
     rows = await after(sql, position)
     assert [(row["action"], row["rkey"]) for row in rows] == [
         ("hidden", None),
@@ -241,7 +241,7 @@ async def test_takedowns_and_account_statuses_are_logged(store: Store, sql: asyn
     assert {(row["did"], row["live"]) for row in rows} == {(did(1), True)}
 
 
-async def test_a_change_of_the_pds_is_logged_and_a_claim_is_not(store: Store, sql: asyncpg.Connection) -> None:
+async def test_a_change_of_the_pds_is_logged_and_a_claim_is_not(db: Database, sql: asyncpg.Connection) -> None:
     def identity(at: float, pds: str | None, handle: str = "alice.test") -> StoredIdentity:
         return StoredIdentity(did(1), handle, pds, "did:key:zabc", at, stale=False, problem=None)
 
@@ -253,18 +253,18 @@ async def test_a_change_of_the_pds_is_logged_and_a_claim_is_not(store: Store, sq
         (4.0, None, "bob.test"),
         (5.0, "https://two.test", "bob.test"),
     ):
-        await store.save_identities(
+        await db.identities.save(
             [identity(at, pds, handle), StoredIdentity(did(2), None, None, None, at, False, "gone")]
         )
     assert [(row["did"], row["action"], row["rkey"]) for row in await after(sql)] == [(did(1), "moved", None)]
 
 
-async def test_each_change_of_a_verified_handle_is_logged_once(store: Store, sql: asyncpg.Connection) -> None:
+async def test_each_change_of_a_verified_handle_is_logged_once(db: Database, sql: asyncpg.Connection) -> None:
     async def claim(at: float, handle: str | None) -> None:
-        await store.save_identities([StoredIdentity(did(1), handle, "https://one.test", "did:key:zabc", at)])
+        await db.identities.save([StoredIdentity(did(1), handle, "https://one.test", "did:key:zabc", at)])
 
     async def check(claimed: str, known: str | None, result: str | None) -> None:
-        await store.save_handle_check(HandleCheck(HandleClaim(did(1), claimed, known, 0), result, 0, 9.0))
+        await db.identities.save_handle_check(HandleCheck(HandleClaim(did(1), claimed, known, 0), result, 0, 9.0))
 
     async def logged() -> list[tuple[str, str, bool]]:
         return [(row["did"], row["action"], row["live"]) for row in await after(sql)]

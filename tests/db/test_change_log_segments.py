@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.db import RetentionPolicy, Store
+from indexer.db import Database, RetentionPolicy
 from indexer.db.change_log_segments import (
     SEGMENTS,
     ChangeLogState,
@@ -136,7 +136,7 @@ def test_after_a_consumer_was_disconnected_the_one_large_segment_waits_for_the_o
     assert plan_trim(caught_up, POLICY, NOW).truncate == (SEGMENTS - 1,)
 
 
-async def test_a_request_for_trimmed_changes_fails(store: Store, sql: asyncpg.Connection) -> None:
+async def test_a_request_for_trimmed_changes_fails(db: Database, sql: asyncpg.Connection) -> None:
     await fill_segments(sql, 3)
     done = await trim(sql, TrimPlan((), (0, 2), None))
     assert done.truncate == (0,), "the current segment is not truncated"
@@ -174,7 +174,7 @@ async def test_a_consumer_registered_before_the_truncation_loses_nothing(sql: as
 
 
 async def test_a_truncation_gives_up_on_locks_and_blocks_no_writer(
-    store: Store, database: str, sql: asyncpg.Connection
+    db: Database, database: str, sql: asyncpg.Connection
 ) -> None:
     """The locks are those of a backup that has read everything, and of a writer that has not committed."""
     await fill_segments(sql, 2)
@@ -192,13 +192,13 @@ async def test_a_truncation_gives_up_on_locks_and_blocks_no_writer(
 
 
 async def test_a_disconnected_consumer_gets_errors_until_it_registers_again(
-    store: Store, sql: asyncpg.Connection
+    db: Database, sql: asyncpg.Connection
 ) -> None:
     await sql.execute("select atproto.register_reader('one'), atproto.register_reader('two')")
     await fill_segments(sql, 2)
     assert rkeys(await sql.fetch(NEXT, "two", 10)) == ["0", "1"]
     await sql.execute("update indexer.change_batch set time = now() - interval '15 days'")
-    _, done = await store.trim_change_log(POLICY, await sql.fetchval("select date_part('epoch', now())"))
+    _, done = await db.segments.trim(POLICY, await sql.fetchval("select date_part('epoch', now())"))
     assert (done.disconnect, done.truncate) == (("one",), (0,))
     for _ in range(2):
         with pytest.raises(asyncpg.ObjectNotInPrerequisiteStateError, match="'one' was disconnected"):
@@ -207,7 +207,7 @@ async def test_a_disconnected_consumer_gets_errors_until_it_registers_again(
     assert await sql.fetch(NEXT, "one", 10) == []
 
 
-async def test_the_lag_of_a_consumer(store: Store, sql: asyncpg.Connection) -> None:
+async def test_the_lag_of_a_consumer(db: Database, sql: asyncpg.Connection) -> None:
     await sql.execute("select atproto.register_reader('one')")
     await log(sql, change(1), change(1), change(1))
     await log(sql, change(2))
@@ -216,11 +216,11 @@ async def test_the_lag_of_a_consumer(store: Store, sql: asyncpg.Connection) -> N
         await sql.fetch(NEXT, "one", count)
         row = await sql.fetchrow("select behind, behind_since from atproto.readers")
         assert tuple(row or ()) == (behind, since)
-    [state] = (await store.counts()).consumers
+    [state] = (await db.reports.counts()).consumers
     assert (state.name, state.seq, state.behind, state.cut_off, state.lag(0.0)) == ("one", 4, 0, False, 0.0)
 
 
-async def test_segments_are_reused_in_turn(store: Store, sql: asyncpg.Connection) -> None:
+async def test_segments_are_reused_in_turn(db: Database, sql: asyncpg.Connection) -> None:
     """Trim the log through several rounds of the ring: the newest changes are always there, and only those."""
     policy, now = RetentionPolicy(60.0, 2**40, 0), await sql.fetchval("select date_part('epoch', now())")
     current = []
@@ -231,7 +231,7 @@ async def test_segments_are_reused_in_turn(store: Store, sql: asyncpg.Connection
             "update indexer.change_batch set time = to_timestamp($1) where first_seq = $2", now, number + 1
         )
         await sql.execute("update indexer.change_log set opened_at = to_timestamp($1)", now - 11)
-        state, _ = await store.trim_change_log(policy, now)
+        state, _ = await db.segments.trim(policy, now)
         current.append(state.current)
         retained = rkeys(await after(sql, None))
         assert retained == [str(n) for n in range(number - len(retained) + 1, number + 1)]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.db import DatabaseError, RecordRow, Store, consistent_read
+from indexer.db import Database, DatabaseError, RecordRow, consistent_read
 from indexer.db.consistent_read import path_order_ranges
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
 from tests.db.repo_rows import delete, did, head, insert, put, synchronized
@@ -22,50 +22,54 @@ def test_ranges_of_collections_are_in_path_order(names: list[str]) -> None:
     assert len(ranges) <= 1 or read != names
 
 
-async def test_a_read_has_one_snapshot_and_yields_chunks(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_read_has_one_snapshot_and_yields_chunks(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writes that are committed meanwhile are not visible."""
     monkeypatch.setattr(consistent_read, "CHUNK_SIZE", 2)
     names = [f"{collection}/{rkey}" for collection in ("a.b", "a.b-x", "a.b.c") for rkey in "Aa~"]
-    await insert(store, synchronized(1), changes=tuple(map(put, names)))
+    await insert(db, synchronized(1), changes=tuple(map(put, names)))
     later = synchronized(1, version=2, head=head("3lbbbbbbbbb22"))
     changes = (delete("a.b-x/~"), put("a.b/a", "[]", "update"), put("a.b/new"))
-    async with store.consistent_read(did(1)) as read:
+    async with db.exports.consistent_read(did(1)) as read:
         assert await read.repo() == synchronized(1)
         chunks: list[list[RecordRow]] = []
         async for chunk in read.records():
             if not chunks:
-                assert not (await store.write(Batch((RepoWrite(synchronized(1), later, changes),)))).skipped
+                assert not (await db.write(Batch((RepoWrite(synchronized(1), later, changes),)))).skipped
             chunks.append(chunk)
         assert await read.repo() == synchronized(1)
     assert [len(chunk) for chunk in chunks] == [2, 2, 2, 2, 1]
     expected = [RecordRow(path.encode(), put(path).cid or b"", "{}", None, None) for path in names]
     assert [record for chunk in chunks for record in chunk] == sorted(expected)
-    assert (await store.repos([did(1)]))[did(1)] == later
+    assert (await db.repos.load([did(1)]))[did(1)] == later
 
 
-async def test_a_read_yields_all_columns_of_a_record_and_cannot_write(store: Store) -> None:
+async def test_a_read_yields_all_columns_of_a_record_and_cannot_write(db: Database) -> None:
     odd = RecordChange("create", "a.b", "odd", head().rev, put("a.b/odd").cid, None, "nul-character", b"\0")
-    await insert(store, synchronized(1), changes=(odd, put("a.b/value", '{"b":1e2,"a":null}')))
-    async with store.consistent_read(did(1)) as read:
+    await insert(db, synchronized(1), changes=(odd, put("a.b/value", '{"b":1e2,"a":null}')))
+    async with db.exports.consistent_read(did(1)) as read:
         [[first, second]] = [chunk async for chunk in read.records()]
         with pytest.raises(asyncpg.ReadOnlySQLTransactionError):
             await read.connection.execute("update indexer.repo set takedown = true")
     assert first == RecordRow(b"a.b/odd", odd.cid or b"", None, "nul-character", b"\0")
     assert second[2:] == ('{"a": null, "b": 100}', None, None)
-    assert await store.set_takedown(did(1), on=True), "the connection can write again"
-    async with store.consistent_read(did("unknown")) as read:
+    assert await db.repos.set_takedown(did(1), on=True), "the connection can write again"
+    async with db.exports.consistent_read(did("unknown")) as read:
         assert await read.repo() is None
         assert [chunk async for chunk in read.records()] == []
 
 
 @pytest.mark.slow
-async def test_a_readonly_store_cannot_write(store: Store, database: str) -> None:
-    await insert(store, synchronized(1))
-    readonly = await Store.open(database, connections=1, readonly=True)
+async def test_a_readonly_store_cannot_write(db: Database, database: str) -> None:
+    await insert(db, synchronized(1))
+    readonly = await Database.open(database, connections=1, readonly=True)
     try:
-        for writes in (readonly.set_takedown(did(1), on=True), readonly.add_repos([did(2)]), readonly.save_hosts([])):
+        for writes in (
+            readonly.repos.set_takedown(did(1), on=True),
+            readonly.repos.add([did(2)]),
+            readonly.hosts.save([]),
+        ):
             with pytest.raises(DatabaseError, match="read-only"):
                 await writes
-        assert await readonly.repos([did(1), did(2)]) == {did(1): synchronized(1)}
+        assert await readonly.repos.load([did(1), did(2)]) == {did(1): synchronized(1)}
     finally:
         await readonly.close()

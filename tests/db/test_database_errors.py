@@ -10,7 +10,7 @@ import asyncpg
 import pytest
 from asyncpg.exceptions import TargetServerAttributeNotMatched
 
-from indexer.db import DatabaseCheck, DatabaseError, Store
+from indexer.db import Database, DatabaseCheck, DatabaseError
 from indexer.db.database_errors import database_errors, opening, without_password
 from indexer.errors import IndexerError, SettingsError
 from indexer.reasons import FetchFailure
@@ -137,13 +137,13 @@ async def test_failed_rollback_without_a_cancellation_is_a_database_error(limit:
 
 
 async def test_cancellation_is_not_lost_if_the_server_ends_the_session_meanwhile(
-    store: Store, sql: asyncpg.Connection
+    db: Database, sql: asyncpg.Connection
 ) -> None:
     """A stage that retries after errors of the database would never end, and a stop would last until its timeout."""
     entered = asyncio.Event()
 
     async def use() -> None:
-        async with store.write_new_repos(0):
+        async with db.resyncs.new_repos_transaction(0):
             entered.set()
             await asyncio.sleep(60)
 

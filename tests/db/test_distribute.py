@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from indexer.cluster.distribute import Distribution, distribute
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.distributed_tables import DISTRIBUTED
 from indexer.db.migrate import migrate
 from indexer.errors import SettingsError
@@ -167,14 +167,14 @@ async def test_shards_are_split_by_a_later_call(plain: str) -> None:
     assert buckets == [Placement.DISTRIBUTED.buckets(range(start, start + 32)) for start in range(0, 256, 32)]
     again = await distributed(plain, 8)
     assert (again.shards, again.was_complete, again.split_from) == (8, True, None)
-    store = await Store.open(plain)
+    db = await Database.open(plain)
     try:
-        assert (store.shards, store.placement) == (8, Placement.DISTRIBUTED)
+        assert (db.shards, db.placement) == (8, Placement.DISTRIBUTED)
         repos = [synchronized(number) for number in range(20)]
-        await insert(store, *repos, changes=(put("app.test/a"),))
-        assert len(await store.repos([repo.did for repo in repos])) == 20
+        await insert(db, *repos, changes=(put("app.test/a"),))
+        assert len(await db.repos.load([repo.did for repo in repos])) == 20
     finally:
-        await store.close()
+        await db.close()
 
 
 async def test_split_that_has_cut_no_shard_is_taken_back(plain: str) -> None:
@@ -183,11 +183,11 @@ async def test_split_that_has_cut_no_shard_is_taken_back(plain: str) -> None:
     async with connected(plain) as sql:
         await sql.execute("update indexer.distribution set shards = 8, finished_at = null")  # as it begins
         with pytest.raises(SettingsError):
-            await Store.open(plain)
+            await Database.open(plain)
         with pytest.raises(SettingsError, match="have 4 shards, and shards cannot be joined"):
             await distributed(plain, 2)
     assert (await distributed(plain, 4)).shards == 4
-    await (await Store.open(plain)).close()
+    await (await Database.open(plain)).close()
 
 
 async def test_positions_of_shards_become_positions_of_all_buckets(plain: str) -> None:
@@ -297,12 +297,12 @@ def test_the_operator_gets_one_line(citus: CitusServer, plain: str, database: st
 
 
 async def test_a_session_of_a_daemon_is_named(plain: str) -> None:
-    store = await Store.open(plain)
+    db = await Database.open(plain)
     try:
         with pytest.raises(SettingsError, match=r"stop the daemons and commands that use it first: session [0-9]+"):
             await distributed(plain)
     finally:
-        await store.close()
+        await db.close()
     await distributed(plain)
     with pytest.raises(SettingsError, match="have 4 shards, and shards cannot be joined"):
         await distributed(plain, 2)

@@ -4,7 +4,7 @@ import asyncpg
 import pytest
 
 from indexer.atproto.cid import cid_text
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.feed_delivery import LoggedChange
 from indexer.db.feed_page import LogTrimmedError
 from indexer.sync.changes import Batch, RepoWrite
@@ -14,8 +14,8 @@ from tests.db.repo_rows import delete, did, insert, put, synchronized
 pytestmark = pytest.mark.slow
 
 
-async def test_a_time_finds_the_last_batch_before_it(store: Store, sql: asyncpg.Connection) -> None:
-    assert await store.find_change_batch(1) is None
+async def test_a_time_finds_the_last_batch_before_it(db: Database, sql: asyncpg.Connection) -> None:
+    assert await db.changes.find_batch(1) is None
     for size in (1, 3, 2, 1, 5, 1, 1, 4):
         await sql.execute("select nextval('indexer.change_seq')")  # a number that no change has
         await log(sql, *[change(size, number) for number in range(size)])
@@ -23,15 +23,15 @@ async def test_a_time_finds_the_last_batch_before_it(store: Store, sql: asyncpg.
     times = {time + offset for _, _, time in found for offset in (-1, 0, 1, 2, 10)}
     for time in times:
         expected = max((batch for batch in found if batch[2] <= time), default=None)
-        assert await store.find_change_batch(time) == expected
+        assert await db.changes.find_batch(time) == expected
 
 
-async def test_a_page_has_the_records_of_its_changes(store: Store) -> None:
+async def test_a_page_has_the_records_of_its_changes(db: Database) -> None:
     first, second = put("app.test/a"), put("app.test/b")
-    await insert(store, synchronized(1), changes=(first, second))
+    await insert(db, synchronized(1), changes=(first, second))
     after = RepoWrite(synchronized(1), synchronized(1, version=2), (delete("app.test/a"), put("app.test/b")))
-    await store.write(Batch((after,)))
-    page = await store.feed_page(0, 100, 1 << 20)
+    await db.write(Batch((after,)))
+    page = await db.changes.page(0, 100, 1 << 20)
     assert [(entry.action, entry.rkey) for entry in page.changes if entry.collection] == [
         ("create", "a"),
         ("create", "b"),
@@ -44,21 +44,21 @@ async def test_a_page_has_the_records_of_its_changes(store: Store) -> None:
     assert cid_text(by_rkey["b"].cid) == page.changes[-1].cid
 
 
-async def test_page_lacks_the_records_of_hidden_accounts(store: Store) -> None:
+async def test_page_lacks_the_records_of_hidden_accounts(db: Database) -> None:
     hidden = [synchronized("inactive", active=False), synchronized("taken down", takedown=True)]
-    await insert(store, synchronized("shown"), *hidden, changes=(put("app.test/a"),))
-    page = await store.feed_page(0, 100, 1 << 20)
+    await insert(db, synchronized("shown"), *hidden, changes=(put("app.test/a"),))
+    page = await db.changes.page(0, 100, 1 << 20)
     assert {entry.did for entry in page.changes if entry.collection} == {did("shown"), *(repo.did for repo in hidden)}
     assert [page.changes[index].did for index in page.values] == [did("shown")]
 
 
-async def test_pages_are_bounded_by_the_bytes_of_their_records(store: Store) -> None:
+async def test_pages_are_bounded_by_the_bytes_of_their_records(db: Database) -> None:
     values = ["{}", '{"text": "\u96e8\u96e8\u96e8"}'] * 10
     changes = tuple(put(f"app.test/{number}", value) for number, value in enumerate(values))
-    await insert(store, synchronized(1), changes=changes)
+    await insert(db, synchronized(1), changes=changes)
     for max_bytes in (1, 30, 100, 1_000):
         position, rkeys, found = 0, list[str | None](), 0
-        while (page := await store.feed_page(position, 100, max_bytes)).changes:
+        while (page := await db.changes.page(position, 100, max_bytes)).changes:
             sizes = [len((stored.value or "").encode()) for stored in page.values.values()]
             assert sum(sizes[:-1]) < max_bytes
             rkeys += [entry.rkey for entry in page.changes if entry.collection]
@@ -68,9 +68,9 @@ async def test_pages_are_bounded_by_the_bytes_of_their_records(store: Store) -> 
         assert found == 20
 
 
-async def test_a_page_of_trimmed_changes_is_an_error(store: Store, sql: asyncpg.Connection) -> None:
+async def test_a_page_of_trimmed_changes_is_an_error(db: Database, sql: asyncpg.Connection) -> None:
     await log(sql, change(1), change(2))
     await sql.execute("select setval('indexer.trimmed_seq', 2)")
     with pytest.raises(LogTrimmedError, match="changes up to 2 have been trimmed"):
-        await store.feed_page(1, 100, 1_000)
-    assert await store.trimmed_seq() == 2
+        await db.changes.page(1, 100, 1_000)
+    assert await db.changes.trimmed_seq() == 2

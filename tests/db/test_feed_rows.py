@@ -3,7 +3,7 @@
 import asyncpg
 import pytest
 
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.feed_delivery import (
     SNAPSHOT_BEGIN,
     DeliveryProgress,
@@ -22,27 +22,27 @@ pytestmark = pytest.mark.slow
 
 
 async def test_delivered_changes_are_stored_with_the_position_of_the_consumer(
-    store: Store, sql: asyncpg.Connection
+    db: Database, sql: asyncpg.Connection
 ) -> None:
     await log(sql, *[change("a", number) for number in range(9)])
     progress = DeliveryProgress(3, 8, (4, 6))
-    async with store.feed_session() as session:
+    async with db.feed.session() as session:
         assert await session.begin() == DeliveryProgress(0, 0), "from the oldest change"
         assert await session.save(progress)
-    async with store.feed_session() as session:
+    async with db.feed.session() as session:
         assert await session.begin() == progress
         changes = await session.changes_after(progress.position, 3)
         assert changes is not None
         assert [change.seq for change in changes] == [4, 5, 6]
     assert await sql.fetchval("select seq from atproto.readers where name = $1", FEED_CONSUMER) == 3
-    assert await store.changes_behind() == 6
+    assert await db.feed.changes_behind() == 6
 
 
 async def test_repos_that_are_behind_are_stored_so_that_the_previous_release_delivers_them(
-    store: Store, sql: asyncpg.Connection
+    db: Database, sql: asyncpg.Connection
 ) -> None:
     await log(sql, *[change("a", number) for number in range(9)])
-    async with store.feed_session() as session:
+    async with db.feed.session() as session:
         await session.begin()
         await session.save(DeliveryProgress(1, 7, (2, 4), behind=((did(1), 3), (did(2), 6))))
         assert await session.begin() == DeliveryProgress(1, 7, (2, 4), behind=((did(1), 3), (did(2), 6)))
@@ -54,27 +54,27 @@ async def test_repos_that_are_behind_are_stored_so_that_the_previous_release_del
         assert await session.begin() == DeliveryProgress(5, 7, (6,))
 
 
-async def test_consumer_that_was_removed_or_disconnected_stores_nothing(store: Store, sql: asyncpg.Connection) -> None:
-    async with store.feed_session() as session:
+async def test_consumer_that_was_removed_or_disconnected_stores_nothing(db: Database, sql: asyncpg.Connection) -> None:
+    async with db.feed.session() as session:
         await session.begin()
         await session.save(DeliveryProgress(0, 2, (1,)))
         await sql.execute("select atproto.unregister_reader($1)", FEED_CONSUMER)
         assert not await session.save(DeliveryProgress(5, 5))
         assert await session.begin() == DeliveryProgress(0, 0), "the deliveries of the removed consumer do not count"
-        assert await store.feed_is_cut_off() is False
+        assert await db.feed.is_cut_off() is False
         await sql.execute("insert into indexer.disconnected_consumer (id) select id from indexer.consumer")
         assert await session.begin() is None
-        assert await store.feed_is_cut_off()
+        assert await db.feed.is_cut_off()
         await sql.execute("select setval('indexer.trimmed_seq', 7)")
         assert await session.changes_after(5, 10) is None
 
 
 async def test_consumer_of_a_trimmed_log_gets_a_snapshot_of_the_repos_and_records(
-    store: Store, sql: asyncpg.Connection
+    db: Database, sql: asyncpg.Connection
 ) -> None:
-    await insert(store, synchronized(1), changes=(put("app.b/two"), put("app.a/one"), put("app.b/one")))
-    await insert(store, synchronized(2))
-    await insert(store, synchronized(3)._replace(tracked=False))
+    await insert(db, synchronized(1), changes=(put("app.b/two"), put("app.a/one"), put("app.b/one")))
+    await insert(db, synchronized(2))
+    await insert(db, synchronized(3)._replace(tracked=False))
     repos = sorted([did(1), did(2)])
     stored = [
         SnapshotPosition(repo, *path)
@@ -82,10 +82,10 @@ async def test_consumer_of_a_trimmed_log_gets_a_snapshot_of_the_repos_and_record
         for path in (("", ""), *((("app.a", "one"), ("app.b", "one"), ("app.b", "two")) if repo == did(1) else ()))
     ]
     await sql.execute("select setval('indexer.trimmed_seq', atproto.latest_seq())")
-    latest = await store.latest_seq()
-    assert await store.feed_is_cut_off() is None
-    assert await store.changes_behind() == 5, "what the first client will get"
-    async with store.feed_session() as session:
+    latest = await db.changes.latest_seq()
+    assert await db.feed.is_cut_off() is None
+    assert await db.feed.changes_behind() == 5, "what the first client will get"
+    async with db.feed.session() as session:
         begun = DeliveryProgress(latest, latest, snapshot=SNAPSHOT_BEGIN)
         assert await session.begin() == begun
         assert await session.begin() == begun, "not delivered yet"
@@ -97,60 +97,60 @@ async def test_consumer_of_a_trimmed_log_gets_a_snapshot_of_the_repos_and_record
         delivered = DeliveryProgress(latest, latest, snapshot=stored[2])
         await session.save(delivered)
         assert await session.begin() == delivered
-        assert await store.changes_behind() == 5, "as long as the snapshot is not complete"
+        assert await db.feed.changes_behind() == 5, "as long as the snapshot is not complete"
         await session.save(DeliveryProgress(latest, latest))
         assert await session.begin() == DeliveryProgress(latest, latest)
-        assert await store.changes_behind() == 0
+        assert await db.feed.changes_behind() == 0
 
 
-async def test_refused_events_are_stored_until_they_are_acknowledged(store: Store) -> None:
+async def test_refused_events_are_stored_until_they_are_acknowledged(db: Database) -> None:
     refused = [RefusedEvent(7, "create", "at://did:plc:a/app.test/one", 5, 1_700_000_000.0, "status 500")]
-    async with store.feed_session() as session:
-        assert await store.refused_events() == []
+    async with db.feed.session() as session:
+        assert await db.feed.refused_events() == []
         await session.begin()
         await session.save(DeliveryProgress(0, 0), refused)
-        assert await store.refused_events() == refused
+        assert await db.feed.refused_events() == refused
         await session.save(DeliveryProgress(7, 7))
-        assert await store.refused_events() == []
+        assert await db.feed.refused_events() == []
 
 
-async def test_one_session_at_a_time_owns_the_feed_and_no_shard(store: Store) -> None:
-    async with store.feed_session() as first:
+async def test_one_session_at_a_time_owns_the_feed_and_no_shard(db: Database) -> None:
+    async with db.feed.session() as first:
         assert await first.lock.claim()
-        async with store.feed_session() as second:
+        async with db.feed.session() as second:
             assert not await second.lock.claim()
-        assert await store.shard_sessions() == []
-    async with store.feed_session() as third:
+        assert await db.shard_locks.sessions() == []
+    async with db.feed.session() as third:
         assert await third.lock.claim()
 
 
-async def test_records_beyond_the_limit_are_left_out_but_never_the_first(store: Store) -> None:
-    await insert(store, synchronized(1), changes=tuple(put(f"app.test/{rkey}") for rkey in ("one", "two", "three")))
+async def test_records_beyond_the_limit_are_left_out_but_never_the_first(db: Database) -> None:
+    await insert(db, synchronized(1), changes=tuple(put(f"app.test/{rkey}") for rkey in ("one", "two", "three")))
     keys = [(did(1), "app.test", rkey) for rkey in ("two", "one", "three", "unknown")]
-    records = await store.feed_records(keys, 1)
+    records = await db.feed.records(keys, 1)
     assert (list(records.shown), records.omitted) == ([keys[0]], frozenset(keys[1:3]))
-    records = await store.feed_records(keys, 1_000_000)
+    records = await db.feed.records(keys, 1_000_000)
     assert (set(records.shown), records.omitted) == (set(keys[:3]), frozenset())
 
 
-async def test_records_of_hidden_repos_are_not_loaded(store: Store) -> None:
-    await insert(store, synchronized(1), changes=(put("app.test/one"),))
-    await insert(store, synchronized(2)._replace(active=False), changes=(put("app.test/two"),))
-    await insert(store, synchronized(3), changes=(put("app.test/three"),))
-    await store.set_takedown(did(3), on=True)
+async def test_records_of_hidden_repos_are_not_loaded(db: Database) -> None:
+    await insert(db, synchronized(1), changes=(put("app.test/one"),))
+    await insert(db, synchronized(2)._replace(active=False), changes=(put("app.test/two"),))
+    await insert(db, synchronized(3), changes=(put("app.test/three"),))
+    await db.repos.set_takedown(did(3), on=True)
     keys = [(did(number), "app.test", rkey) for number, rkey in enumerate(("one", "two", "three"), 1)]
-    records = await store.feed_records(keys, 1_000_000)
+    records = await db.feed.records(keys, 1_000_000)
     assert (set(records.shown), records.omitted, records.hidden) == ({keys[0]}, frozenset(), frozenset(keys[1:]))
 
 
-async def test_what_is_set_aside_is_stored_with_the_progress_and_due_when_the_repo_is_visible(store: Store) -> None:
+async def test_what_is_set_aside_is_stored_with_the_progress_and_due_when_the_repo_is_visible(db: Database) -> None:
     def aside(reason: SetAsideReason, number: int, rev: str, rkey: str = "") -> SetAside:
         refused = reason == "refused"
         path = ("app.test", rkey) if refused else ("", "")
         return SetAside(reason, did(number), *path, rev, "create" if refused else "", int(refused), 1_700_000_000.0, "")
 
     hidden, other, refused = aside("hidden", 1, "2"), aside("hidden", 2, "5"), aside("refused", 1, "3", "one")
-    async with store.feed_session() as session:
+    async with db.feed.session() as session:
         await session.begin()
         await session.save(DeliveryProgress(3, 3), set_aside=SetAsideChanges([hidden, other, refused]))
         assert await session.due(10) == []
@@ -161,24 +161,24 @@ async def test_what_is_set_aside_is_stored_with_the_progress_and_due_when_the_re
         assert await session.due(10) == [earlier], "one row for each repo, with the lowest rev"
         await session.save(DeliveryProgress(6, 6), set_aside=SetAsideChanges([later]))
         assert await session.due(10) == [], "it is hidden again"
-        assert (await session.count_refused(), await store.set_aside_events(None, 9)) == (1, [refused])
-        assert await store.send_set_aside_again(did(2)) == 0
-        assert await store.send_set_aside_again(None) == 1
+        assert (await session.count_refused(), await db.feed.set_aside(None, 9)) == (1, [refused])
+        assert await db.feed.send_again(did(2)) == 0
+        assert await db.feed.send_again(None) == 1
         assert await session.due(10) == [refused]
         await session.save(DeliveryProgress(6, 6), set_aside=SetAsideChanges(delivered=[refused.key, hidden.key]))
-        assert await session.due(10) == await store.set_aside_events(None, 9) == []
+        assert await session.due(10) == await db.feed.set_aside(None, 9) == []
 
 
-async def test_records_of_a_repo_from_a_rev_on_are_found_in_pages(store: Store) -> None:
-    await insert(store, synchronized(1), changes=tuple(put(f"app.test/{rev}", rev=rev) for rev in ("1", "2", "3")))
-    async with store.feed_session() as session:
+async def test_records_of_a_repo_from_a_rev_on_are_found_in_pages(db: Database) -> None:
+    await insert(db, synchronized(1), changes=tuple(put(f"app.test/{rev}", rev=rev) for rev in ("1", "2", "3")))
+    async with db.feed.session() as session:
         assert await session.records_from_rev(did(1), "2", ("", ""), 1) == [("app.test", "2")]
         assert await session.records_from_rev(did(1), "2", ("app.test", "2"), 9) == [("app.test", "3")]
         assert await session.records_from_rev(did(2), "", ("", ""), 9) == []
 
 
-async def test_accounts_are_loaded_with_what_decides_their_status(store: Store) -> None:
-    await insert(store, synchronized(1))
-    assert await store.feed_accounts([did(1), did(2)]) == {
+async def test_accounts_are_loaded_with_what_decides_their_status(db: Database) -> None:
+    await insert(db, synchronized(1))
+    assert await db.feed.accounts([did(1), did(2)]) == {
         did(1): StoredAccount(None, active=True, hosting_status=None, takedown=False)
     }

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import asyncpg
 import pytest
 
-from indexer.db import RetentionPolicy, Store
+from indexer.db import Database, RetentionPolicy
 from indexer.db.change_log_segments import TrimPlan, trim
 from tests.db.change_log_helpers import NEXT, change, connected, fill_segments, log, rkeys
 
@@ -33,7 +33,7 @@ async def as_role(dsn: str, role: str = "atproto_reader") -> AsyncIterator[async
 
 
 async def test_open_transactions_of_consumers_do_not_stop_trimming(
-    store: Store, database: str, sql: asyncpg.Connection
+    db: Database, database: str, sql: asyncpg.Connection
 ) -> None:
     """They disconnect no bystander, and one who reads in time still gets every change."""
     async with as_role(database) as reader:
@@ -47,7 +47,7 @@ async def test_open_transactions_of_consumers_do_not_stop_trimming(
             reader = await stack.enter_async_context(as_role(database))
             await reader.execute("begin")
             await reader.execute(statement)
-        _, done = await store.trim_change_log(TRIM_EVERYTHING, LATER)
+        _, done = await db.segments.trim(TRIM_EVERYTHING, LATER)
         assert (done.truncate, sorted(done.disconnect)) == ((0, 1, 2), ["again", "reading", "removed"])
         await trim(sql, TrimPlan((), (), 4))
         await log(sql, change(4, 4))
@@ -58,12 +58,12 @@ async def test_open_transactions_of_consumers_do_not_stop_trimming(
 
 
 async def test_a_registration_that_commits_after_trimming_reports_the_loss(
-    store: Store, database: str, sql: asyncpg.Connection
+    db: Database, database: str, sql: asyncpg.Connection
 ) -> None:
     await fill_segments(sql, 3)
     async with as_role(database) as reader:
         await reader.execute("begin; select atproto.register_reader('late', 0)")
-        _, done = await store.trim_change_log(TRIM_EVERYTHING, LATER)
+        _, done = await db.segments.trim(TRIM_EVERYTHING, LATER)
         assert done.truncate == (0, 1)
         await reader.execute("commit")
         with pytest.raises(asyncpg.ObjectNotInPrerequisiteStateError, match="up to 2 have been trimmed"):

@@ -8,7 +8,7 @@ from time import time
 import asyncpg
 import pytest
 
-from indexer.db import Store
+from indexer.db import Database
 from indexer.sync.changes import Batch
 from indexer.sync.identity import INVALID_HANDLE, HandleCheck, HandleClaim, StoredIdentity
 from tests.db.change_log_helpers import connected
@@ -23,14 +23,14 @@ def identity(name: object, claimed: str | None, fetched_at: float = 5.0) -> Stor
     return StoredIdentity(did(name), claimed, "https://pds.test", "did:key:zabc", fetched_at)
 
 
-async def claimed(store: Store, count: int = 10, now: float = NOON) -> list[HandleClaim]:
-    return await store.claim_handles(count, ALL, 600.0, now)
+async def claimed(db: Database, count: int = 10, now: float = NOON) -> list[HandleClaim]:
+    return await db.identities.claim_handles(count, ALL, 600.0, now)
 
 
-async def save_check(store: Store, name: object, handle: str | None, due_at: float = NOON, attempts: int = 0) -> None:
+async def save_check(db: Database, name: object, handle: str | None, due_at: float = NOON, attempts: int = 0) -> None:
     """Store the result of checking the handle that `name` claims."""
-    [claim] = [claim for claim in await claimed(store, now=2 * NOON) if claim.did == did(name)]
-    await store.save_handle_check(HandleCheck(claim, handle, attempts, due_at))
+    [claim] = [claim for claim in await claimed(db, now=2 * NOON) if claim.did == did(name)]
+    await db.identities.save_handle_check(HandleCheck(claim, handle, attempts, due_at))
 
 
 async def shown(sql: asyncpg.Connection, name: object) -> str | None:
@@ -38,35 +38,35 @@ async def shown(sql: asyncpg.Connection, name: object) -> str | None:
     return handle
 
 
-async def test_identities_are_read_as_saved_and_the_latest_reading_stays(store: Store) -> None:
+async def test_identities_are_read_as_saved_and_the_latest_reading_stays(db: Database) -> None:
     one, two = identity(1, "alice.test", 5.5), StoredIdentity(did(2), None, None, None, 5.5, problem="not found")
-    await store.save_identities([one, two])
-    assert await store.load_identities([did(1), did(2), did(3)]) == {did(1): one, did(2): two}
-    await store.save_identities([identity(1, "before.test", 4.0)])
-    assert (await store.load_identities([did(1)]))[did(1)] == one
-    await store.write(Batch(stale_identities=frozenset({did(1), did(3)})))
-    assert (await store.load_identities([did(1)]))[did(1)].stale
+    await db.identities.save([one, two])
+    assert await db.identities.load([did(1), did(2), did(3)]) == {did(1): one, did(2): two}
+    await db.identities.save([identity(1, "before.test", 4.0)])
+    assert (await db.identities.load([did(1)]))[did(1)] == one
+    await db.write(Batch(stale_identities=frozenset({did(1), did(3)})))
+    assert (await db.identities.load([did(1)]))[did(1)].stale
     later = identity(1, "after.test", round(time()) + 1.0)  # asked after the announcement, so it removes the mark
-    await store.save_identities([one, later])
-    assert await store.load_identities([did(1), did(3)]) == {did(1): later}
+    await db.identities.save([one, later])
+    assert await db.identities.load([did(1), did(3)]) == {did(1): later}
     odd = replace(identity(4, "nul\0.test"), pds="https://\ud800", fetched_at=time() + 86_400)
-    await store.save_identities([odd])
-    assert (await store.load_identities([did(4)]))[did(4)].handle == "nul\ufffd.test"
-    await store.save_identities([identity(4, "after.test", time())])  # the clock was set back
-    assert (await store.load_identities([did(4)]))[did(4)].handle == "after.test"
+    await db.identities.save([odd])
+    assert (await db.identities.load([did(4)]))[did(4)].handle == "nul\ufffd.test"
+    await db.identities.save([identity(4, "after.test", time())])  # the clock was set back
+    assert (await db.identities.load([did(4)]))[did(4)].handle == "after.test"
 
 
 @pytest.mark.slow
 async def test_new_identities_are_saved_in_the_same_way_on_a_distributed_database(
-    store: Store, sql: asyncpg.Connection
+    db: Database, sql: asyncpg.Connection
 ) -> None:
     before, after = identity("known", "before.test", 4.0), identity("known", "after.test", 5.0)
     others = [identity("new", "alice.test"), StoredIdentity(did("empty"), None, None, None, 5.5, True, "none", 1, 3.0)]
     saved = []
     for shards in (1, 4):
-        store.shards = shards
-        await store.save_identities([before])
-        await store.save_identities([after, *others])
+        db.shards = shards
+        await db.identities.save([before])
+        await db.identities.save([after, *others])
         rows = await sql.fetch("select i.*, handle_due_at = 'epoch' as due from indexer.identity i order by did")
         saved.append([{**row, "handle_due_at": row["handle_due_at"] is not None} for row in rows])
         await sql.execute("delete from indexer.identity")
@@ -76,170 +76,170 @@ async def test_new_identities_are_saved_in_the_same_way_on_a_distributed_databas
 
 @pytest.mark.parametrize("stale_before", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_change_that_is_announced_after_the_lookup_asked_keeps_its_mark(
-    store: Store, sql: asyncpg.Connection, stale_before: bool
+    db: Database, sql: asyncpg.Connection, stale_before: bool
 ) -> None:
     """The save comes later than the mark, for example because it waited for other saves."""
     announced = Batch(stale_identities=frozenset({did(1)}))
-    await store.save_identities([identity(1, "alice.test")])
+    await db.identities.save([identity(1, "alice.test")])
     if stale_before:
-        await store.write(announced)
+        await db.write(announced)
     asked_at = time()
-    await store.write(announced)
-    await store.save_identities([identity(1, "later.test", asked_at)])
-    saved = (await store.load_identities([did(1)]))[did(1)]
+    await db.write(announced)
+    await db.identities.save([identity(1, "later.test", asked_at)])
+    saved = (await db.identities.load([did(1)]))[did(1)]
     assert (saved.handle, saved.stale) == ("later.test", True)
-    assert [due.did for due in await store.due_identities(ALL, 10, time(), web=False)] == [did(1)]
-    await store.save_identities([identity(1, "later.test", time())])
-    assert not (await store.load_identities([did(1)]))[did(1)].stale
+    assert [due.did for due in await db.identities.due(ALL, 10, time(), web=False)] == [did(1)]
+    await db.identities.save([identity(1, "later.test", time())])
+    assert not (await db.identities.load([did(1)]))[did(1)].stale
     assert await sql.fetchval("select refresh_at from indexer.identity") is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("announced_again", [False, True])
 async def test_postponed_refresh_keeps_a_mark_only_for_a_later_announcement(
-    store: Store, announced_again: bool
+    db: Database, announced_again: bool
 ) -> None:
     """A lookup that asked after the first announcement is saved while the refresh is postponed."""
     announced = Batch(stale_identities=frozenset({did(1)}))
-    await store.save_identities([identity(1, "alice.test")])
-    await store.write(announced)
-    await store.postpone_refresh(did(1), time() + 30, 0)
+    await db.identities.save([identity(1, "alice.test")])
+    await db.write(announced)
+    await db.identities.postpone_refresh(did(1), time() + 30, 0)
     asked_at = time()
     if announced_again:
-        await store.write(announced)
-    await store.save_identities([identity(1, "later.test", asked_at)])
-    assert (await store.load_identities([did(1)]))[did(1)].stale == announced_again
-    due = await store.due_identities(ALL, 10, time() + 60, web=False)
+        await db.write(announced)
+    await db.identities.save([identity(1, "later.test", asked_at)])
+    assert (await db.identities.load([did(1)]))[did(1)].stale == announced_again
+    due = await db.identities.due(ALL, 10, time() + 60, web=False)
     assert [one.did for one in due] == [did(1)] * announced_again
 
 
 @pytest.mark.slow
-async def test_change_that_is_announced_during_a_back_off_keeps_its_mark(store: Store) -> None:
+async def test_change_that_is_announced_during_a_back_off_keeps_its_mark(db: Database) -> None:
     """The time of the announcement is not stored then. So the identity is looked up once more, soon."""
     announced = Batch(stale_identities=frozenset({did(1)}))
-    await store.save_identities([identity(1, "alice.test")])
-    await store.write(announced)
-    await store.postpone_refresh(did(1), time() + 1_000, 1)
+    await db.identities.save([identity(1, "alice.test")])
+    await db.write(announced)
+    await db.identities.postpone_refresh(did(1), time() + 1_000, 1)
     asked_at = time()
-    await store.write(announced)
-    assert await store.due_identities(ALL, 10, time() + 999, web=False) == [], "the back-off is not shorter"
-    assert len(await store.due_identities(ALL, 10, time() + 1_001, web=False)) == 1
-    await store.save_identities([identity(1, "later.test", asked_at)])
-    saved = (await store.load_identities([did(1)]))[did(1)]
+    await db.write(announced)
+    assert await db.identities.due(ALL, 10, time() + 999, web=False) == [], "the back-off is not shorter"
+    assert len(await db.identities.due(ALL, 10, time() + 1_001, web=False)) == 1
+    await db.identities.save([identity(1, "later.test", asked_at)])
+    saved = (await db.identities.load([did(1)]))[did(1)]
     assert (saved.handle, saved.stale) == ("later.test", True)
-    assert [due.did for due in await store.due_identities(ALL, 10, time() + 60, web=False)] == [did(1)]
-    await store.save_identities([identity(1, "later.test", time() + 60)])
-    assert not (await store.load_identities([did(1)]))[did(1)].stale
-    assert await store.due_identities(ALL, 10, NOON, web=False) == []
+    assert [due.did for due in await db.identities.due(ALL, 10, time() + 60, web=False)] == [did(1)]
+    await db.identities.save([identity(1, "later.test", time() + 60)])
+    assert not (await db.identities.load([did(1)]))[did(1)].stale
+    assert await db.identities.due(ALL, 10, NOON, web=False) == []
 
 
 @pytest.mark.slow
-async def test_handle_check_does_not_deadlock_with_a_save(store: Store, database: str, sql: asyncpg.Connection) -> None:
+async def test_handle_check_does_not_deadlock_with_a_save(db: Database, database: str, sql: asyncpg.Connection) -> None:
     """The check confirms the handle of the last row, which the first row had. The save has locked the first row."""
     names = sorted([1, 2, 3], key=did)
-    await store.save_identities([identity(name, "shared.test") for name in names])
-    await save_check(store, names[0], "shared.test")
-    [claim] = [claim for claim in await claimed(store, now=3 * NOON) if claim.did == did(names[2])]
+    await db.identities.save([identity(name, "shared.test") for name in names])
+    await save_check(db, names[0], "shared.test")
+    [claim] = [claim for claim in await claimed(db, now=3 * NOON) if claim.did == did(names[2])]
     async with connected(database) as blocker, blocker.transaction():
         await blocker.execute("select from indexer.identity where did = $1 for update", did(names[1]))
-        save = asyncio.create_task(store.save_identities([identity(name, "shared.test", 6.0) for name in names]))
+        save = asyncio.create_task(db.identities.save([identity(name, "shared.test", 6.0) for name in names]))
         await until(partial(waiting_for_locks, sql, 1))
-        check = asyncio.create_task(store.save_handle_check(HandleCheck(claim, "shared.test", 0, NOON)))
+        check = asyncio.create_task(db.identities.save_handle_check(HandleCheck(claim, "shared.test", 0, NOON)))
         await until(partial(waiting_for_locks, sql, 2))
     await asyncio.gather(save, check)
-    assert await store.did_of_handle("shared.test") == did(names[2])
-    due = await claimed(store, now=time() + 60)
+    assert await db.identities.did_of_handle("shared.test") == did(names[2])
+    due = await claimed(db, now=time() + 60)
     assert did(names[0]) in {claim.did for claim in due}
 
 
-async def did_of(store: Store, sql: asyncpg.Connection, handle: str) -> str | None:
-    """Return the DID of a verified handle, of which the store and the public function agree."""
+async def did_of(db: Database, sql: asyncpg.Connection, handle: str) -> str | None:
+    """Return the DID of a verified handle, of which the daemon's query and the public function agree."""
     found: str | None = await sql.fetchval("select atproto.did_of($1)", handle)
-    assert await store.did_of_handle(handle) == found
+    assert await db.identities.did_of_handle(handle) == found
     return found
 
 
-async def test_a_claimed_handle_is_shown_only_while_it_is_verified(store: Store, sql: asyncpg.Connection) -> None:
-    await insert(store, synchronized(1), synchronized(2))
-    await store.save_identities([identity(1, "alice.test"), identity(2, None)])
+async def test_a_claimed_handle_is_shown_only_while_it_is_verified(db: Database, sql: asyncpg.Connection) -> None:
+    await insert(db, synchronized(1), synchronized(2))
+    await db.identities.save([identity(1, "alice.test"), identity(2, None)])
     assert (await shown(sql, 1), await shown(sql, 2)) == (None, INVALID_HANDLE)
-    assert await did_of(store, sql, "alice.test") is None
-    assert await claimed(store) == [HandleClaim(did(1), "alice.test", None, 0)]
-    await save_check(store, 1, "alice.test", due_at=NOON + 300)
+    assert await did_of(db, sql, "alice.test") is None
+    assert await claimed(db) == [HandleClaim(did(1), "alice.test", None, 0)]
+    await save_check(db, 1, "alice.test", due_at=NOON + 300)
     assert await shown(sql, 1) == "alice.test"
-    assert await did_of(store, sql, "alice.test") == did(1)
+    assert await did_of(db, sql, "alice.test") == did(1)
     for name in ("Alice.TEST", "@alice.test"):
         assert await sql.fetchval("select atproto.did_of($1)", name) == did(1)
     for unknown in (INVALID_HANDLE, "bob.test", "", None):
         assert await sql.fetchval("select atproto.did_of($1)", unknown) is None
-    assert (await store.load_identities([did(1)]))[did(1)] == identity(1, "alice.test")
-    await store.save_identities([identity(1, "alice.test", 6.0)])
+    assert (await db.identities.load([did(1)]))[did(1)] == identity(1, "alice.test")
+    await db.identities.save([identity(1, "alice.test", 6.0)])
     assert await shown(sql, 1) == "alice.test", "the same claim keeps its verification"
-    assert await claimed(store) == []
-    await store.save_identities([identity(1, "after.test", 7.0)])
+    assert await claimed(db) == []
+    await db.identities.save([identity(1, "after.test", 7.0)])
     assert await shown(sql, 1) is None
-    assert await did_of(store, sql, "alice.test") is None
-    [claim] = await claimed(store)
+    assert await did_of(db, sql, "alice.test") is None
+    [claim] = await claimed(db)
     assert claim == HandleClaim(did(1), "after.test", None, 0)
-    await store.save_identities([identity(1, "last.test", 8.0)])
-    await store.save_handle_check(HandleCheck(claim, "after.test", 0, 2 * NOON))
+    await db.identities.save([identity(1, "last.test", 8.0)])
+    await db.identities.save_handle_check(HandleCheck(claim, "after.test", 0, 2 * NOON))
     assert await shown(sql, 1) is None, "the check of an earlier claim is ignored"
-    await save_check(store, 1, INVALID_HANDLE)
+    await save_check(db, 1, INVALID_HANDLE)
     assert await shown(sql, 1) == INVALID_HANDLE
-    assert {await did_of(store, sql, handle) for handle in ("last.test", INVALID_HANDLE)} == {None}
-    await store.save_identities([identity(1, None, 9.0)])
+    assert {await did_of(db, sql, handle) for handle in ("last.test", INVALID_HANDLE)} == {None}
+    await db.identities.save([identity(1, None, 9.0)])
     assert await shown(sql, 1) == INVALID_HANDLE
-    assert await claimed(store, now=2 * NOON) == []
+    assert await claimed(db, now=2 * NOON) == []
 
 
 @pytest.mark.slow
-async def test_a_handle_is_claimed_once_until_its_lease_expires_or_its_check_is_due(store: Store) -> None:
+async def test_a_handle_is_claimed_once_until_its_lease_expires_or_its_check_is_due(db: Database) -> None:
     """Attempts are stored. A handle that is not verified is due when the document is read again."""
-    await store.save_identities([identity(1, "alice.test")])
-    assert [len(await claimed(store, now=NOON + seconds)) for seconds in (0, 599, 601)] == [1, 0, 1]
-    await save_check(store, 1, None, due_at=NOON + 300, attempts=3)
-    assert await claimed(store, now=NOON + 299) == []
-    assert await claimed(store, now=NOON + 301) == [HandleClaim(did(1), "alice.test", None, 3)]
-    await save_check(store, 1, INVALID_HANDLE, due_at=NOON + 300, attempts=5)
-    assert await claimed(store) == []
-    await store.save_identities([identity(1, "alice.test", 6.0)])
-    assert await claimed(store) == [HandleClaim(did(1), "alice.test", INVALID_HANDLE, 5)]
+    await db.identities.save([identity(1, "alice.test")])
+    assert [len(await claimed(db, now=NOON + seconds)) for seconds in (0, 599, 601)] == [1, 0, 1]
+    await save_check(db, 1, None, due_at=NOON + 300, attempts=3)
+    assert await claimed(db, now=NOON + 299) == []
+    assert await claimed(db, now=NOON + 301) == [HandleClaim(did(1), "alice.test", None, 3)]
+    await save_check(db, 1, INVALID_HANDLE, due_at=NOON + 300, attempts=5)
+    assert await claimed(db) == []
+    await db.identities.save([identity(1, "alice.test", 6.0)])
+    assert await claimed(db) == [HandleClaim(did(1), "alice.test", INVALID_HANDLE, 5)]
 
 
 @pytest.mark.slow
 async def test_of_two_concurrent_claims_one_gets_the_handle(
-    store: Store, database: str, sql: asyncpg.Connection
+    db: Database, database: str, sql: asyncpg.Connection
 ) -> None:
-    await store.save_identities([identity(1, "alice.test")])
+    await db.identities.save([identity(1, "alice.test")])
     async with connected(database) as first, first.transaction():
         await first.execute("select from indexer.identity for update")
-        claims = [asyncio.create_task(claimed(store)) for _ in range(2)]
+        claims = [asyncio.create_task(claimed(db)) for _ in range(2)]
         await until(partial(waiting_for_locks, sql, 2))
     assert sorted([len(await claim) for claim in claims]) == [0, 1]
 
 
 @pytest.mark.slow
 async def test_a_handle_belongs_to_the_account_for_which_it_was_verified_last(
-    store: Store, sql: asyncpg.Connection
+    db: Database, sql: asyncpg.Connection
 ) -> None:
     """The other account is checked again, also if both were claimed at the same time."""
     for name in (1, 2):
-        await store.save_identities([identity(name, "alice.test")])
-        await save_check(store, name, "alice.test", due_at=NOON + 300)
-    assert await did_of(store, sql, "alice.test") == did(2)
-    assert [claim.did for claim in await claimed(store)] == [did(1)]
-    await store.save_identities([identity(3, "bob.test"), identity(4, "bob.test")])
-    claims = await claimed(store)
+        await db.identities.save([identity(name, "alice.test")])
+        await save_check(db, name, "alice.test", due_at=NOON + 300)
+    assert await did_of(db, sql, "alice.test") == did(2)
+    assert [claim.did for claim in await claimed(db)] == [did(1)]
+    await db.identities.save([identity(3, "bob.test"), identity(4, "bob.test")])
+    claims = await claimed(db)
     for claim in claims:
-        await store.save_handle_check(HandleCheck(claim, "bob.test", 0, NOON))
-    assert await did_of(store, sql, "bob.test") == claims[1].did
+        await db.identities.save_handle_check(HandleCheck(claim, "bob.test", 0, NOON))
+    assert await did_of(db, sql, "bob.test") == claims[1].did
 
 
 @pytest.mark.slow
-async def test_the_handle_that_became_due_last_is_claimed_first(store: Store, sql: asyncpg.Connection) -> None:
-    await store.save_identities([identity(name, f"h{name}.test") for name in range(5)])
+async def test_the_handle_that_became_due_last_is_claimed_first(db: Database, sql: asyncpg.Connection) -> None:
+    await db.identities.save([identity(name, f"h{name}.test") for name in range(5)])
     for name in range(5):
         await sql.execute(
             "update indexer.identity set handle_due_at = to_timestamp($2) where did = $1", did(name), NOON - 10 + name
         )
-    assert {claim.did for claim in await claimed(store, 2)} == {did(4), did(3)}
+    assert {claim.did for claim in await claimed(db, 2)} == {did(4), did(3)}

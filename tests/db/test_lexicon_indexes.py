@@ -8,7 +8,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from indexer.db import DatabaseError, Store, UnknownColumnError
+from indexer.db import Database, DatabaseError, UnknownColumnError
 from tests.db.change_log_helpers import connected
 from tests.db.lexicon_views import LIKES, VIEW
 from tests.db.repo_rows import did, insert, put, synchronized
@@ -51,20 +51,20 @@ async def plan(sql: asyncpg.Connection, query: str) -> str:
     return "\n".join(row[0] for row in await sql.fetch(f"explain {query}"))
 
 
-async def indexes(store: Store) -> dict[str, tuple[str, bool]]:
+async def indexes(db: Database) -> dict[str, tuple[str, bool]]:
     """Return the name and the validity of each index by its columns."""
-    return {index.columns: (index.name, index.valid) for index in await store.lexicon_indexes()}
+    return {index.columns: (index.name, index.valid) for index in await db.lexicon_indexes.load()}
 
 
-async def test_queries_on_the_view_use_the_index(store: Store, sql: asyncpg.Connection) -> None:
-    await insert(store, synchronized(1))
+async def test_queries_on_the_view_use_the_index(db: Database, sql: asyncpg.Connection) -> None:
+    await insert(db, synchronized(1))
     await sql.execute(INSERT_LIKES, did(1), b"\x01\x71\x12\x20" + bytes(32))
     await sql.execute("analyze indexer.record")
-    await store.add_lexicons(sourced(LIKE_DOCUMENT))
+    await db.lexicons.add(sourced(LIKE_DOCUMENT))
     for columns, query in QUERIES.items():
         without = await sql.fetch(query)
         assert "lexicon_" not in await plan(sql, query)
-        index = await store.build_lexicon_index(LIKE, columns.split(","))
+        index = await db.lexicon_indexes.build(LIKE, columns.split(","))
         assert index is not None
         found = await plan(sql, query)
         assert index.name in found
@@ -89,15 +89,15 @@ KINDS = {
 }
 
 
-async def test_every_type_of_column_has_a_suitable_index(store: Store, sql: asyncpg.Connection) -> None:
-    await store.add_lexicons(sourced(REVIEW_DOCUMENT, DEFS_DOCUMENT))
-    await insert(store, synchronized(1), changes=(put(f"{REVIEW}/1", json.dumps(REVIEW_VALUE)),))
+async def test_every_type_of_column_has_a_suitable_index(db: Database, sql: asyncpg.Connection) -> None:
+    await db.lexicons.add(sourced(REVIEW_DOCUMENT, DEFS_DOCUMENT))
+    await insert(db, synchronized(1), changes=(put(f"{REVIEW}/1", json.dumps(REVIEW_VALUE)),))
     # On one row, each other way to find it would do as well.
     await sql.execute("alter table indexer.record drop constraint record_pkey")
     await sql.execute("drop index indexer.record_collection")
     await sql.execute("set enable_seqscan = off")
     for columns, (query, method) in KINDS.items():
-        index = await store.build_lexicon_index(REVIEW, columns.split(","))
+        index = await db.lexicon_indexes.build(REVIEW, columns.split(","))
         assert index is not None
         definition = await sql.fetchval(f"select pg_get_indexdef('indexer.{index.name}'::regclass)")
         assert f"USING {method} " in definition
@@ -107,15 +107,15 @@ async def test_every_type_of_column_has_a_suitable_index(store: Store, sql: asyn
 
 
 async def test_records_with_long_strings_are_stored_although_an_index_contains_their_column(
-    database: str, store: Store, sql: asyncpg.Connection
+    database: str, db: Database, sql: asyncpg.Connection
 ) -> None:
     """A B-tree has no room for them: without a limit in the view, nobody could store such a record any more.
 
     The role of the daemon needs no grant for the functions of an index.
     """
-    await store.add_lexicons(sourced(REVIEW_DOCUMENT, DEFS_DOCUMENT))
+    await db.lexicons.add(sourced(REVIEW_DOCUMENT, DEFS_DOCUMENT))
     for columns in (*KINDS, "subject_uri", "subject_uri,created_at", "photo_cid", "photo_mime_type"):
-        await store.build_lexicon_index(REVIEW, columns.split(","))
+        await db.lexicon_indexes.build(REVIEW, columns.split(","))
     noise = await sql.fetchval("select string_agg(md5(n::text), '') from generate_series(1, 3000) n")
     long: dict[str, Any] = dict.fromkeys(REVIEW_VALUE, noise) | {
         "subject": {"uri": noise, "cid": noise},
@@ -125,7 +125,7 @@ async def test_records_with_long_strings_are_stored_although_an_index_contains_t
     }
     async with role(database) as name:
         await sql.execute(GRANTS.format(role=name))
-        other = await Store.open(with_user(database, name), connections=1)
+        other = await Database.open(with_user(database, name), connections=1)
         await insert(other, synchronized(1), changes=(put(f"{REVIEW}/1", json.dumps(long)),))
         await other.close()
     row = await sql.fetchrow(f"select note, title, subject_uri, tags, lexicon_problem from {VIEW}")
@@ -134,7 +134,7 @@ async def test_records_with_long_strings_are_stored_although_an_index_contains_t
     assert "title: longer than 20 bytes" in row["lexicon_problem"]
 
 
-async def test_columns_that_no_index_can_contain_are_reported(reviews: Store) -> None:
+async def test_columns_that_no_index_can_contain_are_reported(reviews: Database) -> None:
     for columns, problem in {
         "nothing": "has no column nothing; the columns are title, stars, public, created_at, ",
         "did": "an index needs a column of the lexicon",
@@ -144,23 +144,23 @@ async def test_columns_that_no_index_can_contain_are_reported(reviews: Store) ->
         "uri": "has no column uri",
     }.items():
         with pytest.raises(UnknownColumnError, match=problem):
-            await reviews.build_lexicon_index(REVIEW, columns.split(","))
+            await reviews.lexicon_indexes.build(REVIEW, columns.split(","))
     assert await indexes(reviews) == {}
 
 
-async def test_same_index_is_built_once(store: Store) -> None:
-    await store.add_lexicons(sourced(LIKE_DOCUMENT))
-    both = await asyncio.gather(*[store.build_lexicon_index(LIKE, ["created_at"]) for _ in range(2)])
+async def test_same_index_is_built_once(db: Database) -> None:
+    await db.lexicons.add(sourced(LIKE_DOCUMENT))
+    both = await asyncio.gather(*[db.lexicon_indexes.build(LIKE, ["created_at"]) for _ in range(2)])
     assert both.count(None) == 1
-    assert await store.build_lexicon_index(LIKE, ["created_at"]) is None
-    assert [valid for _, valid in (await indexes(store)).values()] == [True]
+    assert await db.lexicon_indexes.build(LIKE, ["created_at"]) is None
+    assert [valid for _, valid in (await indexes(db)).values()] == [True]
 
 
 async def test_interrupted_index_is_built_again_and_the_daemon_writes_meanwhile(
-    database: str, store: Store, sql: asyncpg.Connection
+    database: str, db: Database, sql: asyncpg.Connection
 ) -> None:
-    await store.add_lexicons(sourced(LIKE_DOCUMENT))
-    await insert(store, synchronized(1), changes=(put(f"{LIKE}/1"),))
+    await db.lexicons.add(sourced(LIKE_DOCUMENT))
+    await insert(db, synchronized(1), changes=(put(f"{LIKE}/1"),))
 
     waits = (
         "query like 'create index concurrently lexicon%' and wait_event_type = 'Lock' and datname = current_database()"
@@ -171,27 +171,27 @@ async def test_interrupted_index_is_built_again_and_the_daemon_writes_meanwhile(
 
     async with connected(database) as other, other.transaction():
         await other.execute("update indexer.record set rev = rev")  # the index waits for the end of this transaction
-        task = asyncio.create_task(store.build_lexicon_index(LIKE, ["created_at"]))
+        task = asyncio.create_task(db.lexicon_indexes.build(LIKE, ["created_at"]))
         await until(builds)
-        await insert(store, synchronized(2), changes=(put(f"{LIKE}/2"),))
+        await insert(db, synchronized(2), changes=(put(f"{LIKE}/2"),))
         assert await sql.fetchval(f"select pg_terminate_backend(pid) from pg_stat_activity where {waits}")
         with pytest.raises(DatabaseError, match=r"terminat|clos"):
             await task
-    [(name, valid)] = (await indexes(store)).values()
+    [(name, valid)] = (await indexes(db)).values()
     assert not valid
-    assert await store.build_lexicon_index(LIKE, ["created_at"])
-    assert await indexes(store) == {"created_at": (name, True)}
+    assert await db.lexicon_indexes.build(LIKE, ["created_at"])
+    assert await indexes(db) == {"created_at": (name, True)}
 
 
-async def test_indexes_without_a_column_are_dropped(store: Store) -> None:
+async def test_indexes_without_a_column_are_dropped(db: Database) -> None:
     """They would cost writes and serve no query."""
-    await store.add_lexicons(sourced(REVIEW_DOCUMENT, DEFS_DOCUMENT, LIKE_DOCUMENT))
+    await db.lexicons.add(sourced(REVIEW_DOCUMENT, DEFS_DOCUMENT, LIKE_DOCUMENT))
     for nsid, column in ((REVIEW, "stars"), (REVIEW, "title"), (LIKE, "created_at")):
-        await store.build_lexicon_index(nsid, [column])
+        await db.lexicon_indexes.build(nsid, [column])
     changed = copy_of(REVIEW_DOCUMENT)
     properties_of(changed)["stars"] = {"type": "string"}
-    await store.add_lexicons(sourced(changed))
-    assert [index.columns for index in await store.drop_outdated_lexicon_indexes()] == ["stars"]
-    await store.remove_lexicons([REVIEW])
-    assert [index.columns for index in await store.drop_outdated_lexicon_indexes()] == ["title"]
-    assert list(await indexes(store)) == ["created_at"]
+    await db.lexicons.add(sourced(changed))
+    assert [index.columns for index in await db.lexicon_indexes.drop_outdated()] == ["stars"]
+    await db.lexicons.remove([REVIEW])
+    assert [index.columns for index in await db.lexicon_indexes.drop_outdated()] == ["title"]
+    assert list(await indexes(db)) == ["created_at"]

@@ -10,7 +10,7 @@ import asyncpg
 import pytest
 
 from indexer.atproto.lexicon import FieldKind, RecordField
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.lexicon_columns import plan_columns
 from tests.db.change_log_helpers import connected
 from tests.db.lexicon_views import LIKES, VIEW, put_reviews
@@ -29,7 +29,7 @@ from tests.vectors import vectors
 pytestmark = pytest.mark.slow
 
 
-async def test_row_has_the_values_of_its_record(reviews: Store, sql: asyncpg.Connection) -> None:
+async def test_row_has_the_values_of_its_record(reviews: Database, sql: asyncpg.Connection) -> None:
     await put_reviews(reviews, REVIEW_VALUE)
     row = await sql.fetchrow(f"select * from {VIEW}")
     assert row is not None
@@ -79,7 +79,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 }
 
 
-async def test_value_that_does_not_fit_is_null_with_the_reason(reviews: Store, sql: asyncpg.Connection) -> None:
+async def test_value_that_does_not_fit_is_null_with_the_reason(reviews: Database, sql: asyncpg.Connection) -> None:
     """Every wrong value of a record is reported. A blob of an early release fits: it has a CID and no size."""
     wrong = [{name: value} for name, (value, _) in WRONG.items()]
     early = {"photo": {"cid": CID, "mimeType": "image/jpeg"}}
@@ -102,17 +102,17 @@ async def test_value_that_does_not_fit_is_null_with_the_reason(reviews: Store, s
     )
 
 
-async def test_required_field_that_may_be_null_must_be_present(store: Store, sql: asyncpg.Connection) -> None:
+async def test_required_field_that_may_be_null_must_be_present(db: Database, sql: asyncpg.Connection) -> None:
     document = copy_of(LIKE_DOCUMENT)
     document["defs"]["main"]["record"] |= {
         "required": ["a", "b"],
         "nullable": ["a", "c"],
         "properties": {name: {"type": "string"} for name in "abc"},
     }
-    await store.add_lexicons(sourced(document))
+    await db.lexicons.add(sourced(document))
     values = ({"a": None, "b": "b", "c": None}, {"b": None}, {"a": "a", "b": "b"}, {"a": 1, "b": "b", "c": 1})
     changes = [put(f"{LIKE}/{number}", json.dumps(value)) for number, value in enumerate(values)]
-    await insert(store, synchronized(1), changes=tuple(changes))
+    await insert(db, synchronized(1), changes=tuple(changes))
     assert [row[0] for row in await sql.fetch(f"select lexicon_problem from {LIKES} order by rkey")] == [
         None,
         "a: missing; b: null",
@@ -128,7 +128,7 @@ HOSTILE: tuple[Any, ...] = (
 )
 
 
-async def test_no_record_makes_a_query_fail(reviews: Store, sql: asyncpg.Connection) -> None:
+async def test_no_record_makes_a_query_fail(reviews: Database, sql: asyncpg.Connection) -> None:
     """Not even one without a value, with another type, or that is no map."""
     values = [{name: value for name in REVIEW_VALUE if name != "$type"} for value in HOSTILE]
     await put_reviews(reviews, *values, "text", [1], 7, None)
@@ -199,7 +199,7 @@ async def test_every_published_datetime_with_a_year_has_its_time_and_no_invalid_
         assert abs(datetime.fromisoformat(text) - found) <= timedelta(microseconds=1)
 
 
-async def test_odd_item_or_size_hides_nothing_beside_it(reviews: Store, sql: asyncpg.Connection) -> None:
+async def test_odd_item_or_size_hides_nothing_beside_it(reviews: Database, sql: asyncpg.Connection) -> None:
     """The sizes of blobs are the same in both views: a number of bytes, or null."""
     sizes: list[tuple[Any, int | None]] = [(12, 12), (0, 0), (3.0, 3), (2**63 - 1, 2**63 - 1)]
     sizes += [(size, None) for size in (-1, 1.5, 2**63, 1e300, "12", None, True, [1])]
@@ -226,7 +226,7 @@ async def test_odd_item_or_size_hides_nothing_beside_it(reviews: Store, sql: asy
     ]
 
 
-async def test_public_roles_read_the_rows_of_visible_repos_and_change_nothing(database: str, reviews: Store) -> None:
+async def test_public_roles_read_the_rows_of_visible_repos_and_change_nothing(database: str, reviews: Database) -> None:
     await put_reviews(reviews, REVIEW_VALUE)
     async with connected(database) as connection:
         for role in ("atproto_reader", "atproto_operator"):
@@ -242,7 +242,7 @@ async def test_public_roles_read_the_rows_of_visible_repos_and_change_nothing(da
             ):
                 with pytest.raises((asyncpg.InsufficientPrivilegeError, asyncpg.ObjectNotInPrerequisiteStateError)):
                     await connection.execute(forbidden)
-        assert await reviews.set_takedown(did(1), on=True)
+        assert await reviews.repos.set_takedown(did(1), on=True)
         assert await connection.fetchval(f"select count(*) from {VIEW}") == 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from indexer.db import AddedState, DatabaseError, Store, ViewInUseError, schema_version
+from indexer.db import AddedState, Database, DatabaseError, ViewInUseError, schema_version
 from indexer.db.migrate import migrate
 from indexer.db.schema_version import migrations_folder
 from indexer.errors import SettingsError
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 
 async def test_new_optional_field_is_appended_while_a_query_reads_the_view(
-    database: str, reviews: Store, sql: asyncpg.Connection
+    database: str, reviews: Database, sql: asyncpg.Connection
 ) -> None:
     """A view of a user stays valid, and columns keep their positions although the field is the first of the lexicon."""
     await sql.execute(f"create view public.own as select title, stars from {VIEW}")
@@ -43,7 +43,7 @@ async def test_new_optional_field_is_appended_while_a_query_reads_the_view(
     changed["defs"]["main"]["record"]["properties"] = {"createdAT": {"type": "integer"}, **properties}
     async with connected(database) as reader, reader.transaction():
         await reader.fetch("select title from public.own")  # holds a lock until the transaction ends
-        adding = asyncio.create_task(reviews.add_lexicons(sourced(changed)))
+        adding = asyncio.create_task(reviews.lexicons.add(sourced(changed)))
         await until(lambda: waiting_for_locks(sql, 1))
     results = {result.nsid: result.state for result in await adding}
     assert results[REVIEW] is AddedState.UPDATED
@@ -52,11 +52,11 @@ async def test_new_optional_field_is_appended_while_a_query_reads_the_view(
     assert await sql.fetch("select * from public.own") == []
 
 
-async def test_changed_type_replaces_the_view(reviews: Store, sql: asyncpg.Connection) -> None:
+async def test_changed_type_replaces_the_view(reviews: Database, sql: asyncpg.Connection) -> None:
     changed = copy_of(REVIEW_DOCUMENT)
     properties_of(changed)["stars"] = {"type": "string"}
     del properties_of(changed)["public"]
-    await reviews.add_lexicons(sourced(changed))
+    await reviews.lexicons.add(sourced(changed))
     found = await columns(sql, VIEW)
     assert found["stars"] == "text"
     assert "public" not in found
@@ -64,68 +64,68 @@ async def test_changed_type_replaces_the_view(reviews: Store, sql: asyncpg.Conne
     await sql.fetch(f"select * from {VIEW}")
 
 
-async def test_views_of_users_are_never_dropped(reviews: Store, sql: asyncpg.Connection) -> None:
+async def test_views_of_users_are_never_dropped(reviews: Database, sql: asyncpg.Connection) -> None:
     await sql.execute(f"create view public.own as select stars from {VIEW}")
     changed = copy_of(REVIEW_DOCUMENT)
     properties_of(changed)["stars"] = {"type": "string"}
     before = await columns(sql, VIEW)
     with pytest.raises(ViewInUseError, match=r"view public\.own depends on view lexicon"):
-        await reviews.add_lexicons(sourced(changed, LIKE_DOCUMENT))
+        await reviews.lexicons.add(sourced(changed, LIKE_DOCUMENT))
     with pytest.raises(ViewInUseError, match=r"view public\.own depends on view lexicon"):
-        await reviews.remove_lexicons([REVIEW])
+        await reviews.lexicons.remove([REVIEW])
     assert await columns(sql, VIEW) == before
-    assert LIKE not in await reviews.lexicons()
+    assert LIKE not in await reviews.lexicons.load()
     await sql.execute(f"create view {LIKES} as select 1 as own")
     with pytest.raises(ViewInUseError, match="exists and is not a view of a lexicon"):
-        await reviews.add_lexicons(sourced(LIKE_DOCUMENT))
+        await reviews.lexicons.add(sourced(LIKE_DOCUMENT))
     assert await sql.fetchval(f"select own from {LIKES}") == 1
 
 
-async def test_two_lexicons_whose_views_would_have_one_name_are_refused(reviews: Store) -> None:
+async def test_two_lexicons_whose_views_would_have_one_name_are_refused(reviews: Database) -> None:
     """An authority has found two long NSIDs with the same hash."""
     authority = f"com.example.{50 * 'x'}"
     first, second = (copy_of(LIKE_DOCUMENT) | {"id": f"{authority}.a{number}"} for number in (128_547, 139_186))
-    await reviews.add_lexicons(sourced(first))
-    before = await reviews.lexicons()
+    await reviews.lexicons.add(sourced(first))
+    before = await reviews.lexicons.load()
     with pytest.raises(ViewInUseError, match=r"view of another lexicon has this name: .*_07fdd347\)"):
-        await reviews.add_lexicons(sourced(second, LIKE_DOCUMENT))
-    assert await reviews.lexicons() == before
+        await reviews.lexicons.add(sourced(second, LIKE_DOCUMENT))
+    assert await reviews.lexicons.load() == before
 
 
-async def test_only_a_change_of_a_view_waits_for_its_readers_and_not_forever(database: str, reviews: Store) -> None:
+async def test_only_a_change_of_a_view_waits_for_its_readers_and_not_forever(database: str, reviews: Database) -> None:
     changed = copy_of(REVIEW_DOCUMENT)
     properties_of(changed)["new"] = {"type": "integer"}
-    reviews.lexicon_attempts = 1
+    reviews.lexicons.attempts = 1
     async with connected(database) as reader, reader.transaction():
         await reader.fetch(f"select * from {VIEW}")
-        results = await reviews.add_lexicons(sourced(REVIEW_DOCUMENT))
+        results = await reviews.lexicons.add(sourced(REVIEW_DOCUMENT))
         assert {result.state for result in results} == {AddedState.UNCHANGED}
         with pytest.raises(DatabaseError, match="open transactions use a typed view that has to change"):
-            await reviews.add_lexicons(sourced(changed))
+            await reviews.lexicons.add(sourced(changed))
 
 
 async def test_type_of_a_field_becomes_known_with_the_lexicon_that_it_refers_to(
-    store: Store, sql: asyncpg.Connection
+    db: Database, sql: asyncpg.Connection
 ) -> None:
-    [result] = await store.add_lexicons(sourced(REVIEW_DOCUMENT))
+    [result] = await db.lexicons.add(sourced(REVIEW_DOCUMENT))
     assert result.unknown == ("com.elsewhere.defs", "com.example.defs")
     assert (await columns(sql, VIEW))["kind"] == "jsonb"
-    results = {result.nsid: result for result in await store.add_lexicons(sourced(DEFS_DOCUMENT, QUERY_DOCUMENT))}
+    results = {result.nsid: result for result in await db.lexicons.add(sourced(DEFS_DOCUMENT, QUERY_DOCUMENT))}
     assert {nsid: result.state for nsid, result in results.items()} == {
         REVIEW: AddedState.UPDATED,
         DEFS_DOCUMENT["id"]: AddedState.ADDED,
         QUERY_DOCUMENT["id"]: AddedState.SKIPPED,
     }
     assert (await columns(sql, VIEW))["kind"] == "text"
-    assert set(await store.lexicons()) == {REVIEW, DEFS_DOCUMENT["id"]}
+    assert set(await db.lexicons.load()) == {REVIEW, DEFS_DOCUMENT["id"]}
 
 
 async def test_removal_drops_the_view_and_lexicons_that_only_it_refers_to(
-    reviews: Store, sql: asyncpg.Connection
+    reviews: Database, sql: asyncpg.Connection
 ) -> None:
-    await reviews.add_lexicons(sourced(LIKE_DOCUMENT))
-    await reviews.remove_lexicons([REVIEW])
-    assert list(await reviews.lexicons()) == [LIKE]
+    await reviews.lexicons.add(sourced(LIKE_DOCUMENT))
+    await reviews.lexicons.remove([REVIEW])
+    assert list(await reviews.lexicons.load()) == [LIKE]
     assert await sql.fetchval("select to_regclass($1)", VIEW) is None
 
 
@@ -162,7 +162,7 @@ async def add_migration(
 
 async def test_migration_that_replaces_the_public_view_recreates_typed_views(
     database: str,
-    reviews: Store,
+    reviews: Database,
     sql: asyncpg.Connection,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -197,7 +197,7 @@ def upgrade() -> None:
 
 
 async def test_release_that_would_drop_a_view_of_a_user_migrates_nothing_and_names_it(
-    database: str, reviews: Store, sql: asyncpg.Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    database: str, reviews: Database, sql: asyncpg.Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No release should change a type: see `SQL_TYPES`."""
     await put_reviews(reviews, REVIEW_VALUE)

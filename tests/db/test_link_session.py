@@ -3,7 +3,7 @@
 import asyncpg
 import pytest
 
-from indexer.db import LinkProgress, Store, link_progress, link_session
+from indexer.db import Database, LinkProgress, link_progress, link_session
 from indexer.db.link_progress import share_before
 from indexer.db.link_session import LINK_CONSUMER, PositionLostError
 from indexer.readers.links.reader import LinkReader
@@ -18,9 +18,9 @@ pytestmark = pytest.mark.slow
 STATE = "select state from atproto.link_progress"
 
 
-async def test_without_links_nothing_is_stored_and_the_count_is_null(store: Store, sql: asyncpg.Connection) -> None:
-    assert not await store.links_are_kept()
-    await insert(store, synchronized(1), changes=(like("a"),))
+async def test_without_links_nothing_is_stored_and_the_count_is_null(db: Database, sql: asyncpg.Connection) -> None:
+    assert not await db.links.are_kept()
+    await insert(db, synchronized(1), changes=(like("a"),))
     await sql.execute("select atproto.request_takedown($1, true)", did(1))
     for table in ("record_link", "target_count", "links_to_recount", "link_reader", "consumer"):
         assert await sql.fetchval(f"select count(*) from indexer.{table}") == 0  # noqa: S608
@@ -29,29 +29,29 @@ async def test_without_links_nothing_is_stored_and_the_count_is_null(store: Stor
 
 
 async def test_stored_records_are_backfilled_while_others_are_written(
-    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    db: Database, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A transaction ends with the first value beyond its bytes, and a restart continues after the last one."""
     monkeypatch.setattr(link_session, "MAX_CHANGES", 100)
     monkeypatch.setattr(link_session, "MAX_BYTES", 8_000)
     changes = tuple(like(f"r{number:04}", number % 3) for number in range(300))
-    await insert(store, *[synchronized(number) for number in range(3)], changes=changes[:40])
-    await insert(store, synchronized("large"), synchronized("hidden", takedown=True), changes=changes)
-    async with owned_links(store) as session:
+    await insert(db, *[synchronized(number) for number in range(3)], changes=changes[:40])
+    await insert(db, synchronized("large"), synchronized("hidden", takedown=True), changes=changes)
+    async with owned_links(db) as session:
         assert await session.backfill()
         assert 0 < session.links < 100
         assert await count(sql, 0) is None
         assert await sql.fetchval(STATE) == "backfill"
     touched = (like("r0000", "new", action="update"), delete(f"{LIKE}/r0001"), like("later"))
-    await store.write(Batch((RepoWrite(synchronized("large"), synchronized("large", version=2), touched),)))
-    async with owned_links(store) as session:
+    await db.write(Batch((RepoWrite(synchronized("large"), synchronized("large", version=2), touched),)))
+    async with owned_links(db) as session:
         assert session.backfilled_to > ("", "", "")
         await session.backfill()
         before, repo = synchronized("large", version=2), synchronized("large", version=3)
-        await store.write(Batch((RepoWrite(before, repo, (delete(f"{LIKE}/r0299"),)),)))
+        await db.write(Batch((RepoWrite(before, repo, (delete(f"{LIKE}/r0299"),)),)))
         while await session.backfill():
             pass
-    await settle(store)
+    await settle(db)
     await assert_links_exact(sql)
     progress = await sql.fetchrow("select state, repos_done, buckets_done, buckets from atproto.link_progress")
     assert tuple(progress or ()) == ("complete", 5, 256, 256)
@@ -59,30 +59,30 @@ async def test_stored_records_are_backfilled_while_others_are_written(
 
 
 async def test_turning_links_off_removes_them_and_on_again_brings_them_back(
-    store: Store, sql: asyncpg.Connection
+    db: Database, sql: asyncpg.Connection
 ) -> None:
     """A consumer that reads links delays their removal only for a moment; it is tried again."""
-    await turn_on(store)
-    await insert(store, synchronized(1), changes=(like("a"),))
-    await settle(store)
+    await turn_on(db)
+    await insert(db, synchronized(1), changes=(like("a"),))
+    await settle(db)
     assert await count(sql) == 1
     async with sql.transaction():
         await sql.fetch("select * from atproto.links")
         with pytest.raises(Exception, match="lock timeout"):
-            await turn_off(store)
-    await turn_off(store)
+            await turn_off(db)
+    await turn_off(db)
     assert await count(sql) is None
     assert await sql.fetchval("select count(*) from indexer.record_link") == 0
     assert await sql.fetchval("select count(*) from atproto.readers") == 0
     changes = (like("b"), delete(f"{LIKE}/a"))
-    await store.write(Batch((RepoWrite(synchronized(1), synchronized(1, version=2), changes),)))
-    await turn_on(store)
+    await db.write(Batch((RepoWrite(synchronized(1), synchronized(1, version=2), changes),)))
+    await turn_on(db)
     assert await count(sql) == 1
     await assert_links_exact(sql)
 
 
-async def test_one_process_keeps_links_at_a_time(store: Store) -> None:
-    async with owned_links(store), store.link_session() as other:
+async def test_one_process_keeps_links_at_a_time(db: Database) -> None:
+    async with owned_links(db), db.links.session() as other:
         assert not await other.lock.claim()
 
 
@@ -94,14 +94,14 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-async def test_a_reader_that_lost_its_position_begins_again(store: Store, sql: asyncpg.Connection, loss: str) -> None:
+async def test_a_reader_that_lost_its_position_begins_again(db: Database, sql: asyncpg.Connection, loss: str) -> None:
     """Nothing of the transaction that found it out is stored. A daemon then adds the links of all stored records."""
-    await insert(store, synchronized(1), changes=(like("a"), like("b")))
-    await turn_on(store)
-    await store.write(Batch((RepoWrite(synchronized(1), synchronized(1, version=2), (delete(f"{LIKE}/a"),)),)))
-    await number_changes(store)
+    await insert(db, synchronized(1), changes=(like("a"), like("b")))
+    await turn_on(db)
+    await db.write(Batch((RepoWrite(synchronized(1), synchronized(1, version=2), (delete(f"{LIKE}/a"),)),)))
+    await number_changes(db)
     await sql.execute(LOSSES[loss])
-    async with owned_links(store) as session:
+    async with owned_links(db) as session:
         with pytest.raises(PositionLostError):
             await session.read_changes()
         assert await count(sql) == 2
@@ -109,19 +109,19 @@ async def test_a_reader_that_lost_its_position_begins_again(store: Store, sql: a
     async def is_complete() -> bool:
         return await count(sql) == 1
 
-    async with running(LinkReader(store, wanted=True, retry=0.05).run()):
+    async with running(LinkReader(db, wanted=True, retry=0.05).run()):
         await until(is_complete)
-    await settle(store)
+    await settle(db)
     await assert_links_exact(sql)
     assert await sql.fetchval("select seq from atproto.readers where name = $1", LINK_CONSUMER) is not None
 
 
-async def test_the_log_waits_for_links(store: Store, sql: asyncpg.Connection) -> None:
-    await turn_on(store)
-    await insert(store, synchronized(1), changes=(like("a"),))
+async def test_the_log_waits_for_links(db: Database, sql: asyncpg.Connection) -> None:
+    await turn_on(db)
+    await insert(db, synchronized(1), changes=(like("a"),))
     query = "select name, seq, behind from atproto.readers"
     before = await sql.fetchrow(query)
-    await settle(store)
+    await settle(db)
     after = await sql.fetchrow(query)
     assert before is not None
     assert after is not None
@@ -149,27 +149,27 @@ def test_the_estimate_grows_with_the_did() -> None:
 
 
 async def test_progress_of_links_in_each_state(
-    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    db: Database, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert (await store.counts()).links == LinkProgress()
-    await insert(store, synchronized(1), changes=(like("a"),))
-    async with owned_links(store):
-        links = (await store.counts()).links
+    assert (await db.reports.counts()).links == LinkProgress()
+    await insert(db, synchronized(1), changes=(like("a"),))
+    async with owned_links(db):
+        links = (await db.reports.counts()).links
     assert (links.state, links.progress, links.repos_done) == ("backfill", 0.0, 0)
     assert links.enabled_at is not None
     await sql.execute("update indexer.link_reader set did = 'did:plc:j2', repos = 2")
-    links = (await store.counts()).links
+    links = (await db.reports.counts()).links
     assert (links.state, links.progress, links.repos_done) == ("backfill", 15 / 32, 2)
-    await turn_on(store)
-    links = (await store.counts()).links
+    await turn_on(db)
+    links = (await db.reports.counts()).links
     assert (links.state, links.progress, links.open_recounts) == ("complete", 1.0, 0)
-    await insert(store, synchronized(2), synchronized(3))
+    await insert(db, synchronized(2), synchronized(3))
     for number in (2, 3):
         await sql.execute("select atproto.request_takedown($1, true)", did(number))
-    async with owned_links(store) as session:
+    async with owned_links(db) as session:
         await session.read_changes()
-    assert (await store.counts()).links.open_recounts == 2
+    assert (await db.reports.counts()).links.open_recounts == 2
     monkeypatch.setattr(link_progress, "MAX_OPEN", 1)
-    assert (await store.counts()).links.open_recounts == 1
-    await turn_off(store)
-    assert (await store.counts()).links == LinkProgress()
+    assert (await db.reports.counts()).links.open_recounts == 1
+    await turn_off(db)
+    assert (await db.reports.counts()).links == LinkProgress()

@@ -12,7 +12,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from indexer.db import Store, link_session
+from indexer.db import Database, link_session
 from indexer.readers.links.reader import LinkReader
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
 from indexer.sync.repo import Repo, SyncStatus
@@ -39,126 +39,126 @@ from tests.waiting import until
 pytestmark = pytest.mark.slow
 
 
-async def test_links_follow_creates_updates_and_deletes(store: Store, sql: asyncpg.Connection) -> None:
-    await turn_on(store)
-    await insert(store, synchronized(1), changes=(like("a"), like("b"), like("c", "two"), put("app.test/d")))
-    await settle(store)
+async def test_links_follow_creates_updates_and_deletes(db: Database, sql: asyncpg.Connection) -> None:
+    await turn_on(db)
+    await insert(db, synchronized(1), changes=(like("a"), like("b"), like("c", "two"), put("app.test/d")))
+    await settle(db)
     assert (await count(sql), await count(sql, "two"), await count(sql, "none")) == (2, 1, 0)
     row = await sql.fetchrow("select * from atproto.links where rkey = 'c'")
     assert tuple(row or ()) == (post("two"), "strong-ref", did(1), LIKE, "c", PATH, bucket_of(did(1)))
     changes = (like("a", "two", action="update"), delete(f"{LIKE}/b"), delete(f"{LIKE}/absent"))
-    await store.write(Batch((RepoWrite(synchronized(1), synchronized(1, version=2), changes),)))
-    await number_changes(store)
+    await db.write(Batch((RepoWrite(synchronized(1), synchronized(1, version=2), changes),)))
+    await number_changes(db)
     assert not await links_at_end(sql)
     assert await count(sql) == 2, "they are those of the position"
-    await settle(store)
+    await settle(db)
     assert (await count(sql), await count(sql, "two")) == (0, 2)
     await assert_links_exact(sql)
     assert await sql.fetchval("select count(*) from indexer.target_count where count = 0") == 0
     repeated = (like("x"), delete(f"{LIKE}/x"), like("x", "four"), like("y", "four"), delete(f"{LIKE}/y"))
-    await insert(store, synchronized(2), changes=repeated)
-    await settle(store)
+    await insert(db, synchronized(2), changes=repeated)
+    await settle(db)
     assert (await count(sql), await count(sql, "four")) == (0, 1), "the last of several changes of a record counts"
     await assert_links_exact(sql)
 
 
-async def test_links_of_a_hidden_repo_are_neither_shown_nor_counted(store: Store, sql: asyncpg.Connection) -> None:
-    await turn_on(store)
+async def test_links_of_a_hidden_repo_are_neither_shown_nor_counted(db: Database, sql: asyncpg.Connection) -> None:
+    await turn_on(db)
     changes = tuple(like(number) for number in range(5))
-    await insert(store, synchronized(1), synchronized(2), changes=changes)
-    await settle(store)
+    await insert(db, synchronized(1), synchronized(2), changes=changes)
+    await settle(db)
     repo = synchronized(1)
     for visible, settled in ((False, True), (True, True), (False, False), (True, False)):
         before, repo = repo, repo._replace(version=repo.version + 1, active=visible)
         write = RepoWrite(before, repo)
-        assert not (await store.write(Batch((write,)))).skipped
+        assert not (await db.write(Batch((write,)))).skipped
         assert await sql.fetchval("select count(*) from atproto.links") == (10 if visible else 5)
-        async with owned_links(store) as session:
+        async with owned_links(db) as session:
             assert await session.read_changes()
         if settled:
-            await settle(store)
+            await settle(db)
         assert await count(sql) == (10 if visible else 5)
         await assert_links_exact(sql)
-    await settle(store)
+    await settle(db)
     assert await sql.fetchval("select count(*) from indexer.links_to_recount") == 0
     await assert_links_exact(sql)
 
 
-async def test_links_follow_a_resync_in_all_its_ways(store: Store, sql: asyncpg.Connection) -> None:
+async def test_links_follow_a_resync_in_all_its_ways(db: Database, sql: asyncpg.Connection) -> None:
     """New records are copied, others are merged, and buffered events are drained."""
-    await turn_on(store)
-    claimed = await in_progress(store, 1)
-    async with store.resync(claimed) as transaction:
+    await turn_on(db)
+    claimed = await in_progress(db, 1)
+    async with db.resyncs.transaction(claimed) as transaction:
         await transaction.write((like("a"),))  # and is abandoned
-    await settle(store)
+    await settle(db)
     assert await assert_links_exact(sql) == 0
-    await finish_resync(store, claimed, (like("a"), like("b"), like("c")), drained=(like("d"), delete(f"{LIKE}/a")))
-    await settle(store)
+    await finish_resync(db, claimed, (like("a"), like("b"), like("c")), drained=(like("d"), delete(f"{LIKE}/a")))
+    await settle(db)
     assert await count(sql) == 3
-    again = await claim_again(store, claimed)
+    again = await claim_again(db, claimed)
     changes = (like("b", "two", action="update"), delete(f"{LIKE}/c"), like("e"))
-    await finish_resync(store, again, changes)
-    await settle(store)
+    await finish_resync(db, again, changes)
+    await settle(db)
     assert (await count(sql), await count(sql, "two")) == (2, 1)
     await assert_links_exact(sql)
 
 
 @pytest.mark.parametrize("recounted", [True, False])
-async def test_a_takedown_during_a_resync_is_counted(store: Store, sql: asyncpg.Connection, *, recounted: bool) -> None:
-    await turn_on(store)
-    claimed = await in_progress(store, 1)
+async def test_a_takedown_during_a_resync_is_counted(db: Database, sql: asyncpg.Connection, *, recounted: bool) -> None:
+    await turn_on(db)
+    claimed = await in_progress(db, 1)
 
     async def take_down() -> None:
         await sql.execute("select atproto.request_takedown($1, true)", did(1))
         if recounted:
-            await settle(store)
+            await settle(db)
 
-    await finish_resync(store, claimed, (like("a"), like("b")), before_lock=take_down)
-    await settle(store)
+    await finish_resync(db, claimed, (like("a"), like("b")), before_lock=take_down)
+    await settle(db)
     assert await count(sql) == 0
     await sql.execute("select atproto.request_takedown($1, false)", did(1))
-    await settle(store)
+    await settle(db)
     assert await count(sql) == 2
     await assert_links_exact(sql)
 
 
-async def test_an_erasure_removes_links(store: Store, sql: asyncpg.Connection) -> None:
-    await turn_on(store)
+async def test_an_erasure_removes_links(db: Database, sql: asyncpg.Connection) -> None:
+    await turn_on(db)
     hidden = synchronized(1, active=False, hosting_status="deleted", erase_at=5.0)
-    await insert(store, hidden, synchronized(2), changes=(like("a"), like("b")))
-    await settle(store)
-    erased = await store.erase_batch(ALL, 10.0)
+    await insert(db, hidden, synchronized(2), changes=(like("a"), like("b")))
+    await settle(db)
+    erased = await db.erasure.erase_batch(ALL, 10.0)
     assert erased
     assert erased.records == 2
-    await settle(store)
+    await settle(db)
     assert await count(sql) == 2
     assert await sql.fetchval("select count(*) from indexer.record_link where did = $1", did(1)) == 0
     await assert_links_exact(sql)
 
 
 async def test_links_of_an_untracked_repo_are_not_counted_until_it_is_tracked_again(
-    store: Store, sql: asyncpg.Connection
+    db: Database, sql: asyncpg.Connection
 ) -> None:
     """Its records are erased later; meanwhile, it is hidden."""
-    await turn_on(store)
-    await insert(store, synchronized(1), synchronized(2), changes=(like("a"),))
+    await turn_on(db)
+    await insert(db, synchronized(1), synchronized(2), changes=(like("a"),))
     await sql.execute("select atproto.untrack(array[$1])", did(1))
-    await settle(store)
+    await settle(db)
     assert await count(sql) == 1
     await sql.execute("select atproto.track(array[$1])", did(1))
-    await settle(store)
+    await settle(db)
     await assert_links_exact(sql)
     await sql.execute("select atproto.untrack(array[$1])", did(1))
-    assert await store.erase_batch(ALL, time() + 10)
-    await settle(store)
+    assert await db.erasure.erase_batch(ALL, time() + 10)
+    await settle(db)
     assert await count(sql) == 1
     assert await assert_links_exact(sql) == 1
     assert await sql.fetchval("select count(*) from indexer.links_to_recount") == 0
 
 
-async def test_links_take_less_than_ten_times_the_bytes_of_the_records(store: Store, sql: asyncpg.Connection) -> None:
+async def test_links_take_less_than_ten_times_the_bytes_of_the_records(db: Database, sql: asyncpg.Connection) -> None:
     """The worst records have as many short links as their size allows, each to a target of its own."""
-    await turn_on(store)
+    await turn_on(db)
     tables = "pg_total_relation_size('indexer.record_link') + pg_total_relation_size('indexer.target_count')"
     before, size = await sql.fetchval(f"select {tables}"), 0
     for commit in range(5):
@@ -168,19 +168,19 @@ async def test_links_take_less_than_ten_times_the_bytes_of_the_records(store: St
         ]
         size += sum(map(len, values))
         changes = tuple(put(f"app.test/{number}", value) for number, value in enumerate(values))
-        await insert(store, synchronized(commit), changes=changes)
-    await settle(store)
+        await insert(db, synchronized(commit), changes=changes)
+    await settle(db)
     links = await sql.fetchval("select count(*) from atproto.links")
     assert 4 * 1_000 < links < 100 * 1_000
-    if store.placement is not Placement.DISTRIBUTED:  # the tables are on other nodes
+    if db.placement is not Placement.DISTRIBUTED:  # the tables are on other nodes
         assert await sql.fetchval(f"select {tables}") - before < 10 * size
 
 
 class EverythingAtOnce:
     """Writers of every kind on the same few repos, each in a task of its own, until the checker has seen enough."""
 
-    def __init__(self, store: Store, seed: int) -> None:
-        self.store = store
+    def __init__(self, db: Database, seed: int) -> None:
+        self.db = db
         self.numbers = random.Random(seed)
         self.done, self.go = asyncio.Event(), asyncio.Event()
         self.go.set()
@@ -200,13 +200,13 @@ class EverythingAtOnce:
 
     async def any_repo(self, status: SyncStatus) -> Repo | None:
         name = self.any_did()
-        repo = (await self.store.repos([name])).get(name)
+        repo = (await self.db.repos.load([name])).get(name)
         return repo if repo is not None and repo.sync_status is status else None
 
     async def replace(self, repo: Repo, *changes: RecordChange, **fields: Any) -> bool:
         """Write a row as the batch writer does, unless it has changed."""
         after = repo._replace(version=repo.version + 1, **fields)
-        return not (await self.store.write(Batch((RepoWrite(repo, after, changes),)))).skipped
+        return not (await self.db.write(Batch((RepoWrite(repo, after, changes),)))).skipped
 
     def some_changes(self, stored: set[str] | None = None) -> tuple[RecordChange, ...]:
         """Return changes of random records; with `stored`, those that fit the stored records."""
@@ -225,9 +225,9 @@ class EverythingAtOnce:
         return repo is not None and await self.replace(repo, *self.some_changes())
 
     async def resync(self) -> bool:
-        await self.store.request_resyncs([self.any_did()])
-        for claimed in await self.store.claim(1, ALL, 10.0, 1e10):
-            async with self.store.resync(claimed) as transaction:
+        await self.db.repos.request_resyncs([self.any_did()])
+        for claimed in await self.db.resyncs.claim(1, ALL, 10.0, 1e10):
+            async with self.db.resyncs.transaction(claimed) as transaction:
                 paths = [path.decode() async for chunk in transaction.stored() for path, _ in chunk]
                 if not await transaction.holds_claim():
                     return False
@@ -260,7 +260,7 @@ class EverythingAtOnce:
         )
 
     async def erase(self) -> bool:
-        erased = await self.store.erase_batch(ALL, time() + 10)
+        erased = await self.db.erasure.erase_batch(ALL, time() + 10)
         return erased is not None and erased.records > 0
 
     async def check(self, sql: asyncpg.Connection, times: int) -> None:
@@ -283,15 +283,15 @@ class EverythingAtOnce:
 @pytest.mark.timeout(300)
 @pytest.mark.one_server("its changes get no numbers")
 async def test_every_snapshot_is_exact_while_everything_runs_at_once(
-    store: Store, sql: asyncpg.Connection, database: str, monkeypatch: pytest.MonkeyPatch
+    db: Database, sql: asyncpg.Connection, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Live writes, resyncs, takedowns, the scope, deletions, erasures, the backfill and the reader of the log."""
     monkeypatch.setattr(link_session, "MAX_BYTES", 200)
     monkeypatch.setattr(link_session, "MAX_CHANGES", 5)
     monkeypatch.setattr(link_session, "MAX_RECOUNTED", 2)
     for number in range(8):
-        await insert(store, synchronized(number), changes=tuple(like(rkey) for rkey in "abcdef"))
-    many = await Store.open(database, connections=6)
+        await insert(db, synchronized(number), changes=tuple(like(rkey) for rkey in "abcdef"))
+    many = await Database.open(database, connections=6)
     world = EverythingAtOnce(many, 11)
     try:
         async with (
@@ -312,7 +312,7 @@ async def test_every_snapshot_is_exact_while_everything_runs_at_once(
                 tasks.create_task(world.repeat(name, action))
             tasks.create_task(world.check(sql, 15))
         assert world.writes.keys() >= {"live", "resync", "takedown", "scope", "deletion", "erasure"}
-        await settle(store)
+        await settle(db)
         await assert_links_exact(sql)
     finally:
         await many.close()

@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from indexer.cluster.distribute import distribute
-from indexer.db import Store, distributed_tables
+from indexer.db import Database, distributed_tables
 from indexer.db.migrate import migrate
 from indexer.db.schema_version import migrations_folder, schema_is_current
 from tests.citus_cluster import WORKERS
@@ -167,9 +167,9 @@ async def test_a_migration_does_not_hold_its_locks_while_it_waits_for_one_on_a_n
 
 
 async def assert_writable(dsn: str) -> None:
-    store = await Store.open(dsn)
+    db = await Database.open(dsn)
     try:
-        await insert(store, synchronized("after"), changes=(put("app.test/a"),))
-        assert did("after") in await store.repos([did("after")])
+        await insert(db, synchronized("after"), changes=(put("app.test/a"),))
+        assert did("after") in await db.repos.load([did("after")])
     finally:
-        await store.close()
+        await db.close()

@@ -8,7 +8,7 @@ import asyncpg
 import pytest
 
 from indexer.atproto.record import Problem
-from indexer.db import NewRepoRecords, RecordsExistError, Store
+from indexer.db import Database, NewRepoRecords, RecordsExistError
 from indexer.errors import RefusedWriteError
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
 from indexer.sync.export import RecordChunk
@@ -73,10 +73,10 @@ def row(*fields: bytes | None) -> bytes:
     )
 
 
-async def claim_new(store: Store, *names: object) -> list[Repo]:
+async def claim_new(db: Database, *names: object) -> list[Repo]:
     """Add repos of which nothing is stored, and claim them."""
-    await store.add_repos([did(name) for name in names])
-    claimed = {repo.did: repo for repo in await store.claim(len(names), ALL, 60.0, 1e10)}
+    await db.repos.add([did(name) for name in names])
+    claimed = {repo.did: repo for repo in await db.resyncs.claim(len(names), ALL, 60.0, 1e10)}
     return [claimed[did(name)] for name in names]
 
 
@@ -85,9 +85,9 @@ def end(*rows: Repo) -> Batch:
     return Batch(tuple(RepoWrite(row, completed(row)) for row in rows))
 
 
-async def write(store: Store, claimed: Sequence[Repo], parts: Sequence[NewRepoRecords], scope: int = SCOPE) -> bool:
+async def write(db: Database, claimed: Sequence[Repo], parts: Sequence[NewRepoRecords], scope: int = SCOPE) -> bool:
     """Write new repos as a resync does; return True if they were committed."""
-    async with store.write_new_repos(scope) as transaction:
+    async with db.resyncs.new_repos_transaction(scope) as transaction:
         rows = await transaction.eligible(claimed)
         await transaction.create([part for part in parts if part.did in rows])
         return await transaction.finish(end(*rows.values()))
@@ -102,13 +102,13 @@ UNUSUAL = [
 ]
 
 
-async def test_ready_made_rows_store_the_same_as_rows_of_the_driver(store: Store, sql: asyncpg.Connection) -> None:
-    claimed = await claim_new(store, "driver", "ready", "empty")
+async def test_ready_made_rows_store_the_same_as_rows_of_the_driver(db: Database, sql: asyncpg.Connection) -> None:
+    claimed = await claim_new(db, "driver", "ready", "empty")
     parts = [
         NewRepoRecords(did("driver"), chunk(UNUSUAL)),
         NewRepoRecords(did("ready"), ready_chunk(did("ready"), UNUSUAL)),
     ]
-    assert await write(store, claimed, parts)
+    assert await write(db, claimed, parts)
     for query in (RECORDS, CHANGES):
         by_driver = [tuple(row) for row in await sql.fetch(query, did("driver"))]
         ready = [tuple(row) for row in await sql.fetch(query, did("ready"))]
@@ -123,24 +123,24 @@ async def test_ready_made_rows_store_the_same_as_rows_of_the_driver(store: Store
 
 
 @pytest.mark.slow
-async def test_repo_that_needs_a_transaction_of_its_own_is_not_eligible(store: Store, sql: asyncpg.Connection) -> None:
+async def test_repo_that_needs_a_transaction_of_its_own_is_not_eligible(db: Database, sql: asyncpg.Connection) -> None:
     """Records of an account that was erased only in part, a lost claim, and a buffered event."""
-    stale, lost, buffered, new = claimed = await claim_new(store, "stale", "lost", "buffered", "new")
+    stale, lost, buffered, new = claimed = await claim_new(db, "stale", "lost", "buffered", "new")
     other = synchronized("another repo")
-    await insert(store, other, changes=(put("app.test/left"),))
+    await insert(db, other, changes=(put("app.test/left"),))
     await sql.execute("update indexer.record set did = $1, bucket = indexer.bucket_of($1)", stale.did)
     await sql.execute("update indexer.repo set lease = lease + 1 where did = $1", lost.did)
-    await buffer_event(store, buffered)
-    async with store.write_new_repos(SCOPE) as transaction:
+    await buffer_event(db, buffered)
+    async with db.resyncs.new_repos_transaction(SCOPE) as transaction:
         assert list(await transaction.eligible(claimed)) == [new.did]
 
 
 async def test_nothing_is_written_if_a_row_or_the_scope_changes_before_the_end(
-    store: Store, sql: asyncpg.Connection
+    db: Database, sql: asyncpg.Connection
 ) -> None:
-    claimed = await claim_new(store, "changed", "unchanged")
-    assert not await write(store, claimed[:1], [NewRepoRecords(did("changed"), chunk([put("app.test/a")]))], SCOPE + 1)
-    async with store.write_new_repos(SCOPE) as transaction:
+    claimed = await claim_new(db, "changed", "unchanged")
+    assert not await write(db, claimed[:1], [NewRepoRecords(did("changed"), chunk([put("app.test/a")]))], SCOPE + 1)
+    async with db.resyncs.new_repos_transaction(SCOPE) as transaction:
         rows = await transaction.eligible(claimed)
         await transaction.create([NewRepoRecords(repo.did, chunk([put("app.test/a")])) for repo in claimed])
         await sql.execute("update indexer.repo set version = version + 1 where did = $1", did("changed"))
@@ -153,15 +153,15 @@ async def test_nothing_is_written_if_a_row_or_the_scope_changes_before_the_end(
 @pytest.mark.slow
 @pytest.mark.parametrize("ready", [True, False])
 async def test_record_that_appears_meanwhile_ends_the_transaction(
-    store: Store, sql: asyncpg.Connection, *, ready: bool
+    db: Database, sql: asyncpg.Connection, *, ready: bool
 ) -> None:
     """It is neither lost nor doubled: the repo is compared in a transaction of its own, or its claim is lost."""
-    claimed = await claim_new(store, "new")
+    claimed = await claim_new(db, "new")
     other = synchronized("another repo")
-    await insert(store, other, changes=(put("app.test/a", '"earlier"'),))
+    await insert(db, other, changes=(put("app.test/a", '"earlier"'),))
     changes = [put("app.test/a"), put("app.test/b")]
     part = NewRepoRecords(did("new"), ready_chunk(did("new"), changes) if ready else chunk(changes))
-    async with store.write_new_repos(SCOPE) as transaction:
+    async with db.resyncs.new_repos_transaction(SCOPE) as transaction:
         await transaction.eligible(claimed)
         await sql.execute("update indexer.record set did = $1, bucket = indexer.bucket_of($1)", did("new"))
         with pytest.raises(RecordsExistError):
@@ -170,7 +170,7 @@ async def test_record_that_appears_meanwhile_ends_the_transaction(
 
 
 @pytest.mark.slow
-async def test_value_that_the_database_refuses_is_named(store: Store) -> None:
-    claimed = await claim_new(store, "new")
+async def test_value_that_the_database_refuses_is_named(db: Database) -> None:
+    claimed = await claim_new(db, "new")
     with pytest.raises(RefusedWriteError):
-        await write(store, claimed, [NewRepoRecords(did("new"), chunk([put("app.test/a", '"\\u0000"')]))])
+        await write(db, claimed, [NewRepoRecords(did("new"), chunk([put("app.test/a", '"\\u0000"')]))])

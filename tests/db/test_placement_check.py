@@ -7,7 +7,7 @@ import pytest
 
 from indexer.cluster.distribute import default_shards
 from indexer.cluster.nodes import ClusterNode, UnsuitableClusterError, check_nodes
-from indexer.db import Store
+from indexer.db import Database
 from indexer.errors import SettingsError
 
 pytestmark = pytest.mark.slow
@@ -25,14 +25,14 @@ async def test_an_interrupted_distribution_must_be_completed_first(database: str
     """So does that of a restored backup of a cluster, also if the restore was killed when the tables were complete."""
     await sql.execute(COMPLETE_ROW)
     with pytest.raises(SettingsError, match=INCOMPLETE):
-        await Store.open(database)
+        await Database.open(database)
     await sql.execute("delete from indexer.distribution")
     await sql.execute("insert into indexer.distribution (shards) values (4)")
     await sql.execute(PRETEND_SHARDS)
     with pytest.raises(SettingsError, match=INCOMPLETE):
-        await Store.open(database)
+        await Database.open(database)
     await sql.execute("update indexer.distribution set finished_at = now()")
-    await (await Store.open(database)).close()
+    await (await Database.open(database)).close()
 
 
 NODE = ClusterNode(1, "node:5432", True, True, 150_020, "13.2-1", 100, 100, "logical", True)

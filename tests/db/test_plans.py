@@ -10,13 +10,13 @@ import pytest
 
 from benchmarks import public_schema
 from benchmarks.links import LIKERS
-from indexer.db import Store, status_queries
+from indexer.db import Database, status_queries
 from indexer.db.columns import buckets_of, head_arrays, repo_arrays, repo_of
 from indexer.db.identities import CLAIM_HANDLES
 from indexer.db.report_queries import FEW_INCOMPLETE
+from indexer.db.repos import LOAD_REPOS
 from indexer.db.resync_queue import CLAIM, DUE, INCOMPLETE, PARKED, UNPROVEN
 from indexer.db.resync_transaction import ELIGIBLE
-from indexer.db.store import LOAD_REPOS
 from indexer.db.write import ADVANCE_REPOS, UPDATE_REPOS, write
 from indexer.sync.changes import Batch, RepoWrite
 from tests.database_server import DatabaseServer
@@ -142,11 +142,11 @@ async def test_public_queries_use_indexes(large: str, statement: str, index: str
 
 
 @MODES
-async def test_a_batch_finds_its_repos_by_primary_key(store: Store, sql: asyncpg.Connection, mode: str) -> None:
+async def test_a_batch_finds_its_repos_by_primary_key(db: Database, sql: asyncpg.Connection, mode: str) -> None:
     """It does not use the condition on the buckets, which is there for Citus."""
     await add_repos(sql)
     dids = [row["did"] for row in await sql.fetch("select did from indexer.repo limit 50")]
-    repos, buckets = list((await store.repos(dids)).values()), buckets_of(dids)
+    repos, buckets = list((await db.repos.load(dids)).values()), buckets_of(dids)
     await sql.execute(f"set plan_cache_mode = {mode}")
     assert "Index Scan using repo_pkey" in await explain(sql, LOAD_REPOS, dids, buckets)
     buckets = buckets_of(repo.did for repo in repos)

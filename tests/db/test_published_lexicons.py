@@ -7,7 +7,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from indexer.db import AddedState, Store
+from indexer.db import AddedState, Database
 from indexer.db.lexicon_columns import KEY_COLUMNS
 from tests.db.repo_rows import insert, put, synchronized
 from tests.lexicons.published import published_documents
@@ -34,17 +34,17 @@ COLUMNS = """
 """
 
 
-async def test_every_published_record_type_has_a_view_with_typed_columns(store: Store, sql: asyncpg.Connection) -> None:
+async def test_every_published_record_type_has_a_view_with_typed_columns(db: Database, sql: asyncpg.Connection) -> None:
     documents = published_documents()
     records = {nsid for nsid, document in documents.items() if document["defs"].get("main", {}).get("type") == "record"}
     assert len(records) > 20
     given = sourced(*documents.values())
-    results = await store.add_lexicons(given)
+    results = await db.lexicons.add(given)
     assert {result.nsid for result in results if result.view} == records
     assert [result.unknown for result in results if result.unknown] == []
     assert {result.state for result in results} == {AddedState.ADDED, AddedState.SKIPPED}
     await insert(
-        store,
+        db,
         synchronized(1),
         changes=(*(put(f"{nsid}/1") for nsid in records - {POST}), put(f"{POST}/1", json.dumps(POST_VALUE))),
     )
@@ -59,5 +59,5 @@ async def test_every_published_record_type_has_a_view_with_typed_columns(store: 
     assert all(found[nsid].keys() >= set(KEY_COLUMNS) for nsid in records)
     for nsid, columns in EXPECTED.items():
         assert {column: found[nsid][column] for column in columns} == columns, nsid
-    again = {result.state for result in await store.add_lexicons(given)}
+    again = {result.state for result in await db.lexicons.add(given)}
     assert again == {AddedState.UNCHANGED, AddedState.SKIPPED}

@@ -10,7 +10,7 @@ import pytest
 
 from indexer.atproto.cid import cid_text
 from indexer.atproto.syntax import CollectionFilter
-from indexer.db import DatabaseError, Store, report_queries, status_queries
+from indexer.db import Database, DatabaseError, report_queries, status_queries
 from indexer.db.table_parts import estimate_rows, load_parts
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.changes import Batch, DeadLetter
@@ -29,13 +29,13 @@ async def pages_of_repos(sql: asyncpg.Connection) -> int:
     return sum(part.pages for part in await load_parts(sql, "indexer.repo"))
 
 
-async def test_counts(store: Store, sql: asyncpg.Connection) -> None:
-    empty = await store.counts()
+async def test_counts(db: Database, sql: asyncpg.Connection) -> None:
+    empty = await db.reports.counts()
     assert empty.statuses == dict.fromkeys(SyncStatus, 0)
     assert (empty.reasons, empty.queued, empty.parked, empty.records, empty.cursors) == ({}, 0, 0, 0, [])
-    await in_progress(store, "in progress", sync_reason=Desync.SYNC_EVENT)
+    await in_progress(db, "in progress", sync_reason=Desync.SYNC_EVENT)
     await insert(
-        store,
+        db,
         Repo(did("at once"), version=1),
         Repo(did("later"), version=1, next_attempt_at=1e10),
         Repo(
@@ -49,9 +49,9 @@ async def test_counts(store: Store, sql: asyncpg.Connection) -> None:
         synchronized(1),
         changes=(put("app.test/a"),),
     )
-    await store.write(Batch(cursor=Cursor("wss://relay.test", "0/1", 9, "now")))
+    await db.write(Batch(cursor=Cursor("wss://relay.test", "0/1", 9, "now")))
     await sql.execute("analyze indexer.record")
-    counts = await store.counts()
+    counts = await db.reports.counts()
     assert counts.statuses == {
         SyncStatus.DESYNCHRONIZED: 4,
         SyncStatus.IN_PROGRESS: 1,
@@ -64,10 +64,10 @@ async def test_counts(store: Store, sql: asyncpg.Connection) -> None:
 
 
 @pytest.mark.slow
-async def test_counts_of_repos_that_left_the_queue_since_a_time(store: Store, sql: asyncpg.Connection) -> None:
+async def test_counts_of_repos_that_left_the_queue_since_a_time(db: Database, sql: asyncpg.Connection) -> None:
     """They are synchronized or parked. A repo that was synchronized and broke again counts, too."""
     await insert(
-        store,
+        db,
         synchronized("done", synchronized_at=100.0),
         synchronized("broken", synchronized_at=100.0, sync_status=SyncStatus.DESYNCHRONIZED),
         synchronized("done earlier", synchronized_at=99.0),
@@ -77,21 +77,21 @@ async def test_counts_of_repos_that_left_the_queue_since_a_time(store: Store, sq
     )
     await sql.execute("update indexer.repo set updated_at = to_timestamp(99)")
     await sql.execute("update indexer.repo set updated_at = to_timestamp(100) where did = $1", did("parked"))
-    assert [(await store.counts(since)).ended for since in (98.0, 100.0, 101.0)] == [5, 3, 0]
-    assert (await store.counts()).ended == 0
+    assert [(await db.reports.counts(since)).ended for since in (98.0, 100.0, 101.0)] == [5, 3, 0]
+    assert (await db.reports.counts()).ended == 0
 
 
-async def widen(store: Store) -> int:
+async def widen(db: Database) -> int:
     """Add a collection to the scope; return the version for which repos are complete."""
-    await store.begin_scope(Scope(1, Track.ALL, CollectionFilter(["app.test.one"]), (0,)))
-    return (await store.set_collections(["app.test.one", "app.test.two"])).complete_from
+    await db.scope.begin(Scope(1, Track.ALL, CollectionFilter(["app.test.one"]), (0,)))
+    return (await db.scope.set_collections(["app.test.one", "app.test.two"])).complete_from
 
 
 @pytest.mark.slow
-async def test_repos_wait_for_an_added_collection_until_they_are_complete(store: Store) -> None:
+async def test_repos_wait_for_an_added_collection_until_they_are_complete(db: Database) -> None:
     widened = Desync.SCOPE_WIDENED
     await insert(
-        store,
+        db,
         synchronized("waits"),
         synchronized("is due", sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=widened),
         synchronized("broke", sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=Desync.CHAIN_BREAK),
@@ -101,11 +101,11 @@ async def test_repos_wait_for_an_added_collection_until_they_are_complete(store:
         synchronized("hidden", active=False),
         Repo(did("never fetched"), version=1),
     )
-    await store.untrack([did("untracked")])
-    assert (await store.counts()).incomplete == 0, "no collection was added"
-    complete_from = await widen(store)
-    await insert(store, synchronized("complete", scope_version=complete_from))
-    assert (await store.counts()).incomplete == 3
+    await db.scope.untrack([did("untracked")])
+    assert (await db.reports.counts()).incomplete == 0, "no collection was added"
+    complete_from = await widen(db)
+    await insert(db, synchronized("complete", scope_version=complete_from))
+    assert (await db.reports.counts()).incomplete == 3
 
 
 MANY_REPOS = """
@@ -129,17 +129,17 @@ def assert_about(estimate: int, number: int) -> None:
 
 @pytest.mark.slow
 async def test_repos_of_a_large_table_are_estimated_from_a_part_of_it_and_few_ones_counted(
-    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    db: Database, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await sql.execute(MANY_REPOS.replace("$1", "40000"))
-    await widen(store)
+    await widen(db)
     await sql.execute("vacuum analyze indexer.repo")
-    exact = await store.counts(102.0)
+    exact = await db.reports.counts(102.0)
     assert (exact.counted_share, sum(exact.statuses.values()), exact.ended) == (1.0, 40_000, 20_000)
     assert exact.incomplete == 39_999
     monkeypatch.setattr(report_queries, "MAX_COUNTED_PAGES", 200)
     monkeypatch.setattr(report_queries, "MAX_FEW", 100)
-    counts = await store.counts(102.0)
+    counts = await db.reports.counts(102.0)
     assert counts.counted_share == pytest.approx(200 / await pages_of_repos(sql))
     assert counts.statuses[SyncStatus.IN_PROGRESS] == 1
     assert (counts.parked, counts.unproven) == (1, 1)
@@ -150,22 +150,22 @@ async def test_repos_of_a_large_table_are_estimated_from_a_part_of_it_and_few_on
     assert_about(counts.reasons["chain-break"], 4_000)
     assert_about(counts.failures["timeout"], 2_000)
     assert_about(counts.ended, 20_000)
-    assert (await store.counts(102.0)).statuses == counts.statuses, "the same pages are read again"
+    assert (await db.reports.counts(102.0)).statuses == counts.statuses, "the same pages are read again"
     monkeypatch.setattr(report_queries, "MAX_FEW", 100_000)
-    counts = await store.counts()
+    counts = await db.reports.counts()
     assert (counts.queued, counts.incomplete) == (3_999, 39_999), "all but the parked one"
 
 
 @pytest.mark.slow
 async def test_repos_are_counted_whatever_the_time_limit(
-    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    db: Database, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The count of all repos has one millisecond, and the next attempt has all the time that it needs."""
     await sql.execute(MANY_REPOS.replace("$1", "100000"))
     limit = report_queries.COUNT_MILLISECONDS / 1_000
     clock = chain([0.0, 0.0, 0.0], repeat(limit))  # the sizes are read, and a count begins: then its time is over
     monkeypatch.setattr(report_queries, "monotonic", clock.__next__)
-    counts = await store.counts()
+    counts = await db.reports.counts()
     assert counts.counted_share == pytest.approx(1 / report_queries.PAGES_FACTOR, rel=0.1)
     assert 50_000 < sum(counts.statuses.values()) < 200_000
     assert counts.statuses[SyncStatus.SYNCHRONIZED] > counts.statuses[SyncStatus.DESYNCHRONIZED]
@@ -173,21 +173,21 @@ async def test_repos_are_counted_whatever_the_time_limit(
 
 @pytest.mark.slow
 async def test_count_that_waits_for_a_lock_ends_with_a_database_error(
-    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    db: Database, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await insert(store, synchronized(1))
+    await insert(db, synchronized(1))
     with monkeypatch.context() as shortened:
         shortened.setattr(report_queries, "COUNT_MILLISECONDS", 50)
         async with sql.transaction():
             await sql.execute("lock table indexer.repo in access exclusive mode")
             with pytest.raises(DatabaseError):
-                await store.counts()
-    assert (await store.counts()).statuses[SyncStatus.SYNCHRONIZED] == 1
+                await db.reports.counts()
+    assert (await db.reports.counts()).statuses[SyncStatus.SYNCHRONIZED] == 1
 
 
-async def test_reports_on_a_repo_and_on_a_visible_record(store: Store) -> None:
+async def test_reports_on_a_repo_and_on_a_visible_record(db: Database) -> None:
     await insert(
-        store,
+        db,
         Repo(
             did(1),
             version=1,
@@ -199,9 +199,9 @@ async def test_reports_on_a_repo_and_on_a_visible_record(store: Store) -> None:
         ),
         changes=(put("app.test/a"), put("app.test/b")),
     )
-    await store.save_identities([StoredIdentity(did(1), "alice.test", "https://pds.test", "did:key:zabc", 5.5)])
-    await store.save_handle_check(HandleCheck(HandleClaim(did(1), "alice.test", None, 0), "alice.test", 0, 9.0))
-    report = await store.repo_report(did(1))
+    await db.identities.save([StoredIdentity(did(1), "alice.test", "https://pds.test", "did:key:zabc", 5.5)])
+    await db.identities.save_handle_check(HandleCheck(HandleClaim(did(1), "alice.test", None, 0), "alice.test", 0, 9.0))
+    report = await db.reports.repo(did(1))
     assert report is not None
     expected = {
         "handle": "alice.test",
@@ -218,16 +218,16 @@ async def test_reports_on_a_repo_and_on_a_visible_record(store: Store) -> None:
         "records": 2,
     }
     assert {name: report[name] for name in expected} == expected
-    assert await store.repo_report(did("unknown")) is None
+    assert await db.reports.repo(did("unknown")) is None
     change = put("app.test/a", '{"n": 1}')
-    await insert(store, synchronized(2), synchronized(3, takedown=True), changes=(change,))
-    record = await store.record(did(2), "app.test", "a")
+    await insert(db, synchronized(2), synchronized(3, takedown=True), changes=(change,))
+    record = await db.reports.record(did(2), "app.test", "a")
     assert record is not None
     assert record["uri"] == f"at://{did(2)}/app.test/a"
     assert record["cid"] == cid_text(change.cid or b"")
     assert record["value"] == {"n": 1}
-    assert await store.record(did(2), "app.test", "b") is None
-    assert await store.record(did(3), "app.test", "a") is None
+    assert await db.reports.record(did(2), "app.test", "b") is None
+    assert await db.reports.record(did(3), "app.test", "a") is None
 
 
 async def pages_of(sql: asyncpg.Connection, dids: list[str]) -> set[int]:
@@ -240,10 +240,10 @@ async def pages_of(sql: asyncpg.Connection, dids: list[str]) -> set[int]:
 @pytest.mark.one_server(
     "reads the places of rows in a table; tests/citus/test_reports_on_a_cluster.py has that of shards"
 )
-async def test_a_sample_is_spread_over_the_table_and_reads_little_of_it(store: Store, sql: asyncpg.Connection) -> None:
+async def test_a_sample_is_spread_over_the_table_and_reads_little_of_it(db: Database, sql: asyncpg.Connection) -> None:
     await sql.execute(MANY_REPOS.replace("$1", "30000"))
     pages = await pages_of_repos(sql)
-    samples = [await store.sample_synchronized(40) for _ in range(4)]
+    samples = [await db.reports.sample_synchronized(40) for _ in range(4)]
     assert [len(set(sample)) for sample in samples] == [40] * 4
     assert len(set().union(*samples)) > 140, "the samples differ"
     for sample in samples:
@@ -267,17 +267,17 @@ def nodes_of(plan: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-async def test_a_sample_has_only_active_synchronized_repos_however_few(store: Store) -> None:
+async def test_a_sample_has_only_active_synchronized_repos_however_few(db: Database) -> None:
     qualified = [synchronized(number) for number in range(5)]
     others = [Repo(did(f"new {number}"), version=1) for number in range(3_000)]
     excluded = [
         synchronized("deactivated", active=False),
         synchronized("broken", sync_status=SyncStatus.DESYNCHRONIZED),
     ]
-    assert await store.sample_synchronized(3) == []
-    await insert(store, *others, *qualified, *excluded)
-    assert set(await store.sample_synchronized(100)) == {repo.did for repo in qualified}
-    assert set(await store.sample_synchronized(3)) < {repo.did for repo in qualified}
+    assert await db.reports.sample_synchronized(3) == []
+    await insert(db, *others, *qualified, *excluded)
+    assert set(await db.reports.sample_synchronized(100)) == {repo.did for repo in qualified}
+    assert set(await db.reports.sample_synchronized(3)) < {repo.did for repo in qualified}
 
 
 @pytest.mark.slow
@@ -297,36 +297,36 @@ async def test_rows_are_estimated_before_the_first_vacuum_and_as_the_table_grows
 
 
 @pytest.mark.slow
-async def test_dead_letters_are_counted_by_reason_with_the_newest_one(store: Store, sql: asyncpg.Connection) -> None:
+async def test_dead_letters_are_counted_by_reason_with_the_newest_one(db: Database, sql: asyncpg.Connection) -> None:
     forged = replace(LETTER, did=did(1), reason=Rejection.SIGNATURE_INVALID, detail="<b>forged</b>")
-    await store.write(Batch(dead_letters=(LETTER, replace(LETTER, seq=8, detail="later"))))
+    await db.write(Batch(dead_letters=(LETTER, replace(LETTER, seq=8, detail="later"))))
     await sql.execute("update indexer.dead_letter set time = now() - interval '2 hours' where seq = 7")
-    await store.write(Batch(dead_letters=(forged,)))
-    found = (await store.delivery_state()).rejections
+    await db.write(Batch(dead_letters=(forged,)))
+    found = (await db.reports.delivery_state()).rejections
     assert [(entry.reason, entry.stored, entry.last_hour, entry.detail) for entry in found] == [
         ("signature-invalid", 1, 1, "<b>forged</b>"),
         ("field-invalid", 2, 1, "later"),
     ]
     assert (found[0].did, found[1].seq, found[1].relay) == (did(1), 8, "wss://one.example")
     await sql.execute("select atproto.register_reader('one')")
-    [consumer] = (await store.delivery_state()).consumers
+    [consumer] = (await db.reports.delivery_state()).consumers
     assert (consumer.name, consumer.behind, consumer.cut_off) == ("one", 0, False)
 
 
 @pytest.mark.slow
-async def test_account_is_found_by_did_and_by_verified_handle(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    await insert(store, synchronized(1), changes=(put("app.test/a"), put("app.test/b")))
-    await store.save_identities([StoredIdentity(did(1), "alice.test", "https://pds.test", "did:key:zabc", 5.5)])
-    assert await store.account_state("alice.test") is None, "not verified yet"
-    await store.save_handle_check(HandleCheck(HandleClaim(did(1), "alice.test", None, 0), "alice.test", 0, 9.0))
-    state = await store.account_state("alice.test")
-    assert state == await store.account_state(did(1))
+async def test_account_is_found_by_did_and_by_verified_handle(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    await insert(db, synchronized(1), changes=(put("app.test/a"), put("app.test/b")))
+    await db.identities.save([StoredIdentity(did(1), "alice.test", "https://pds.test", "did:key:zabc", 5.5)])
+    assert await db.reports.account_state("alice.test") is None, "not verified yet"
+    await db.identities.save_handle_check(HandleCheck(HandleClaim(did(1), "alice.test", None, 0), "alice.test", 0, 9.0))
+    state = await db.reports.account_state("alice.test")
+    assert state == await db.reports.account_state(did(1))
     assert state is not None
     assert (state["did"], state["records"], state["synchronized_at"]) == (did(1), 2, 1.5)
     assert (state["visible"], state["parked"], state["next_attempt_at"]) == (True, False, None)
-    assert await store.account_state(did(2)) is None
+    assert await db.reports.account_state(did(2)) is None
     await insert(
-        store,
+        db,
         Repo(
             did(2),
             version=1,
@@ -338,7 +338,7 @@ async def test_account_is_found_by_did_and_by_verified_handle(store: Store, monk
         changes=tuple(put(f"app.test/{number}") for number in range(9)),
     )
     monkeypatch.setattr(status_queries, "MAX_COUNTED_RECORDS", 2)
-    state = await store.account_state(did(2))
+    state = await db.reports.account_state(did(2))
     assert state is not None
     assert (state["parked"], state["next_attempt_at"], state["last_error"]) == (True, None, "repo-not-found")
     assert state["records"] == 3, "records are counted only to a limit"

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import asyncpg
 import pytest
 
-from indexer.db import Store
+from indexer.db import Database
 from indexer.sync.changes import Batch, RepoWrite
 from tests.db.change_log_helpers import connected
 from tests.db.repo_rows import did, insert, put, synchronized
@@ -110,10 +110,10 @@ async def test_functions_of_consumers_are_not_compiled(sql: asyncpg.Connection) 
 
 
 async def test_a_reader_cannot_block_the_writer(
-    store: Store, reader: asyncpg.Connection, sql: asyncpg.Connection
+    db: Database, reader: asyncpg.Connection, sql: asyncpg.Connection
 ) -> None:
     """It leaves a transaction open in which it did everything that it may do."""
-    await insert(store, synchronized(1), changes=(put("app.test/a"),))
+    await insert(db, synchronized(1), changes=(put("app.test/a"),))
     await reader.execute("select atproto.register_reader('one', 0)")
     await reader.execute("begin")
     for statement in READS:
@@ -125,8 +125,8 @@ async def test_a_reader_cannot_block_the_writer(
     for version in range(2, 5):
         changes = (put("app.test/a", f'"{version}"', "update"),)
         write = RepoWrite(synchronized(1, version=version - 1), synchronized(1, version=version), changes)
-        assert not (await store.write(Batch((write,)))).skipped
-    assert await store.set_takedown(did(1), on=True)
+        assert not (await db.write(Batch((write,)))).skipped
+    assert await db.repos.set_takedown(did(1), on=True)
     blocked = await sql.fetchval("select count(*) from pg_stat_activity where cardinality(pg_blocking_pids(pid)) > 0")
     assert blocked == 0
-    assert (await store.repos([did(1)]))[did(1)].version == version + 1
+    assert (await db.repos.load([did(1)]))[did(1)].version == version + 1

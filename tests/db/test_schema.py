@@ -11,7 +11,7 @@ import asyncpg
 import pytest
 
 from indexer.atproto.cid import cid_of, cid_text
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db import migrate as migrate_module
 from indexer.db.columns import storable
 from indexer.db.migrate import migrate
@@ -113,22 +113,22 @@ async def test_sql_and_python_compute_the_same_cids_and_buckets_and_order_of_has
     assert tuple(await sql.fetchval("select indexer.hash_order()")) == HASH_ORDER
 
 
-async def test_a_commit_updates_no_index_of_the_repo_table(store: Store, sql: asyncpg.Connection) -> None:
-    await insert(store, synchronized(1))
+async def test_a_commit_updates_no_index_of_the_repo_table(db: Database, sql: asyncpg.Connection) -> None:
+    await insert(db, synchronized(1))
     async with sql.transaction():
         repo = synchronized(1, version=2, head=head("3lbbbbbbbbb22"), latest_verified_rev="3lbbbbbbbbb22")
         assert not (await write(sql, Batch((RepoWrite(synchronized(1), repo),)))).skipped
         assert await sql.fetchval("select pg_stat_get_xact_tuples_hot_updated('indexer.repo'::regclass)") == 1
 
 
-async def test_python_sql_and_views_agree_on_visible_repos(store: Store, sql: asyncpg.Connection) -> None:
+async def test_python_sql_and_views_agree_on_visible_repos(db: Database, sql: asyncpg.Connection) -> None:
     repos = [
         synchronized(number, active=active, takedown=takedown, hosting_status=hosting_status)
         for number, (active, takedown, hosting_status) in enumerate(
             product([False, True], [False, True], [None, "deactivated", "deleted"])
         )
     ]
-    await insert(store, *repos, changes=(put("app.test/a"),))
+    await insert(db, *repos, changes=(put("app.test/a"),))
     await sql.execute("update indexer.record set original = 'abc'")
     for repo in repos:
         expected = repo.active and not repo.takedown
@@ -138,7 +138,7 @@ async def test_python_sql_and_views_agree_on_visible_repos(store: Store, sql: as
         assert await sql.fetchval("select count(*) from atproto.records where did = $1", repo.did) == expected
         found = await sql.fetchval("select atproto.record_bytes($1, 'app.test', 'a')", repo.did)
         assert found == (b"abc" if expected else None)
-        report = await store.repo_report(repo.did)
+        report = await db.reports.repo(repo.did)
         assert report is not None
         assert report["visible"] is expected
 

@@ -11,7 +11,7 @@ import asyncpg
 import pytest
 
 from indexer import crash_points
-from indexer.db import DatabaseError, RetentionPolicy, Store
+from indexer.db import Database, DatabaseError, RetentionPolicy
 from indexer.db.shard_lock import ShardLock, open_lock
 from indexer.sync.changes import Batch, RepoWrite
 from indexer.sync.shard import Placement, Shard
@@ -55,19 +55,19 @@ async def test_process_that_is_stopped_while_it_claims_a_shard_keeps_no_other_fr
 
 
 async def test_process_that_is_stopped_while_it_trims_the_change_log_stops_neither_writers_nor_consumers(
-    database: str, store: Store, sql: asyncpg.Connection
+    database: str, db: Database, sql: asyncpg.Connection
 ) -> None:
     repo = synchronized("bob")
-    await insert(store, repo)
+    await insert(db, repo)
     await fill_segments(sql, 4)
     is_stopped, resumed = threading.Event(), threading.Event()
 
     async def trim() -> None:
-        store = await Store.open(database, connections=1)
+        db = await Database.open(database, connections=1)
         try:
-            await store.trim_change_log(TRIM_EVERYTHING, LATER)
+            await db.segments.trim(TRIM_EVERYTHING, LATER)
         finally:
-            await store.close()
+            await db.close()
 
     def stop(point: str) -> None:
         if point == "change-log.truncated":
@@ -82,7 +82,7 @@ async def test_process_that_is_stopped_while_it_trims_the_change_log_stops_neith
             after = repo._replace(version=2, head=head("3lbbbbbbbbb22"))
             write = RepoWrite(repo, after, (put("com.example.note/4"),), advances=True)
             batch = Batch((write,), cursor=Cursor("wss://relay.test", "0/1", 1))
-            assert not (await store.write(batch)).skipped  # one statement, whose plan locks all segments
+            assert not (await db.write(batch)).skipped  # one statement, whose plan locks all segments
             rows = await sql.fetch("select rkey from atproto.changes where rkey is not null order by seq")
             assert rkeys(rows) == ["0", "1", "2", "3", "4"]
     finally:

@@ -11,7 +11,7 @@ import asyncpg
 import pytest
 
 from indexer.atproto.record import Problem
-from indexer.db import Store
+from indexer.db import Database
 from indexer.reasons import Desync, FetchFailure
 from indexer.sync.changes import Batch, BufferedEvent, RepoWrite
 from indexer.sync.repo import CHOSEN, TRANSITIONS, Repo, SyncStatus, Trigger, amend, track_again, untrack
@@ -28,17 +28,17 @@ NOTE_CHANGES = """
     create trigger note_status after insert or update of sync_status on indexer.repo
         for each row execute function public.note_status()
 """
-OPERATIONS: dict[Trigger, Callable[[Store], Awaitable[object]]] = {
-    Trigger.CLAIMED: lambda store: store.claim(9, ALL, 10.0, LATER),
-    Trigger.LEASE_EXPIRED: lambda store: store.expire_leases(ALL, LATER),
-    Trigger.REQUESTED: lambda store: store.request_resyncs([did(1)]),
-    Trigger.ERASED: lambda store: store.untrack([did(1)]),
-    Trigger.VALUES_MISSING: lambda store: store.request_missing_values(ALL, 0.0, LATER),
-    Trigger.UNPROVEN: lambda store: store.request_unproven(ALL, 0.0, LATER, 9),
+OPERATIONS: dict[Trigger, Callable[[Database], Awaitable[object]]] = {
+    Trigger.CLAIMED: lambda db: db.resyncs.claim(9, ALL, 10.0, LATER),
+    Trigger.LEASE_EXPIRED: lambda db: db.resyncs.expire_leases(ALL, LATER),
+    Trigger.REQUESTED: lambda db: db.repos.request_resyncs([did(1)]),
+    Trigger.ERASED: lambda db: db.scope.untrack([did(1)]),
+    Trigger.VALUES_MISSING: lambda db: db.resyncs.request_missing_values(ALL, 0.0, LATER),
+    Trigger.UNPROVEN: lambda db: db.resyncs.request_unproven(ALL, 0.0, LATER, 9),
 }
 
 
-async def repo_in(store: Store, status: SyncStatus) -> Repo:
+async def repo_in(db: Database, status: SyncStatus) -> Repo:
     """Insert a repo with this status, whose records are in doubt; if it is in progress, also with a buffered event."""
     fields: dict[str, Any] = {
         "attempts": 3,
@@ -49,38 +49,38 @@ async def repo_in(store: Store, status: SyncStatus) -> Repo:
         "latest_unverified_rev": "3lzzzzzzzzz22",
     }
     if status is SyncStatus.IN_PROGRESS:
-        claimed = await in_progress(store, 1, sync_reason=Desync.CHAIN_BREAK, **fields)
+        claimed = await in_progress(db, 1, sync_reason=Desync.CHAIN_BREAK, **fields)
         write = RepoWrite(claimed, amend(claimed, buffered_events=1, buffered_bytes=5))
     else:
         reason = None if status is SyncStatus.SYNCHRONIZED else Desync.CHAIN_BREAK
         row = synchronized(1, sync_status=status, sync_reason=reason, **fields)
-        await insert(store, row)
+        await insert(db, row)
         write = RepoWrite(row, amend(row))
     lacking = put("app.test/a")._replace(value=None, problem=Problem.MISSING)
     buffered = (BufferedEvent(did(1), "wss://relay.test", 5, b"frame"),) if write.repo.buffered_events else ()
-    assert not (await store.write(Batch((write._replace(changes=(lacking,), buffered=buffered),)))).skipped
+    assert not (await db.write(Batch((write._replace(changes=(lacking,), buffered=buffered),)))).skipped
     return write.repo
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("status", SyncStatus)
 async def test_each_operation_makes_the_transition_of_its_trigger(
-    store: Store, sql: asyncpg.Connection, status: SyncStatus
+    db: Database, sql: asyncpg.Connection, status: SyncStatus
 ) -> None:
     await sql.execute(NOTE_CHANGES)
     for trigger in OPERATIONS:
         await sql.execute("truncate indexer.repo, indexer.record, indexer.buffered_event")
-        await check_operation(store, sql, trigger, status)
+        await check_operation(db, sql, trigger, status)
 
 
-async def check_operation(store: Store, sql: asyncpg.Connection, trigger: Trigger, status: SyncStatus) -> None:
-    before = await repo_in(store, status)
+async def check_operation(db: Database, sql: asyncpg.Connection, trigger: Trigger, status: SyncStatus) -> None:
+    before = await repo_in(db, status)
     await sql.execute("truncate status_change")
-    await OPERATIONS[trigger](store)
+    await OPERATIONS[trigger](db)
     changes = [tuple(row) for row in await sql.fetch("select before, after from status_change")]
     possible = TRANSITIONS[status].get(trigger)
     assert changes == ([(status, possible[1])] if possible else []), trigger
-    [after] = (await store.repos([did(1)])).values()
+    [after] = (await db.repos.load([did(1)])).values()
     assert after.sync_status is (possible[1] if possible else status)
     if possible and after.sync_status is SyncStatus.DESYNCHRONIZED:
         assert await sql.fetchval("select count(*) from indexer.buffered_event") == after.buffered_events == 0
@@ -97,28 +97,28 @@ async def check_operation(store: Store, sql: asyncpg.Connection, trigger: Trigge
 
 @pytest.mark.slow
 async def test_a_repo_is_added_desynchronized_and_tracked_again_in_its_status(
-    store: Store, sql: asyncpg.Connection
+    db: Database, sql: asyncpg.Connection
 ) -> None:
     await sql.execute(NOTE_CHANGES)
-    assert await store.add_repos([did(1)]) == 1
-    assert await store.untrack([did(1)]) == 1
-    [before] = (await store.repos([did(1)])).values()
-    assert await store.track([did(1), did(2)]) == 2
+    assert await db.repos.add([did(1)]) == 1
+    assert await db.scope.untrack([did(1)]) == 1
+    [before] = (await db.repos.load([did(1)])).values()
+    assert await db.scope.track([did(1), did(2)]) == 2
     changes = await sql.fetch("select before, after from status_change")
     assert {tuple(row) for row in changes} <= {(None, "desynchronized"), ("desynchronized", "desynchronized")}
-    [after] = (await store.repos([did(1)])).values()
+    [after] = (await db.repos.load([did(1)])).values()
     assert after == track_again(before, CHOSEN, from_stream=False)
 
 
-async def test_other_changes_of_a_sync_status_are_refused_in_tests(store: Store, sql: asyncpg.Connection) -> None:
-    await insert(store, synchronized(1))
+async def test_other_changes_of_a_sync_status_are_refused_in_tests(db: Database, sql: asyncpg.Connection) -> None:
+    await insert(db, synchronized(1))
     with pytest.raises(asyncpg.RaiseError, match="a synchronized repo never becomes in-progress"):
         await sql.execute("update indexer.repo set sync_status = 'in-progress', lease_until = now()")
 
 
-async def test_each_failure_can_be_stored_and_no_other_text(store: Store, sql: asyncpg.Connection) -> None:
+async def test_each_failure_can_be_stored_and_no_other_text(db: Database, sql: asyncpg.Connection) -> None:
     repos = [Repo(did(one), version=1, last_failure=one, last_error=f"{one}: x") for one in FetchFailure]
-    await insert(store, *repos)
-    assert await store.repos([repo.did for repo in repos]) == {repo.did: repo for repo in repos}
+    await insert(db, *repos)
+    assert await db.repos.load([repo.did for repo in repos]) == {repo.did: repo for repo in repos}
     with pytest.raises(asyncpg.CheckViolationError, match="repo_last_failure"):
         await sql.execute("update indexer.repo set last_failure = 'other'")

@@ -6,7 +6,7 @@ from time import time
 import asyncpg
 import pytest
 
-from indexer.db import RetentionPolicy, Store
+from indexer.db import Database, RetentionPolicy
 from indexer.db.change_log_segments import load_state
 from indexer.reasons import FetchFailure
 from indexer.sync.changes import Batch
@@ -32,26 +32,26 @@ async def set_clock(database: str, directory: Path, days: int) -> None:
 
 @pytest.mark.parametrize("ahead", [-DAY, DAY])
 async def test_lease_is_over_only_after_its_time_whichever_process_looks(
-    store: Store, monkeypatch: pytest.MonkeyPatch, ahead: int
+    db: Database, monkeypatch: pytest.MonkeyPatch, ahead: int
 ) -> None:
     """The clock of the process that claims the repo differs from that of the process that ends expired leases."""
-    await insert(store, Repo(did(1), version=1))
+    await insert(db, Repo(did(1), version=1))
 
     def wrong() -> float:
         return time() + ahead
 
     with monkeypatch.context() as patched:
         patched.setattr("indexer.db.resync_queue.time", wrong)
-        [claimed] = await store.claim(1, ALL, 60.0, wrong())
-    assert await store.expire_leases(ALL, time()) == 0
-    assert await store.renew(did(1), claimed.lease, 120.0)
-    assert await store.expire_leases(ALL, time() + 90) == 0
-    assert await store.expire_leases(ALL, time() + 150) == 1
+        [claimed] = await db.resyncs.claim(1, ALL, 60.0, wrong())
+    assert await db.resyncs.expire_leases(ALL, time()) == 0
+    assert await db.resyncs.renew(did(1), claimed.lease, 120.0)
+    assert await db.resyncs.expire_leases(ALL, time() + 90) == 0
+    assert await db.resyncs.expire_leases(ALL, time() + 150) == 1
 
 
 @DAYS
 async def test_changes_are_trimmed_by_their_age(
-    store: Store, database: str, sql: asyncpg.Connection, tmp_path: Path, days: int
+    db: Database, database: str, sql: asyncpg.Connection, tmp_path: Path, days: int
 ) -> None:
     """No consumer is cut off because of the difference of two clocks."""
     await set_clock(database, tmp_path, days)
@@ -65,35 +65,35 @@ async def test_changes_are_trimmed_by_their_age(
     newest = max(segment.last_time for segment in state.segments if segment.last_time is not None)
     assert newest == pytest.approx(now, abs=60)
     policy = RetentionPolicy(DAY / 2, 1_000_000_000, DAY / 2)
-    _, plan = await store.trim_change_log(policy, now)
+    _, plan = await db.segments.trim(policy, now)
     assert (plan.disconnect, plan.truncate) == ((), ())
 
 
 @DAYS
 async def test_pause_of_a_host_ends_by_the_clock_of_the_processes(
-    store: Store, database: str, tmp_path: Path, days: int
+    db: Database, database: str, tmp_path: Path, days: int
 ) -> None:
     await set_clock(database, tmp_path, days)
     paused = HostState("paused.example", 3, 0, 0, time() + 60, FetchFailure.THROTTLED, None, None)
     ended = HostState("ended.example", 3, 0, 0, time() - 60, FetchFailure.THROTTLED, None, None)
-    await store.save_hosts([paused, ended])
-    assert [state.host for state in await store.load_hosts()] == ["paused.example"]
-    assert [state.host for state in (await store.counts()).hosts] == ["paused.example"]
+    await db.hosts.save([paused, ended])
+    assert [state.host for state in await db.hosts.load()] == ["paused.example"]
+    assert [state.host for state in (await db.reports.counts()).hosts] == ["paused.example"]
 
 
 @DAYS
-async def test_new_handle_is_due_to_be_checked_at_once(store: Store, database: str, tmp_path: Path, days: int) -> None:
+async def test_new_handle_is_due_to_be_checked_at_once(db: Database, database: str, tmp_path: Path, days: int) -> None:
     await set_clock(database, tmp_path, days)
-    await store.save_identities([StoredIdentity(did(1), "ada.test", "https://pds.test", "key", time())])
-    assert [claim.did for claim in await store.claim_handles(1, ALL, 60.0, time())] == [did(1)]
+    await db.identities.save([StoredIdentity(did(1), "ada.test", "https://pds.test", "key", time())])
+    assert [claim.did for claim in await db.identities.claim_handles(1, ALL, 60.0, time())] == [did(1)]
 
 
 @DAYS
 async def test_cursor_was_stored_when_its_process_stored_it(
-    store: Store, database: str, tmp_path: Path, days: int
+    db: Database, database: str, tmp_path: Path, days: int
 ) -> None:
     """The times of events are compared with this time, to find out until when everything is stored."""
     await set_clock(database, tmp_path, days)
-    await store.write(Batch(cursor=Cursor("wss://relay.test", "0/1", 5)))
-    [cursor] = await store.cursors()
+    await db.write(Batch(cursor=Cursor("wss://relay.test", "0/1", 5)))
+    [cursor] = await db.gaps.cursors()
     assert cursor.updated_at == pytest.approx(time(), abs=60)

@@ -8,7 +8,7 @@ import asyncpg
 from indexer.atproto.cid import cid_of, cid_text
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.record import Problem, decode_record
-from indexer.db import Store
+from indexer.db import Database
 from indexer.demo import dag_cbor
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
 from tests.db.repo_rows import head, insert, synchronized
@@ -66,11 +66,11 @@ ODD: dict[str, tuple[bytes, Problem | None, Any]] = {
 }
 
 
-async def test_unusual_records_are_stored_with_their_problem(store: Store, sql: asyncpg.Connection) -> None:
+async def test_unusual_records_are_stored_with_their_problem(db: Database, sql: asyncpg.Connection) -> None:
     """All of them are in one commit, so that one record cannot affect another."""
     changes = [change_of(f"{n}", block) for n, (block, _, _) in enumerate(ODD.values())]
     bare = RecordChange("create", COLLECTION, "bare", head().rev, cid_of(b"x"))
-    await insert(store, synchronized(1), changes=(*changes, bare))
+    await insert(db, synchronized(1), changes=(*changes, bare))
     assert tuple(await sql.fetchrow(SEEN, "bare") or ()) == (cid_text(cid_of(b"x")), None, "not-stored", None)
     for number, (name, (block, problem, expected)) in enumerate(ODD.items()):
         row = await sql.fetchrow(SEEN, f"{number}")
@@ -91,13 +91,13 @@ async def test_unusual_records_are_stored_with_their_problem(store: Store, sql: 
             assert found == expected, name
 
 
-async def test_an_update_replaces_value_problem_and_original(store: Store, sql: asyncpg.Connection) -> None:
+async def test_an_update_replaces_value_problem_and_original(db: Database, sql: asyncpg.Connection) -> None:
     blocks = [ODD[name][0] for name in ("nul", "plain", "float", "a list", "too large", "plain")]
-    await insert(store, synchronized(1))
+    await insert(db, synchronized(1))
     for number, block in enumerate(blocks, 1):
         before, after = synchronized(1, version=number), synchronized(1, version=number + 1)
         write = RepoWrite(before, after, (change_of("one", block),))
-        assert not (await store.write(Batch((write,)))).skipped
+        assert not (await db.write(Batch((write,)))).skipped
         row = await sql.fetchrow(SEEN, "one")
         decoded = decode_record(block, COLLECTION, DEFAULT_LIMITS)
         assert row is not None

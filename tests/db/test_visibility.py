@@ -9,7 +9,7 @@ import asyncpg
 import orjson
 import pytest
 
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.feed_delivery import SNAPSHOT_BEGIN, DeliveryProgress
 from indexer.readers.jetstream.events import LogPosition, encode_page
 from indexer.readers.jetstream.options import EventFilter
@@ -69,21 +69,21 @@ def of_repos(text: str) -> set[str]:
 
 
 @pytest.fixture
-async def filled(store: Store) -> Store:
+async def filled(db: Database) -> Database:
     """Store a like of one visible and two hidden repos, with a link, a blob, its bytes and a typed view."""
-    await store.add_lexicons(sourced(LIKE_DOCUMENT))
-    await turn_on(store)
+    await db.lexicons.add(sourced(LIKE_DOCUMENT))
+    await turn_on(db)
     for kind in KINDS:
         subject = {"uri": f"at://{did('author')}/app.bsky.feed.post/{secret(kind)}", "cid": secret(kind)}
         blob = {"$type": "blob", "ref": {"$link": BLOB}, "mimeType": f"image/{secret(kind)}", "size": 1}
         value = {"$type": LIKE, "subject": subject, "createdAt": "2024-02-29T12:00:00Z", "image": blob}
         like = put(f"{LIKE}/like", orjson.dumps(value).decode())
-        await insert(store, synchronized(kind), changes=(like._replace(original=secret(kind).encode()),))
+        await insert(db, synchronized(kind), changes=(like._replace(original=secret(kind).encode()),))
     hidden = RepoWrite(synchronized(DEACTIVATED), synchronized(DEACTIVATED, version=2, active=False), ())
-    assert not (await store.write(Batch((hidden,)))).skipped
-    await store.set_takedown(did(TAKEN_DOWN), on=True)
-    await settle(store)
-    return store
+    assert not (await db.write(Batch((hidden,)))).skipped
+    await db.repos.set_takedown(did(TAKEN_DOWN), on=True)
+    await settle(db)
+    return db
 
 
 @pytest.mark.usefixtures("filled")
@@ -108,11 +108,11 @@ async def test_no_view_and_no_function_shows_records_of_hidden_repos(sql: asyncp
     assert FUNCTIONS.keys() | {"changes"} >= CHANGE_LOG
 
 
-async def test_no_feed_and_no_export_sends_records_of_hidden_repos(filled: Store) -> None:
+async def test_no_feed_and_no_export_sends_records_of_hidden_repos(filled: Database) -> None:
     async def tap(*, one_per_repo: bool, snapshot: bool = False) -> str:
         """Return all events of the log, or of a snapshot, and check that the hidden repos are set aside."""
         deliveries = Deliveries(filled, Metrics(), DeliveryProgress(0, 0), RefusalLimits(), one_per_repo=one_per_repo)
-        async with filled.feed_session() as session:
+        async with filled.feed.session() as session:
             if snapshot:
                 deliveries.add_snapshot(await session.snapshot_after(SNAPSHOT_BEGIN, 100))
             else:
@@ -126,7 +126,7 @@ async def test_no_feed_and_no_export_sends_records_of_hidden_repos(filled: Store
         return b" ".join(messages).decode()
 
     async def jetstream() -> str:
-        chunk = encode_page(LogPosition(0), await filled.feed_page(0, 1_000, 1 << 20))
+        chunk = encode_page(LogPosition(0), await filled.changes.page(0, 1_000, 1 << 20))
         return chunk.select(EventFilter(), 0, compress=False).data.decode(errors="replace")
 
     feeds = {
@@ -135,7 +135,7 @@ async def test_no_feed_and_no_export_sends_records_of_hidden_repos(filled: Store
         "jetstream": [await jetstream()],
     }
     assert feeds.keys() == set(FEED_KINDS)
-    exported = [row async for page in filled.export_collection(LIKE) for row in page]
+    exported = [row async for page in filled.exports.records(LIKE) for row in page]
     for name, texts in (feeds | {"export": [str(exported)]}).items():
         for text in texts:
             assert secrets_in(text) == {SHOWN}, name

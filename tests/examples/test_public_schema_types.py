@@ -15,7 +15,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
 from docs.generate import PROJECT
-from indexer.db import Store
+from indexer.db import Database
 from indexer.sync.scope import Scope
 from tests.db.repo_rows import did, insert, put, synchronized
 from tests.feed_clients.node_process import HERE as NPM_DIRECTORY
@@ -56,9 +56,9 @@ async def connection(database: str) -> AsyncIterator[AsyncConnection]:
 
 @pytest.mark.slow
 async def test_rows_are_read_with_the_types_of_the_models(
-    models: ModuleType, store: Store, connection: AsyncConnection
+    models: ModuleType, db: Database, connection: AsyncConnection
 ) -> None:
-    await insert(store, synchronized(1), changes=(put("app.test/a", '{"a": [1]}'),))
+    await insert(db, synchronized(1), changes=(put("app.test/a", '{"a": [1]}'),))
     for mapper in models.PublicView.registry.mappers:
         await connection.execute(select(mapper.class_))
     [row] = await connection.execute(
@@ -100,13 +100,13 @@ def test_typescript_types_compile_strictly_in_a_program_that_uses_node_postgres(
 @pytest.mark.proof("clients")
 @needs_clients
 async def test_node_postgres_returns_values_of_the_declared_typescript_types(
-    store: Store, sql: asyncpg.Connection, database: str
+    db: Database, sql: asyncpg.Connection, database: str
 ) -> None:
     blob = {"$type": "blob", "ref": {"$link": CID}, "mimeType": "image/png", "size": 3}
     record = {"text": "hello", "image": blob, "subject": "did:plc:someone"}
-    await insert(store, synchronized(1), changes=(put("app.test/a", json.dumps(record)),))
-    await insert(store, synchronized(2, next_attempt_at=inf))
-    await store.begin_scope(Scope())
+    await insert(db, synchronized(1), changes=(put("app.test/a", json.dumps(record)),))
+    await insert(db, synchronized(2, next_attempt_at=inf))
+    await db.scope.begin(Scope())
     await sql.execute("select atproto.register_reader('app')")
     address = urlsplit(database)
     connection = {

@@ -116,7 +116,7 @@ async def test_tap_client_gets_all_events_in_order_through_restarts_of_both_side
 async def test_event_that_the_client_refuses_never_stops_others(database: str, tmp_path: Path) -> None:
     """A value with a CID of more than 128 characters is left out; what the handler refuses is set aside."""
     async with LocalNetwork() as network, served(database, tmp_path, network) as (daemon, url):
-        feed, store = daemon.stages.feeds, daemon.stages.store
+        feed, db = daemon.stages.feeds, daemon.stages.db
         feed.channel.retry_seconds = 0.5
         account, other = network.create_account("ada.test"), network.create_account("bob.test")
         async with node_process("tap_indexer.mjs", url, PASSWORD, "refused") as client:
@@ -132,9 +132,9 @@ async def test_event_that_the_client_refuses_never_stops_others(database: str, t
             of_account = [event for event in events(client.lines) if event["did"] == account.did]
             assert [(event["rkey"], "record" in event) for event in of_account] == [("link", False), ("after", True)]
             assert {line["error"] for line in problems(client.lines)} == {"Failed to process event 2: refused"}
-        assert [event.rkey for event in await store.set_aside_events(None, 10)] == ["refused"]
+        assert [event.rkey for event in await db.feed.set_aside(None, 10)] == ["refused"]
         async with node_process("tap_indexer.mjs", url, PASSWORD) as client:
-            await store.send_set_aside_again(None)
+            await db.feed.send_again(None)
             await until(lambda: [event["rkey"] for event in events(client.lines)] == ["refused"])
         assert problems(client.lines) == []
 

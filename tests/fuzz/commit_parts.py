@@ -60,7 +60,7 @@ class CommitParts:
 
     def replace(self, cid: bytes, block: bytes) -> None:
         """Replace a block, and change what refers to it up to the commit, whose signature is wrong then."""
-        renames = deque([(cid, self._store(cid, block))])
+        renames = deque([(cid, self._db(cid, block))])
         for _ in range(MAX_RENAMES):  # a mutated block may refer to itself, and then no hash is ever right
             if not renames:
                 break
@@ -72,7 +72,7 @@ class CommitParts:
                 self.payload["commit"] = new
             for parent, parent_block in list(self.blocks.items()):
                 if old != new and old in parent_block:
-                    renames.append((parent, self._store(parent, parent_block.replace(old, new))))
+                    renames.append((parent, self._db(parent, parent_block.replace(old, new))))
 
     def move(self, did: str, key: PrivateKey) -> None:
         """Make the commit one of another account, with its signature, and of the present version."""
@@ -89,7 +89,7 @@ class CommitParts:
         cid = self.payload["commit"]
         self.replace(cid, signed(self.blocks[cid], key))
 
-    def _store(self, cid: bytes, block: bytes) -> bytes:
+    def _db(self, cid: bytes, block: bytes) -> bytes:
         """Put a block in the place of another one, and return its CID."""
         new = cid_of(block)
         self.blocks = {new if name == cid else name: block if name == cid else old for name, old in self.blocks.items()}

@@ -17,7 +17,7 @@ from indexer.atproto.lexicon import Lexicon, parse_lexicon
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.links import links_of
 from indexer.atproto.record import Problem, decode_record
-from indexer.db import Store
+from indexer.db import Database
 from indexer.sync.changes import Batch, RecordChange, RecordConverter, RepoWrite
 from indexer.sync.policy import Policy
 from indexer.sync.repo import Repo
@@ -56,13 +56,13 @@ class FuzzDatabase:
         dsn = self._server.create(migrated=True)
         self.run = self._server.run
         self.run(_limit_statements(dsn))
-        self.store = self.run(Store.open(dsn, connections=2))
+        self.db = self.run(Database.open(dsn, connections=2))
         self.connection: asyncpg.Connection = self.run(asyncpg.connect(dsn))
 
     def close(self) -> None:
         """Stop the server."""
         self.run(self.connection.close())
-        self.run(self.store.close())
+        self.run(self.db.close())
         self._server.close()
         self._directories.close()
 
@@ -83,7 +83,7 @@ class Records(FuzzTarget):
 
     def __init__(self) -> None:
         self._database = FuzzDatabase()
-        self._database.run(turn_on(self._database.store))
+        self._database.run(turn_on(self._database.db))
         self._repo = synchronized("records", version=0)
         self.counts = OutcomeCounts("stored whole", "with a problem", "with links")
 
@@ -124,8 +124,8 @@ class Records(FuzzTarget):
         converter = RecordConverter(POLICY, head().rev, len(data))
         change = converter.convert(VerifiedChange(f"{COLLECTION}/self".encode(), None, cid_of(data), data))
         assert change is not None
-        self._database.run(self._store(change))
-        self._database.run(settle(self._database.store))
+        self._database.run(self._db(change))
+        self._database.run(settle(self._database.db))
         complete = change.problem in SAME_VALUE
         expected, found = _loads(change.value), self._database.run(self._load())
         if found != (expected, change.original):
@@ -135,9 +135,9 @@ class Records(FuzzTarget):
         self.counts.add("stored whole" if complete else "with a problem")
         self.counts.add("with links", bool(links_of(change.value)))
 
-    async def _store(self, change: RecordChange) -> None:
+    async def _db(self, change: RecordChange) -> None:
         repo = self._repo._replace(version=self._repo.version + 1)
-        skipped = (await self._database.store.write(Batch((RepoWrite(self._repo, repo, (change,)),)))).skipped
+        skipped = (await self._database.db.write(Batch((RepoWrite(self._repo, repo, (change,)),)))).skipped
         assert not skipped
         self._repo = repo
 
@@ -193,17 +193,17 @@ class Lexicons(FuzzTarget):
 
     async def _show(self, lexicon: Lexicon, values: list[str]) -> None:
         """Store records of the lexicon, and read all of them from its view."""
-        store, connection = self._database.store, self._database.connection
+        db, connection = self._database.db, self._database.connection
         changes = [
             RecordChange("create", lexicon.nsid, f"{number}", head().rev, cid_of(value.encode()), value)
             for number, value in enumerate(values)
         ]
         repo = synchronized(lexicon.nsid)
-        assert not (await store.write(Batch((RepoWrite(Repo(repo.did), repo, tuple(changes)),)))).skipped
-        [added] = await store.add_lexicons({lexicon.nsid: (lexicon, "fuzz")})
-        stored = (await store.lexicons())[lexicon.nsid].lexicon
+        assert not (await db.write(Batch((RepoWrite(Repo(repo.did), repo, tuple(changes)),)))).skipped
+        [added] = await db.lexicons.add({lexicon.nsid: (lexicon, "fuzz")})
+        stored = (await db.lexicons.load())[lexicon.nsid].lexicon
         rows = await connection.fetch(f'select * from lexicon."{added.view}"')  # noqa: S608
-        await store.remove_lexicons([lexicon.nsid])
+        await db.lexicons.remove([lexicon.nsid])
         await connection.execute("delete from indexer.record")
         await connection.execute("delete from indexer.repo")
         if len(rows) != len(values) or (stored.nsid, stored.record) != (lexicon.nsid, lexicon.record):

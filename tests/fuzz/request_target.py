@@ -51,10 +51,10 @@ class TapRequests(FuzzTarget):
         self.counts = OutcomeCounts("changes", "refused changes", "answers", "unknown repos")
 
     async def _start(self) -> None:
-        store = self._database.store
-        await store.begin_scope(Scope())
+        db = self._database.db
+        await db.scope.begin(Scope())
         application = web.Application()
-        application.add_routes(TapRoutes(store, StoredIdentities()).routes(Access(None)))
+        application.add_routes(TapRoutes(db, StoredIdentities()).routes(Access(None)))
         self._server = await self._resources.enter_async_context(TestServer(application))
         self._client = await self._resources.enter_async_context(aiohttp.ClientSession())
 
@@ -105,7 +105,7 @@ class TapRequests(FuzzTarget):
     def _compare_answer(self, path: str, did: str) -> None:
         """Ask about a repo. One of them is tracked."""
         if did == DID:
-            self._database.run(self._database.store.track([DID]))
+            self._database.run(self._database.db.scope.track([DID]))
         status, answer = self._database.run(self._send("GET", path + quote(did, safe=""), b""))
         if status == HTTPStatus.OK and orjson.loads(answer)["did"] != did:
             raise DifferenceError(f"{path}: an answer about another repo than {did!r}: {answer!r}")

@@ -22,15 +22,15 @@ async def test_batch_begins_at_once_and_the_next_one_takes_what_arrived_meanwhil
     scenario = await make_scenario()
     accounts = [SigningAccount(name) for name in ("ada", "ben", "cleo")]
     await scenario.add(*accounts)
-    scenario.store.may_write.clear()
+    scenario.db.may_write.clear()
     async with scenario.writer():
         await scenario.put(new_post(accounts[0], 1))
         await scenario.write_started(1)
         await scenario.put(new_post(accounts[1], 1), new_post(accounts[2], 1))
-        assert len(scenario.store.batches) == 1
-        scenario.store.may_write.set()
+        assert len(scenario.db.batches) == 1
+        scenario.db.may_write.set()
         await scenario.settled()
-    assert [len(batch.writes) for batch in scenario.store.batches] == [1, 2]
+    assert [len(batch.writes) for batch in scenario.db.batches] == [1, 2]
 
 
 async def test_next_batch_is_verified_while_this_one_is_written(make_scenario: MakeScenario) -> None:
@@ -38,11 +38,11 @@ async def test_next_batch_is_verified_while_this_one_is_written(make_scenario: M
     scenario = await make_scenario(batch_size=2, core=core)
     await scenario.add(ada)
     await scenario.put(*[new_post(ada, number) for number in range(5)])
-    scenario.store.may_write.clear()
+    scenario.db.may_write.clear()
     async with scenario.writer():
         await until(lambda: core.asked == 4)
-        assert (len(scenario.store.batches), len(scenario.inbox)) == (1, 3)
-        scenario.store.may_write.set()
+        assert (len(scenario.db.batches), len(scenario.inbox)) == (1, 3)
+        scenario.db.may_write.set()
         await scenario.settled()
     assert core.asked == 5, "each commit is verified once"
     assert scenario.outcomes() == {"applied": 5}
@@ -54,11 +54,11 @@ async def test_results_are_dropped_when_the_shard_is_lost(make_scenario: MakeSce
     scenario = await make_scenario(batch_size=2, core=core)
     await scenario.add(ada)
     await scenario.put(*[new_post(ada, number) for number in range(4)])
-    scenario.store.may_write.clear()
+    scenario.db.may_write.clear()
     async with scenario.writer():
         await until(lambda: core.asked == 4)
         scenario.owned.clear()
-        scenario.store.may_write.set()
+        scenario.db.may_write.set()
         await until(lambda: not len(scenario.inbox))
         scenario.owned.set()
         await scenario.settled()
@@ -74,8 +74,8 @@ class Disturbance:
         self._scenario = scenario
         self._accounts = accounts
         self._failed = False
-        scenario.store.disturb_before = self.before
-        scenario.store.disturb_after = self.after
+        scenario.db.disturb_before = self.before
+        scenario.db.disturb_after = self.after
 
     async def before(self, batch: Batch) -> None:
         kind = self.random.choice(["nothing", "fail", "change"])

@@ -11,7 +11,7 @@ from indexer.reasons import FetchFailure
 from indexer.sync.batch import ReceivedMessage
 from indexer.sync.changes import Batch, RepoWrite
 from indexer.sync.repo import SyncStatus, amend
-from tests.live.writer_scenario import SEEDS, MakeScenario, ObservedStore, WriterScenario, new_post
+from tests.live.writer_scenario import SEEDS, MakeScenario, ObservedDatabase, WriterScenario, new_post
 from tests.sync.signing_account import SigningAccount, received_message
 from tests.waiting import until
 
@@ -26,7 +26,7 @@ async def test_replay_is_decided_on_the_stored_row(make_scenario: MakeScenario) 
         await scenario.process(commit)
         row = await scenario.row(ada)
         reset = row._replace(version=row.version + 1, head=before.head)
-        assert not (await scenario.store.write(Batch((RepoWrite(row, reset),)))).skipped
+        assert not (await scenario.db.write(Batch((RepoWrite(row, reset),)))).skipped
         await scenario.process(commit)
     assert scenario.outcomes() == {"applied": 2}
     assert (await scenario.row(ada)).head == ada.head
@@ -38,13 +38,13 @@ async def test_rows_are_loaded_again_after_the_shard_was_lost_and_not_before(mak
     async with scenario.writer():
         for number in range(3):
             await scenario.process(new_post(ada, number))
-        assert scenario.store.loaded == [ada.did]
+        assert scenario.db.observed.loaded == [ada.did]
         scenario.owned.clear()
         await scenario.put(new_post(ada, 4))
         await until(lambda: not len(scenario.inbox))
         scenario.owned.set()
         await scenario.settled()
-    assert scenario.store.loaded == [ada.did, ada.did]
+    assert scenario.db.observed.loaded == [ada.did, ada.did]
     assert (await scenario.row(ada)).head == ada.head
 
 
@@ -60,10 +60,10 @@ async def test_database_error_makes_rows_load_again(make_scenario: MakeScenario)
 
     async with scenario.writer():
         await scenario.process(new_post(ada, 1))
-        scenario.store.disturb_after = fail_once
+        scenario.db.disturb_after = fail_once
         await scenario.process(new_post(ada, 2))
     assert (len(failed), scenario.outcomes()) == (1, {"applied": 1, "replayed": 1})
-    assert scenario.store.loaded == [ada.did, ada.did]
+    assert scenario.db.observed.loaded == [ada.did, ada.did]
     assert (await scenario.row(ada)).head == ada.head
 
 
@@ -142,7 +142,7 @@ class Script:
         row = await scenario.row(self.account)
         if row.tracked:
             write = RepoWrite(row, amend(row, **fields))
-            assert not (await super(ObservedStore, scenario.store).write(Batch((write,)))).skipped
+            assert not (await super(ObservedDatabase, scenario.db).write(Batch((write,)))).skipped
 
 
 async def summary(scenario: WriterScenario, account: SigningAccount) -> dict[str, Any]:

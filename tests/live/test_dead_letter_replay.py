@@ -12,7 +12,7 @@ import asyncpg
 import pytest
 
 from indexer.atproto.syntax import CollectionFilter
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.write import WrittenBatch
 from indexer.demo.local_relay import error_frame
 from indexer.demo.local_repo import Write
@@ -58,8 +58,8 @@ class FakeDirectory:
 class ReplayScenario:
     """An account, its directory and a database, in which dead letters are replayed."""
 
-    def __init__(self, store: Store, sql: asyncpg.Connection) -> None:
-        self.store = store
+    def __init__(self, db: Database, sql: asyncpg.Connection) -> None:
+        self.db = db
         self.sql = sql
         self.owner = AccountOwner("ada")
         self.directory = FakeDirectory(self.owner)
@@ -71,10 +71,10 @@ class ReplayScenario:
         """Replay as a new process does, with an empty identity cache."""
         lifetimes = IdentityLifetimes(missing_max_age=0.0, changed_interval=0.05)
         identities = IdentityCache(
-            self.directory, self.store, Metrics(), clock=time, refresh_rate=inf, lifetimes=lifetimes
+            self.directory, self.db.identities, Metrics(), clock=time, refresh_rate=inf, lifetimes=lifetimes
         )
         try:
-            yield DeadLetterReplay(self.store, identities, policy, upstream_is_pds=upstream_is_pds, key_timeout=5.0)
+            yield DeadLetterReplay(self.db, identities, policy, upstream_is_pds=upstream_is_pds, key_timeout=5.0)
         finally:
             await identities.close()
 
@@ -89,13 +89,13 @@ class ReplayScenario:
         head = self.owner.repo.head
         repo = Repo(self.owner.did, 1, SyncStatus.SYNCHRONIZED, None, Head(head.rev, head.data, head.cid))
         repo = repo._replace(**fields)
-        assert not (await self.store.write(Batch((RepoWrite(Repo(repo.did), repo),)))).skipped
+        assert not (await self.db.write(Batch((RepoWrite(Repo(repo.did), repo),)))).skipped
         return repo
 
     async def in_progress(self) -> Repo:
         """Insert the owner's row, claimed by a resync worker."""
         await self.synchronized(sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=Desync.REQUESTED)
-        [claimed] = await self.store.claim(1, range(256), 60.0, time())
+        [claimed] = await self.db.resyncs.claim(1, range(256), 60.0, time())
         return claimed
 
     async def reject_event(self, kind: str, payload: dict[str, Any], **fields: Any) -> int:
@@ -103,12 +103,12 @@ class ReplayScenario:
 
     async def insert_dead_letter(self, message: bytes, **fields: Any) -> int:
         values = {"seq": 1, "did": self.owner.did, "kind": "", "reason": Rejection.SIGNATURE_INVALID, "detail": ""}
-        await self.store.write(Batch(dead_letters=(DeadLetter(RELAY, frame=message, **values | fields),)))  # type: ignore[arg-type]
+        await self.db.write(Batch(dead_letters=(DeadLetter(RELAY, frame=message, **values | fields),)))  # type: ignore[arg-type]
         dead_letter_id: int = await self.sql.fetchval("select max(id) from indexer.dead_letter")
         return dead_letter_id
 
     async def repo(self) -> Repo:
-        return (await self.store.repos([self.owner.did]))[self.owner.did]
+        return (await self.db.repos.load([self.owner.did]))[self.owner.did]
 
     async def remaining(self) -> list[tuple[int, str]]:
         """Return the ID and reason of each dead letter."""
@@ -120,16 +120,16 @@ class ReplayScenario:
 
 
 @pytest.fixture
-def scenario(store: Store, sql: asyncpg.Connection) -> ReplayScenario:
-    return ReplayScenario(store, sql)
+def scenario(db: Database, sql: asyncpg.Connection) -> ReplayScenario:
+    return ReplayScenario(db, sql)
 
 
 async def test_record_of_a_collection_that_was_added_during_the_replay_is_stored(scenario: ReplayScenario) -> None:
     """The repo is complete for the later scope, so nothing would fetch what an earlier one omits."""
-    store = scenario.store
-    first = await store.begin_scope(Scope(collections=CollectionFilter([COLLECTIONS[1]])))
+    db = scenario.db
+    first = await db.scope.begin(Scope(collections=CollectionFilter([COLLECTIONS[1]])))
     async with scenario.new_process(replace(STORE_ALL, scope=first)) as dead_letters:
-        later = await store.set_collections(COLLECTIONS[:2])
+        later = await db.scope.set_collections(COLLECTIONS[:2])
         await scenario.synchronized(scope_version=later.version)
         dead_letter_id = await scenario.reject_event("commit", scenario.owner.commit(Write.create(PATH, RECORD)))
         assert await dead_letters.replay(dead_letter_id) == ReplayResult(dead_letter_id, Outcome.APPLIED)
@@ -154,7 +154,7 @@ async def test_commit_during_a_resync_is_buffered(scenario: ReplayScenario) -> N
     message = encoded_frame("commit", scenario.owner.commit(Write.create(PATH, RECORD)))
     dead_letter_id = await scenario.insert_dead_letter(message)
     assert await scenario.replay(dead_letter_id) == ReplayResult(dead_letter_id, Outcome.BUFFERED)
-    async with scenario.store.resync(claimed) as transaction:
+    async with scenario.db.resyncs.transaction(claimed) as transaction:
         locked = await transaction.lock()
         assert locked is not None
         assert (locked.buffered_events, locked.buffered_bytes) == (1, len(message))
@@ -200,7 +200,7 @@ async def test_without_a_directory_the_dead_letter_stays_untried(
     before = await (scenario.in_progress() if claimed else scenario.synchronized())
     if known != "nothing":
         old = StoredIdentity(scenario.owner.did, None, "https://pds.test", scenario.directory.key, time())
-        await scenario.store.save_identities([replace(old, stale=known != "a key")])
+        await scenario.db.identities.save([replace(old, stale=known != "a key")])
     scenario.owner.swap_key()
     dead_letter_id = await scenario.reject_event("commit", scenario.owner.commit(Write.create(PATH, RECORD)))
     scenario.directory.error = UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, "502")
@@ -234,7 +234,7 @@ async def test_changed_identity_is_looked_up_at_once(scenario: ReplayScenario) -
         "identity", scenario.owner.identity_event(), reason=Rejection.FIELD_INVALID
     )
     assert await scenario.replay(dead_letter_id) == ReplayResult(dead_letter_id, Outcome.APPLIED)
-    stored = (await scenario.store.load_identities([scenario.owner.did]))[scenario.owner.did]
+    stored = (await scenario.db.identities.load([scenario.owner.did]))[scenario.owner.did]
     assert (stored.signing_key, stored.stale) == (scenario.directory.key, False)
 
 
@@ -248,7 +248,7 @@ async def test_pds_stream_is_accepted_only_for_accounts_that_it_hosts(scenario: 
     assert await scenario.replay(dead_letter_id, upstream_is_pds=True) == ReplayResult(dead_letter_id, Outcome.APPLIED)
 
 
-class ConcurrentlyChangedStore(Store):
+class ConcurrentlyChangedDatabase(Database):
     """Calls `change` before each of the first `times` attempts to resolve a dead letter."""
 
     times = 0
@@ -262,41 +262,41 @@ class ConcurrentlyChangedStore(Store):
 
 
 @pytest.fixture
-async def changed_store(scenario: ReplayScenario, database: str) -> AsyncIterator[ConcurrentlyChangedStore]:
-    store = await ConcurrentlyChangedStore.open(database, connections=2)
-    store.change = lambda: scenario.store.update_repo(
+async def changed_database(scenario: ReplayScenario, database: str) -> AsyncIterator[ConcurrentlyChangedDatabase]:
+    db = await ConcurrentlyChangedDatabase.open(database, connections=2)
+    db.change = lambda: scenario.db.repos.update(
         scenario.owner.did, lambda repo: repo._replace(version=repo.version + 1)
     )
-    scenario.store = store
-    yield store
-    await store.close()
+    scenario.db = db
+    yield db
+    await db.close()
 
 
 async def test_replay_is_retried_if_the_repo_changes_meanwhile_and_gives_up_at_last(
-    scenario: ReplayScenario, changed_store: ConcurrentlyChangedStore
+    scenario: ReplayScenario, changed_database: ConcurrentlyChangedDatabase
 ) -> None:
     before = await scenario.synchronized()
     dead_letter_id = await scenario.reject_event("commit", scenario.owner.commit(Write.create(PATH, RECORD)))
-    changed_store.times = MAX_ATTEMPTS + 1
+    changed_database.times = MAX_ATTEMPTS + 1
     result = await scenario.replay(dead_letter_id)
-    assert (result.outcome, changed_store.times) == (UNTRIED, 1)
+    assert (result.outcome, changed_database.times) == (UNTRIED, 1)
     assert "changed during" in result.detail
     assert await scenario.repo() == before._replace(version=before.version + MAX_ATTEMPTS)
     assert (await scenario.records(), await scenario.remaining()) == (set(), [(dead_letter_id, "signature-invalid")])
-    changed_store.times = MAX_ATTEMPTS - 1
+    changed_database.times = MAX_ATTEMPTS - 1
     assert await scenario.replay(dead_letter_id) == ReplayResult(dead_letter_id, Outcome.APPLIED)
     assert (await scenario.records(), await scenario.remaining()) == ({PATH}, [])
 
 
 async def test_commit_applied_meanwhile_is_not_applied_twice(
-    scenario: ReplayScenario, changed_store: ConcurrentlyChangedStore
+    scenario: ReplayScenario, changed_database: ConcurrentlyChangedDatabase
 ) -> None:
     """The relay sent the commit again, and it was applied."""
     await scenario.synchronized()
     commit = scenario.owner.commit(Write.create(PATH, RECORD))
     first, again = encoded_frame("commit", commit), encoded_frame("commit", commit | {"seq": commit["seq"] + 1})
     dead_letter_id, same = await scenario.insert_dead_letter(first), await scenario.insert_dead_letter(again)
-    changed_store.change, changed_store.times = lambda: scenario.replay(same), 1
+    changed_database.change, changed_database.times = lambda: scenario.replay(same), 1
     assert await scenario.replay(dead_letter_id) == ReplayResult(dead_letter_id, Outcome.REPLAYED)
     assert (await scenario.records(), await scenario.remaining()) == ({PATH}, [])
     assert await scenario.sql.fetchval("select count(*) from atproto.changes where action = 'create'") == 1
@@ -309,7 +309,7 @@ async def test_concurrent_replays_resolve_a_dead_letter_once(
     """The second replay waits for the first one and then finds no dead letter, also if the first changed no repo."""
     await scenario.in_progress()
     dead_letter_id = await scenario.reject_event(kind, scenario.owner.commit(Write.create(PATH, RECORD)))
-    await scenario.store.save_identities([await scenario.directory.resolve(scenario.owner.did)])
+    await scenario.db.identities.save([await scenario.directory.resolve(scenario.owner.did)])
     async with scenario.sql.transaction():
         await scenario.sql.execute("select from indexer.dead_letter for update")
         replays = asyncio.gather(scenario.replay(dead_letter_id), scenario.replay(dead_letter_id))
@@ -329,6 +329,6 @@ async def test_message_is_replayed_as_one_of_the_relay_that_sent_it(scenario: Re
     await scenario.synchronized()
     message = encoded_frame("account", scenario.owner.account_event(active=False))
     letter = DeadLetter("wss://other.test", 7, scenario.owner.did, "account", Rejection.FIELD_INVALID, "", message)
-    await scenario.store.write(Batch(dead_letters=(letter,)))
+    await scenario.db.write(Batch(dead_letters=(letter,)))
     assert (await scenario.replay(1)).outcome is Outcome.APPLIED
     assert (await scenario.repo()).hosting_relay == "wss://other.test"

@@ -67,7 +67,8 @@ class FakeStore:
 
     def __init__(self, cursors: Sequence[StoredCursor]) -> None:
         self._cursors = cursors
-        self.gaps: list[OpenGap] = []
+        self.gaps = self
+        self.opened: list[OpenGap] = []
         self.last_seqs: dict[int, int] = {}
 
     async def cursors(self) -> Sequence[StoredCursor]:
@@ -76,14 +77,14 @@ class FakeStore:
     async def has_synchronized_repo(self, _buckets: range) -> bool:
         return False
 
-    async def open_gap(self, gap: Gap) -> OpenGap:
-        self.gaps.append(OpenGap(len(self.gaps) + 1, gap, 0.0))
-        return self.gaps[-1]
+    async def open(self, gap: Gap) -> OpenGap:
+        self.opened.append(OpenGap(len(self.opened) + 1, gap, 0.0))
+        return self.opened[-1]
 
-    async def open_gaps(self) -> Sequence[OpenGap]:
-        return list(self.gaps)
+    async def load_open(self) -> Sequence[OpenGap]:
+        return list(self.opened)
 
-    async def set_last_seq_of_gap(self, gap_id: int, last_seq: int) -> None:
+    async def set_last_seq(self, gap_id: int, last_seq: int) -> None:
         self.last_seqs[gap_id] = last_seq
 
 
@@ -107,14 +108,14 @@ class RunningConsumer:
         self.inbox = Inbox(1_000_000)
         self.position = StreamPosition(lambda: True)
         self.metrics = Metrics()
-        self.store = FakeStore(cursors)
-        store: Any = self.store
+        self.db = FakeStore(cursors)
+        db: Any = self.db
         self.subscription = FakeSubscription(frames, next_frames)
         settings = ConsumerSettings(shard, DEFAULT_LIMITS, core=core)
         subscription = cast("Subscription", self.subscription)
-        self.gaps = OpenGaps(store, shard, self.metrics)
+        self.gaps = OpenGaps(db, shard, self.metrics)
         self.continuity = StreamContinuity(
-            StreamEntries(store, seek_nothing, shard, start),
+            StreamEntries(db, seek_nothing, shard, start),
             self.gaps,
             subscription,
             str(shard),
@@ -202,7 +203,7 @@ async def test_gap_is_stored_before_the_first_message_after_it(seqs: list[int], 
         await until(lambda: consumer.inbox.unsettled == 1)
         assert [message.seq for message in await consumer.inbox.take(9)] == [seqs[-1]]
         assert (consumer.count("replayed") or 0) == len(seqs) - 1
-        assert [opened.gap for opened in consumer.store.gaps] == gaps
+        assert [opened.gap for opened in consumer.db.opened] == gaps
 
 
 @pytest.mark.parametrize(("frames", "expected"), [([4], False), ([4, 5], True), ([9], True)])
@@ -223,7 +224,7 @@ async def test_a_silent_relay_is_known_when_the_gap_is_open() -> None:
         running.subscription.connection = Connection(RELAY, 4)
         assert not running.continuity.is_known
         await running.continuity.check_silence()
-        assert [opened.gap.reason for opened in running.store.gaps] == [GapReason.CURSOR_UNPROVEN]
+        assert [opened.gap.reason for opened in running.db.opened] == [GapReason.CURSOR_UNPROVEN]
         assert running.continuity.is_known
 
 
@@ -236,13 +237,13 @@ async def test_a_gap_after_the_highest_number_can_be_stored() -> None:
             await until(lambda: consumer.subscription.cursors == cursors)  # noqa: B023 - ends before the next round
             consumer.subscription.connection = Connection(RELAY, MAX_SEQ - 1)
             await consumer.continuity.check_silence()
-            assert [opened.gap.first_seq for opened in consumer.store.gaps] == [None]
+            assert [opened.gap.first_seq for opened in consumer.db.opened] == [None]
 
 
 async def test_a_gap_of_the_former_owner_of_the_shard_is_known_before_the_first_message() -> None:
     consumer = RunningConsumer(identity(5, OWN_DID), shard=Shard(), cursors=[AT_FIVE])
     await consumer.gaps.refresh()
-    opened = await consumer.store.open_gap(Gap(RELAY, "0/1", GapReason.CURSOR_OUTDATED))
+    opened = await consumer.db.gaps.open(Gap(RELAY, "0/1", GapReason.CURSOR_OUTDATED))
     async with consumer:
         await until(lambda: consumer.count("replayed") == 1)
         assert consumer.gaps.gaps == [opened]
@@ -265,8 +266,8 @@ async def test_outdated_cursor_opens_a_gap_only_if_more_than_the_stored_message_
         await until(lambda: running.inbox.unsettled == 1)
         assert [message.seq for message in await running.inbox.take(9)] == [9]
         assert running.subscription.cursors == [4, 5]
-        assert [opened.gap.first_seq for opened in running.store.gaps] == gaps
-        assert running.store.last_seqs == last_seqs
+        assert [opened.gap.first_seq for opened in running.db.opened] == gaps
+        assert running.db.last_seqs == last_seqs
 
 
 async def test_host_on_which_nothing_happened_for_a_day_opens_no_gap() -> None:
@@ -278,13 +279,13 @@ async def test_host_on_which_nothing_happened_for_a_day_opens_no_gap() -> None:
         await running.continuity.check_silence()
         assert (before, running.continuity.is_known) == (False, True)
         assert await running.consumer.begin_connection(RELAY) == 4, "another sequence would have another message there"
-        assert running.store.gaps == []
+        assert running.db.opened == []
 
 
 async def test_outdated_cursor_of_a_stream_that_is_read_from_its_oldest_message_opens_no_gap() -> None:
     async with RunningConsumer(OUTDATED, identity(9, OWN_DID), shard=Shard(), start="oldest") as running:
         await until(lambda: running.inbox.unsettled == 1)
-        assert (running.subscription.cursors, running.store.gaps) == ([0], [])
+        assert (running.subscription.cursors, running.db.opened) == ([0], [])
 
 
 @pytest.mark.parametrize(
@@ -303,7 +304,7 @@ async def test_another_sequence_is_entered_anew(frame: bytes, expected: int) -> 
         assert running.subscription.reconnections == 1
         assert running.inbox.unsettled == 0
         await until(lambda: running.subscription.cursors == [4, None])
-        assert [opened.gap.reason for opened in running.store.gaps] == [GapReason.SEQUENCE_RESTARTED]
+        assert [opened.gap.reason for opened in running.db.opened] == [GapReason.SEQUENCE_RESTARTED]
         assert running.position.epoch == 1
 
 
@@ -324,7 +325,7 @@ async def test_odd_sequence_number_refuses_no_later_message(odd: bytes) -> None:
         await until(lambda: running.position.watermark.position_if_done([6, 7, 8]).seq == 8)
         events = [message.event for message in await running.inbox.take(9)]
         valid = [event.seq for event in events if isinstance(event, IdentityEvent) and event.seq != MAX_SEQ]
-        assert (valid, running.consumer.last_error, running.store.gaps) == ([6, 7, 8], None, [])
+        assert (valid, running.consumer.last_error, running.db.opened) == ([6, 7, 8], None, [])
 
 
 async def test_odd_sequence_number_at_the_start_of_a_connection_proves_nothing() -> None:
@@ -333,7 +334,7 @@ async def test_odd_sequence_number_at_the_start_of_a_connection_proves_nothing()
     frames = [*odd, identity(5, OWN_DID), identity(6, OWN_DID)]
     async with RunningConsumer(*frames, shard=Shard(0, 2), cursors=[replace(AT_FIVE, shard=Shard(0, 2))]) as running:
         await until(lambda: running.inbox.unsettled > 0)
-        assert (running.store.gaps, running.subscription.reconnections) == ([], 0)
+        assert (running.db.opened, running.subscription.reconnections) == ([], 0)
         assert running.position.watermark.position_if_done([6]).seq == 6
 
 

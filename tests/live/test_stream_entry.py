@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from indexer.db import Store
+from indexer.db import Database
 from indexer.live.resume_point import ResumePoint
 from indexer.live.stream_entry import OVERLAP_SECONDS, Continuity, StreamEntries, StreamEntry, continuity
 from indexer.net.relay.seek import Entry
@@ -32,36 +32,36 @@ class OneEntry:
         return self.entry
 
 
-async def entry_of(store: Store, relay: str, seek: OneEntry) -> StreamEntry:
-    await store.write(Batch(cursor=Cursor(RELAY, "0/1", 50, TIME)))
-    return await StreamEntries(store, seek, Shard(), "live").entry(relay)
+async def entry_of(db: Database, relay: str, seek: OneEntry) -> StreamEntry:
+    await db.write(Batch(cursor=Cursor(RELAY, "0/1", 50, TIME)))
+    return await StreamEntries(db, seek, Shard(), "live").entry(relay)
 
 
-async def test_stored_cursor_is_resumed_one_message_early(store: Store) -> None:
+async def test_stored_cursor_is_resumed_one_message_early(db: Database) -> None:
     seek = OneEntry()
-    assert await entry_of(store, RELAY, seek) == StreamEntry(RELAY, 0, 49, RESUMED_AT)
+    assert await entry_of(db, RELAY, seek) == StreamEntry(RELAY, 0, 49, RESUMED_AT)
     assert seek.asked == []
 
 
-async def test_other_relay_is_entered_some_minutes_before_the_last_stored_message(store: Store) -> None:
+async def test_other_relay_is_entered_some_minutes_before_the_last_stored_message(db: Database) -> None:
     seek = OneEntry(SECONDS)
-    assert await entry_of(store, OTHER, seek) == StreamEntry(OTHER, 0, 7)
+    assert await entry_of(db, OTHER, seek) == StreamEntry(OTHER, 0, 7)
     assert seek.asked == [(OTHER, SECONDS - OVERLAP_SECONDS)]
 
 
-async def entry_of_relay_after_other(store: Store, seconds: float, seek: OneEntry) -> StreamEntry:
+async def entry_of_relay_after_other(db: Database, seconds: float, seek: OneEntry) -> StreamEntry:
     """Return the entry of `RELAY` with its cursor at `TIME`, when `OTHER` has sent messages until `seconds` later."""
-    await store.write(Batch(cursor=Cursor(RELAY, "0/1", 50, TIME)))
+    await db.write(Batch(cursor=Cursor(RELAY, "0/1", 50, TIME)))
     later = datetime.fromtimestamp(SECONDS + seconds, UTC).isoformat()
-    await store.write(Batch(cursor=Cursor(OTHER, "0/1", 9, later)))
-    return await StreamEntries(store, seek, Shard(), "live").entry(RELAY)
+    await db.write(Batch(cursor=Cursor(OTHER, "0/1", 9, later)))
+    return await StreamEntries(db, seek, Shard(), "live").entry(RELAY)
 
 
 async def test_relay_to_which_the_stream_returns_is_not_entered_hours_before_the_last_stored_message(
-    store: Store,
+    db: Database,
 ) -> None:
     seek = OneEntry(SECONDS, cursor=700)
-    assert await entry_of_relay_after_other(store, 36_000, seek) == StreamEntry(RELAY, 0, 700)
+    assert await entry_of_relay_after_other(db, 36_000, seek) == StreamEntry(RELAY, 0, 700)
     assert seek.asked == [(RELAY, SECONDS + 36_000 - OVERLAP_SECONDS)]
 
 
@@ -69,22 +69,22 @@ async def test_relay_to_which_the_stream_returns_is_not_entered_hours_before_the
     ("seconds", "found"), [(OVERLAP_SECONDS, 700), (36_000.0, 50), (36_000.0, None)], ids=["soon", "before", "silent"]
 )
 async def test_relay_to_which_the_stream_returns_is_resumed_at_its_cursor(
-    store: Store, seconds: float, found: int | None
+    db: Database, seconds: float, found: int | None
 ) -> None:
-    assert await entry_of_relay_after_other(store, seconds, OneEntry(SECONDS, cursor=found)) == StreamEntry(
+    assert await entry_of_relay_after_other(db, seconds, OneEntry(SECONDS, cursor=found)) == StreamEntry(
         RELAY, 0, 49, RESUMED_AT
     )
 
 
-async def test_relay_to_which_the_stream_returns_without_the_messages_since_then_opens_a_gap(store: Store) -> None:
-    entry = await entry_of_relay_after_other(store, 36_000, OneEntry(SECONDS + 36_001, cursor=700))
+async def test_relay_to_which_the_stream_returns_without_the_messages_since_then_opens_a_gap(db: Database) -> None:
+    entry = await entry_of_relay_after_other(db, 36_000, OneEntry(SECONDS + 36_001, cursor=700))
     assert entry.gap is not None
     assert (entry.cursor, entry.gap.relay, entry.gap.reason) == (700, RELAY, GapReason.NO_CURSOR)
 
 
 @pytest.mark.parametrize("oldest_time", [None, SECONDS + 1])
-async def test_other_relay_without_the_messages_since_then_opens_a_gap(store: Store, oldest_time: float | None) -> None:
-    entry = await entry_of(store, OTHER, OneEntry(oldest_time))
+async def test_other_relay_without_the_messages_since_then_opens_a_gap(db: Database, oldest_time: float | None) -> None:
+    entry = await entry_of(db, OTHER, OneEntry(oldest_time))
     assert entry.gap is not None
     assert (entry.gap.relay, entry.gap.reason) == (OTHER, GapReason.NO_CURSOR)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from math import inf
 from time import time
@@ -13,8 +13,10 @@ import pytest
 from indexer.core import PYTHON_CORE
 from indexer.core.core import with_native
 from indexer.core.native_core import NativeCore
-from indexer.db import Store
+from indexer.db import Database
+from indexer.db.connections import Connections
 from indexer.db.current_scope import CurrentScope
+from indexer.db.repos import Repos
 from indexer.db.write import WrittenBatch
 from indexer.live.account_limits import AccountLimits
 from indexer.live.batch_writer import BatchWriter, WriterSettings
@@ -39,11 +41,22 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8)
 Disturb = Callable[[Batch], Awaitable[None]]
 
 
-class ObservedStore(Store):
-    """A store that notes what the writer loads and writes.
+class ObservedRepos(Repos):
+    """Repos that note the DIDs of the loaded rows."""
+
+    def __init__(self, pool: Connections) -> None:
+        super().__init__(pool)
+        self.loaded: list[str] = []
+
+    async def load(self, dids: Sequence[str]) -> dict[str, Repo]:
+        self.loaded.extend(dids)
+        return await super().load(dids)
+
+
+class ObservedDatabase(Database):
+    """A database that notes what the writer loads and writes.
 
     Attributes:
-        loaded: The DIDs of the loaded rows.
         batches: The batches of the started writes.
         may_write: Writes wait for it.
         disturb_before: Called before each write; may raise.
@@ -52,16 +65,12 @@ class ObservedStore(Store):
 
     def __init__(self, pool: asyncpg.Pool, connections: int, dsn: str) -> None:
         super().__init__(pool, connections, dsn)
-        self.loaded: list[str] = []
+        self.repos = self.observed = ObservedRepos(self)
         self.batches: list[Batch] = []
         self.may_write = asyncio.Event()
         self.may_write.set()
         self.disturb_before: Disturb | None = None
         self.disturb_after: Disturb | None = None
-
-    async def repos(self, dids: Iterable[str]) -> dict[str, Repo]:
-        self.loaded.extend(dids)
-        return await super().repos(list(dids))
 
     async def write(self, batch: Batch) -> WrittenBatch:
         self.batches.append(batch)
@@ -84,8 +93,8 @@ class NoDirectory:
 class WriterScenario:
     """Accounts, an inbox, and a batch writer that can be restarted with empty caches."""
 
-    def __init__(self, store: ObservedStore, sql: asyncpg.Connection, batch_size: int, core: NativeCore | None) -> None:
-        self.store = store
+    def __init__(self, db: ObservedDatabase, sql: asyncpg.Connection, batch_size: int, core: NativeCore | None) -> None:
+        self.db = db
         self._core = PYTHON_CORE if core is None else with_native(core)
         self.sql = sql
         self.metrics = Metrics()
@@ -101,15 +110,15 @@ class WriterScenario:
     async def writer(self) -> AsyncIterator[None]:
         """Run a new writer during the block."""
         async with AsyncExitStack() as stack:
-            identities = IdentityCache(NoDirectory(), self.store, self.metrics, clock=time, refresh_rate=inf)
+            identities = IdentityCache(NoDirectory(), self.db.identities, self.metrics, clock=time, refresh_rate=inf)
             stack.push_async_callback(identities.close)
             keys = KeyLookups(identities, self.inbox, timeout=60.0, concurrency=4)
             stack.push_async_callback(keys.close)
             conditions = Conditions()
             limits = AccountLimits(NewAccounts(0), NewAccounts(0), self.metrics, conditions)
-            scope = CurrentScope(self.store, STORE_ALL)
+            scope = CurrentScope(self.db, STORE_ALL)
             writer = BatchWriter(
-                self.store,
+                self.db,
                 self.inbox,
                 keys,
                 self.position,
@@ -131,10 +140,10 @@ class WriterScenario:
 
     async def add(self, *accounts: SigningAccount) -> None:
         """Insert a synchronized row and the identity of each account."""
-        await super(ObservedStore, self.store).write(
+        await super(ObservedDatabase, self.db).write(
             Batch(tuple(RepoWrite(Repo(account.did), account.row()._replace(version=1)) for account in accounts))
         )
-        await self.store.save_identities(
+        await self.db.identities.save(
             [
                 StoredIdentity(account.did, None, "https://pds.test", account.key.public.did_key(), time())
                 for account in accounts
@@ -157,10 +166,10 @@ class WriterScenario:
         await self.settled()
 
     async def row(self, account: SigningAccount) -> Repo:
-        return (await super(ObservedStore, self.store).repos([account.did]))[account.did]
+        return (await Repos(self.db).load([account.did]))[account.did]
 
     async def write_started(self, number: int) -> None:
-        await until(lambda: len(self.store.batches) >= number)
+        await until(lambda: len(self.db.batches) >= number)
 
     def outcomes(self) -> Counter[str]:
         """Return the number of settled messages by outcome."""

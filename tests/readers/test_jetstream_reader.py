@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import asyncpg
 import pytest
 
-from indexer.db import Store, change_signal
+from indexer.db import Database, change_signal
 from indexer.readers.jetstream.reader import JetstreamReader
 from tests.db.change_log_helpers import change, log
 from tests.waiting import TIMEOUT, until
@@ -16,9 +16,9 @@ pytestmark = pytest.mark.slow
 
 
 @asynccontextmanager
-async def running_reader(store: Store) -> AsyncIterator[JetstreamReader]:
+async def running_reader(db: Database) -> AsyncIterator[JetstreamReader]:
     """Run a reader during the block."""
-    reader = JetstreamReader(store)
+    reader = JetstreamReader(db)
     running = asyncio.create_task(reader.run())
     try:
         yield reader
@@ -28,12 +28,12 @@ async def running_reader(store: Store) -> AsyncIterator[JetstreamReader]:
 
 
 async def test_subscriber_that_connects_while_the_reader_waits_for_changes_gets_the_next_one(
-    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    db: Database, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise, the next change wakes the reader, which begins after it."""
     monkeypatch.setattr(change_signal, "POLL_SECONDS", 10 * TIMEOUT)
     await log(sql, change("a"))
-    async with running_reader(store) as reader:
+    async with running_reader(db) as reader:
         with reader.subscriber():
             await until(lambda: reader.window.is_open)
         assert not reader.window.is_open
@@ -41,8 +41,8 @@ async def test_subscriber_that_connects_while_the_reader_waits_for_changes_gets_
             await until(lambda: reader.window.is_open)
             before = reader.window.last
             await log(sql, change("b"))
-            await store.notify_changes(0)
+            await db.changes.notify(0)
             await until(lambda: reader.window.last > before)
             chunk = reader.window.after(before)
             assert chunk is not None
-            assert (chunk.before, chunk.end.seq) == (before, await store.latest_seq())
+            assert (chunk.before, chunk.end.seq) == (before, await db.changes.latest_seq())

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import cast
 
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.feed_delivery import LoggedChange
 from indexer.db.feed_page import FeedPage
 from indexer.readers.jetstream.events import LogPosition
@@ -15,13 +15,14 @@ from tests.readers.test_jetstream_events import ADA, record_change, value
 NOTHING = EventFilter(dids=frozenset({"did:plc:nobody"}))
 
 
-class FakeStore:
+class FakeDatabase:
     """A log of endless changes of one account."""
 
     def __init__(self) -> None:
+        self.changes = self
         self.read = list[int]()
 
-    async def feed_page(
+    async def page(
         self, after: int, max_changes: int, _max_bytes: int, wanted: Callable[[LoggedChange], bool]
     ) -> FeedPage:
         self.read.append(after)
@@ -32,27 +33,27 @@ class FakeStore:
         return FeedPage(changes, dict.fromkeys(range(max_changes), value()), {})
 
 
-def pages() -> tuple[ReplayPages, FakeStore]:
-    store = FakeStore()
-    return ReplayPages(cast(Store, store)), store
+def pages() -> tuple[ReplayPages, FakeDatabase]:
+    db = FakeDatabase()
+    return ReplayPages(cast(Database, db)), db
 
 
 async def test_replays_of_one_network_delay_those_of_others_by_one_page() -> None:
-    loaded, store = pages()
+    loaded, db = pages()
     many = [loaded.load("8.8.8.8", LogPosition(number * PAGE_CHANGES), NOTHING) for number in range(8)]
     tasks = [asyncio.create_task(loading) for loading in many]
     await asyncio.sleep(0)
     await loaded.load("9.9.9.9", LogPosition(99_000), ALL_EVENTS)
     await asyncio.gather(*tasks)
-    assert store.read.index(99_000) <= 2
-    assert len(store.read) == 9
+    assert db.read.index(99_000) <= 2
+    assert len(db.read) == 9
 
 
 async def test_skipped_page_has_its_end_and_is_read_again_for_one_that_wants_it() -> None:
-    loaded, store = pages()
+    loaded, db = pages()
     for nobody in ("a", "b"):
         skipped = await loaded.load("8.8.8.8", LogPosition(0), EventFilter(dids=frozenset({f"did:plc:{nobody}"})))
-    assert store.read == [0]
+    assert db.read == [0]
     assert skipped is not None
     assert (skipped.size, skipped.end.seq) == (0, PAGE_CHANGES)
     for _ in range(2):
@@ -60,4 +61,4 @@ async def test_skipped_page_has_its_end_and_is_read_again_for_one_that_wants_it(
         assert whole is not None
         assert whole.end == skipped.end
         assert whole.select(ALL_EVENTS, 0, compress=False).events == PAGE_CHANGES
-    assert store.read == [0, 0]
+    assert db.read == [0, 0]

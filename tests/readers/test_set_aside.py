@@ -1,11 +1,10 @@
 """When a refused event is set aside, and what of it is stored."""
 
 import math
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
-from indexer.db import Store
 from indexer.db.feed_delivery import DeliveryProgress, LoggedChange, SetAside
 from indexer.readers.tap.deliveries import Deliveries
 from indexer.readers.tap.delivery_window import FIRST_SNAPSHOT_ID
@@ -23,7 +22,7 @@ def change(seq: int, did: str = A, rev: str = "1") -> LoggedChange:
 
 async def delivering(*changes: LoggedChange, limits: RefusalLimits = RefusalLimits(2, 0.0)) -> Deliveries:  # noqa: B008
     """Return deliveries whose first changes are in flight."""
-    deliveries = Deliveries(cast("Store", None), Metrics(), DeliveryProgress(0, 0), limits, one_per_repo=False)
+    deliveries = Deliveries(cast("Any", None), Metrics(), DeliveryProgress(0, 0), limits, one_per_repo=False)
     deliveries.add(changes)
     if changes:
         await deliveries.take(100)

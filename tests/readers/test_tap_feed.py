@@ -317,7 +317,7 @@ async def test_event_that_a_client_never_acknowledges_is_reported_and_delays_onl
         assert re.search(sent, line["message"])
         assert tap.gauge("refused_events") == 1
         assert 0 < (tap.gauge("oldest_unacknowledged_seconds") or 0) < 600
-        [refused] = await tap.daemon.stages.store.refused_events()
+        [refused] = await tap.daemon.stages.db.feed.refused_events()
         assert (refused.uri, refused.action) == (uri, "create")
         assert refused.attempts >= 3
         await client.acknowledge({"id": refused.id})
@@ -326,13 +326,13 @@ async def test_event_that_a_client_never_acknowledges_is_reported_and_delays_onl
         await client.acknowledge(event)
         await wait_until_delivered(tap.daemon)
         await until(lambda: not conditions.is_active(FEED_EVENT_REFUSED, uri))
-        assert await tap.daemon.stages.store.refused_events() == []
+        assert await tap.daemon.stages.db.feed.refused_events() == []
         assert (tap.gauge("refused_events"), tap.gauge("oldest_unacknowledged_seconds")) == (0, 0)
 
 
 async def test_event_that_is_refused_for_too_long_is_set_aside_and_sent_again_on_request(tap: Tap) -> None:
     """The repo goes on, and nothing keeps the position of the feed."""
-    feed, store, conditions = tap.daemon.stages.feeds, tap.daemon.stages.store, tap.daemon.stages.conditions
+    feed, db, conditions = tap.daemon.stages.feeds, tap.daemon.stages.db, tap.daemon.stages.conditions
     feed.channel.retry_seconds = 0.2
     account = tap.daemon.create_account("refused.test", records=3)
     other = tap.daemon.create_account("other.test", records=0)
@@ -350,18 +350,18 @@ async def test_event_that_is_refused_for_too_long_is_set_aside_and_sent_again_on
         await until(lambda: paths(received) >= {(account.did, f"{POST}/{rkey}") for rkey in ("000", "001", "002")})
         await wait_until_delivered(tap.daemon)
         assert feed.tap_feed.refused == []
-        [event] = await store.set_aside_events(account.did, 10)
+        [event] = await db.feed.set_aside(account.did, 10)
         assert (event.collection, event.rkey, event.action) == (POST, "000", "create")
         assert event.attempts >= 3
         assert event.failure == "no acknowledgement within 0.2 seconds"
         assert tap.gauge("set_aside_events") == 1
         assert len(await tap.daemon.execute(END_SESSION)) == 1
-    assert await store.send_set_aside_again(None) == 1
+    assert await db.feed.send_again(None) == 1
     async with tap.processing() as received:
         await until(lambda: len(received) > 0)
         assert summary(received[0]) == ("create", "000", False, "0")
         await until(lambda: not conditions.is_active(FEED_EVENTS_SET_ASIDE))
-        assert await store.set_aside_events(None, 10) == []
+        assert await db.feed.set_aside(None, 10) == []
     assert tap.gauge("set_aside_events") == 0
 
 
@@ -456,5 +456,5 @@ async def test_connection_that_always_ends_at_one_event_is_reported(tap: Tap) ->
                 if event["record"]["did"] == other.did:
                     await client.acknowledge(event)
         assert number < 20
-    [refused] = await tap.daemon.stages.store.refused_events()
+    [refused] = await tap.daemon.stages.db.feed.refused_events()
     assert refused.failure == "the connection ended before its acknowledgement"

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from indexer.db import Store
+from indexer.db import Database
 from indexer.readers.access import Access
 from indexer.readers.tap.routes import MAX_QUERIES, TapRoutes
 from tests.readers.tap_client import feed_client, tap_daemon
@@ -68,7 +68,10 @@ async def test_questions_use_a_limited_number_of_connections() -> None:
     """Otherwise, counts of many rows would occupy the connections of the stages."""
     running, most, release = 0, 0, asyncio.Event()
 
-    class FakeStore:
+    class FakeDatabase:
+        def __init__(self) -> None:
+            self.feed = self
+
         async def count_rows(self, _: str) -> int:
             nonlocal running, most
             running += 1
@@ -78,7 +81,7 @@ async def test_questions_use_a_limited_number_of_connections() -> None:
             return 7
 
     application = web.Application()
-    application.router.add_routes(TapRoutes(cast(Store, FakeStore()), cast(Any, None)).routes(Access(None)))
+    application.router.add_routes(TapRoutes(cast(Database, FakeDatabase()), cast(Any, None)).routes(Access(None)))
     async with TestServer(application) as server, aiohttp.ClientSession(server.make_url("/")) as client:
         asking = [asyncio.create_task(get(client, "/stats/record-count")) for _ in range(10)]
         await until(lambda: running == MAX_QUERIES)
@@ -96,7 +99,7 @@ async def test_scope_is_changed_and_shown_and_bad_requests_change_nothing(databa
     async with tap_daemon(database, tmp_path, track="listed") as daemon, feed_client(daemon) as client:
 
         async def is_stored() -> bool:
-            return await daemon.store.scope() is not None
+            return await daemon.db.scope.load() is not None
 
         await until(is_stored)
         for path in ("/collection-filters", "/signal-collections"):

@@ -111,10 +111,10 @@ async def test_event_that_a_webhook_refuses_forever_is_reported_apart_from_a_web
         server.status_of = lambda event: 422 if (event["record"]["did"], event["record"]["rkey"]) == first else 200
         await until(lambda: feed.set_aside > 0)
         await until(lambda: rkeys(server.accepted, refusing.did)[:1] == ["001"])
-        [row] = await daemon.stages.store.set_aside_events(refusing.did, 10)
+        [row] = await daemon.stages.db.feed.set_aside(refusing.did, 10)
         assert (row.rkey, row.failure) == ("000", "status 422")
         server.status_of = lambda _event: 200
-        await daemon.stages.store.send_set_aside_again(None)
+        await daemon.stages.db.feed.send_again(None)
         await until(lambda: len(server.accepted) == 40, lambda: len(server.accepted))
         await until(lambda: feed.refused == [])
         for account in (refusing, *others):

@@ -122,7 +122,7 @@ async def test_account_that_migrates_to_another_pds_needs_no_resync(database: st
             account = await asyncio.to_thread(old.create_account, "migrating")
             await asyncio.to_thread(account.create, THING, {"at": "old"}, "one")
             await wait_for_cursor(running, stream_url(old), last_seq(old))
-            head = (await running.store.repos([account.did]))[account.did].head
+            head = (await running.db.repos.load([account.did]))[account.did].head
         await asyncio.to_thread(account.migrate, new)
         async with indexing(new, tmp_path, database) as running:
             await wait_for_cursor(running, stream_url(new), last_seq(new))
@@ -131,7 +131,7 @@ async def test_account_that_migrates_to_another_pds_needs_no_resync(database: st
             assert counted("indexer_events_total", rejected) == 1, (
                 "a PDS that sends a valid #sync makes this test unnecessary"
             )
-            assert (await running.store.repos([account.did]))[account.did].head == head
+            assert (await running.db.repos.load([account.did]))[account.did].head == head
             await asyncio.to_thread(account.create, THING, {"at": "new"}, "two")
             await wait_for_cursor(running, stream_url(new), last_seq(new))
             await wait_until_equal(database, await records_of(account))

@@ -22,7 +22,7 @@ from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import tid_of
 from indexer.core.spool import Spool
-from indexer.db import DatabaseError, Store
+from indexer.db import Database, DatabaseError
 from indexer.demo.local_repo import LocalChange, Write
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.net.identity import CachedIdentity
@@ -207,8 +207,8 @@ class LivePath:
     `newest` is the newest rev of a message that arrived while the account was active, verified or not.
     """
 
-    def __init__(self, store: Store, owner: AccountOwner, directory: SimulatedDirectory, policy: Policy) -> None:
-        self._store = store
+    def __init__(self, db: Database, owner: AccountOwner, directory: SimulatedDirectory, policy: Policy) -> None:
+        self._db = db
         self._owner = owner
         self._directory = directory
         self._policy = policy
@@ -223,12 +223,12 @@ class LivePath:
             while messages:
                 cached = self._directory.cached
                 key_state = answer or (KeyState(cached.key) if cached else None)
-                repos = await self._store.repos([self._owner.did])
+                repos = await self._db.repos.load([self._owner.did])
                 context = PlanContext(self._policy, MIRROR, time())
                 plan = plan_batch(messages, repos, lambda _did, key_state=key_state: key_state, context)  # type: ignore[misc]
                 stale = frozenset(plan.stale_identities)
                 try:
-                    moved = (await self._store.write(Batch(plan.writes, tuple(plan.dead_letters), stale))).skipped
+                    moved = (await self._db.write(Batch(plan.writes, tuple(plan.dead_letters), stale))).skipped
                 except DatabaseError:  # a deadlock with a worker that has not noticed that its claim is lost
                     continue
                 if moved:
@@ -251,19 +251,20 @@ class LivePath:
                     self.newest = max(self.newest, event.rev)
 
 
-class SteppedStore:
-    """A store that calls `step` between every two operations of a resync."""
+class SteppedDatabase:
+    """A database that calls `step` between every two operations of a resync."""
 
-    def __init__(self, store: Store, step: Step) -> None:
-        self._store = store
+    def __init__(self, db: Database, step: Step) -> None:
+        self._db = db
         self._step = step
-        self.shards = store.shards
+        self.resyncs = self
+        self.shards = db.shards
 
-    def resync(self, claimed: Repo, scope_version: int) -> AbstractAsyncContextManager["SteppedTransaction"]:
-        return self._stepped(self._store.resync(claimed, scope_version))
+    def transaction(self, claimed: Repo, scope_version: int) -> AbstractAsyncContextManager["SteppedTransaction"]:
+        return self._stepped(self._db.resyncs.transaction(claimed, scope_version))
 
-    def write_new_repos(self, scope_version: int) -> AbstractAsyncContextManager["SteppedTransaction"]:
-        return self._stepped(self._store.write_new_repos(scope_version))
+    def new_repos_transaction(self, scope_version: int) -> AbstractAsyncContextManager["SteppedTransaction"]:
+        return self._stepped(self._db.resyncs.new_repos_transaction(scope_version))
 
     @asynccontextmanager
     async def _stepped(self, transaction: AbstractAsyncContextManager[Any]) -> AsyncIterator["SteppedTransaction"]:
@@ -313,7 +314,7 @@ class ResyncWorld:
 
     def __init__(
         self,
-        store: Store,
+        db: Database,
         sql: asyncpg.Connection,
         directory: Path,
         name: str = "ada",
@@ -322,7 +323,7 @@ class ResyncWorld:
     ) -> None:
         self._sql = sql
         self._query_lock = asyncio.Lock()
-        self.store = store
+        self.db = db
         self.policy = policy
         self.random = Random(name)
         self.event_rate = event_rate
@@ -330,7 +331,7 @@ class ResyncWorld:
         self.owner = AccountOwner(name)
         self.hosts = SimulatedHosts(self.owner, directory, self.step)
         self.directory = SimulatedDirectory(self.owner, self.step)
-        self.live = LivePath(store, self.owner, self.directory, policy)
+        self.live = LivePath(db, self.owner, self.directory, policy)
         self.at: dict[str, Callable[[], Awaitable[object]]] = {}
         self.steps = Counter[str]()
         self.results = Counter[str]()
@@ -359,7 +360,7 @@ class ResyncWorld:
             return rows
 
     async def row(self) -> Repo:
-        return (await self.store.repos([self.owner.did]))[self.owner.did]
+        return (await self.db.repos.load([self.owner.did]))[self.owner.did]
 
     async def has_all_records(self) -> bool:
         """Return True if the stored paths are those of the account."""
@@ -374,11 +375,11 @@ class ResyncWorld:
         return bool(claims)
 
     async def claim(self) -> list[Repo]:
-        return await self.store.claim(1, range(256), EXPIRED, time() + LATER)
+        return await self.db.resyncs.claim(1, range(256), EXPIRED, time() + LATER)
 
     async def _resync(self, claimed: Repo) -> None:
         await self.step("claimed")
-        stepped: Any = SteppedStore(self.store, self.step)
+        stepped: Any = SteppedDatabase(self.db, self.step)
         identities: Any = self.directory
         hosts: Any = self.hosts
         policy, sources = lambda: self.policy, (MIRROR, None)
@@ -410,7 +411,7 @@ class ResyncWorld:
             return change(repo) if held else repo
 
         await self.step("failed")
-        await self.store.update_repo(claimed.did, changed)
+        await self.db.repos.update(claimed.did, changed)
         await self.step("failure written")
 
     async def begin(self) -> None:
@@ -418,7 +419,7 @@ class ResyncWorld:
         if self.random.random() < 0.5:
             await self.live.deliver([received_message("commit", self.owner.first_commit())])
         else:
-            await self.store.add_repos([self.owner.did])
+            await self.db.repos.add([self.owner.did])
         for _ in range(self.random.randint(0, 4)):
             self.owner.change(*self.owner.some_writes(self.random))
 
@@ -473,7 +474,7 @@ class ResyncWorld:
         self.hosts.missing.clear()
         self.directory.up = True
         self.owner.active = True
-        await self.store.expire_leases(range(256), time())
+        await self.db.resyncs.expire_leases(range(256), time())
         await self.live.deliver(
             [
                 *self._delayed,
@@ -535,13 +536,13 @@ class ResyncWorld:
             self.directory.up = not self.directory.up or self.random.random() < 0.5
 
     async def _request_resync(self) -> None:
-        await self._run_unless_blocked(self.store.request_resyncs([self.owner.did]))
+        await self._run_unless_blocked(self.db.repos.request_resyncs([self.owner.did]))
 
     async def _take_over(self) -> None:
         """Let another worker take over during a resync, and perhaps do nothing with its claim."""
 
         async def resync_again() -> None:
-            if await self.store.expire_leases(range(256), time()):
+            if await self.db.resyncs.expire_leases(range(256), time()):
                 await (self.claim if self.random.random() < 0.3 else self.attempt)()
 
         await self._run_unless_blocked(resync_again())

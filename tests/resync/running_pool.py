@@ -8,7 +8,7 @@ from time import time
 from typing import Any, Self
 
 from indexer.atproto.crypto import PrivateKey
-from indexer.db import DatabaseError, Store
+from indexer.db import DatabaseError
 from indexer.db.write import WrittenBatch
 from indexer.errors import UnavailableError
 from indexer.net.identity import CachedIdentity
@@ -27,10 +27,11 @@ KEY = PrivateKey.from_seed("k256", b"anyone's").public
 DID = "did:plc:" + "a" * 24
 
 
-class MemoryStore:
+class MemoryDatabase:
     """Repo rows in memory, with the methods that the pool uses."""
 
     def __init__(self, dids: Sequence[str]) -> None:
+        self.repos = self.resyncs = self
         self.rows = {did: Repo(did, version=1) for did in dids}
         self.claims: list[str] = []
         self.early: list[str] = []
@@ -64,10 +65,13 @@ class MemoryStore:
     async def renew(self, _did: str, _lease: int, _seconds: float) -> bool:
         return self.claim_holds
 
-    async def repos(self, dids: Sequence[str]) -> dict[str, Repo]:
+    async def load(self, dids: Sequence[str]) -> dict[str, Repo]:
         return {did: self.rows[did] for did in dids}
 
-    update_repo = Store.update_repo
+    async def update(self, did: str, plan: Callable[[Repo], Repo]) -> Repo | None:
+        before, after = self.rows[did], plan(self.rows[did])
+        self.rows[did] = after
+        return None if after is before else after
 
     async def write(self, batch: Batch) -> WrittenBatch:
         for write in batch.writes:
@@ -121,8 +125,8 @@ class Download:
 class ControlledAttempts:
     """Attempts that end when a test completes their future in `results`."""
 
-    def __init__(self, store: MemoryStore) -> None:
-        self.store = store
+    def __init__(self, db: MemoryDatabase) -> None:
+        self.db = db
         self.started: list[str] = []
         self.ended: list[str] = []
         self.results: dict[str, asyncio.Future[str]] = {}
@@ -147,7 +151,7 @@ class ControlledAttempts:
             self.cancelled.append(claimed.did)
             await self.cleaned_up.wait()
             raise
-        self.store.rows[claimed.did] = self.store.rows[claimed.did]._replace(
+        self.db.rows[claimed.did] = self.db.rows[claimed.did]._replace(
             sync_status=SyncStatus.SYNCHRONIZED, version=claimed.version + 1
         )
         self.ended.append(claimed.did)
@@ -166,18 +170,18 @@ class RunningPool:
         new_accounts: NewAccounts | None = None,
         **settings: Any,
     ) -> None:
-        self.store = MemoryStore(dids)
+        self.db = MemoryDatabase(dids)
         self.metrics = Metrics()
-        self.attempts = ControlledAttempts(self.store)
+        self.attempts = ControlledAttempts(self.db)
         self.identities = FixedIdentities(host_of)
-        store: Any = self.store
+        db: Any = self.db
         identities: Any = self.identities
         attempts: Any = self.attempts
         times = {"idle_interval": 0.01, "lease": 30.0} | settings
         used = WorkerPoolSettings(workers=workers, **times)
         self.conditions = Conditions()
         self.pool = WorkerPool(
-            store,
+            db,
             identities,
             attempts,
             STORE_ALL.deletion_grace,

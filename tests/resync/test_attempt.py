@@ -8,7 +8,7 @@ from time import time
 import asyncpg
 import pytest
 
-from indexer.db import Store
+from indexer.db import Database
 from indexer.demo.local_repo import Write
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.repo import PARKED, Outcome, SyncStatus
@@ -21,14 +21,14 @@ FORMER = "https://former-pds.test"
 
 
 @pytest.fixture
-def world(store: Store, sql: asyncpg.Connection, tmp_path: Path) -> ResyncWorld:
+def world(db: Database, sql: asyncpg.Connection, tmp_path: Path) -> ResyncWorld:
     """Return the world of an account, in which nothing happens at random."""
-    return ResyncWorld(store, sql, tmp_path)
+    return ResyncWorld(db, sql, tmp_path)
 
 
 async def synchronized(world: ResyncWorld) -> ResyncWorld:
     """Synchronize the account, which has records."""
-    await world.store.add_repos([world.owner.did])
+    await world.db.repos.add([world.owner.did])
     while len(world.owner.history[world.owner.rev]) < 3:
         world.owner.change(*world.owner.some_writes(world.random))
     assert await world.attempt()
@@ -41,14 +41,14 @@ async def with_wrong_records(world: ResyncWorld) -> ResyncWorld:
     await synchronized(world)
     world.is_checked = False
     assert await world.query("delete from indexer.record where did = $1 returning rkey", world.owner.did)
-    await world.store.request_resyncs([world.owner.did])
+    await world.db.repos.request_resyncs([world.owner.did])
     return world
 
 
 async def with_lagging_mirror(world: ResyncWorld) -> ResyncWorld:
     """Add the repo, whose mirror lacks the newest commit."""
     world.hosts.missing[MIRROR] = 1
-    await world.store.add_repos([world.owner.did])
+    await world.db.repos.add([world.owner.did])
     return world
 
 
@@ -69,7 +69,7 @@ async def test_interrupted_resync_keeps_its_reason_requested(world: ResyncWorld,
     await with_wrong_records(world)
     assert len(await world.claim()) == 1
     if what is Desync.LEASE_EXPIRED:
-        assert await world.store.expire_leases(range(256), time()) == 1
+        assert await world.db.resyncs.expire_leases(range(256), time()) == 1
     else:
         await deactivate_briefly(world)
     assert (await world.row()).sync_reason is Desync.REQUESTED
@@ -99,7 +99,7 @@ async def test_equal_heads_complete_a_resync_and_drain_its_buffer(world: ResyncW
 
 async def test_event_that_arrives_just_before_the_row_is_locked_is_drained(world: ResyncWorld) -> None:
     await synchronized(world)
-    await world.store.request_resyncs([world.owner.did])
+    await world.db.repos.request_resyncs([world.owner.did])
     world.at["lock"] = world.deliver_commit
     assert await world.attempt()
     assert world.live.outcomes[Outcome.BUFFERED] == 1
@@ -109,22 +109,22 @@ async def test_event_that_arrives_just_before_the_row_is_locked_is_drained(world
 
 async def test_resync_that_began_before_the_scope_changed_writes_nothing(world: ResyncWorld) -> None:
     """The scope loses the collections of the repo just before the row is locked."""
-    world.policy = replace(STORE_ALL, scope=await world.store.begin_scope(STORE_ALL.scope))
+    world.policy = replace(STORE_ALL, scope=await world.db.scope.begin(STORE_ALL.scope))
     await with_wrong_records(world)
     before = await world.query("select collection, rkey from indexer.record order by 1, 2")
-    world.at["lock"] = partial(world.store.set_collections, ["com.example.other"])
+    world.at["lock"] = partial(world.db.scope.set_collections, ["com.example.other"])
     assert await world.attempt()
     assert await world.query("select collection, rkey from indexer.record order by 1, 2") == before
     assert world.results == {"postponed": 1}
 
 
 async def test_export_with_a_rev_of_the_future_is_rejected(
-    store: Store, sql: asyncpg.Connection, tmp_path: Path
+    db: Database, sql: asyncpg.Connection, tmp_path: Path
 ) -> None:
     """The clock of this test is a day behind that of the account."""
     policy = replace(STORE_ALL, limits=replace(STORE_ALL.limits, clock_drift_seconds=-86_400))
-    world = ResyncWorld(store, sql, tmp_path, policy=policy)
-    await store.add_repos([world.owner.did])
+    world = ResyncWorld(db, sql, tmp_path, policy=policy)
+    await db.repos.add([world.owner.did])
     assert await world.attempt()
     assert world.results == {FetchFailure.EXPORT_REJECTED: 1}
     row = await world.row()
@@ -136,7 +136,7 @@ async def test_mirror_behind_the_stored_state_is_not_used(world: ResyncWorld) ->
     await synchronized(world)
     await world.deliver_commit()
     world.hosts.missing[MIRROR] = 1
-    await world.store.request_resyncs([world.owner.did])
+    await world.db.repos.request_resyncs([world.owner.did])
     assert await world.attempt()
     assert await world.has_all_records()
     assert world.results == {"synchronized": 1}
@@ -163,7 +163,7 @@ async def test_mirror_behind_a_discarded_buffered_commit_is_not_used(world: Resy
     assert len(await world.claim()) == 1
     await world.deliver_commit()
     assert world.live.outcomes[Outcome.BUFFERED] == 1
-    assert await world.store.expire_leases(range(256), time()) == 1
+    assert await world.db.resyncs.expire_leases(range(256), time()) == 1
     world.directory.up = True
     assert await world.attempt()
     assert await world.has_all_records()
@@ -174,10 +174,10 @@ async def test_worker_that_lost_its_claim_writes_nothing_more(
 ) -> None:
     """Otherwise the worker that holds the claim would wait for the transaction."""
     monkeypatch.setattr("indexer.sync.export.CHUNK_RECORDS", 1)
-    await world.store.add_repos([world.owner.did])
+    await world.db.repos.add([world.owner.did])
     for number in range(3):
         world.owner.change(Write.create(f"com.example.a/{number}", {"$type": "com.example.a"}))
-    world.at["create done"] = partial(world.store.request_resyncs, [world.owner.did])
+    world.at["create done"] = partial(world.db.repos.request_resyncs, [world.owner.did])
     assert await world.attempt()
     assert world.results == {"lost": 1}
     assert world.steps["create"] == 1
@@ -193,7 +193,7 @@ async def that_has_moved(world: ResyncWorld, answer: int | FetchFailure = 1) -> 
     await synchronized(world)
     world.directory.cached = world.directory.identity(FORMER, time() - 86_400)
     world.owner.change(Write.create("com.example.a/new", {"$type": "com.example.a"}))
-    assert await world.store.desynchronize_behind({world.owner.did: world.owner.rev}, time()) == 1
+    assert await world.db.crawls.desynchronize_behind({world.owner.did: world.owner.rev}, time()) == 1
     await world.query("update indexer.repo set attempts = 0")  # otherwise the attempt begins with a lookup
     world.hosts.missing[FORMER] = answer
     world.hosts.requests.clear()

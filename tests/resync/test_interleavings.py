@@ -11,7 +11,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from indexer.db import Store
+from indexer.db import Database
 from tests.resync.resync_world import ResyncWorld
 from tests.sync.signing_account import STORE_ALL
 
@@ -52,13 +52,13 @@ async def test_random_events_between_all_steps(
     database: str, sql: asyncpg.Connection, tmp_path: Path, numbers: Sequence[int]
 ) -> None:
     """Messages are lost, delayed and repeated, keys change, and workers take over from others."""
-    results, store = Counter[str](), await Store.open(database, connections=CONNECTIONS)
+    results, db = Counter[str](), await Database.open(database, connections=CONNECTIONS)
     try:
         for number in numbers:
             policy = NARROW if number % 5 == 0 else STORE_ALL
-            world = ResyncWorld(store, sql, tmp_path, f"world {number}", policy, event_rate=0.2)
+            world = ResyncWorld(db, sql, tmp_path, f"world {number}", policy, event_rate=0.2)
             await run_world(world)
             results += world.results
     finally:
-        await store.close()
+        await db.close()
     assert results.keys() >= (ENDS if len(numbers) == 100 else {"synchronized", "lost"})

@@ -12,10 +12,11 @@ from tests.waiting import until
 CLAIMED = Repo("did:plc:a", version=2, lease=1)
 
 
-class LeaseStore:
+class LeaseDatabase:
     """Answers renewals one by one; the last answer repeats."""
 
     def __init__(self, *answers: bool | DatabaseError) -> None:
+        self.resyncs = self
         self.answers = list(answers)
         self.renewals = 0
 
@@ -27,19 +28,19 @@ class LeaseStore:
         return answer
 
 
-async def under_lease(store: LeaseStore, attempt: Any) -> Any:
-    any_store: Any = store
-    return await run_under_lease(any_store, CLAIMED, 0.003, attempt)
+async def under_lease(db: LeaseDatabase, attempt: Any) -> Any:
+    any_db: Any = db
+    return await run_under_lease(any_db, CLAIMED, 0.003, attempt)
 
 
 async def test_result_of_the_attempt_is_returned_while_the_lease_is_renewed() -> None:
-    store = LeaseStore(True)
+    db = LeaseDatabase(True)
 
     async def attempt() -> str:
-        await until(lambda: store.renewals >= 3)
+        await until(lambda: db.renewals >= 3)
         return "synchronized"
 
-    assert await under_lease(store, attempt()) == "synchronized"
+    assert await under_lease(db, attempt()) == "synchronized"
 
 
 async def test_attempt_is_cancelled_when_the_claim_is_lost() -> None:
@@ -52,25 +53,25 @@ async def test_attempt_is_cancelled_when_the_claim_is_lost() -> None:
             cancelled.set()
 
     with pytest.raises(ClaimLostError):
-        await under_lease(LeaseStore(True, False), attempt())
+        await under_lease(LeaseDatabase(True, False), attempt())
     assert cancelled.is_set()
 
 
 async def test_database_error_does_not_end_the_heartbeat() -> None:
-    store = LeaseStore(DatabaseError(FetchFailure.UNREACHABLE), True)
+    db = LeaseDatabase(DatabaseError(FetchFailure.UNREACHABLE), True)
 
     async def attempt() -> str:
-        await until(lambda: store.renewals >= 2)
+        await until(lambda: db.renewals >= 2)
         return "synchronized"
 
-    assert await under_lease(store, attempt()) == "synchronized"
+    assert await under_lease(db, attempt()) == "synchronized"
 
 
 async def test_cancellation_ends_both_tasks() -> None:
     before = asyncio.all_tasks()
-    store = LeaseStore(True)
-    task = asyncio.create_task(under_lease(store, asyncio.Event().wait()))
-    await until(lambda: store.renewals > 0)
+    db = LeaseDatabase(True)
+    task = asyncio.create_task(under_lease(db, asyncio.Event().wait()))
+    await until(lambda: db.renewals > 0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

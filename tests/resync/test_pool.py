@@ -24,17 +24,17 @@ async def test_workers_that_become_free_within_the_gathering_time_share_a_claim(
                 await asyncio.sleep(0)
             assert running.pool.free_workers == free, "the pool has not waited for another worker"
         await until(lambda: len(running.attempts.started) == 7)
-        assert [size for size in running.store.claim_sizes if size] == [5, 2]
+        assert [size for size in running.db.claim_sizes if size] == [5, 2]
 
 
 async def test_claim_in_flight_at_shutdown_is_given_back() -> None:
     dids = [f"did:plc:{n:024}" for n in range(3)]
     async with RunningPool(dids, lambda _did: "one.example", workers=4) as running:
-        running.store.claims_answered.clear()
-        await until(lambda: len(running.store.claims) == 3)
-    running.store.claims_answered.set()
+        running.db.claims_answered.clear()
+        await until(lambda: len(running.db.claims) == 3)
+    running.db.claims_answered.set()
     await running.pool.give_back()
-    assert {repo.sync_status for repo in running.store.rows.values()} == {SyncStatus.DESYNCHRONIZED}
+    assert {repo.sync_status for repo in running.db.rows.values()} == {SyncStatus.DESYNCHRONIZED}
     assert running.attempts.started == []
 
 
@@ -50,7 +50,7 @@ async def test_claims_continue_when_identities_cannot_be_loaded(*, database_up: 
 async def test_lost_claim_ends_its_resync() -> None:
     async with RunningPool([DID], lambda _did: "one.example", workers=2, lease=0.03) as running:
         await until(lambda: DID in running.attempts.results)
-        running.store.claim_holds = False
+        running.db.claim_holds = False
         await until(lambda: not running.pool.running)
         assert running.attempts.results[DID].cancelled()
         assert not running.task.done()
@@ -61,12 +61,12 @@ async def test_failure_does_not_end_a_newer_claim() -> None:
     async with RunningPool([DID], lambda _did: "one.example", workers=4) as running:
         await until(lambda: DID in running.attempts.results)
         first = running.attempts.results.pop(DID)
-        running.store.rows[DID] = running.store.rows[DID]._replace(sync_status=SyncStatus.DESYNCHRONIZED)
+        running.db.rows[DID] = running.db.rows[DID]._replace(sync_status=SyncStatus.DESYNCHRONIZED)
         await until(lambda: DID in running.attempts.results)
-        claimed = running.store.rows[DID]
+        claimed = running.db.rows[DID]
         first.set_exception(UnavailableError(FetchFailure.TIMEOUT))
         await until(lambda: len(running.pool.running) == 1)
-        assert running.store.rows[DID] == claimed
+        assert running.db.rows[DID] == claimed
 
 
 async def test_pool_with_occupied_workers_moves_only_while_an_export_is_received() -> None:
@@ -86,9 +86,9 @@ async def test_pool_with_occupied_workers_moves_only_while_an_export_is_received
 
 async def test_endless_attempt_times_out() -> None:
     async with RunningPool([DID], lambda _did: "one.example", workers=1, attempt_timeout=0.05) as running:
-        await until(lambda: running.store.rows[DID].last_error is not None)
-        assert (running.store.rows[DID].last_error or "").startswith("timeout")
-        assert running.store.rows[DID].attempts == 1
+        await until(lambda: running.db.rows[DID].last_error is not None)
+        assert (running.db.rows[DID].last_error or "").startswith("timeout")
+        assert running.db.rows[DID].attempts == 1
 
 
 async def test_cancelled_resyncs_are_given_back() -> None:
@@ -96,7 +96,7 @@ async def test_cancelled_resyncs_are_given_back() -> None:
         await until(lambda: DID in running.attempts.results)
     assert [run.claimed.did for run in running.pool.running] == [DID]
     await running.pool.give_back()
-    row = running.store.rows[DID]
+    row = running.db.rows[DID]
     assert (row.sync_status, row.next_attempt_at, row.attempts) == (SyncStatus.DESYNCHRONIZED, None, 0)
 
 
@@ -119,7 +119,7 @@ async def test_failures_of_one_host_with_one_reason_are_one_condition() -> None:
             running.identities.failures = {
                 did: UnavailableError(reason, "detail") for did, reason in zip(dids, reasons, strict=True)
             }
-            await until(lambda: all(repo.last_error for repo in running.store.rows.values()))
+            await until(lambda: all(repo.last_error for repo in running.db.rows.values()))
             counts = {condition.subject: condition.count for condition in running.conditions.active()}
     assert counts == {"timeout at one.example": 5, "bad-answer at one.example": 3}
     assert [line["event"] for line in lines if line["log_level"] != "debug"] == ["condition.began"] * 2

@@ -23,8 +23,8 @@ async def test_many_new_accounts_of_one_host_do_not_keep_one_of_another_host_wai
     async with RunningPool([*many, single], lambda did: f"{did[8:12]}.example", workers=4, idle_interval=60) as running:
         await until(lambda: single in running.attempts.results)
         assert len(set(many) & running.attempts.results.keys()) == 2
-        assert len(running.store.claims) < 1.5 * len(many), "each is passed over about once"
-        assert all(repo.attempts == 0 for repo in running.store.rows.values())
+        assert len(running.db.claims) < 1.5 * len(many), "each is passed over about once"
+        assert all(repo.attempts == 0 for repo in running.db.rows.values())
 
 
 async def test_did_web_whose_host_is_unknown_shares_the_slots_of_its_domain() -> None:
@@ -36,7 +36,7 @@ async def test_did_web_whose_host_is_unknown_shares_the_slots_of_its_domain() ->
         await until(lambda: single in running.attempts.results)
 
         def in_progress() -> int:
-            return sum(row.sync_status is SyncStatus.IN_PROGRESS for row in running.store.rows.values())
+            return sum(row.sync_status is SyncStatus.IN_PROGRESS for row in running.db.rows.values())
 
         # Those that wait for a slot are due again after a moment. Then they are claimed, and postponed again.
         await until(lambda: in_progress() == 3, in_progress)
@@ -49,7 +49,7 @@ async def test_repos_of_unknown_hosts_start_at_once_when_lookups_are_fast_again(
     async with RunningPool(dids, lambda did: f"pds.n{did[8:]}.example", workers=4, idle_interval=0.05) as running:
         running.identities.cached = False
         running.identities.hanging = set(dids[:3])
-        rows = running.store.rows
+        rows = running.db.rows
 
         def last_time() -> float:
             return max(row.next_attempt_at or 0.0 for row in rows.values())
@@ -66,7 +66,7 @@ async def test_repos_of_unknown_hosts_start_at_once_when_lookups_are_fast_again(
 
         await until(end_all, lambda: f"{len(running.attempts.ended)} of {len(dids)} have ended")
         assert time() < expected - 5.0
-        assert len(running.store.early) > 40
+        assert len(running.db.early) > 40
 
 
 @pytest.mark.parametrize("cached", [True, False])
@@ -79,12 +79,12 @@ async def test_new_accounts_beyond_the_limit_of_their_host_wait_without_a_reques
         [*evil, *listed, *honest], lambda did: f"{did[8:12]}.example", workers=100, new_accounts=NewAccounts(10)
     ) as running:
         running.identities.cached = cached
-        running.store.rows |= {did: running.store.rows[did]._replace(from_stream=True) for did in [*evil, *honest]}
+        running.db.rows |= {did: running.db.rows[did]._replace(from_stream=True) for did in [*evil, *honest]}
         await until(lambda: {*honest, *listed} <= running.attempts.results.keys())
-        await until(lambda: len([row for row in running.store.rows.values() if row.last_error]) == 20)
+        await until(lambda: len([row for row in running.db.rows.values() if row.last_error]) == 20)
         assert set(evil[:10]) <= running.attempts.results.keys()
         assert len(running.attempts.started) == 10 + len(listed) + len(honest)
-        waiting = [running.store.rows[did] for did in evil[10:]]
+        waiting = [running.db.rows[did] for did in evil[10:]]
         assert {row.sync_status for row in waiting} == {SyncStatus.DESYNCHRONIZED}
         assert all((row.last_error or "").startswith("new-accounts: evil.example") for row in waiting)
         times = [row.next_attempt_at or 0.0 for row in waiting]
@@ -95,7 +95,7 @@ async def test_new_accounts_beyond_the_limit_of_their_host_wait_without_a_reques
         assert value == 20
         assert running.conditions.is_active(NEW_ACCOUNTS_LIMITED, "evil.example")
         due = evil[10]
-        running.store.rows[due] = running.store.rows[due]._replace(next_attempt_at=1.0)
+        running.db.rows[due] = running.db.rows[due]._replace(next_attempt_at=1.0)
         await until(lambda: due in running.attempts.results)
 
 
@@ -120,9 +120,9 @@ async def test_slow_exports_of_many_names_end_for_others() -> None:
 
         await until(all_honest_ended)
         assert at_most <= 4
-        ended = [did for did in drips if (running.store.rows[did].next_attempt_at or 0.0) > 0.0]
+        ended = [did for did in drips if (running.db.rows[did].next_attempt_at or 0.0) > 0.0]
         assert len(ended) > 40
-        assert all(repo.attempts == 0 for repo in running.store.rows.values())
+        assert all(repo.attempts == 0 for repo in running.db.rows.values())
         assert not running.task.done()
 
 
@@ -137,7 +137,7 @@ async def test_slow_large_exports_leave_their_bytes_to_other_large_repos() -> No
         await until(lambda: honest in running.attempts.results)
         running.attempts.results[honest].set_result("synchronized")
         await until(lambda: running.attempts.ended == [honest])
-        assert all(repo.attempts == 0 for repo in running.store.rows.values())
+        assert all(repo.attempts == 0 for repo in running.db.rows.values())
 
 
 @pytest.mark.slow
@@ -167,7 +167,7 @@ async def test_slow_export_that_timed_out_is_not_ended_as_well() -> None:
         await asyncio.sleep(0.1)
         assert running.attempts.started == dids[:1], "it has the worker until it is cleaned up"
         running.attempts.cleaned_up.set()
-        await until(lambda: all(repo.attempts == 1 for repo in running.store.rows.values()))
+        await until(lambda: all(repo.attempts == 1 for repo in running.db.rows.values()))
         assert not running.task.done()
 
 
@@ -191,7 +191,7 @@ async def test_repos_of_a_host_that_asked_for_a_pause_wait_until_its_end() -> No
     async with RunningPool(dids, lambda _did: "one.example", workers=2) as running:
         throttled = UnavailableError(FetchFailure.THROTTLED, "429", retry_after=600, host="one.example")
         running.identities.failures = dict.fromkeys(dids, throttled)
-        rows = running.store.rows
+        rows = running.db.rows
         await until(lambda: all((repo.next_attempt_at or 0) >= began + 600 for repo in rows.values()))
         assert running.attempts.started == []
         assert all(repo.attempts == 0 for repo in rows.values())

@@ -1,7 +1,7 @@
 """Maintenance of the resync queue on a real database: parked repos are tried again, missing values are requested."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from time import time
@@ -11,8 +11,8 @@ import asyncpg
 import pytest
 
 from indexer.atproto.record import Problem
-from indexer.db import Store
-from indexer.db.resync_queue import DENIED, HIDDEN
+from indexer.db import Database
+from indexer.db.resync_queue import DENIED, HIDDEN, Resyncs
 from indexer.errors import UnavailableError
 from indexer.net.identity import CachedIdentity
 from indexer.reasons import Desync, FetchFailure
@@ -40,20 +40,15 @@ _MAKE_A_DAY_OLD = """
 """
 
 
-class CountedSearches:
-    """The store, and the number of searches for repos that are due."""
+class CountedSearches(Resyncs):
+    """The queue, and the number of searches for repos that are due."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self.count = 0
+    count = 0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    async def end_long_waits(self, buckets: range, seconds: float, now: float) -> int:
+    async def end_long_waits(self, buckets: Sequence[int], seconds: float, now: float) -> int:
         """Note that a search begins."""
         self.count += 1
-        return await self._store.end_long_waits(buckets, seconds, now)
+        return await super().end_long_waits(buckets, seconds, now)
 
     async def three_more(self) -> None:
         before = self.count
@@ -63,8 +58,8 @@ class CountedSearches:
 class RecordedAttempts:
     """Attempts that find no repo if it was never synchronized, and otherwise synchronize it without its value."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, db: Database) -> None:
+        self._db = db
         self.reasons: dict[str, list[Desync | None]] = {}
 
     async def attempt(self, resync: Resync, _shares: Shares, _identity: CachedIdentity) -> str:
@@ -72,21 +67,22 @@ class RecordedAttempts:
         self.reasons.setdefault(claimed.did, []).append(claimed.sync_reason)
         if claimed.head is None:
             raise UnavailableError(FetchFailure.REPO_NOT_FOUND)
-        await self._store.update_repo(claimed.did, lambda repo: synchronize(repo, Trigger.COMPLETED, head(), time(), 0))
+        await self._db.repos.update(claimed.did, lambda repo: synchronize(repo, Trigger.COMPLETED, head(), time(), 0))
         return "synchronized"
 
 
 @asynccontextmanager
 async def maintained(
-    store: Store, *, unpark_after: float = DAY
+    db: Database, *, unpark_after: float = DAY
 ) -> AsyncIterator[tuple[RecordedAttempts, CountedSearches]]:
     """Run a pool and its maintenance, with one search after the other."""
-    attempts, searches = RecordedAttempts(store), CountedSearches(store)
-    collaborators: tuple[Any, Any, Any] = (searches, FixedIdentities(lambda _did: "one.example"), attempts)
+    attempts, searches = RecordedAttempts(db), CountedSearches(db)
+    db.resyncs = searches
+    collaborators: tuple[Any, Any] = (FixedIdentities(lambda _did: "one.example"), attempts)
     settings = MaintenanceSettings(unpark_after=unpark_after, search_interval=0.02, batch_pause=0.0)
     pool_settings = WorkerPoolSettings(workers=4, idle_interval=0.01)
-    pool = WorkerPool(*collaborators, STORE_ALL.deletion_grace, Shard(), Metrics(), Conditions(), pool_settings)
-    maintenance = QueueMaintenance(collaborators[0], Shard(), Metrics(), settings)
+    pool = WorkerPool(db, *collaborators, STORE_ALL.deletion_grace, Shard(), Metrics(), Conditions(), pool_settings)
+    maintenance = QueueMaintenance(db, Shard(), Metrics(), settings)
     tasks = [asyncio.create_task(pool.run()), asyncio.create_task(maintenance.run())]
     try:
         yield attempts, searches
@@ -108,32 +104,32 @@ def parked(name: object) -> Repo:
 
 
 async def test_all_due_repos_are_requested_once_in_batches(
-    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    db: Database, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that were parked, or synchronized without all values, a day ago. A repo that fails is parked again."""
     monkeypatch.setattr("indexer.db.resync_queue.BATCH_SIZE", 3)
     waiting, lacking = [did(f"parked {n}") for n in range(5)], [did(f"lacking {n}") for n in range(4)]
-    await insert(store, *[parked(f"parked {n}") for n in range(5)], parked("just now"))
-    await insert(store, *[synchronized(f"lacking {n}") for n in range(4)], changes=WITHOUT_VALUE)
-    await insert(store, synchronized("lacking just now", synchronized_at=time()), changes=WITHOUT_VALUE)
-    await insert(store, synchronized("complete"), changes=(put("app.test/a"),))
+    await insert(db, *[parked(f"parked {n}") for n in range(5)], parked("just now"))
+    await insert(db, *[synchronized(f"lacking {n}") for n in range(4)], changes=WITHOUT_VALUE)
+    await insert(db, synchronized("lacking just now", synchronized_at=time()), changes=WITHOUT_VALUE)
+    await insert(db, synchronized("complete"), changes=(put("app.test/a"),))
     await sql.execute(_MAKE_A_DAY_OLD, [*waiting, *lacking, did("complete")])
 
     async def failed() -> bool:
-        return all(repo.attempts > 0 for repo in (await store.repos(waiting)).values())
+        return all(repo.attempts > 0 for repo in (await db.repos.load(waiting)).values())
 
-    async with maintained(store) as (attempts, searches):
+    async with maintained(db) as (attempts, searches):
         await until(failed)
         await until(lambda: len(attempts.reasons) == len(waiting) + len(lacking))
         await searches.three_more()
     assert attempts.reasons == {one: [Desync.NEW] for one in waiting} | {
         one: [Desync.RECORD_MISSING] for one in lacking
     }
-    rows = await store.repos([*waiting, did("just now")])
+    rows = await db.repos.load([*waiting, did("just now")])
     assert {(row.next_attempt_at, row.attempts) for row in rows.values()} == {(PARKED, 1), (PARKED, 0)}
 
 
-async def test_repos_with_lenient_commits_are_requested_a_few_at_a_time_the_oldest_first(store: Store) -> None:
+async def test_repos_with_lenient_commits_are_requested_a_few_at_a_time_the_oldest_first(db: Database) -> None:
     """Repos that were synchronized within the hour, inactive ones, and those of other shards stay as they are."""
     now = float(int(time()))
     names = [name for name in range(40) if Shard(0, 2).owns(did(name))][:7]
@@ -145,30 +141,30 @@ async def test_repos_with_lenient_commits_are_requested_a_few_at_a_time_the_olde
         synchronized("unmarked"),
         synchronized(other, unproven_since=now - DAY),
     ]
-    await insert(store, *marked, *others)
+    await insert(db, *marked, *others)
     oldest_first = [repo.did for repo in reversed(marked)]
     for requested in (3, 6, 7):
-        await store.request_unproven(Shard(0, 2).buckets, HOUR, time(), 3)
-        found = await store.repos(oldest_first)
+        await db.resyncs.request_unproven(Shard(0, 2).buckets, HOUR, time(), 3)
+        found = await db.repos.load(oldest_first)
         assert [did for did in oldest_first if found[did].sync_reason] == oldest_first[:requested]
-    rows = (await store.repos(oldest_first)).values()
+    rows = (await db.repos.load(oldest_first)).values()
     assert {(row.sync_reason, row.next_attempt_at) for row in rows} == {(Desync.LENIENT_COMMIT, None)}, "due at once"
-    assert await store.repos([repo.did for repo in others]) == {repo.did: repo for repo in others}
+    assert await db.repos.load([repo.did for repo in others]) == {repo.did: repo for repo in others}
 
 
-async def test_interval_zero_never_unparks_but_requests_missing_values(store: Store, sql: asyncpg.Connection) -> None:
-    await insert(store, parked("long ago"))
-    await insert(store, synchronized("incomplete"), changes=WITHOUT_VALUE)
+async def test_interval_zero_never_unparks_but_requests_missing_values(db: Database, sql: asyncpg.Connection) -> None:
+    await insert(db, parked("long ago"))
+    await insert(db, synchronized("incomplete"), changes=WITHOUT_VALUE)
     await sql.execute(_MAKE_A_DAY_OLD, [did("long ago"), did("incomplete")])
-    async with maintained(store, unpark_after=0.0) as (attempts, searches):
+    async with maintained(db, unpark_after=0.0) as (attempts, searches):
         await until(lambda: did("incomplete") in attempts.reasons)
         await searches.three_more()
     assert list(attempts.reasons) == [did("incomplete")]
-    assert (await store.repos([did("long ago")]))[did("long ago")] == parked("long ago")
+    assert (await db.repos.load([did("long ago")]))[did("long ago")] == parked("long ago")
 
 
 async def test_repos_that_cannot_be_fetched_are_forgotten_a_day_after_they_were_parked(
-    store: Store, sql: asyncpg.Connection
+    db: Database, sql: asyncpg.Connection
 ) -> None:
     """If their DID never existed, or if only the stream has named them: any host can have an authentic message.
 
@@ -191,19 +187,19 @@ async def test_repos_that_cannot_be_fetched_are_forgotten_a_day_after_they_were_
         announced._replace(did=did("announced and synchronized"), head=head()),
     ]
     recent = denied._replace(did=did("recent"))
-    await insert(store, denied, announced, *stays, recent)
-    await store.save_identities([StoredIdentity(denied.did, None, None, None, 5.0, problem="no such host")])
-    await store.save_identities([StoredIdentity(announced.did, "a.test", "https://a.test", None, 5.0)])
+    await insert(db, denied, announced, *stays, recent)
+    await db.identities.save([StoredIdentity(denied.did, None, None, None, 5.0, problem="no such host")])
+    await db.identities.save([StoredIdentity(announced.did, "a.test", "https://a.test", None, 5.0)])
     await sql.execute(_MAKE_A_DAY_OLD, [repo.did for repo in (denied, announced, *stays)])
-    assert await store.forget_denied(range(256), DAY, time()) == 2
-    assert await store.repos([denied.did, announced.did]) == {}
-    assert await store.load_identities([denied.did, announced.did]) == {}
-    assert len(await store.repos([repo.did for repo in (*stays, recent)])) == len(stays) + 1
-    assert await store.forget_denied(range(256), DAY, time()) == 0
+    assert await db.resyncs.forget_denied(range(256), DAY, time()) == 2
+    assert await db.repos.load([denied.did, announced.did]) == {}
+    assert await db.identities.load([denied.did, announced.did]) == {}
+    assert len(await db.repos.load([repo.did for repo in (*stays, recent)])) == len(stays) + 1
+    assert await db.resyncs.forget_denied(range(256), DAY, time()) == 0
 
 
 async def test_hidden_accounts_of_which_nothing_is_stored_are_forgotten_after_a_day(
-    store: Store, sql: asyncpg.Connection
+    db: Database, sql: asyncpg.Connection
 ) -> None:
     """Consumers are told that they are visible, as a repo is that is added later."""
     hidden = [
@@ -218,50 +214,50 @@ async def test_hidden_accounts_of_which_nothing_is_stored_are_forgotten_after_a_
         hidden[2]._replace(did=did("is being erased"), erase_at=5.0),
     ]
     recent = hidden[0]._replace(did=did("recent"))
-    await insert(store, *hidden, *stays, recent)
+    await insert(db, *hidden, *stays, recent)
     await sql.execute(_MAKE_A_DAY_OLD, [repo.did for repo in (*hidden, *stays)])
     seq = await sql.fetchval("select atproto.latest_seq()")
-    assert await store.forget_hidden(range(256), DAY, time()) == len(hidden)
-    assert await store.repos([repo.did for repo in hidden]) == {}
-    assert len(await store.repos([repo.did for repo in (*stays, recent)])) == len(stays) + 1
+    assert await db.resyncs.forget_hidden(range(256), DAY, time()) == len(hidden)
+    assert await db.repos.load([repo.did for repo in hidden]) == {}
+    assert len(await db.repos.load([repo.did for repo in (*stays, recent)])) == len(stays) + 1
     entries = await sql.fetch("select did, action from atproto.changes_after($1, 100)", seq)
     assert {tuple(entry) for entry in entries} == {(repo.did, "visible") for repo in hidden}
-    assert await store.forget_hidden(range(256), DAY, time()) == 0
+    assert await db.resyncs.forget_hidden(range(256), DAY, time()) == 0
 
 
-async def untracked_and_tracked_again(store: Store, *names: object) -> list[str]:
+async def untracked_and_tracked_again(db: Database, *names: object) -> list[str]:
     """Insert repos with a record, untrack them, and track them again before their records were erased."""
     dids = list(map(did, names))
-    await insert(store, *map(synchronized, names), changes=(put("app.test/a"),))
-    assert await store.untrack(dids) == len(dids)
-    assert await store.track(dids) == len(dids)
-    assert await store.erase_batch(range(256), 1e12) is None, "the erasure was cancelled"
+    await insert(db, *map(synchronized, names), changes=(put("app.test/a"),))
+    assert await db.scope.untrack(dids) == len(dids)
+    assert await db.scope.track(dids) == len(dids)
+    assert await db.erasure.erase_batch(range(256), 1e12) is None, "the erasure was cancelled"
     return dids
 
 
 async def test_hidden_accounts_with_records_that_an_erasure_left_stay(
-    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    db: Database, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They do not delay those of which nothing is stored, and are fetched as soon as they are active again."""
     monkeypatch.setattr("indexer.db.resync_queue.BATCH_SIZE", 2)
-    with_records = await untracked_and_tracked_again(store, *"abcdef")
+    with_records = await untracked_and_tracked_again(db, *"abcdef")
     for one, status in zip(with_records, ["deactivated", "takendown"] * 3, strict=True):
-        await store.update_repo(one, partial(plan_hidden, status=status, now=time(), deletion_grace=DAY))
-    await insert(store, *[Repo(did(number), version=1, active=False) for number in range(3)])
+        await db.repos.update(one, partial(plan_hidden, status=status, now=time(), deletion_grace=DAY))
+    await insert(db, *[Repo(did(number), version=1, active=False) for number in range(3)])
     await sql.execute(_MAKE_A_DAY_OLD, [*with_records, *map(did, range(3))])
-    forgotten = [await store.forget_hidden(range(256), DAY, time()) for _ in range(3)]
+    forgotten = [await db.resyncs.forget_hidden(range(256), DAY, time()) for _ in range(3)]
     assert forgotten == [2, 1, 0]
-    assert (await store.repos(with_records)).keys() == set(with_records)
+    assert (await db.repos.load(with_records)).keys() == set(with_records)
     assert await sql.fetchval("select count(*) from indexer.record") == len(with_records)
     for one in with_records:
-        await store.update_repo(one, partial(plan_active, now=time()))
-    claimed = await store.claim(10, range(256), time() + 60, time())
+        await db.repos.update(one, partial(plan_active, now=time()))
+    claimed = await db.resyncs.claim(10, range(256), time() + 60, time())
     assert sorted(repo.did for repo in claimed) == sorted(with_records)
 
 
 @pytest.mark.parametrize("from_stream", [False, True])
 async def test_denied_dids_with_records_that_an_erasure_left_are_tried_again(
-    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch, *, from_stream: bool
+    db: Database, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch, *, from_stream: bool
 ) -> None:
     """They do not delay those of which nothing is stored."""
     monkeypatch.setattr("indexer.db.resync_queue.BATCH_SIZE", 2)
@@ -271,12 +267,12 @@ async def test_denied_dids_with_records_that_an_erasure_left_are_tried_again(
         "last_error": "identity-gone: x",
         "from_stream": from_stream,
     }
-    with_records = await untracked_and_tracked_again(store, *"abcdef")
+    with_records = await untracked_and_tracked_again(db, *"abcdef")
     for one in with_records:
-        await store.update_repo(one, lambda repo: amend(repo, **fields))
-    await insert(store, *[parked(number)._replace(**fields) for number in range(3)])
+        await db.repos.update(one, lambda repo: amend(repo, **fields))
+    await insert(db, *[parked(number)._replace(**fields) for number in range(3)])
     await sql.execute(_MAKE_A_DAY_OLD, [*with_records, *map(did, range(3))])
-    async with maintained(store) as (attempts, searches):
+    async with maintained(db) as (attempts, searches):
         await until(lambda: len(attempts.reasons) == len(with_records))
         await searches.three_more()
     assert attempts.reasons == {one: [Desync.ERASED] for one in with_records}, "once a day, not with each search"
@@ -284,7 +280,7 @@ async def test_denied_dids_with_records_that_an_erasure_left_are_tried_again(
     assert await sql.fetchval("select count(*) from indexer.record") == len(with_records)
 
 
-async def test_maintenance_forgets_instead_of_unparking(store: Store, sql: asyncpg.Connection) -> None:
+async def test_maintenance_forgets_instead_of_unparking(db: Database, sql: asyncpg.Connection) -> None:
     """More hidden accounts, and more DIDs that the directory denies, than one batch has."""
     hidden = [Repo(did(number), version=1, active=False) for number in range(600)]
     made_up = [
@@ -293,9 +289,9 @@ async def test_maintenance_forgets_instead_of_unparking(store: Store, sql: async
         )
         for number in range(600)
     ]
-    await insert(store, *hidden, *made_up, parked("real"))
+    await insert(db, *hidden, *made_up, parked("real"))
     await sql.execute(_MAKE_A_DAY_OLD, [did("real"), *[repo.did for repo in (*hidden, *made_up)]])
-    async with maintained(store) as (attempts, _):
+    async with maintained(db) as (attempts, _):
         await until(lambda: did("real") in attempts.reasons)
         assert list(attempts.reasons) == [did("real")]
     assert await sql.fetchval("select count(*) from indexer.repo") == 1

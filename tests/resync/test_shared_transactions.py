@@ -12,7 +12,7 @@ import asyncpg
 import pytest
 
 from indexer.atproto.record import Problem
-from indexer.db import NewReposTransaction, Store
+from indexer.db import Database, NewReposTransaction
 from indexer.db.placement import shard_of
 from indexer.demo.local_repo import Write
 from indexer.net.identity import CachedIdentity
@@ -70,41 +70,42 @@ class ComparingTransaction:
         return True
 
 
-class ComparingStore:
-    """A store with which every resync compares the export with the stored records: the oracle."""
+class ComparingDatabase:
+    """A database with which every resync compares the export with the stored records: the oracle."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self.shards = store.shards
+    def __init__(self, db: Database) -> None:
+        self._db = db
+        self.resyncs = self
+        self.shards = db.shards
 
     @asynccontextmanager
-    async def resync(self, claimed: Repo, scope_version: int) -> AsyncIterator[ComparingTransaction]:
-        async with self._store.resync(claimed, scope_version) as transaction:
+    async def transaction(self, claimed: Repo, scope_version: int) -> AsyncIterator[ComparingTransaction]:
+        async with self._db.resyncs.transaction(claimed, scope_version) as transaction:
             yield ComparingTransaction(transaction)
 
     @asynccontextmanager
-    async def write_new_repos(self, scope_version: int) -> AsyncIterator[ComparingTransaction]:
-        async with self._store.write_new_repos(scope_version) as transaction:
+    async def new_repos_transaction(self, scope_version: int) -> AsyncIterator[ComparingTransaction]:
+        async with self._db.resyncs.new_repos_transaction(scope_version) as transaction:
             yield ComparingTransaction(transaction)
 
 
-async def claim(store: Store, *dids: str) -> list[Repo]:
-    await store.add_repos(dids)
-    return await store.claim(len(dids), range(256), 60.0, time() + 10)
+async def claim(db: Database, *dids: str) -> list[Repo]:
+    await db.repos.add(dids)
+    return await db.resyncs.claim(len(dids), range(256), 60.0, time() + 10)
 
 
-async def resync(store: Any, owner: AccountOwner, claimed: Repo, spool_directory: Path) -> str:
+async def resync(db: Any, owner: AccountOwner, claimed: Repo, spool_directory: Path) -> str:
     identities: Any = None
     pds: Any = SimulatedHosts(owner, spool_directory)
-    applies, shares = Applies(store, Metrics(), Conditions()), Shares(workers=1)
+    applies, shares = Applies(db, Metrics(), Conditions()), Shares(workers=1)
     attempts = ResyncAttempts(applies, identities, pds, lambda: STORE_ALL, Metrics(), (None,), Conditions())
     identity = CachedIdentity(owner.key.public, PDS, problem=None, fetched_at=0.0, stale=False)
     return await attempts.attempt(shares.admit(claimed, "pds.test", time()), shares, identity)
 
 
-async def state(store: Store, sql: asyncpg.Connection, owner: AccountOwner) -> list[list[tuple[Any, ...]]]:
+async def state(db: Database, sql: asyncpg.Connection, owner: AccountOwner) -> list[list[tuple[Any, ...]]]:
     """Return the records, the changes and the row of the account."""
-    await number_changes(store, sql)
+    await number_changes(db, sql)
     return [[tuple(row) for row in await sql.fetch(query, owner.did)] for query in (ROWS, CHANGES, REPO)]
 
 
@@ -125,7 +126,7 @@ def account(records: int) -> AccountOwner:
 
 @pytest.mark.parametrize(("records", "chunk"), [(0, 2_000), (40, 2_000), (40, 7), (0, 1), (40, 1)])
 async def test_new_repo_gets_the_same_rows_and_changes_as_by_a_comparison(
-    store: Store, sql: asyncpg.Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: int, chunk: int
+    db: Database, sql: asyncpg.Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: int, chunk: int
 ) -> None:
     """In chunks of 2,000, the repo is written in a shared transaction; else in one of its own."""
     monkeypatch.setattr("indexer.sync.export.CHUNK_RECORDS", chunk)
@@ -133,10 +134,10 @@ async def test_new_repo_gets_the_same_rows_and_changes_as_by_a_comparison(
     owner, steps = account(records), list[str]()
     monkeypatch.setattr("indexer.db.resync_transaction.crash_point", steps.append)
     states = []
-    for used in (store, ComparingStore(store)):
-        [claimed] = await claim(store, owner.did)
+    for used in (db, ComparingDatabase(db)):
+        [claimed] = await claim(db, owner.did)
         assert await resync(used, owner, claimed, tmp_path) == "synchronized"
-        states.append(await state(store, sql, owner))
+        states.append(await state(db, sql, owner))
         await sql.execute(CLEAR)
     assert states[0] == states[1]
     assert len(states[0][0]) == records + 2
@@ -145,18 +146,18 @@ async def test_new_repo_gets_the_same_rows_and_changes_as_by_a_comparison(
     assert ("new-repos.finished" in steps) == (chunk == 2_000)
 
 
-async def test_stale_records_are_compared(store: Store, sql: asyncpg.Connection, tmp_path: Path) -> None:
+async def test_stale_records_are_compared(db: Database, sql: asyncpg.Connection, tmp_path: Path) -> None:
     """The erasure of a deleted account was interrupted, and the account became active again."""
     owner = account(5)
-    [claimed] = await claim(store, owner.did)
+    [claimed] = await claim(db, owner.did)
     await sql.execute(
         "insert into indexer.record (did, collection, rkey, bucket, cid, rev, value) "
         "select $1, 'com.example.gone', n::text, indexer.bucket_of($1), '\\x00', '3laaaaaaaaa22', '{}' "
         "from generate_series(1, 3) n",
         owner.did,
     )
-    assert await resync(store, owner, claimed, tmp_path) == "synchronized"
-    rows, changes, _ = await state(store, sql, owner)
+    assert await resync(db, owner, claimed, tmp_path) == "synchronized"
+    rows, changes, _ = await state(db, sql, owner)
     assert {f"{row[0]}/{row[1]}" for row in rows} == owner.history[owner.rev].keys()
     assert [change[0] for change in changes].count("delete") == 3
 
@@ -167,11 +168,12 @@ def new_repo(claimed: Repo, *changes: RecordChange) -> NewRepo:
     )
 
 
-class StoppedStore:
-    """A store whose shared transactions wait before they begin, until `go` is set."""
+class StoppedDatabase:
+    """A database whose shared transactions wait before they begin, until `go` is set."""
 
-    def __init__(self, store: Store, shards: int = 1) -> None:
-        self._store = store
+    def __init__(self, db: Database, shards: int = 1) -> None:
+        self._db = db
+        self.resyncs = self
         self.shards = shards
         self.go = asyncio.Event()
         self.begun = asyncio.Event()
@@ -179,11 +181,11 @@ class StoppedStore:
         self.groups: list[list[str]] = []
 
     @asynccontextmanager
-    async def write_new_repos(self, scope_version: int) -> AsyncIterator["StoppedTransaction"]:
+    async def new_repos_transaction(self, scope_version: int) -> AsyncIterator["StoppedTransaction"]:
         self.begun.set()
         self.waiting += 1
         await self.go.wait()
-        async with self._store.write_new_repos(scope_version) as transaction:
+        async with self._db.resyncs.new_repos_transaction(scope_version) as transaction:
             yield StoppedTransaction(transaction, self.groups)
 
 
@@ -200,13 +202,13 @@ class StoppedTransaction:
         return await self._transaction.eligible(claimed)
 
 
-async def statuses(store: Store, *names: object) -> list[str]:
-    repos = await store.repos([did(name) for name in names])
+async def statuses(db: Database, *names: object) -> list[str]:
+    repos = await db.repos.load([did(name) for name in names])
     return [repos[did(name)].sync_status for name in names]
 
 
 async def waiting_writes(
-    stopped: StoppedStore, repos: Sequence[NewRepo], metrics: Metrics | None = None
+    stopped: StoppedDatabase, repos: Sequence[NewRepo], metrics: Metrics | None = None
 ) -> list["asyncio.Task[Batch | None]"]:
     """Return one running write per repo. The first transaction has begun, and the other repos wait."""
     used: Any = stopped
@@ -216,10 +218,10 @@ async def waiting_writes(
     return writes
 
 
-async def test_repos_that_wait_share_a_transaction(store: Store, sql: asyncpg.Connection) -> None:
+async def test_repos_that_wait_share_a_transaction(db: Database, sql: asyncpg.Connection) -> None:
     names = range(5)
-    claimed = {repo.did: repo for repo in await claim(store, *[did(name) for name in names])}
-    stopped, metrics = StoppedStore(store), Metrics()
+    claimed = {repo.did: repo for repo in await claim(db, *[did(name) for name in names])}
+    stopped, metrics = StoppedDatabase(db), Metrics()
     repos = [new_repo(claimed[did(name)], put("app.test/a"), put("app.test/b")) for name in names]
     writes = await waiting_writes(stopped, repos, metrics)
     stopped.go.set()
@@ -229,16 +231,16 @@ async def test_repos_that_wait_share_a_transaction(store: Store, sql: asyncpg.Co
     assert len(stopped.groups) <= 2
     stage = metrics.registry.get_sample_value("indexer_batch_seconds_count", {"stage": "apply-export"})
     assert stage == len(stopped.groups), "the time of a transaction was counted for each of its repos"
-    assert set(await statuses(store, *names)) == {SyncStatus.SYNCHRONIZED}
+    assert set(await statuses(db, *names)) == {SyncStatus.SYNCHRONIZED}
     assert await sql.fetchval("select count(*) from indexer.record") == 10
 
 
-async def test_on_a_cluster_only_repos_of_one_shard_share_a_transaction(store: Store) -> None:
+async def test_on_a_cluster_only_repos_of_one_shard_share_a_transaction(db: Database) -> None:
     """The transactions of two shards run side by side. Repos of the others wait, and share the next ones."""
-    claimed = {repo.did: repo for repo in await claim(store, *map(did, range(12)))}
+    claimed = {repo.did: repo for repo in await claim(db, *map(did, range(12)))}
     shards = {owner: shard_of(bucket_of(owner), 4) for owner in claimed}
     assert len(set(shards.values())) > MAX_SIDE_BY_SIDE
-    stopped = StoppedStore(store, shards=4)
+    stopped = StoppedDatabase(db, shards=4)
     writes = await waiting_writes(stopped, [new_repo(repo, put("app.test/a")) for repo in claimed.values()])
     await until(lambda: stopped.waiting == MAX_SIDE_BY_SIDE)
     for _ in range(20):
@@ -253,17 +255,17 @@ async def test_on_a_cluster_only_repos_of_one_shard_share_a_transaction(store: S
 
 @pytest.mark.parametrize("late_first", [True, False])
 async def test_of_two_attempts_of_one_repo_only_the_one_that_holds_the_claim_writes(
-    store: Store, sql: asyncpg.Connection, late_first: bool
+    db: Database, sql: asyncpg.Connection, late_first: bool
 ) -> None:
     """The lease of an attempt has expired, and another worker has claimed the repo before both were written."""
-    [first] = await claim(store, did("first"))
-    [late] = await claim(store, did("new"))
-    await store.expire_leases(range(256), time() + 1_000)
+    [first] = await claim(db, did("first"))
+    [late] = await claim(db, did("new"))
+    await db.resyncs.expire_leases(range(256), time() + 1_000)
     await sql.execute("update indexer.repo set next_attempt_at = now()")
-    again = {repo.did: repo for repo in await store.claim(2, range(256), 60.0, time() + 10)}
+    again = {repo.did: repo for repo in await db.resyncs.claim(2, range(256), 60.0, time() + 10)}
     assert again[did("new")].lease > late.lease
     attempts = [new_repo(late, put("app.test/late")), new_repo(again[did("new")], put("app.test/new"))]
-    stopped = StoppedStore(store)
+    stopped = StoppedDatabase(db)
     ordered = attempts if late_first else attempts[::-1]
     writes = await waiting_writes(stopped, [new_repo(again[first.did], put("app.test/a")), *ordered])
     stopped.go.set()
@@ -274,10 +276,10 @@ async def test_of_two_attempts_of_one_repo_only_the_one_that_holds_the_claim_wri
     assert await sql.fetchval("select array_agg(rkey) from indexer.record where did = $1", did("new")) == ["new"]
 
 
-async def test_transaction_has_no_more_records_than_allowed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_transaction_has_no_more_records_than_allowed(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("indexer.resync.apply.SHARED_RECORDS", 3)
-    claimed = {repo.did: repo for repo in await claim(store, *map(did, range(6)))}
-    stopped = StoppedStore(store)
+    claimed = {repo.did: repo for repo in await claim(db, *map(did, range(6)))}
+    stopped = StoppedDatabase(db)
     sizes = {0: 1, 1: 2, 2: 1, 3: 1, 4: 5, 5: 1}  # the fifth repo is larger than the limit
     repos = [new_repo(claimed[did(name)], *[put(f"app.test/{n}") for n in range(size)]) for name, size in sizes.items()]
     writes = await waiting_writes(stopped, repos)
@@ -290,10 +292,10 @@ async def test_transaction_has_no_more_records_than_allowed(store: Store, monkey
 
 
 async def test_refused_value_leaves_all_repos_of_its_transaction_to_their_own(
-    store: Store, sql: asyncpg.Connection
+    db: Database, sql: asyncpg.Connection
 ) -> None:
-    claimed = {repo.did: repo for repo in await claim(store, did("first"), did("good"), did("bad"))}
-    stopped = StoppedStore(store)
+    claimed = {repo.did: repo for repo in await claim(db, did("first"), did("good"), did("bad"))}
+    stopped = StoppedDatabase(db)
     values = {"first": "1", "good": "2", "bad": '"\\u0000"'}
     repos = [new_repo(claimed[did(name)], put("app.test/a", value)) for name, value in values.items()]
     writes = await waiting_writes(stopped, repos)
@@ -303,5 +305,5 @@ async def test_refused_value_leaves_all_repos_of_its_transaction_to_their_own(
     assert good is None
     assert bad is None
     assert await sql.fetchval("select array_agg(value) from indexer.record") == ["1"]
-    applies = Applies(store, Metrics(), Conditions())
+    applies = Applies(db, Metrics(), Conditions())
     assert await applies.write_shared(new_repo(claimed[did("good")], put("app.test/a"))) is not None

@@ -24,14 +24,14 @@ class ScriptedCheck:
 class Monitored:
     def __init__(self) -> None:
         self.check = ScriptedCheck()
-        self.store = SimpleNamespace(failed_operations=0, last_error=None, database_check=lambda: self.check)
-        store: Any = self.store
+        self.db = SimpleNamespace(failed_operations=0, last_error=None, database_check=lambda: self.check)
+        db: Any = self.db
         self.conditions, self.metrics = Conditions(), Metrics()
-        self.monitor = DatabaseMonitor(store, self.conditions, self.metrics)
+        self.monitor = DatabaseMonitor(db, self.conditions, self.metrics)
 
     def fail(self, operations: int) -> None:
-        self.store.failed_operations += operations
-        self.store.last_error = "timeout: the statement took too long"
+        self.db.failed_operations += operations
+        self.db.last_error = "timeout: the statement took too long"
 
     @property
     def names(self) -> list[tuple[str, int]]:

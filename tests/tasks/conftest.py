@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import asyncpg
 import pytest
 
-from indexer.db import Store
+from indexer.db import Database
 from indexer.net.http import OutboundClient, OutboundSettings, RateLimits
 from tests.net.http.scripted_host import ScriptedHost
 from tests.tasks.crawl_scenario import Crawl
@@ -26,5 +26,5 @@ async def outbound() -> AsyncIterator[OutboundClient]:
 
 
 @pytest.fixture
-def crawl(store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient) -> Crawl:
-    return Crawl(store, sql, host, outbound)
+def crawl(db: Database, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient) -> Crawl:
+    return Crawl(db, sql, host, outbound)

@@ -9,8 +9,8 @@ from typing import Any
 import asyncpg
 import orjson
 
-from indexer.db import Store
-from indexer.db.crawl_progress import CrawlProgress
+from indexer.db import Database
+from indexer.db.crawls import CrawlProgress
 from indexer.db.current_scope import CurrentScope
 from indexer.db.open_gaps import OpenGaps
 from indexer.net.http import OutboundClient
@@ -91,7 +91,7 @@ def after(action: Callable[[], Awaitable[object]], response: bytes) -> Script:
 class Crawl:
     """The database, and a host with a list of repos."""
 
-    store: Store
+    db: Database
     sql: asyncpg.Connection
     host: ScriptedHost
     outbound: OutboundClient
@@ -109,10 +109,10 @@ class Crawl:
         return sum(status_path(name).lower() in request for request in self.host.requests)
 
     def scope(self, track: Track = Track.LISTED) -> CurrentScope:
-        return CurrentScope(self.store, replace(STORE_ALL, scope=Scope(track=track)))
+        return CurrentScope(self.db, replace(STORE_ALL, scope=Scope(track=track)))
 
     def gaps(self, settings: ReconciliationSettings = NO_WAIT) -> OpenGaps:
-        return OpenGaps(self.store, settings.shard, self.metrics)
+        return OpenGaps(self.db, settings.shard, self.metrics)
 
     def reconciliation(
         self,
@@ -127,7 +127,7 @@ class Crawl:
     ) -> Reconciliation:
         """Return the reconciliation of a daemon whose stream from the first source, or else from the host, is open."""
         return Reconciliation(
-            self.store,
+            self.db,
             self.outbound,
             self.metrics,
             gaps or self.gaps(settings),
@@ -145,7 +145,7 @@ class Crawl:
         return await reconciliation.reconcile(self.host.url, lambda _progress: None)
 
     async def row(self, name: str) -> Repo:
-        return (await self.store.repos([did(name)]))[did(name)]
+        return (await self.db.repos.load([did(name)]))[did(name)]
 
     async def inactive(self) -> list[str]:
         return [row["did"] for row in await self.sql.fetch("select did from indexer.repo where not active")]
@@ -155,7 +155,7 @@ class Crawl:
         return {row["did"]: row["latest_unverified_rev"] for row in await self.sql.fetch(query)}
 
     async def progress(self) -> CrawlProgress | None:
-        return await self.store.crawl_progress("sweep", self.host.url)
+        return await self.db.crawls.progress("sweep", self.host.url)
 
 
 @asynccontextmanager

@@ -11,8 +11,8 @@ import asyncpg
 import pytest
 
 from indexer.app.tuning import Tuning
-from indexer.db import Store
-from indexer.db.erase_records import ErasedBatch
+from indexer.db import Database
+from indexer.db.erasure import ErasedBatch
 from indexer.demo.http_server import Fault
 from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_pds import GET_LATEST_COMMIT
@@ -42,7 +42,7 @@ async def deleted_account(daemon: RunningDaemon) -> LocalAccount:
     await daemon.wait_until_equal()
     account.delete_account()
     await daemon.wait_for_cursor()
-    assert await daemon.store.visible_records(account.did) == {}
+    assert await daemon.db.reports.visible_records(account.did) == {}
     assert len(await daemon.record_rows(account)) == 7
     row = await daemon.repo_row(account)
     assert GRACE - 60 < row["erase_at"].timestamp() - time() <= GRACE
@@ -52,7 +52,7 @@ async def deleted_account(daemon: RunningDaemon) -> LocalAccount:
 async def test_deleted_account_is_hidden_at_once_and_erased_later(
     daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("indexer.db.erase_records.BATCH_SIZE", 3)
+    monkeypatch.setattr("indexer.db.erasure.BATCH_SIZE", 3)
     account = await deleted_account(daemon)
     erasure = daemon.stages.account_erasure
     assert not await erasure.erase_batch(), "the grace period is not over"
@@ -73,7 +73,7 @@ async def test_deleted_account_is_hidden_at_once_and_erased_later(
 async def test_reactivated_account_has_all_its_records(
     daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    monkeypatch.setattr("indexer.db.erase_records.BATCH_SIZE", 3)
+    monkeypatch.setattr("indexer.db.erasure.BATCH_SIZE", 3)
     account = await deleted_account(daemon)
     erasure = daemon.stages.account_erasure
     await daemon.execute("update indexer.repo set erase_at = now()")
@@ -90,20 +90,20 @@ async def test_reactivated_account_has_all_its_records(
 
 
 async def test_account_reactivated_during_the_erasure_loses_nothing(
-    store: Store, database: str, sql: asyncpg.Connection
+    db: Database, database: str, sql: asyncpg.Connection
 ) -> None:
     """The row changes between the query for due accounts and the lock of the row."""
     gone = synchronized(1, active=False, hosting_status="deleted", erase_at=5.0)
-    await insert(store, gone, changes=(put("app.test/a"), put("app.test/b")))
+    await insert(db, gone, changes=(put("app.test/a"), put("app.test/b")))
     async with connected(database) as live, live.transaction():
         await live.execute("update indexer.repo set version = 2, active = true, hosting_status = null, erase_at = null")
-        erasing = asyncio.create_task(store.erase_batch(range(256), 10.0))
+        erasing = asyncio.create_task(db.erasure.erase_batch(range(256), 10.0))
         await until(partial(waiting_for_locks, sql, 1))
     assert await erasing == ErasedBatch(did(1), 0, finished=False)
-    assert await store.erase_batch(range(256), 10.0) is None
-    row = (await store.repos([did(1)]))[did(1)]
+    assert await db.erasure.erase_batch(range(256), 10.0) is None
+    row = (await db.repos.load([did(1)]))[did(1)]
     assert row == gone._replace(version=2, active=True, hosting_status=None, erase_at=None)
-    assert len(await store.visible_records(did(1))) == 2
+    assert len(await db.reports.visible_records(did(1))) == 2
 
 
 @pytest.mark.parametrize("sign", ["#identity", "#commit"])
@@ -116,7 +116,7 @@ async def test_tombstoned_did_is_hidden_and_shown_when_it_exists_again(daemon: R
     row = await daemon.repo_row(account)
     assert (row["hosting_status"], row["sync_status"]) == ("tombstoned", "synchronized")
     assert row["erase_at"] is not None
-    assert await daemon.store.visible_records(account.did) == {}
+    assert await daemon.db.reports.visible_records(account.did) == {}
     daemon.network.plc.identities[account.did] = identity
     if sign == "#identity":
         announce_identity(daemon, account)
@@ -184,16 +184,16 @@ async def test_one_denial_by_the_directory_hides_no_account(daemon: RunningDaemo
     await daemon.wait_for_cursor()
     await until(partial(refreshed_since, daemon, account, before))
     stored = await daemon.record_rows(account)
-    assert len(await daemon.store.visible_records(account.did)) == 3, "hidden by one answer of the directory"
+    assert len(await daemon.db.reports.visible_records(account.did)) == 3, "hidden by one answer of the directory"
     for number in range(5):
         account.create(POST, post(f"while the directory denies the DID {number}"))
     bystander.create(POST, post("not affected"))
     await daemon.wait_for_cursor()
     row = await daemon.repo_row(account)
     assert (row["active"], row["erase_at"], row["sync_reason"]) == (True, None, "identity")
-    assert len(await daemon.store.visible_records(account.did)) == 3
+    assert len(await daemon.db.reports.visible_records(account.did)) == 3
     assert await daemon.record_rows(account) == stored, "commits were applied although the DID may not exist"
-    assert len(await daemon.store.visible_records(bystander.did)) == 6
+    assert len(await daemon.db.reports.visible_records(bystander.did)) == 6
     assert await daemon.dead_letters() == []
     await daemon.wait_for_counter("resync", result="identity-doubtful")
     after = await identity_row(daemon, account)

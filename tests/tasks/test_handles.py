@@ -10,7 +10,7 @@ import asyncpg
 import dns.rcode
 import pytest
 
-from indexer.db import Store
+from indexer.db import Database
 from indexer.net.identity import HandleVerifier
 from indexer.sync.identity import INVALID_HANDLE, StoredIdentity
 from indexer.sync.shard import Shard
@@ -32,18 +32,18 @@ WELL_KNOWN_PATH = "/.well-known/atproto-did"
 class HandleScenario:
     """Accounts that claim handles, their name server and their host."""
 
-    def __init__(self, store: Store, sql: asyncpg.Connection, names: NameServer, loopback: Loopback) -> None:
-        self.store = store
+    def __init__(self, db: Database, sql: asyncpg.Connection, names: NameServer, loopback: Loopback) -> None:
+        self.db = db
         self.sql = sql
         self.names = names
         self.loopback = loopback
         self._read_at = 5.0
 
     async def claim(self, name: object, handle: str | None) -> None:
-        if did(name) not in await self.store.repos([did(name)]):
-            await insert(self.store, synchronized(name))
+        if did(name) not in await self.db.repos.load([did(name)]):
+            await insert(self.db, synchronized(name))
         self._read_at += 1
-        await self.store.save_identities(
+        await self.db.identities.save(
             [StoredIdentity(did(name), handle, "https://pds.test", "did:key:zabc", self._read_at)]
         )
 
@@ -57,7 +57,7 @@ class HandleScenario:
         handles = HandleVerifier(
             self.loopback, [self.names.address], allow_private_hosts=True, dns_timeout=dns_timeout, http_timeout=10.0
         )
-        checks = HandleChecks(self.store, handles, Shard(), rate=rate, intervals=intervals)
+        checks = HandleChecks(self.db, handles, Shard(), rate=rate, intervals=intervals)
         task = asyncio.create_task(checks.run())
         try:
             yield task
@@ -84,8 +84,8 @@ class HandleScenario:
 
 
 @pytest.fixture
-def scenario(store: Store, sql: asyncpg.Connection, name_server: NameServer, loopback: Loopback) -> HandleScenario:
-    return HandleScenario(store, sql, name_server, loopback)
+def scenario(db: Database, sql: asyncpg.Connection, name_server: NameServer, loopback: Loopback) -> HandleScenario:
+    return HandleScenario(db, sql, name_server, loopback)
 
 
 async def test_verified_handles_are_shown_and_resolve(scenario: HandleScenario) -> None:
@@ -97,11 +97,11 @@ async def test_verified_handles_are_shown_and_resolve(scenario: HandleScenario) 
         await scenario.until_shown("ann", "ann.test")
         await scenario.until_shown("liar", INVALID_HANDLE)
         await scenario.until_shown("nobody", INVALID_HANDLE)
-        assert await scenario.store.did_of_handle("ann.test") == did("ann")
+        assert await scenario.db.identities.did_of_handle("ann.test") == did("ann")
         scenario.answer("ann", "ann2.test")
         await scenario.claim("ann", "ann2.test")
         await scenario.until_shown("ann", "ann2.test")
-        assert await scenario.store.did_of_handle("ann.test") is None
+        assert await scenario.db.identities.did_of_handle("ann.test") is None
 
 
 async def test_handle_that_cannot_be_checked_stays_unknown_and_is_retried(scenario: HandleScenario) -> None:

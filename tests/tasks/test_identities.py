@@ -11,7 +11,7 @@ import asyncpg
 import pytest
 
 from indexer.atproto.crypto import PrivateKey
-from indexer.db import Store
+from indexer.db import Database
 from indexer.errors import UnavailableError
 from indexer.net.identity import IdentityCache, IdentityLifetimes
 from indexer.reasons import FetchFailure
@@ -35,8 +35,8 @@ QUICK = IdentityLifetimes(refresh_interval=0.05, changed_interval=0.05)
 class Network:
     """Answers lookups; fails for DIDs of the hostile host, and hangs for those of the slow host."""
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    def __init__(self, db: Database) -> None:
+        self.db = db
         self.asked = Counter[str]()
 
     async def resolve(self, did: str, *, known: bool) -> StoredIdentity:
@@ -54,16 +54,16 @@ class Network:
     async def announce(self, *dids: str) -> None:
         """Store the identities and mark them as changed, one after the other."""
         for changed in dids:
-            await self.store.save_identities([self.identity(changed)])
-        await self.store.write(Batch(stale_identities=frozenset(dids)))
+            await self.db.identities.save([self.identity(changed)])
+        await self.db.write(Batch(stale_identities=frozenset(dids)))
 
     @asynccontextmanager
     async def refreshing(self) -> AsyncIterator[None]:
         """Refresh identities that are due, with hardly a pause between two batches."""
         identities = IdentityCache(
-            self, self.store, Metrics(), clock=time, refresh_rate=10_000.0, lifetimes=QUICK, max_entries=1_000
+            self, self.db.identities, Metrics(), clock=time, refresh_rate=10_000.0, lifetimes=QUICK, max_entries=1_000
         )
-        refresh = IdentityRefresh(self.store, identities, STORE_ALL.deletion_grace, Shard(), interval=0.05)
+        refresh = IdentityRefresh(self.db, identities, STORE_ALL.deletion_grace, Shard(), interval=0.05)
         task = asyncio.create_task(refresh.run())
         try:
             yield
@@ -78,9 +78,9 @@ async def is_fresh(sql: asyncpg.Connection, did: str) -> bool:
     return not await sql.fetchval("select stale from indexer.identity where did = $1", did)
 
 
-async def test_failing_identities_delay_no_honest_one(store: Store, sql: asyncpg.Connection) -> None:
+async def test_failing_identities_delay_no_honest_one(db: Database, sql: asyncpg.Connection) -> None:
     """More identities than a batch has fail; they were announced first and are announced again all the time."""
-    network = Network(store)
+    network = Network(db)
     await network.announce(*FAILING)
     await network.announce(HONEST_WEB)
     await network.announce(did("honest"))
@@ -88,7 +88,7 @@ async def test_failing_identities_delay_no_honest_one(store: Store, sql: asyncpg
         await until(partial(is_fresh, sql, HONEST_WEB), network.asked.total)
         await until(partial(is_fresh, sql, did("honest")))
         await until(lambda: len(network.asked) == len(FAILING) + 2)
-        await store.write(Batch(stale_identities=frozenset(FAILING)))
+        await db.write(Batch(stale_identities=frozenset(FAILING)))
         await network.announce(did("later"))
         await until(partial(is_fresh, sql, did("later")))
         assert max(network.asked.values()) == 1, "an identity was asked again within its back-off"
@@ -96,8 +96,8 @@ async def test_failing_identities_delay_no_honest_one(store: Store, sql: asyncpg
     assert sorted([(row["refresh_failures"], row["later"]) for row in failures], key=str) == [(0, None), (1, True)]
 
 
-async def test_slow_hosts_delay_no_did_plc_and_no_other_host(store: Store, sql: asyncpg.Connection) -> None:
-    network = Network(store)
+async def test_slow_hosts_delay_no_did_plc_and_no_other_host(db: Database, sql: asyncpg.Connection) -> None:
+    network = Network(db)
     await network.announce(*[f"did:web:x{number}.slow.example.com" for number in range(10)])
     await network.announce(HONEST_WEB, did("honest"))
     async with network.refreshing():

@@ -3,7 +3,7 @@
 import asyncpg
 import pytest
 
-from indexer.db import Store
+from indexer.db import Database
 from indexer.tasks.notifications import ChangeNotifier
 from indexer.telemetry.conditions import DEAD_ROWS_KEPT, Conditions
 from indexer.telemetry.metrics import Metrics
@@ -35,8 +35,8 @@ async def test_consumers_snapshot_is_ended_after_many_batches_and_that_of_anothe
 ) -> None:
     await sql.execute("create role hostile_consumer login in role atproto_reader")
     await sql.execute(INSERT_CURSOR)
-    store, conditions = await Store.open(database), Conditions()
-    notifier = ChangeNotifier(store, Metrics(), conditions, max_transaction_seconds=0, max_dead_cursors=BATCHES)
+    db, conditions = await Database.open(database), Conditions()
+    notifier = ChangeNotifier(db, Metrics(), conditions, max_transaction_seconds=0, max_dead_cursors=BATCHES)
     try:
         async with connected(with_user(database, "hostile_consumer")) as hostile, connected(database) as backup:
             await hostile.execute("begin isolation level repeatable read; select 1")
@@ -61,13 +61,13 @@ async def test_consumers_snapshot_is_ended_after_many_batches_and_that_of_anothe
         await notifier.check_snapshots()
         assert conditions.active() == []
     finally:
-        await store.close()
+        await db.close()
         await sql.execute("drop role hostile_consumer")
 
 
-async def test_old_prepared_transaction_is_named(database: str, store: Store, sql: asyncpg.Connection) -> None:
+async def test_old_prepared_transaction_is_named(database: str, db: Database, sql: asyncpg.Connection) -> None:
     conditions = Conditions()
-    notifier = ChangeNotifier(store, Metrics(), conditions, max_dead_cursors=BATCHES)
+    notifier = ChangeNotifier(db, Metrics(), conditions, max_dead_cursors=BATCHES)
     await sql.execute(INSERT_CURSOR)
     async with connected(database) as forgetful:
         await forgetful.execute("create table forgotten (); begin; insert into forgotten default values")

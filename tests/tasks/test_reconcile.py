@@ -9,8 +9,7 @@ from time import monotonic, time
 import pytest
 
 from indexer.atproto.syntax import tid_of
-from indexer.db.crawl_progress import CrawlProgress
-from indexer.db.crawl_rows import ListDifferences
+from indexer.db.crawls import CrawlProgress, ListDifferences
 from indexer.reasons import Desync, FetchFailure
 from indexer.sync.changes import Batch, RepoWrite
 from indexer.sync.repo import TOMBSTONED, Repo, SyncStatus
@@ -39,7 +38,7 @@ async def test_only_repos_that_are_behind_are_desynchronized(crawl: Crawl) -> No
     tombstoned = stored("gone", active=False, hosting_status=TOMBSTONED)
     unchanged = [stored("equal"), stored("ahead"), tombstoned, stored("future"), stored("not listed")]
     broken = stored("broken")._replace(sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=Desync.CHAIN_BREAK)
-    await insert(crawl.store, stored("behind"), broken, *unchanged)
+    await insert(crawl.db, stored("behind"), broken, *unchanged)
     future_rev = tid_of(int((time() + 3_600) * 1_000_000))
     listed = {"equal": STORED, "ahead": OLDER, "gone": NEWER, "future": future_rev, "broken": NEWER}
     crawl.lists(*[(did(name), rev) for name, rev in listed.items()], cursor="x")
@@ -48,8 +47,8 @@ async def test_only_repos_that_are_behind_are_desynchronized(crawl: Crawl) -> No
     progress = await crawl.reconcile()
     assert (progress.listed, progress.found) == (7, 1)
     assert await crawl.behind() == {did("behind"): NEWER}
-    assert await crawl.store.repos([repo.did for repo in unchanged]) == {repo.did: repo for repo in unchanged}
-    assert await crawl.store.repos([broken.did, did("unknown")]) == {broken.did: broken}
+    assert await crawl.db.repos.load([repo.did for repo in unchanged]) == {repo.did: repo for repo in unchanged}
+    assert await crawl.db.repos.load([broken.did, did("unknown")]) == {broken.did: broken}
     marked = await crawl.row("behind")
     assert (marked.sync_status, marked.head, marked.next_attempt_at) == (SyncStatus.DESYNCHRONIZED, head(STORED), None)
 
@@ -65,7 +64,7 @@ async def test_reconciliation_ends_the_wait_of_new_accounts_that_the_relay_lists
         last_failure=FetchFailure.NEW_ACCOUNTS,
         last_error=error,
     )
-    await insert(crawl.store, waiting, waiting._replace(did=did("not listed")))
+    await insert(crawl.db, waiting, waiting._replace(did=did("not listed")))
     crawl.lists((did("listed"), STORED))
     progress = await crawl.reconcile()
     assert (progress.listed, progress.found) == (1, 0)
@@ -79,18 +78,18 @@ async def test_repo_updated_by_the_stream_meanwhile_is_not_behind(
     crawl: Crawl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stream delivers its commit right after the repo was found to be behind."""
-    await insert(crawl.store, stored("late"))
+    await insert(crawl.db, stored("late"))
     crawl.lists((did("late"), NEWER))
-    find_differences = crawl.store.find_differences
+    find_differences = crawl.db.crawls.find_differences
 
     async def find_and_catch_up(revs: Mapping[str, str]) -> ListDifferences:
         found = await find_differences(revs)
-        for repo in (await crawl.store.repos(found.behind)).values():
+        for repo in (await crawl.db.repos.load(found.behind)).values():
             write = RepoWrite(repo, repo._replace(version=repo.version + 1, head=head(NEWER)))
-            assert not (await crawl.store.write(Batch((write,)))).skipped
+            assert not (await crawl.db.write(Batch((write,)))).skipped
         return found
 
-    monkeypatch.setattr(crawl.store, "find_differences", find_and_catch_up)
+    monkeypatch.setattr(crawl.db.crawls, "find_differences", find_and_catch_up)
     assert (await crawl.reconcile()).found == 0
     assert await crawl.behind() == {}
     assert (await crawl.row("late")).head == head(NEWER)
@@ -111,7 +110,7 @@ async def waiting_to_compare_again(crawl: Crawl) -> AsyncIterator[float]:
 
 
 async def test_repo_is_compared_again_after_the_settle_time(crawl: Crawl) -> None:
-    await insert(crawl.store, stored("behind"))
+    await insert(crawl.db, stored("behind"))
     crawl.lists((did("behind"), NEWER))
     async with waiting_to_compare_again(crawl) as seconds:
         assert 590 < seconds <= 600
@@ -123,7 +122,7 @@ async def test_repo_is_compared_again_after_the_settle_time(crawl: Crawl) -> Non
 
 async def test_number_of_pending_pages_is_bounded(crawl: Crawl) -> None:
     """No third page is read while two are pending."""
-    await insert(crawl.store, *[stored(number) for number in range(3)])
+    await insert(crawl.db, *[stored(number) for number in range(3)])
     for number in range(3):
         crawl.host.pages[path(str(number) if number else None)] = page((did(number), NEWER), cursor=str(number + 1))
     async with waiting_to_compare_again(crawl):
@@ -131,9 +130,7 @@ async def test_number_of_pending_pages_is_bounded(crawl: Crawl) -> None:
 
 
 async def test_reconciliation_interrupted_long_ago_starts_again(crawl: Crawl) -> None:
-    await crawl.store.save_crawl_progress(
-        CrawlProgress("sweep", crawl.host.url, "", "x", 7, 3, began_at=time() - DAY - 1)
-    )
+    await crawl.db.crawls.save(CrawlProgress("sweep", crawl.host.url, "", "x", 7, 3, began_at=time() - DAY - 1))
     crawl.lists((did(1), STORED))
     progress = await crawl.reconcile()
     assert requested_cursors(crawl.host) == [None]
@@ -151,14 +148,14 @@ async def test_first_reconciliation_is_due_one_interval_after_the_first_start(cr
     first = await crawl.progress()
     assert first is not None
     assert crawl.host.requests == []
-    await crawl.store.save_crawl_progress(replace(first, finished_at=time() - DAY - 1))
+    await crawl.db.crawls.save(replace(first, finished_at=time() - DAY - 1))
     async with running(crawl.reconciliation()):
         await until(lambda: len(crawl.host.requests) == 1)
 
 
 async def test_reconciliation_does_not_wait_for_a_time_from_before_the_clock_was_set_back(crawl: Crawl) -> None:
     ahead = CrawlProgress("sweep", crawl.host.url, began_at=time() + DAY, finished_at=time() + DAY)
-    await crawl.store.save_crawl_progress(ahead)
+    await crawl.db.crawls.save(ahead)
 
     async def counted_from_now() -> bool:
         progress = await crawl.progress()
@@ -173,14 +170,14 @@ async def test_unknown_accounts_are_tracked_if_all_are(crawl: Crawl) -> None:
     for track in (Track.LISTED, Track.ALL):
         progress = await crawl.reconcile(track=track)
         assert progress.found == (track is Track.ALL)
-    repos = await crawl.store.repos([did("unknown"), did("inactive")])
+    repos = await crawl.db.repos.load([did("unknown"), did("inactive")])
     assert [(repo.did, repo.sync_reason) for repo in repos.values()] == [(did("unknown"), Desync.NEW)]
 
 
 async def test_account_without_a_listed_rev_is_tracked_or_shown_but_is_not_behind(crawl: Crawl) -> None:
     """The relay has never received a commit of these accounts."""
-    await insert(crawl.store, stored("stored"), stored("hidden", **HIDDEN))
-    await in_progress(crawl.store, "fetched", now=time())
+    await insert(crawl.db, stored("stored"), stored("hidden", **HIDDEN))
+    await in_progress(crawl.db, "fetched", now=time())
     crawl.lists(*[(did(name), "") for name in ("stored", "hidden", "fetched", "unknown")])
     crawl.tells("hidden", active=True)
     progress = await crawl.reconcile(track=Track.ALL)
@@ -192,7 +189,7 @@ async def test_account_without_a_listed_rev_is_tracked_or_shown_but_is_not_behin
 
 
 async def test_repo_that_is_being_fetched_notes_the_listed_rev(crawl: Crawl) -> None:
-    claimed = await in_progress(crawl.store, "claimed", now=time())
+    claimed = await in_progress(crawl.db, "claimed", now=time())
     crawl.lists((claimed.did, NEWER))
     assert (await crawl.reconcile()).found == 0
     noted = await crawl.row("claimed")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import stamina
 
-from indexer.db.crawl_progress import CrawlProgress
+from indexer.db.crawls import CrawlProgress
 from indexer.db.open_gaps import OpenGaps
 from indexer.errors import UnavailableError
 from indexer.reasons import Desync, GapReason
@@ -69,7 +69,7 @@ async def closed_by(crawl: Crawl) -> list[str | None]:
 
 
 async def test_gap_starts_a_reconciliation_that_closes_it(crawl: Crawl) -> None:
-    await insert(crawl.store, stored("behind"))
+    await insert(crawl.db, stored("behind"))
     crawl.lists((did(1), STORED), cursor="x")
     crawl.host.pages[path("x")] = page((did("behind"), NEWER))
     async with reconciling(crawl) as process:
@@ -102,8 +102,8 @@ async def test_gap_opened_during_a_reconciliation_needs_another_one(crawl: Crawl
 
 async def test_gap_is_not_closed_by_a_reconciliation_that_began_before_it(crawl: Crawl) -> None:
     """The interrupted reconciliation is not resumed: its first page was read too early."""
-    await crawl.store.save_crawl_progress(CrawlProgress("sweep", crawl.host.url, "", "x", 7, 3, began_at=time()))
-    await crawl.store.open_gap(gap())
+    await crawl.db.crawls.save(CrawlProgress("sweep", crawl.host.url, "", "x", 7, 3, began_at=time()))
+    await crawl.db.gaps.open(gap())
     crawl.lists((did(1), STORED))
     async with reconciling(crawl) as process:
         await process.wait_until_closed()
@@ -125,7 +125,7 @@ async def test_interrupted_reconciliation_starts_again_after_a_gap_was_opened(cr
 
 
 async def test_gap_stays_open_while_no_stream_is_open(crawl: Crawl) -> None:
-    await crawl.store.open_gap(gap())
+    await crawl.db.gaps.open(gap())
     crawl.lists((did(1), STORED))
     sources: list[str] = []
     async with reconciling(crawl, sources) as process:
@@ -152,7 +152,7 @@ async def test_gap_stays_open_if_the_stream_changes_to_another_relay(crawl: Craw
 
 
 async def test_next_relay_is_compared_once_if_the_connected_one_does_not_answer(crawl: Crawl) -> None:
-    await insert(crawl.store, stored("behind"))
+    await insert(crawl.db, stored("behind"))
     async with ScriptedHost() as other:
         crawl.host.pages[path()] = FAILURE
         other.pages[path()] = page((did("behind"), NEWER))
@@ -171,16 +171,16 @@ async def test_next_relay_is_compared_once_if_the_connected_one_does_not_answer(
 
 async def test_shard_compares_its_own_repos_and_closes_its_own_gaps(crawl: Crawl) -> None:
     first, second = Shard(0, 2), Shard(1, 2)
-    await insert(crawl.store, *[stored(name) for name in "abcdefgh"])
+    await insert(crawl.db, *[stored(name) for name in "abcdefgh"])
     crawl.lists(*[(did(name), NEWER) for name in "abcdefgh"])
-    await crawl.store.open_gap(gap(shard=str(second)))
+    await crawl.db.gaps.open(gap(shard=str(second)))
     async with reconciling(crawl, settings=replace(NO_WAIT, shard=first)) as process:
         await process.gaps.open(gap(shard=str(first)))
         await process.wait_until_closed()
     marked = await crawl.behind()
     assert 0 < len(marked) < 8
     assert all(map(first.owns, marked))
-    assert [opened.gap.shard for opened in await crawl.store.open_gaps()] == [str(second)]
+    assert [opened.gap.shard for opened in await crawl.db.gaps.load_open()] == [str(second)]
 
 
 async def test_failed_reconciliation_is_resumed(crawl: Crawl) -> None:
@@ -197,7 +197,7 @@ async def test_failed_reconciliation_is_resumed(crawl: Crawl) -> None:
 
 
 async def test_gap_is_closed_although_the_relay_never_tells_the_status_of_an_account(crawl: Crawl) -> None:
-    await insert(crawl.store, stored("unlisted"))
+    await insert(crawl.db, stored("unlisted"))
     crawl.lists()
     crawl.host.pages[status_path("unlisted")] = http_response(status=500)
     async with reconciling(crawl) as process:

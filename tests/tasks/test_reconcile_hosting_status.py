@@ -49,7 +49,7 @@ KEY = PrivateKey.from_seed("k256", b"reconciliation").public.did_key()
 
 async def test_account_that_became_active_unnoticed_is_shown_and_resynced(crawl: Crawl) -> None:
     names = ("back", "still hidden", "moved")
-    await insert(crawl.store, *[stored(name, **HIDDEN, hosting_relay="wss://r.test", hosting_seq=7) for name in names])
+    await insert(crawl.db, *[stored(name, **HIDDEN, hosting_relay="wss://r.test", hosting_seq=7) for name in names])
     crawl.lists(*[(did(name), STORED) for name in names])
     crawl.tells("back", active=True)
     crawl.tells("still hidden", active=False)
@@ -65,7 +65,7 @@ async def test_account_that_became_active_unnoticed_is_shown_and_resynced(crawl:
 async def test_account_that_is_not_listed_is_hidden_if_the_relay_says_so(crawl: Crawl) -> None:
     """It was taken down or deleted while messages were lost."""
     names = ("listed", "listed as inactive", "deleted", "active", "elsewhere")
-    await insert(crawl.store, *[stored(name) for name in names], Repo(did("never fetched"), version=1))
+    await insert(crawl.db, *[stored(name) for name in names], Repo(did("never fetched"), version=1))
     crawl.lists((did("listed"), STORED), {"did": did("listed as inactive"), "rev": STORED, "active": False})
     crawl.tells("listed as inactive", active=False)
     crawl.tells("active", active=True)
@@ -86,7 +86,7 @@ async def test_account_that_is_not_listed_is_hidden_if_the_relay_says_so(crawl: 
 
 async def test_answer_is_recorded_with_the_position_of_the_relays_stream(crawl: Crawl) -> None:
     place = {"hosting_relay": "wss://r.test", "hosting_seq": 7}
-    await insert(crawl.store, stored("back", **HIDDEN, **place), stored("gone", **place))
+    await insert(crawl.db, stored("back", **HIDDEN, **place), stored("gone", **place))
     crawl.lists((did("back"), STORED))
     crawl.tells("back", active=True)
     crawl.tells("gone", active=False)
@@ -99,11 +99,11 @@ async def test_answer_is_recorded_with_the_position_of_the_relays_stream(crawl: 
 
 
 async def test_requests_for_an_account_whose_row_was_removed_meanwhile_are_not_repeated(crawl: Crawl) -> None:
-    await insert(crawl.store, stored("gone"))
+    await insert(crawl.db, stored("gone"))
     crawl.host.pages[status_path("gone")] = http_response(status=500)
     stage = StageProgress("reconciliation")
     checks = HostingStatusChecks(
-        crawl.store,
+        crawl.db,
         crawl.outbound,
         Metrics(),
         crawl.scope(),
@@ -168,7 +168,7 @@ async def test_three_sources_of_the_hosting_status_are_weighed_by_one_rule(
     crawl: Crawl, before: str, listed: str, relay: str, own_host: str, after: str
 ) -> None:
     """docs/protocol.md#accounts has the rule in words."""
-    await insert(crawl.store, stored("a", **BEFORE[before]))
+    await insert(crawl.db, stored("a", **BEFORE[before]))
     entry: dict[str, object] = {"did": did("a"), "rev": STORED}
     inactive = {"active": False, "status": listed}
     crawl.lists(*([] if listed == "unlisted" else [entry if listed == "active" else entry | inactive]))
@@ -177,7 +177,7 @@ async def test_three_sources_of_the_hosting_status_are_weighed_by_one_rule(
         if own_host != "-":
             pds.pages[status_path("a")] = answer(own_host)
         pds.pages[f"/xrpc/com.atproto.sync.getLatestCommit?did={did('a')}"] = http_response(b"{}")
-        identities = IdentityCache(Directory(pds.url), crawl.store, Metrics(), clock=time, refresh_rate=inf)
+        identities = IdentityCache(Directory(pds.url), crawl.db.identities, Metrics(), clock=time, refresh_rate=inf)
         await crawl.reconcile(identities=identities)
         await identities.close()
     row = await crawl.row("a")
@@ -197,7 +197,7 @@ async def test_three_sources_of_the_hosting_status_are_weighed_by_one_rule(
 async def test_account_is_fetched_again_if_the_relay_does_not_offer_its_status(
     crawl: Crawl, server: MissingMethodAnswer
 ) -> None:
-    await insert(crawl.store, stored("a"))
+    await insert(crawl.db, stored("a"))
     crawl.lists()
     crawl.host.pages[status_path("a")] = missing_method(server)
     await crawl.reconcile()
@@ -240,18 +240,18 @@ class Directory:
 async def test_pds_reports_only_the_accounts_that_it_hosts(case: str, crawl: Crawl) -> None:
     """It still knows accounts that have moved to another PDS. Their stored identity is from before the move."""
     moves, url = case != "hosted here", crawl.host.url
-    await insert(crawl.store, stored("shown"), stored("hidden", **HIDDEN))
+    await insert(crawl.db, stored("shown"), stored("hidden", **HIDDEN))
     crawl.lists((did("hidden"), STORED))
     crawl.tells("shown", active=False)
     crawl.tells("hidden", active=True)
     directory = Directory("https://new.test" if moves else url)
     directory.down = case in ("known nowhere", "directory down")
     if case != "known nowhere":
-        await crawl.store.save_identities(
+        await crawl.db.identities.save(
             [StoredIdentity(did(name), None, url, KEY, time() - 200) for name in ("shown", "hidden", "other")]
         )
     rate = 1e-9 if case == "over budget" else inf
-    identities = IdentityCache(directory, crawl.store, Metrics(), clock=time, refresh_rate=rate)
+    identities = IdentityCache(directory, crawl.db.identities, Metrics(), clock=time, refresh_rate=rate)
     if case == "over budget":
         await identities.lookup(did("other"), refresh=True)
     progress = await crawl.reconcile(identities=identities, sources_are_hosts=True)
@@ -266,7 +266,7 @@ async def test_pds_reports_only_the_accounts_that_it_hosts(case: str, crawl: Cra
 async def unlisted(crawl: Crawl) -> AsyncIterator[list[str]]:
     """Yield the names of stored accounts that are not listed, in order. The relay calls only the last one inactive."""
     names = sorted("abcde", key=did)
-    await insert(crawl.store, *map(stored, names))
+    await insert(crawl.db, *map(stored, names))
     crawl.lists()
     for name in names:
         crawl.tells(name, active=name != names[-1])
@@ -310,7 +310,7 @@ async def test_unlisted_account_is_found_although_the_relay_lists_many_accounts_
     shard = Shard(0, 2)
     own = next(name for name in map(str, count()) if shard.owns(did(name)))
     others = [did(name) for name in map(str, range(1_000)) if not shard.owns(did(name))]
-    await insert(crawl.store, stored(own))
+    await insert(crawl.db, stored(own))
     crawl.lists(*[(other, STORED) for other in others])
     crawl.tells(own, active=False)
     await crawl.reconcile(settings=replace(NO_WAIT, shard=shard))
@@ -319,14 +319,14 @@ async def test_unlisted_account_is_found_although_the_relay_lists_many_accounts_
 
 async def test_account_hidden_by_the_stream_meanwhile_stays_hidden(crawl: Crawl) -> None:
     """It is marked as deleted just before the response is sent."""
-    await insert(crawl.store, stored("back", **HIDDEN))
+    await insert(crawl.db, stored("back", **HIDDEN))
     crawl.lists((did("back"), STORED))
 
     def delete(repo: Repo) -> Repo:
         return repo._replace(version=repo.version + 1, hosting_status="deleted")
 
     response = status_response("back", active=True)
-    crawl.host.pages[status_path("back")] = after(partial(crawl.store.update_repo, did("back"), delete), response)
+    crawl.host.pages[status_path("back")] = after(partial(crawl.db.repos.update, did("back"), delete), response)
     assert (await crawl.reconcile()).found == 0
     repo = await crawl.row("back")
     assert (repo.active, repo.hosting_status) == (False, "deleted")
@@ -337,14 +337,14 @@ async def test_hosting_status_is_followed_although_a_resync_changes_the_row_mean
     active: bool, crawl: Crawl
 ) -> None:
     """Another part of it is changed just before the response is sent."""
-    await insert(crawl.store, stored("a") if not active else stored("a", active=False, hosting_status="suspended"))
+    await insert(crawl.db, stored("a") if not active else stored("a", active=False, hosting_status="suspended"))
     crawl.lists(*[(did("a"), STORED)] * active)
 
     def fail(repo: Repo) -> Repo:
         return repo._replace(version=repo.version + 1, attempts=3)
 
     response = status_response("a", active=active, status="suspended")
-    crawl.host.pages[status_path("a")] = after(partial(crawl.store.update_repo, did("a"), fail), response)
+    crawl.host.pages[status_path("a")] = after(partial(crawl.db.repos.update, did("a"), fail), response)
     assert (await crawl.reconcile()).found == 1
     repo = await crawl.row("a")
     assert (repo.active, repo.hosting_status) == ((True, None) if active else (False, "suspended"))
@@ -353,7 +353,7 @@ async def test_hosting_status_is_followed_although_a_resync_changes_the_row_mean
 async def test_account_of_which_the_relay_never_tells_the_status_is_fetched_again(crawl: Crawl) -> None:
     """It may be deleted, so it does not count as synchronized. The others are compared, one at a second attempt."""
     names = sorted("abc", key=did)
-    await insert(crawl.store, *map(stored, names))
+    await insert(crawl.db, *map(stored, names))
     crawl.lists()
     crawl.tells(names[0], active=False)
 
@@ -373,7 +373,7 @@ async def test_account_of_which_the_relay_never_tells_the_status_is_fetched_agai
 
 
 async def test_hidden_account_of_which_the_relay_never_tells_the_status_stays_hidden(crawl: Crawl) -> None:
-    await insert(crawl.store, stored("unknown", **HIDDEN), stored("back", **HIDDEN), stored("behind"))
+    await insert(crawl.db, stored("unknown", **HIDDEN), stored("back", **HIDDEN), stored("behind"))
     crawl.lists((did("unknown"), STORED), (did("back"), STORED), cursor="x")
     crawl.host.pages[path("x")] = page((did("behind"), NEWER))
     crawl.host.pages[status_path("unknown")] = http_response(b"no JSON")
@@ -387,7 +387,7 @@ async def test_hidden_account_of_which_the_relay_never_tells_the_status_stays_hi
 async def test_accounts_without_a_status_do_not_use_up_their_attempts_while_the_relay_is_paused(crawl: Crawl) -> None:
     """Five failed requests in a row pause the relay. The reconciliation fails then, and continues later."""
     names = sorted(map(str, range(FAILURE_THRESHOLD)), key=did)
-    await insert(crawl.store, *map(stored, names))
+    await insert(crawl.db, *map(stored, names))
     crawl.lists()
     for name in names:
         crawl.host.pages[status_path(name)] = http_response(status=500)

@@ -1,15 +1,17 @@
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import asyncpg
 import pytest
 from sqlalchemy import make_url
 from structlog.testing import capture_logs
 
-from indexer.db import RetentionPolicy, Store
-from indexer.db.blocking_sessions import end_blocking_sessions
+from indexer.db import Database, RetentionPolicy
+from indexer.db.blocking_sessions import BlockingSessions
 from indexer.tasks.retention import ChangeLogRetention
 from indexer.telemetry.metrics import Metrics
 from tests.db.change_log_helpers import change, connected, log
@@ -22,12 +24,12 @@ BATCH_SIZE = 500
 
 @pytest.mark.parametrize(("limit", "event"), [(0, "consumer.lagging"), (120, "consumer.disconnected")])
 async def test_lagging_consumer_is_logged_once_and_then_disconnected(
-    store: Store, sql: asyncpg.Connection, limit: float, event: str
+    db: Database, sql: asyncpg.Connection, limit: float, event: str
 ) -> None:
     """Without a limit, it is logged again when it has caught up."""
     metrics, lags = Metrics(), event == "consumer.lagging"
     value = metrics.registry.get_sample_value
-    retention = ChangeLogRetention(store, RetentionPolicy(0, 2**40, limit), metrics, lag_alarm=60)
+    retention = ChangeLogRetention(db, RetentionPolicy(0, 2**40, limit), metrics, lag_alarm=60)
     await sql.execute("select atproto.register_reader('one'), atproto.register_reader('two')")
     await log(sql, change(1), change(2))
     await sql.execute("select count(*) from atproto.next_changes('two', 5)")
@@ -52,7 +54,7 @@ async def test_lagging_consumer_is_logged_once_and_then_disconnected(
 
 
 async def test_a_transaction_that_read_the_view_is_ended_when_the_change_log_has_twice_its_size(
-    database: str, store: Store, sql: asyncpg.Connection
+    database: str, db: Database, sql: asyncpg.Connection
 ) -> None:
     """Only the session of the consumer, and only then. A backup, here of a superuser, is never ended."""
     await sql.execute("create role hostile_consumer login in role atproto_reader")
@@ -64,9 +66,9 @@ async def test_a_transaction_that_read_the_view_is_ended_when_the_change_log_has
             await sql.execute("update indexer.change_log set current_segment = 1")
             await log(sql, change(2))
             policy, metrics = RetentionPolicy(604_800, 2**20, 0), Metrics()
-            patient = ChangeLogRetention(store, policy, metrics, lag_alarm=60)
-            strict = ChangeLogRetention(store, policy, metrics, lag_alarm=60, max_transaction_seconds=0)
-            large = ChangeLogRetention(store, replace(policy, max_bytes=2**22), metrics, lag_alarm=60)
+            patient = ChangeLogRetention(db, policy, metrics, lag_alarm=60)
+            strict = ChangeLogRetention(db, policy, metrics, lag_alarm=60, max_transaction_seconds=0)
+            large = ChangeLogRetention(db, replace(policy, max_bytes=2**22), metrics, lag_alarm=60)
             with capture_logs() as lines:
                 await large.trim()
                 await patient.trim()
@@ -95,7 +97,8 @@ async def test_a_session_that_may_not_be_ended_is_reported(database: str, sql: a
             connected(with_user(database, "plain_daemon")) as daemon,
         ):
             await hostile.execute("begin; select count(*) from atproto.changes")
-            [session] = await end_blocking_sessions(daemon, (0,), 0)
+            any_pool: Any = SimpleNamespace(connection=lambda: nullcontext(daemon))
+            [session] = await BlockingSessions(any_pool).end_users_of_segments((0,), 0)
             assert (session.role, session.ended) == ("hostile_consumer", False)
             assert await hostile.fetchval("select 1") == 1
     finally:
@@ -114,16 +117,16 @@ async def running(retention: ChangeLogRetention) -> AsyncIterator[None]:
 
 
 async def test_a_change_log_above_its_limit_is_trimmed_although_it_no_longer_grows(
-    database: str, store: Store, sql: asyncpg.Connection
+    database: str, db: Database, sql: asyncpg.Connection
 ) -> None:
     """The first trim comes while a transaction holds the row with the current segment, so it frees nothing."""
     policy, metrics = RetentionPolicy(604_800, 2**20, 0), Metrics()
-    retention = ChangeLogRetention(store, policy, metrics, lag_alarm=3_600, interval=3_600, retry=0.2)
+    retention = ChangeLogRetention(db, policy, metrics, lag_alarm=3_600, interval=3_600, retry=0.2)
     await log(sql, *[change(1, n) for n in range(12_000)])
-    assert await store.change_log_size() > policy.max_bytes
+    assert await db.segments.size() > policy.max_bytes
 
     async def below_limit() -> bool:
-        return await store.change_log_size() <= policy.max_bytes
+        return await db.segments.size() <= policy.max_bytes
 
     async with running(retention):
         async with connected(database) as writer:
@@ -134,7 +137,7 @@ async def test_a_change_log_above_its_limit_is_trimmed_although_it_no_longer_gro
         await until(below_limit)
 
 
-async def test_the_change_log_keeps_its_size_limit_while_it_grows(store: Store, sql: asyncpg.Connection) -> None:
+async def test_the_change_log_keeps_its_size_limit_while_it_grows(db: Database, sql: asyncpg.Connection) -> None:
     """A consumer that never reads lets it grow to twice that size. One that reads gets every change meanwhile."""
     limit, received = 2**21, 0
     await sql.execute("select atproto.register_reader('bystander')")
@@ -143,18 +146,18 @@ async def test_the_change_log_keeps_its_size_limit_while_it_grows(store: Store, 
         """Write batches of about 100 kB, each when the log is below the limit; return its largest size."""
 
         async def within() -> bool:
-            return await store.change_log_size() <= max_bytes
+            return await db.segments.size() <= max_bytes
 
         nonlocal received
         largest = 0
         for number in range(batches):
             await log(sql, *[change(number, n) for n in range(BATCH_SIZE)])
             received += await sql.fetchval("select count(*) from atproto.next_changes('bystander', 1000)")
-            largest = max(largest, await store.change_log_size())
+            largest = max(largest, await db.segments.size())
             await until(within)
         return largest
 
-    async with running(ChangeLogRetention(store, RetentionPolicy(604_800, limit, 0), Metrics(), lag_alarm=3_600)):
+    async with running(ChangeLogRetention(db, RetentionPolicy(604_800, limit, 0), Metrics(), lag_alarm=3_600)):
         assert await write(60, limit) <= 1.2 * limit
         await sql.execute("select atproto.register_reader('behind')")
         assert await write(80, 2 * limit) <= 2.2 * limit

@@ -10,8 +10,8 @@ import pytest
 import stamina
 from structlog.testing import capture_logs
 
-from indexer.db import Store
-from indexer.db.crawl_progress import CrawlProgress
+from indexer.db import Database
+from indexer.db.crawls import CrawlProgress
 from indexer.db.current_scope import CurrentScope
 from indexer.net.pds.xrpc import MISSING_METHOD_ANSWERS, MissingMethodAnswer
 from indexer.reasons import Desync
@@ -31,32 +31,32 @@ POST, LIKE, FOLLOW = "app.bsky.feed.post", "app.bsky.feed.like", "app.bsky.graph
 LIST = list_path(LIKE)
 
 
-async def widened_scope(store: Store, *added: str) -> CurrentScope:
+async def widened_scope(db: Database, *added: str) -> CurrentScope:
     """Add likes, or the named collections, to a scope of posts."""
-    scope = CurrentScope(store, STORE_ALL)
+    scope = CurrentScope(db, STORE_ALL)
     await scope.begin()
-    await store.set_collections([POST])
-    await store.set_collections([POST, *(added or [LIKE])])
+    await db.scope.set_collections([POST])
+    await db.scope.set_collections([POST, *(added or [LIKE])])
     await scope.refresh()
     return scope
 
 
 async def backfill_of(crawl: Crawl, *added: str, scope: CurrentScope | None = None, **options: Any) -> ScopeBackfill:
     """Widen the scope; return a backfill that does not wait before it reads a list, for the first time or again."""
-    scope = scope or await widened_scope(crawl.store, *added)
+    scope = scope or await widened_scope(crawl.db, *added)
     used: dict[str, Any] = {"sources": lambda: [crawl.host.url], "shard": Shard(), "recheck": (3_600.0,)} | options
     no_waits: dict[str, Any] = {"settle": 0.0, "recheck_poll": 0.0, "first_retry": 0.0}
-    return ScopeBackfill(crawl.store, crawl.outbound, scope, metrics=Metrics(), **no_waits, **used)
+    return ScopeBackfill(crawl.db, crawl.outbound, scope, metrics=Metrics(), **no_waits, **used)
 
 
 async def insert_incomplete(crawl: Crawl, *names: str, **fields: Any) -> None:
     """Insert repos that are complete for a scope without likes."""
-    await insert(crawl.store, *[synchronized(name, scope_version=2, **fields) for name in names])
+    await insert(crawl.db, *[synchronized(name, scope_version=2, **fields) for name in names])
 
 
 async def widened(crawl: Crawl, names: Sequence[str]) -> list[str]:
     """Return the names of the repos that are fetched because of the scope."""
-    repos = await crawl.store.repos(list(map(did, names)))
+    repos = await crawl.db.repos.load(list(map(did, names)))
     return [name for name in names if repos[did(name)].sync_reason == Desync.SCOPE_WIDENED]
 
 
@@ -84,34 +84,34 @@ async def test_relay_that_is_lost_before_its_list_is_read_is_not_one_that_offers
     crawl.host.pages[LIST] = list_of("listed")
     await backfill.step()
     assert await widened(crawl, ["listed", "without"]) == ["listed"]
-    [recheck] = await crawl.store.rechecks(Shard())
+    [recheck] = await crawl.db.crawls.rechecks(Shard())
     assert len(crawl.host.requests) == 1 + recheck.found, "a repetition that read no list does not count"
 
 
 async def test_list_is_compared_again_although_the_clock_was_set_back(crawl: Crawl) -> None:
     """The clock was a year ahead when the list was compared for the first time."""
     backfill = await backfill_of(crawl, recheck=(0.0,))
-    await crawl.store.save_crawl_progress(CrawlProgress("recheck", "", LIKE, began_at=time() + 365 * 86_400))
+    await crawl.db.crawls.save(CrawlProgress("recheck", "", LIKE, began_at=time() + 365 * 86_400))
     crawl.host.pages[LIST] = list_of()
     await backfill.step()
     await backfill.step()
-    assert await crawl.store.rechecks(Shard()) == []
+    assert await crawl.db.crawls.rechecks(Shard()) == []
     assert len(crawl.host.requests) == 1
 
 
 async def test_list_is_compared_again_by_all_present_shards_although_their_number_has_changed(crawl: Crawl) -> None:
     """The list lacked two repos when the process of a single shard compared it."""
-    scope = await widened_scope(crawl.store)
+    scope = await widened_scope(crawl.db)
     shards = [Shard(0, 2), Shard(1, 2)]
     names = [next(name for name in map(str, count()) if shard.owns(did(name))) for shard in shards]
-    await insert(crawl.store, *[synchronized(name, scope_version=3, synchronized_at=time() - 60) for name in names])
-    await crawl.store.save_crawl_progress(CrawlProgress("recheck", "", LIKE, began_at=time(), found=1))
+    await insert(crawl.db, *[synchronized(name, scope_version=3, synchronized_at=time() - 60) for name in names])
+    await crawl.db.crawls.save(CrawlProgress("recheck", "", LIKE, began_at=time(), found=1))
     crawl.host.pages[LIST] = list_of(*names)
     for shard in shards:
         backfill = await backfill_of(crawl, scope=scope, shard=shard, recheck=(0.0, 0.0))
         for _ in range(3):
             await backfill.step()
-        assert await crawl.store.rechecks(shard) == []
+        assert await crawl.db.crawls.rechecks(shard) == []
     assert await widened(crawl, names) == names
 
 
@@ -178,16 +178,16 @@ async def test_all_repos_are_fetched_for_an_added_collection_if_no_relay_offers_
 async def test_repetition_counts_only_if_a_list_was_read_to_its_end(crawl: Crawl, failure: bytes) -> None:
     """The list that was compared first lacked the repo."""
     backfill = await backfill_of(crawl, recheck=(0.0,))
-    await insert(crawl.store, synchronized("lacking", scope_version=3, synchronized_at=time() - 60))
-    await crawl.store.save_crawl_progress(CrawlProgress("recheck", "", LIKE, began_at=time()))
+    await insert(crawl.db, synchronized("lacking", scope_version=3, synchronized_at=time() - 60))
+    await crawl.db.crawls.save(CrawlProgress("recheck", "", LIKE, began_at=time()))
     crawl.host.pages[LIST] = failure
     with without_retries() as lines:
         await backfill.step()
-    assert len(await crawl.store.rechecks(Shard())) == 1
+    assert len(await crawl.db.crawls.rechecks(Shard())) == 1
     assert "scope.list-failed" in [line["event"] for line in lines]
     crawl.host.pages[LIST] = list_of("lacking")
     await backfill.step()
-    assert await crawl.store.rechecks(Shard()) == []
+    assert await crawl.db.crawls.rechecks(Shard()) == []
     assert await widened(crawl, ["lacking"]) == ["lacking"]
 
 
@@ -207,12 +207,12 @@ async def test_listed_repos_are_fetched_although_the_list_of_another_collection_
         for _ in range(3):
             await backfill.step()
     assert await widened(crawl, names) == ["listed"]
-    assert await crawl.store.rechecks(Shard()) == []
+    assert await crawl.db.crawls.rechecks(Shard()) == []
     crawl.host.pages[list_path(failing)] = list_of("in the failing list")
     await backfill.step()
     assert await widened(crawl, names) == ["listed", "in the failing list"]
     assert [list_path(readable).lower() in request for request in crawl.host.requests].count(True) == 1
-    assert [recheck.collection for recheck in await crawl.store.rechecks(Shard())] == [LIKE, FOLLOW]
+    assert [recheck.collection for recheck in await crawl.db.crawls.rechecks(Shard())] == [LIKE, FOLLOW]
 
 
 async def test_all_listed_repos_are_fetched_in_turn_although_the_list_of_another_collection_fails(
@@ -239,7 +239,7 @@ async def test_all_listed_repos_are_fetched_in_turn_although_the_list_of_another
 @pytest.mark.parametrize("listed", [False, True])
 async def test_inactive_repo_lacks_records_until_it_is_active_again(crawl: Crawl, *, listed: bool) -> None:
     """A list may lack inactive accounts, so it does not show that they have no records."""
-    scope = await widened_scope(crawl.store)
+    scope = await widened_scope(crawl.db)
     backfill = await backfill_of(crawl, scope=scope)
     await insert_incomplete(crawl, "inactive", **HIDDEN)
     await backfill.step()
@@ -251,12 +251,12 @@ async def test_inactive_repo_lacks_records_until_it_is_active_again(crawl: Crawl
         await backfill.step()
     assert len(crawl.host.requests) == 1
     assert await widened(crawl, ["without", "inactive"]) == []
-    [progress] = [one for one in await crawl.store.scope_progress() if one.collection == LIKE]
+    [progress] = [one for one in await crawl.db.scope.progress() if one.collection == LIKE]
     assert (progress.repos, progress.complete) == (1, 1), "inactive accounts are not counted"
 
-    active = await crawl.store.update_repo(did("inactive"), lambda repo: plan_active(repo, time()))
+    active = await crawl.db.repos.update(did("inactive"), lambda repo: plan_active(repo, time()))
     assert active is not None
     assert needs_export(active, scope.scope)
-    assert [repo.did for repo in await crawl.store.claim(10, range(256), time() + 60, time())] == [did("inactive")]
-    [progress] = [one for one in await crawl.store.scope_progress() if one.collection == LIKE]
+    assert [repo.did for repo in await crawl.db.resyncs.claim(10, range(256), time() + 60, time())] == [did("inactive")]
+    [progress] = [one for one in await crawl.db.scope.progress() if one.collection == LIKE]
     assert (progress.repos, progress.complete) == (2, 1)

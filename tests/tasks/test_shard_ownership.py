@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 
 from indexer.cli.command import ExitCode
 from indexer.cli.status_report import Sample, status_of
-from indexer.db import Store, shard_lock
+from indexer.db import Database, shard_lock
 from indexer.demo.local_network import LocalNetwork
 from indexer.sync.shard import Placement, Shard
 from indexer.tasks.shard_ownership import ShardOwnership
@@ -31,11 +31,11 @@ PRETEND_PARTS = """
 DISTRIBUTE = f"{COMPLETE_ROW} on conflict do nothing; {PRETEND_PARTS}; {PRETEND_SHARDS}"
 
 
-async def test_overlapping_shards_wait_for_each_other(store: Store) -> None:
+async def test_overlapping_shards_wait_for_each_other(db: Database) -> None:
     first, second, other = (
-        ShardOwnership(store, Shard(0, 1), retry=0.05),
-        ShardOwnership(store, Shard(1, 2), retry=0.05),
-        ShardOwnership(store, Shard(0, 2), retry=0.05),
+        ShardOwnership(db, Shard(0, 1), retry=0.05),
+        ShardOwnership(db, Shard(1, 2), retry=0.05),
+        ShardOwnership(db, Shard(0, 2), retry=0.05),
     )
     running = asyncio.create_task(first.run())
     await first.owned.wait()
@@ -52,9 +52,9 @@ async def test_overlapping_shards_wait_for_each_other(store: Store) -> None:
     await asyncio.wait(waiting)
 
 
-async def test_locks_are_acquired_again_after_the_session_ends(store: Store, sql: asyncpg.Connection) -> None:
+async def test_locks_are_acquired_again_after_the_session_ends(db: Database, sql: asyncpg.Connection) -> None:
     """The log shows the beginning and the end of the time without the locks, each time."""
-    ownership = ShardOwnership(store, Shard(3, 4), retry=0.05)
+    ownership = ShardOwnership(db, Shard(3, 4), retry=0.05)
     with capture_logs() as lines:
         running = asyncio.create_task(ownership.run())
         await ownership.owned.wait()
@@ -96,7 +96,7 @@ async def test_nothing_is_written_while_another_process_holds_the_buckets(
     async with running_daemon(database, tmp_path, tuning=replace(QUICK, retry=2.0)) as daemon:
         account = daemon.create_account("ada.test")
         await daemon.wait_until_equal()
-        async with shard_lock.open_lock(sql, range(7, 8), daemon.store.placement) as lock:
+        async with shard_lock.open_lock(sql, range(7, 8), daemon.db.placement) as lock:
             [holder] = await daemon.execute(OWNERS)
             await daemon.execute(END_SESSION, holder["pid"])
             await until(lock.claim)
@@ -122,8 +122,8 @@ async def test_second_daemon_on_a_shard_waits_visibly_and_takes_over(database: s
                 [reason] = [reason for reason in second.stages.probe.ready() if reason.code == "shard-lock"]
                 assert "this one waits: session" in reason.message
                 assert second.stages.subscription.connection is None, "it does not consume"
-                sample = Sample(0.0, await first.store.counts())
-                status = status_of(first.store.address, Shard(), sample, sample)
+                sample = Sample(0.0, await first.db.reports.counts())
+                status = status_of(first.db.address, Shard(), sample, sample)
                 assert [(daemon.shard, daemon.state) for daemon in status.daemons] == [
                     ("0/1", "owns"), ("0/1", "waits"),
                 ]  # fmt: skip

@@ -4,7 +4,7 @@ import pytest
 import stamina
 from structlog.testing import capture_logs
 
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.current_scope import CurrentScope
 from indexer.net.http import OutboundClient
 from indexer.net.pds.xrpc import MISSING_METHOD_ANSWERS, MissingMethodAnswer
@@ -21,39 +21,39 @@ LIKE, FOLLOW = "app.bsky.feed.like", "app.bsky.graph.follow"
 
 
 @pytest.fixture
-async def scope(store: Store) -> CurrentScope:
+async def scope(db: Database) -> CurrentScope:
     """Return a scope whose repos are those with likes or follows."""
-    scope = CurrentScope(store, STORE_ALL)
+    scope = CurrentScope(db, STORE_ALL)
     await scope.begin()
-    await store.change_scope(track=Track.SIGNAL, signal_collections=[FOLLOW, LIKE])
+    await db.scope.change(track=Track.SIGNAL, signal_collections=[FOLLOW, LIKE])
     await scope.refresh()
     return scope
 
 
 async def test_list_that_cannot_be_read_delays_no_other_list_and_is_read_again_alone(
-    store: Store,
+    db: Database,
     scope: CurrentScope,
     host: ScriptedHost,
     outbound: OutboundClient,
 ) -> None:
-    discovery = SignalDiscovery(store, outbound, scope, lambda: [host.url], lambda: None, settle=0.0, retry=0.0)
+    discovery = SignalDiscovery(db, outbound, scope, lambda: [host.url], lambda: None, settle=0.0, retry=0.0)
     host.pages = {list_path(LIKE): http_response(status=500), list_path(FOLLOW): list_of("follower")}
     with stamina.set_testing(True, attempts=1), capture_logs() as lines:
         await discovery.step()
-    assert set(await store.repos([did("follower"), did("liker")])) == {did("follower")}
+    assert set(await db.repos.load([did("follower"), did("liker")])) == {did("follower")}
     assert [line["collection"] for line in lines if line["event"] == "scope.list-failed"] == [LIKE]
     host.pages = {list_path(LIKE): list_of("liker"), list_path(FOLLOW): http_response(status=500)}
     await discovery.step()
-    assert set(await store.repos([did("follower"), did("liker")])) == {did("follower"), did("liker")}
+    assert set(await db.repos.load([did("follower"), did("liker")])) == {did("follower"), did("liker")}
     await discovery.step()
     assert len(host.requests) == 3, "nothing is read again that was read"
 
 
 @pytest.mark.parametrize("server", MISSING_METHOD_ANSWERS, ids=lambda answer: answer.server)
 async def test_signal_collection_that_no_relay_lists_is_named_with_the_reason(
-    store: Store, scope: CurrentScope, host: ScriptedHost, outbound: OutboundClient, server: MissingMethodAnswer
+    db: Database, scope: CurrentScope, host: ScriptedHost, outbound: OutboundClient, server: MissingMethodAnswer
 ) -> None:
-    discovery = SignalDiscovery(store, outbound, scope, lambda: [host.url], lambda: None, settle=0.0)
+    discovery = SignalDiscovery(db, outbound, scope, lambda: [host.url], lambda: None, settle=0.0)
     host.pages = {list_path(LIKE): missing_method(server), list_path(FOLLOW): list_of("follower")}
     with stamina.set_testing(True, attempts=1), capture_logs() as lines:
         await discovery.step()
@@ -64,18 +64,18 @@ async def test_signal_collection_that_no_relay_lists_is_named_with_the_reason(
 
 @pytest.mark.parametrize(("status", "asks_the_next"), [(404, True), (502, False)])
 async def test_next_relay_is_asked_only_if_the_first_one_does_not_offer_the_list(
-    store: Store, scope: CurrentScope, host: ScriptedHost, outbound: OutboundClient, status: int, asks_the_next: bool
+    db: Database, scope: CurrentScope, host: ScriptedHost, outbound: OutboundClient, status: int, asks_the_next: bool
 ) -> None:
     """The list of a relay decides which repos are untracked, so a failure is no reason to take that of another one."""
     async with ScriptedHost() as first:
         first.pages = {list_path(LIKE): http_response(status=status), list_path(FOLLOW): list_of("follower")}
         host.pages = {list_path(LIKE): list_of("liker")}
         sources = [first.url, host.url]
-        discovery = SignalDiscovery(store, outbound, scope, lambda: sources, lambda: None, settle=0.0)
+        discovery = SignalDiscovery(db, outbound, scope, lambda: sources, lambda: None, settle=0.0)
         with stamina.set_testing(True, attempts=1), capture_logs() as lines:
             await discovery.step()
         found = {did("follower"), did("liker")} if asks_the_next else {did("follower")}
-        assert set(await store.repos([did("follower"), did("liker")])) == found
+        assert set(await db.repos.load([did("follower"), did("liker")])) == found
         expected = [(first.url, FOLLOW), *[(host.url, LIKE)] * asks_the_next]
         discovered = [line for line in lines if line["event"] == "scope.discovered"]
         assert sorted((line["relay"], line["collection"]) for line in discovered) == sorted(expected)

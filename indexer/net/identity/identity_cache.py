@@ -83,14 +83,14 @@ class CachedIdentity:
         return host_of(self.pds) if self.pds else None
 
 
-class IdentityStore(Protocol):
+class IdentityTable(Protocol):
     """The table of identities. Its methods raise `UnavailableError` if the database is unavailable."""
 
-    async def load_identities(self, dids: Sequence[str]) -> Mapping[str, StoredIdentity]:
+    async def load(self, dids: Sequence[str]) -> Mapping[str, StoredIdentity]:
         """Return the stored identities by DID."""
         ...
 
-    async def save_identities(self, identities: Sequence[StoredIdentity]) -> None:
+    async def save(self, stored: Sequence[StoredIdentity]) -> None:
         """Write identities, unless newer ones are stored."""
         ...
 
@@ -179,7 +179,7 @@ class IdentityCache:
     def __init__(
         self,
         source: IdentitySource,
-        store: IdentityStore,
+        table: IdentityTable,
         observer: IdentityObserver,
         *,
         clock: Callable[[], float],
@@ -192,8 +192,8 @@ class IdentityCache:
         `clock` returns Unix seconds. `refresh_rate` limits lookups of known identities per second.
         """
         self._source = source
-        self._store = store
-        self._loads = SharedCalls(store.load_identities, _may_share)
+        self._table = table
+        self._loads = SharedCalls(table.load, _may_share)
         self._saves = SharedCalls(self._save_all, _may_share)
         self._observer = observer
         self._clock = clock
@@ -422,7 +422,7 @@ class IdentityCache:
     async def _save_all(self, identities: Sequence[StoredIdentity]) -> int:
         """Save identities in one transaction; return how many could not be saved: all of them, or 0."""
         try:
-            await self._store.save_identities(identities)
+            await self._table.save(identities)
         except UnavailableError as error:
             for identity in identities:
                 log.debug("identity.save-failed", did=identity.did, error=str(error))

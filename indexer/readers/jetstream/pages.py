@@ -7,7 +7,7 @@ from time import monotonic
 import structlog
 
 from indexer.concurrency.turns import Turns
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.feed_delivery import LoggedChange
 from indexer.readers.jetstream.events import EventChunk, LogPosition, encode_page, position_before
 from indexer.readers.jetstream.options import ALL_EVENTS, EventFilter
@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 
 
 async def load_chunk(
-    store: Store, position: LogPosition, max_changes: int = PAGE_CHANGES, events: EventFilter = ALL_EVENTS
+    db: Database, position: LogPosition, max_changes: int = PAGE_CHANGES, events: EventFilter = ALL_EVENTS
 ) -> EventChunk | None:
     """Return the events of the next entries of the log; None if there are no entries yet.
 
@@ -34,7 +34,7 @@ async def load_chunk(
         DatabaseError: The database is unavailable.
         LogTrimmedError: Later entries have been trimmed.
     """
-    page = await store.feed_page(position.seq, max_changes, PAGE_BYTES, partial(_is_wanted, events))
+    page = await db.changes.page(position.seq, max_changes, PAGE_BYTES, partial(_is_wanted, events))
     return encode_page(position, page) if page.changes else None
 
 
@@ -51,8 +51,8 @@ class ReplayPages:
     restart, soon ask for the same pages.
     """
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, db: Database) -> None:
+        self._db = db
         self._turns = Turns()
         self._log_rate = LogRate()
         self._pages: OrderedDict[int, tuple[float, EventChunk]] = OrderedDict()
@@ -68,9 +68,9 @@ class ReplayPages:
             DatabaseError: The database is unavailable.
         """
         async with self._turns.turn(network):
-            batch = await self._store.find_change_batch(cursor)
+            batch = await self._db.changes.find_batch(cursor)
             if batch is None:
-                trimmed = await self._store.trimmed_seq()
+                trimmed = await self._db.changes.trimmed_seq()
                 if trimmed and self._log_rate.allows_line():
                     log.info("jetstream.cursor-too-old", cursor=cursor, seq=trimmed)
                 return LogPosition(trimmed)
@@ -97,7 +97,7 @@ class ReplayPages:
                     return chunk
                 del self._pages[position.seq]
             max_changes = PAGE_CHANGES - position.seq % PAGE_CHANGES
-            loaded = await load_chunk(self._store, position, max_changes, events)
+            loaded = await load_chunk(self._db, position, max_changes, events)
             if loaded is not None and loaded.end.seq % PAGE_CHANGES == 0:  # otherwise, the log may go on here
                 self._pages[position.seq] = monotonic(), loaded
             while len(self._pages) > CACHED_PAGES:

@@ -8,7 +8,7 @@ from typing import NoReturn
 import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.change_signal import ChangeSignal
 from indexer.db.feed_page import LogTrimmedError
 from indexer.db.periodic import DatabaseAttempt
@@ -33,8 +33,8 @@ class JetstreamReader:
         subscribers: The number of subscribers.
     """
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, db: Database) -> None:
+        self._db = db
         self.window = EventWindow(WINDOW_BYTES, WINDOW_SECONDS)
         self.stage = StageProgress("jetstream reader")
         self.subscribers = 0
@@ -61,7 +61,7 @@ class JetstreamReader:
         while True:
             await self._wanted.wait()
             with DatabaseAttempt(self.stage):
-                async with self._store.change_signal() as signal:
+                async with self._db.changes.signal() as signal:
                     await self._follow(signal)
             if self._wanted.is_set():
                 await asyncio.sleep(RETRY_SECONDS)
@@ -88,8 +88,8 @@ class JetstreamReader:
         """Add the events of all entries of the log that are not in the window yet, until the window is closed."""
         self.stage.begin()
         if self.window.end is None:
-            self.window.open(LogPosition(await self._store.latest_seq()))
-        while self.window.end is not None and (chunk := await load_chunk(self._store, self.window.end)):
+            self.window.open(LogPosition(await self._db.changes.latest_seq()))
+        while self.window.end is not None and (chunk := await load_chunk(self._db, self.window.end)):
             if not self.window.is_open:
                 return  # the last subscriber left during the read
             self.window.add(chunk)

@@ -7,7 +7,7 @@ import structlog
 from aiohttp import web
 
 from indexer.concurrency.turns import Turns
-from indexer.db import Store
+from indexer.db import Database
 from indexer.net.server.connection_limit import WEBSOCKETS, client_network
 from indexer.readers.frame_writer import FrameWriter
 from indexer.readers.jetstream.options import BadOptionsError, SubscriberOptions, parse_query
@@ -27,9 +27,9 @@ log = structlog.get_logger(__name__)
 class JetstreamRoutes:
     """Serves subscribers."""
 
-    def __init__(self, store: Store, reader: JetstreamReader, metrics: Metrics, *, values_stored: bool) -> None:
+    def __init__(self, db: Database, reader: JetstreamReader, metrics: Metrics, *, values_stored: bool) -> None:
         self._reader = reader
-        self._pages = ReplayPages(store)
+        self._pages = ReplayPages(db)
         self._metrics = metrics
         self._values_stored = values_stored
         self._reading_turns = Turns()

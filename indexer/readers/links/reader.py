@@ -6,7 +6,7 @@ from time import monotonic
 import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.link_session import LINK_CONSUMER, LinkSession, PositionLostError
 from indexer.db.periodic import DatabaseAttempt
 
@@ -26,8 +26,8 @@ class LinkReader:
         stage: Its progress. It moves with each turn.
     """
 
-    def __init__(self, store: Store, *, wanted: bool, retry: float = RETRY_SECONDS) -> None:
-        self._store = store
+    def __init__(self, db: Database, *, wanted: bool, retry: float = RETRY_SECONDS) -> None:
+        self._db = db
         self._wanted = wanted
         self._retry = retry
         self._removed = False
@@ -43,10 +43,10 @@ class LinkReader:
     async def _follow_setting(self) -> None:
         if self._removed:
             return
-        if not self._wanted and not await self._store.links_are_kept():
+        if not self._wanted and not await self._db.links.are_kept():
             self._removed = True
             return
-        async with self._store.link_session() as session:
+        async with self._db.links.session() as session:
             if not await session.lock.claim():
                 return
             if self._wanted:

@@ -7,7 +7,7 @@ from itertools import islice
 from time import monotonic, time
 from typing import NamedTuple
 
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.feed_delivery import DeliveryProgress, LoggedChange, RefusedEvent, SnapshotPosition, StoredAccount
 from indexer.db.feed_rows import FeedRecords
 from indexer.readers.tap.delivery_window import FIRST_SNAPSHOT_ID, RECORD_ACTIONS, DeliveryWindow
@@ -65,9 +65,9 @@ class Deliveries:
     """
 
     def __init__(
-        self, store: Store, metrics: Metrics, progress: DeliveryProgress, limits: RefusalLimits, *, one_per_repo: bool
+        self, db: Database, metrics: Metrics, progress: DeliveryProgress, limits: RefusalLimits, *, one_per_repo: bool
     ) -> None:
-        self._store = store
+        self._db = db
         self._metrics = metrics
         self.limits = limits
         self.window = DeliveryWindow(progress, one_per_repo=one_per_repo)
@@ -247,8 +247,8 @@ class Deliveries:
         """
         keys = [_key(change) for change in changes if _needs_record(change)]
         dids = [change.did for change in changes if change.action not in RECORD_ACTIONS]
-        records = await self._store.feed_records(keys, MAX_LOAD_LENGTH) if keys else _NO_RECORDS
-        accounts = await self._store.feed_accounts(dids) if dids else {}
+        records = await self._db.feed.records(keys, MAX_LOAD_LENGTH) if keys else _NO_RECORDS
+        accounts = await self._db.feed.accounts(dids) if dids else {}
         later = [change for change in changes if _needs_record(change) and _key(change) in records.omitted]
         events = [
             (

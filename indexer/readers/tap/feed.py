@@ -17,7 +17,7 @@ from time import monotonic, time
 import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.db import Store
+from indexer.db import Database
 from indexer.db.feed_delivery import DeliveryProgress, RefusedEvent
 from indexer.db.feed_rows import FEED_CONSUMER, FeedSession
 from indexer.db.periodic import DatabaseAttempt
@@ -71,7 +71,7 @@ class TapFeed:
 
     def __init__(
         self,
-        store: Store,
+        db: Database,
         conditions: Conditions,
         metrics: Metrics,
         refusal_limits: RefusalLimits,
@@ -80,7 +80,7 @@ class TapFeed:
     ) -> None:
         """With `one_per_repo`, a repo never has two changes in flight, as webhooks need it."""
         self.stage = StageProgress("tap feed")
-        self._store = store
+        self._db = db
         self._conditions = conditions
         self._metrics = metrics
         self._one_per_repo = one_per_repo
@@ -120,7 +120,7 @@ class TapFeed:
         while not self._stopping.is_set():
             self._wanted.clear()
             with DatabaseAttempt(self.stage):
-                cut_off = await self._store.feed_is_cut_off()
+                cut_off = await self._db.feed.is_cut_off()
                 if cut_off:
                     self._report_cut_off()
                 else:
@@ -131,7 +131,7 @@ class TapFeed:
 
     async def _claim(self, *, waited: bool) -> bool:
         """Own and serve the feed, if no other process owns it; return True if one does."""
-        async with self._store.feed_session() as session:
+        async with self._db.feed.session() as session:
             if await session.lock.claim():
                 await self._serve(session)
                 return False
@@ -161,7 +161,7 @@ class TapFeed:
             snapshot=progress.snapshot and progress.snapshot.did,
         )
         deliveries = Deliveries(
-            self._store, self._metrics, progress, self._refusal_limits, one_per_repo=self._one_per_repo
+            self._db, self._metrics, progress, self._refusal_limits, one_per_repo=self._one_per_repo
         )
         self._report_set_aside(await session.count_refused())
         self._deliveries, self._saved = deliveries, None

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from indexer.atproto.limits import max_items
 from indexer.atproto.syntax import is_did
-from indexer.db import DatabaseError, Store
+from indexer.db import Database, DatabaseError
 from indexer.errors import InvalidScopeError, UnavailableError
 from indexer.readers.access import Access, Handler
 from indexer.readers.tap.answers import answer, problem
@@ -34,8 +34,8 @@ class IdentityLookups(Protocol):
 class TapRoutes:
     """Changes the scope, and answers questions about repos and about the feed as a whole."""
 
-    def __init__(self, store: Store, identities: IdentityLookups) -> None:
-        self._store = store
+    def __init__(self, db: Database, identities: IdentityLookups) -> None:
+        self._db = db
         self._identities = identities
         self._queries = asyncio.Semaphore(MAX_QUERIES)
 
@@ -71,33 +71,33 @@ class TapRoutes:
         return limited
 
     async def _add(self, request: web.Request) -> web.Response:
-        await self._store.track(await _texts(request, "dids"))
+        await self._db.scope.track(await _texts(request, "dids"))
         return web.Response()
 
     async def _remove(self, request: web.Request) -> web.Response:
-        await self._store.untrack(await _texts(request, "dids"))
+        await self._db.scope.untrack(await _texts(request, "dids"))
         return web.Response()
 
     async def _collections(self, _: web.Request) -> web.Response:
-        scope = await self._store.scope()
+        scope = await self._db.scope.load()
         return answer({"collections": list(scope.collections.patterns) if scope else []})
 
     async def _set_collections(self, request: web.Request) -> web.Response:
-        scope = await self._store.set_collections(await _texts(request, "collections") or ["*"])
+        scope = await self._db.scope.set_collections(await _texts(request, "collections") or ["*"])
         return answer({"collections": list(scope.collections.patterns)})
 
     async def _signal_collections(self, _: web.Request) -> web.Response:
-        scope = await self._store.scope()
+        scope = await self._db.scope.load()
         return answer({"collections": list(scope.signal_patterns) if scope else []})
 
     async def _set_signal_collections(self, request: web.Request) -> web.Response:
-        scope = await self._store.set_signal_collections(await _texts(request, "collections"))
+        scope = await self._db.scope.set_signal_collections(await _texts(request, "collections"))
         return answer({"collections": list(scope.signal_patterns)})
 
     async def _info(self, request: web.Request) -> web.Response:
         did = request.match_info["did"]
-        known = is_did(did) and await self._store.feed_accounts([did])
-        report = await self._store.repo_report(did) if known else None
+        known = is_did(did) and await self._db.feed.accounts([did])
+        report = await self._db.reports.repo(did) if known else None
         return problem(404, "repo not found") if report is None else answer(repo_info(report))
 
     async def _resolve(self, request: web.Request) -> web.Response:
@@ -110,31 +110,31 @@ class TapRoutes:
             raise
         except UnavailableError as error:
             return problem(500, f"failed to resolve DID: {error}")
-        identity = (await self._store.load_identities([did])).get(did)
+        identity = (await self._db.identities.load([did])).get(did)
         if identity is None or (identity.problem and identity.pds is None and identity.signing_key is None):
             return problem(404, "DID not found")
         return answer(did_document(identity))
 
     async def _repo_count(self, _: web.Request) -> web.Response:
-        return answer({"repo_count": await self._store.count_rows("repo")})
+        return answer({"repo_count": await self._db.feed.count_rows("repo")})
 
     async def _record_count(self, _: web.Request) -> web.Response:
-        return answer({"record_count": await self._store.count_rows("record")})
+        return answer({"record_count": await self._db.feed.count_rows("record")})
 
     async def _outbox_buffer(self, _: web.Request) -> web.Response:
-        return answer({"outbox_buffer": await self._store.changes_behind()})
+        return answer({"outbox_buffer": await self._db.feed.changes_behind()})
 
     async def _resync_buffer(self, _: web.Request) -> web.Response:
-        return answer({"resync_buffer": await self._store.count_rows("buffered_event")})
+        return answer({"resync_buffer": await self._db.feed.count_rows("buffered_event")})
 
     async def _cursors(self, _: web.Request) -> web.Response:
-        cursors = await self._store.cursors()
+        cursors = await self._db.gaps.cursors()
         newest = max(cursors, key=lambda cursor: cursor.updated_at, default=None)
         return answer({"firehose": newest.seq if newest else 0, "list_repos": ""})
 
 
 def repo_info(report: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a repo as tap describes it, from `Store.repo_report`."""
+    """Return the state of a repo as tap describes it, from `Reports.repo`."""
     return {
         "did": report["did"],
         "error": report["last_error"] or "",

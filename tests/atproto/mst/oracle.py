@@ -83,7 +83,7 @@ def build(records: Records) -> tuple[bytes, Blocks]:
     """Return the root and all nodes of the tree over these records."""
     blocks: Blocks = {}
     top = max(map(height, records), default=0)
-    root = _build_subtree(sorted(records.items()), top, blocks) or _store(encode([], [], None, []), blocks)
+    root = _build_subtree(sorted(records.items()), top, blocks) or _db(encode([], [], None, []), blocks)
     return root, blocks
 
 
@@ -95,10 +95,10 @@ def _build_subtree(records: list[tuple[bytes, bytes]], layer: int, blocks: Block
     gaps = [records[start + 1 : stop] for start, stop in pairwise(bounds)]
     left, *trees = [_build_subtree(gap, layer - 1, blocks) for gap in gaps]
     keys, values = [records[index][0] for index in entries], [records[index][1] for index in entries]
-    return _store(encode(keys, values, left, trees), blocks)
+    return _db(encode(keys, values, left, trees), blocks)
 
 
-def _store(block: bytes, blocks: Blocks) -> bytes:
+def _db(block: bytes, blocks: Blocks) -> bytes:
     blocks[cid_of(block)] = block
     return cid_of(block)
 

@@ -81,7 +81,7 @@ class World:
         pds = f"https://{self.host}" if self.host else None
         return StoredIdentity(did, "alice.test", pds, key, self.now, problem=self.problem)
 
-    async def load_identities(self, dids: Sequence[str]) -> dict[str, StoredIdentity]:
+    async def load(self, dids: Sequence[str]) -> dict[str, StoredIdentity]:
         self.queries += 1
         found = {did: self.table[did] for did in dids if did in self.table}
         await self.table_gate.wait()
@@ -89,12 +89,12 @@ class World:
             raise UnavailableError(FetchFailure.UNREACHABLE, "the database")
         return found
 
-    async def save_identities(self, identities: Sequence[StoredIdentity]) -> None:
+    async def save(self, stored: Sequence[StoredIdentity]) -> None:
         self.saves += 1
         await self.table_gate.wait()
-        if self.database_down or not self.refused.isdisjoint(identity.did for identity in identities):
+        if self.database_down or not self.refused.isdisjoint(identity.did for identity in stored):
             raise UnavailableError(FetchFailure.UNREACHABLE, "the database")
-        self.table |= {identity.did: identity for identity in identities}
+        self.table |= {identity.did: identity for identity in stored}
 
     def identity_lookup(self, method: str, result: str) -> None:
         self.lookups.append((method, result))

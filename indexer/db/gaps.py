@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
+from indexer.crash_points import crash_point
 from indexer.db.columns import Connection, storable
+from indexer.db.connections import Area
 from indexer.reasons import GapReason
 from indexer.sync.repo import SyncStatus
 from indexer.sync.shard import Shard
@@ -77,9 +79,45 @@ async def open_gap(connection: Connection, gap: Gap) -> OpenGap:
     return OpenGap(row["id"], gap, row["opened_at"])
 
 
-async def set_last_seq(connection: Connection, gap_id: int, last_seq: int) -> None:
-    """Store where a gap ends."""
-    await connection.execute("update indexer.gap set last_seq = $2 where id = $1", gap_id, last_seq)
+class Gaps(Area):
+    """The gaps in the stream and the stored cursors."""
+
+    async def cursors(self) -> list[StoredCursor]:
+        """Return the stored cursors of all relays and shards."""
+        async with self._pool.connection() as connection:
+            return await load_cursors(connection)
+
+    async def reset_cursor(self, relay: str, shards: Sequence[Shard], position: Position) -> None:
+        """Store the position in a new epoch as the cursor of each shard, and open a gap for each shard."""
+        async with self._pool.transaction() as connection:
+            await connection.execute(
+                _RESET_CURSOR, relay, [str(shard) for shard in shards], position.seq or 0, storable(position.event_time)
+            )
+            for shard in shards:
+                await open_gap(connection, Gap(relay, str(shard), GapReason.CURSOR_RESET))
+
+    async def has_synchronized_repo(self, buckets: Sequence[int]) -> bool:
+        """Return True if at least one repo of the buckets is synchronized."""
+        async with self._pool.connection() as connection:
+            exists: bool = await connection.fetchval(_SYNCHRONIZED_REPO_EXISTS, list(buckets))
+            return exists
+
+    async def open(self, gap: Gap) -> OpenGap:
+        """Store a gap in the stream."""
+        async with self._pool.transaction() as connection:
+            opened = await open_gap(connection, gap)
+            crash_point("gap.opened")
+        return opened
+
+    async def set_last_seq(self, gap_id: int, last_seq: int) -> None:
+        """Store where a gap ends."""
+        async with self._pool.connection() as connection:
+            await connection.execute("update indexer.gap set last_seq = $2 where id = $1", gap_id, last_seq)
+
+    async def load_open(self) -> list[OpenGap]:
+        """Return the open gaps of all shards, oldest first."""
+        async with self._pool.connection() as connection:
+            return await load_open(connection)
 
 
 async def load_open(connection: Connection) -> list[OpenGap]:
@@ -101,18 +139,3 @@ async def close_gaps(connection: Connection, positions: range, last_gap: int, cl
     A gap that other shards have to compare, too, is closed by the last of them.
     """
     await connection.execute(_CLOSE, positions.start, positions.stop, last_gap, closed_by)
-
-
-async def reset_cursor(connection: Connection, relay: str, shards: Sequence[Shard], position: Position) -> None:
-    """Store the position in a new epoch as the cursor of each shard, and open a gap for each shard."""
-    await connection.execute(
-        _RESET_CURSOR, relay, [str(shard) for shard in shards], position.seq or 0, storable(position.event_time)
-    )
-    for shard in shards:
-        await open_gap(connection, Gap(relay, str(shard), GapReason.CURSOR_RESET))
-
-
-async def has_synchronized_repo(connection: Connection, buckets: Sequence[int]) -> bool:
-    """Return True if at least one repo of the buckets is synchronized."""
-    exists: bool = await connection.fetchval(_SYNCHRONIZED_REPO_EXISTS, list(buckets))
-    return exists

@@ -1,10 +1,11 @@
-"""Requests of commands: track repos, request resyncs, take repos down."""
+"""The rows of repos: load, add and change them, and request resyncs and takedowns."""
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from indexer.db import scope_row
 from indexer.db.columns import Connection, buckets_of, repo_columns, repo_of
+from indexer.db.connections import Area
 from indexer.db.table_parts import estimate_rows
 from indexer.db.write import write
 from indexer.sync.changes import Batch, RepoWrite
@@ -15,6 +16,11 @@ BATCH_SIZE = 1_000
 """Repos that one statement adds or requests. The live path waits for the rows of an open transaction."""
 
 _REQUEST_RESYNCS = "select count(*) filter (where atproto.request_resync(did)) from unnest($1::text[]) did"
+
+LOAD_REPOS = f"""
+    select {repo_columns("r")} from indexer.repo r where did = any($1::text[]) and bucket = any($2::smallint[])
+"""
+"""Takes DIDs and their buckets."""
 
 _PAGE = f"""
     select did, not $3 or (sync_status = '{SyncStatus.DESYNCHRONIZED}' and last_failure is not null) as selected
@@ -30,6 +36,75 @@ _TO_NAME = f"""
         or not tracked and hosting_status = '{OUT_OF_SCOPE}'
     )
 """
+
+
+class RequestedPage(NamedTuple):
+    """A page of repos of which resyncs were requested.
+
+    Attributes:
+        repos: Number of repos in the page.
+        requested: Number of those of which a resync was requested.
+    """
+
+    repos: int
+    requested: int
+
+
+class Repos(Area):
+    """The rows of repos, and what commands request for them."""
+
+    async def load(self, dids: Sequence[str]) -> dict[str, Repo]:
+        """Return the rows of the repos by DID; unknown DIDs are left out."""
+        async with self._pool.connection() as connection:
+            rows = await connection.fetch(LOAD_REPOS, list(dids), buckets_of(dids))
+        return {row["did"]: repo_of(row) for row in rows}
+
+    async def update(self, did: str, plan: Callable[[Repo], Repo]) -> Repo | None:
+        """Replace the row by `plan(row)`, which is called again if the row changes meanwhile; return the written row.
+
+        Nothing is written, and None is returned, if there is no row or if `plan` returns the same object.
+        """
+        while True:
+            repo = (await self.load([did])).get(did)
+            if repo is None or (after := plan(repo)) is repo:
+                return None
+            async with self._pool.transaction() as connection:
+                written = await write(connection, Batch((RepoWrite(repo, after),)))
+            if not written.skipped:
+                return after
+
+    async def add(self, dids: Iterable[str]) -> int:
+        """Add the repos that have no row; return how many. Repos that were untracked stay untracked."""
+        async with self._pool.connection() as connection:
+            return await add_repos(connection, dids)
+
+    async def request_resyncs(self, dids: Sequence[str]) -> int:
+        """Request a resync of each repo; return how many of the repos exist."""
+        async with self._pool.connection() as connection:
+            return await _request_resyncs(connection, dids)
+
+    async def request_resyncs_of_all(self, *, errored: bool = False) -> AsyncGenerator[RequestedPage]:
+        """Request a resync of all repos, or of those whose last resync failed; yield each page.
+
+        Each page of `BATCH_SIZE` repos is one transaction.
+        """
+        async with self._pool.connection() as connection:
+            page = await connection.fetch(_PAGE, "", BATCH_SIZE, errored)
+            while page:
+                requested = await _request_resyncs(connection, [did for did, selected in page if selected])
+                yield RequestedPage(len(page), requested)
+                page = await connection.fetch(_PAGE, page[-1]["did"], BATCH_SIZE, errored)
+
+    async def estimate_count(self) -> int:
+        """Return an estimate of the number of repos."""
+        async with self._pool.connection() as connection:
+            return await estimate_rows(connection, "indexer.repo")
+
+    async def set_takedown(self, did: str, *, on: bool) -> bool:
+        """Hide the repo locally, or show it again; return False if the repo does not exist."""
+        async with self._pool.connection() as connection:
+            known: bool = await connection.fetchval(_REQUEST_TAKEDOWN, did, on)
+            return known
 
 
 async def add_repos(
@@ -86,42 +161,6 @@ async def add_listed(
     return await add_repos(connection, dids, wanted_in=scope.version, wanted_before=wanted_before)
 
 
-async def request_resyncs(connection: Connection, dids: Sequence[str]) -> int:
-    """Request a resync of each repo; return how many of the repos exist."""
+async def _request_resyncs(connection: Connection, dids: Sequence[str]) -> int:
     requested: int = await connection.fetchval(_REQUEST_RESYNCS, list(dids))
     return requested
-
-
-class RequestedPage(NamedTuple):
-    """A page of repos of which resyncs were requested.
-
-    Attributes:
-        repos: Number of repos in the page.
-        requested: Number of those of which a resync was requested.
-    """
-
-    repos: int
-    requested: int
-
-
-async def request_resyncs_of_all(connection: Connection, *, errored: bool) -> AsyncGenerator[RequestedPage]:
-    """Request a resync of all repos, or of those whose last resync failed; yield each page.
-
-    Each page of `BATCH_SIZE` repos is one transaction.
-    """
-    page = await connection.fetch(_PAGE, "", BATCH_SIZE, errored)
-    while page:
-        requested = await request_resyncs(connection, [did for did, selected in page if selected])
-        yield RequestedPage(len(page), requested)
-        page = await connection.fetch(_PAGE, page[-1]["did"], BATCH_SIZE, errored)
-
-
-async def estimate_repos(connection: Connection) -> int:
-    """Return an estimate of the number of repos."""
-    return await estimate_rows(connection, "indexer.repo")
-
-
-async def set_takedown(connection: Connection, did: str, *, on: bool) -> bool:
-    """Hide the repo locally, or show it again; return False if the repo does not exist."""
-    known: bool = await connection.fetchval(_REQUEST_TAKEDOWN, did, on)
-    return known

@@ -1,4 +1,4 @@
-from indexer.db.crawl_progress import CrawlProgress
+from indexer.db.crawls import CrawlProgress
 
 
 def test_progress_counts_accounts_and_ends_with_the_last_page() -> None:

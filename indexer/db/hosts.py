@@ -9,7 +9,9 @@ from time import time
 
 import asyncpg
 
+from indexer.crash_points import crash_point
 from indexer.db.columns import Connection, columns_of, storable, unnest
+from indexer.db.connections import Area
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import MAX_HOSTS, HostState
 
@@ -64,29 +66,34 @@ _LOAD_PAUSED = f"""
 """
 
 
-async def save_states(connection: Connection, states: Sequence[HostState]) -> None:
-    """Add requests and failures to the stored counts, and store the rest. Limits the number of rows."""
-    rows = [
-        (
-            state.host,
-            state.requests,
-            state.failures,
-            state.consecutive_failures,
-            state.paused_until,
-            state.pause_reason,
-            storable(state.last_error),
-            state.last_success,
-        )
-        for state in sorted(states, key=lambda state: state.host)
-    ]
-    saved = await connection.fetch(_SAVE, *columns_of(rows, _COLUMNS))
-    if any(row["inserted"] for row in saved):
-        await connection.execute(_TRIM, MAX_HOSTS)
+class Hosts(Area):
+    """What is known about hosts."""
 
+    async def load(self) -> list[HostState]:
+        """Return the hosts that are paused, or whose last request failed less than a day ago."""
+        async with self._pool.connection() as connection:
+            return [_state(row) for row in await connection.fetch(_LOAD, _FAILURES_EXPIRE_SECONDS, time())]
 
-async def load_states(connection: Connection) -> list[HostState]:
-    """Return the hosts that are paused, or whose last request failed less than a day ago."""
-    return [_state(row) for row in await connection.fetch(_LOAD, _FAILURES_EXPIRE_SECONDS, time())]
+    async def save(self, states: Sequence[HostState]) -> None:
+        """Add requests and failures to the stored counts, and store the rest. Limits the number of rows."""
+        async with self._pool.transaction() as connection:
+            rows = [
+                (
+                    state.host,
+                    state.requests,
+                    state.failures,
+                    state.consecutive_failures,
+                    state.paused_until,
+                    state.pause_reason,
+                    storable(state.last_error),
+                    state.last_success,
+                )
+                for state in sorted(states, key=lambda state: state.host)
+            ]
+            saved = await connection.fetch(_SAVE, *columns_of(rows, _COLUMNS))
+            if any(row["inserted"] for row in saved):
+                await connection.execute(_TRIM, MAX_HOSTS)
+            crash_point("hosts.saved")
 
 
 async def load_paused(connection: Connection) -> list[HostState]:

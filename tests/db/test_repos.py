@@ -2,27 +2,27 @@
 
 import pytest
 
-from indexer.db import Store, repo_requests
+from indexer.db import Database, repos
 from indexer.reasons import Desync, FetchFailure
 from indexer.sync.repo import CHOSEN, PARKED, Repo
 from tests.db.repo_rows import did, in_progress, insert, synchronized
 
 
 async def test_adding_repos_only_notes_that_known_ones_are_chosen(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    db: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(repo_requests, "BATCH_SIZE", 3)
-    await insert(store, synchronized(1))
-    assert await store.add_repos([did(n) for n in (1, 2, 3, 4, 5, 2)]) == 4
-    assert await store.add_repos([did(2)]) == 0
-    rows = await store.repos([did(1), did(2)])
+    monkeypatch.setattr(repos, "BATCH_SIZE", 3)
+    await insert(db, synchronized(1))
+    assert await db.repos.add([did(n) for n in (1, 2, 3, 4, 5, 2)]) == 4
+    assert await db.repos.add([did(2)]) == 0
+    rows = await db.repos.load([did(1), did(2)])
     assert rows == {
         did(1): synchronized(1)._replace(version=2, wanted_in=CHOSEN),
         did(2): Repo(did(2), version=1, wanted_in=CHOSEN),
     }
 
 
-async def test_listed_repos_no_longer_count_as_new_and_no_longer_wait_for_their_host(store: Store) -> None:
+async def test_listed_repos_no_longer_count_as_new_and_no_longer_wait_for_their_host(db: Database) -> None:
     new = Repo(did("new"), version=1, from_stream=True, next_attempt_at=50.0)
     waits = new._replace(
         did=did("waits"),
@@ -35,9 +35,9 @@ async def test_listed_repos_no_longer_count_as_new_and_no_longer_wait_for_their_
     )
     fetched = synchronized("fetched", from_stream=True)
     unlisted = waits._replace(did=did("unlisted"))
-    await insert(store, new, waits, failed, fetched, unlisted)
-    assert await store.add_repos([new.did, waits.did, failed.did, fetched.did]) == 0
-    assert await store.repos([new.did, waits.did, failed.did, fetched.did, unlisted.did]) == {
+    await insert(db, new, waits, failed, fetched, unlisted)
+    assert await db.repos.add([new.did, waits.did, failed.did, fetched.did]) == 0
+    assert await db.repos.load([new.did, waits.did, failed.did, fetched.did, unlisted.did]) == {
         new.did: new._replace(version=2, from_stream=False, wanted_in=CHOSEN),
         waits.did: waits._replace(
             version=2, from_stream=False, next_attempt_at=None, last_failure=None, last_error=None, wanted_in=CHOSEN
@@ -48,9 +48,9 @@ async def test_listed_repos_no_longer_count_as_new_and_no_longer_wait_for_their_
     }
 
 
-async def test_resyncs_are_requested_of_some_failed_or_all_repos(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repo_requests, "BATCH_SIZE", 2)
-    claimed = await in_progress(store, "in progress")
+async def test_resyncs_are_requested_of_some_failed_or_all_repos(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repos, "BATCH_SIZE", 2)
+    claimed = await in_progress(db, "in progress")
     failed = Repo(
         did("failed"),
         version=1,
@@ -60,12 +60,12 @@ async def test_resyncs_are_requested_of_some_failed_or_all_repos(store: Store, m
         last_error="timeout",
     )
     others = [synchronized(n) for n in range(5)]
-    await insert(store, failed, *others)
-    assert await store.request_resyncs([did(0), did("in progress"), did("unknown")]) == 2
-    assert not await store.renew(claimed.did, claimed.lease, 10.0), "it may have read the repo before the fault"
-    assert sum([page.requested async for page in store.request_resyncs_of_all(errored=True)]) == 1
-    again = (await store.repos([failed.did]))[failed.did]
+    await insert(db, failed, *others)
+    assert await db.repos.request_resyncs([did(0), did("in progress"), did("unknown")]) == 2
+    assert not await db.resyncs.renew(claimed.did, claimed.lease, 10.0), "it may have read the repo before the fault"
+    assert sum([page.requested async for page in db.repos.request_resyncs_of_all(errored=True)]) == 1
+    again = (await db.repos.load([failed.did]))[failed.did]
     assert (again.sync_reason, again.attempts, again.next_attempt_at, again.version) == (Desync.REQUESTED, 0, None, 2)
-    assert (await store.repos([did(1)]))[did(1)] == others[1]
-    assert sum([page.requested async for page in store.request_resyncs_of_all()]) == 7
-    assert len(await store.claim(100, range(256), 10.0, 100.0)) == 7
+    assert (await db.repos.load([did(1)]))[did(1)] == others[1]
+    assert sum([page.requested async for page in db.repos.request_resyncs_of_all()]) == 7
+    assert len(await db.resyncs.claim(100, range(256), 10.0, 100.0)) == 7

@@ -1,0 +1,280 @@
+"""Crawls of repo lists: their stored progress, and the comparison of a list with the table of repos."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Literal, NamedTuple, Self
+
+from asyncpg import Record as Row
+
+from indexer.crash_points import crash_point
+from indexer.db import gaps
+from indexer.db.columns import Connection, buckets_of, of_buckets, unnest
+from indexer.db.connections import Area
+from indexer.db.placement import divide_by_shard
+from indexer.db.repos import Repos, add_listed
+from indexer.db.write import write
+from indexer.sync.changes import Batch, RepoWrite
+from indexer.sync.plan import plan_listed
+from indexer.sync.repo import OUT_OF_SCOPE, TOMBSTONED, SyncStatus
+from indexer.sync.scope import Scope
+from indexer.sync.shard import Shard
+
+Purpose = Literal["discover", "sweep", "signal", "untrack", "recheck"]
+"""`discover`: a command adds the listed accounts. `sweep`: a reconciliation. `signal`: the list of a signal collection.
+`untrack`: a search of stored repos that are out of scope; its cursor is a DID, and `source` is empty. `recheck`: the
+list of an added collection, which was compared at `began_at` and is compared again later; `source` is empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class CrawlProgress:
+    """The progress of one crawl of a host's repo list.
+
+    Attributes:
+        source: The base URL of the host.
+        collection: List only accounts with records in this collection; "" lists all accounts.
+        cursor: The cursor of the next page; None for the first page.
+        listed: The number of accounts listed so far.
+        found: The number of listed accounts that needed an action: added, desynchronized, or shown again. For
+            `untrack`, the number of repos that must be looked at again. For `recheck`, the number of repeated
+            comparisons.
+        began_at: Unix seconds.
+        finished_at: Unix seconds; None while pages are left.
+        shard: The shard whose repos are compared, as index/count; "0/1": all.
+        last_gap: The ID of the newest gap when a reconciliation began, which closes no later one; 0: none.
+    """
+
+    purpose: Purpose
+    source: str
+    collection: str = ""
+    cursor: str | None = None
+    listed: int = 0
+    found: int = 0
+    began_at: float = 0.0
+    finished_at: float | None = None
+    shard: str = "0/1"
+    last_gap: int = 0
+
+    def after_page(self, cursor: str | None, listed: int, found: int, now: float) -> Self:
+        """Return the progress after one more page; `cursor` None means that it was the last page."""
+        return replace(
+            self,
+            cursor=cursor,
+            listed=self.listed + listed,
+            found=self.found + found,
+            finished_at=now if cursor is None else None,
+        )
+
+
+_LOAD = """
+    select purpose, source, collection, cursor, listed, found, date_part('epoch', began_at) as began_at,
+        date_part('epoch', finished_at) as finished_at, shard, last_gap
+    from indexer.crawl_progress where purpose = $1 and source = $2 and collection = $3 and shard = $4
+"""
+
+_RECHECKS = """
+    select purpose, source, collection, cursor, listed, found, date_part('epoch', began_at) as began_at,
+        date_part('epoch', finished_at) as finished_at, shard, last_gap
+    from indexer.crawl_progress where purpose = 'recheck' order by collection
+"""
+
+_SAVE = """
+    insert into indexer.crawl_progress
+        (purpose, source, collection, cursor, listed, found, began_at, finished_at, shard, last_gap)
+    values ($1, $2, $3, $4, $5, $6, to_timestamp($7), to_timestamp($8), $9, $10)
+    on conflict (purpose, source, collection, shard) do update
+    set cursor = excluded.cursor, listed = excluded.listed, found = excluded.found, began_at = excluded.began_at,
+        finished_at = excluded.finished_at, last_gap = excluded.last_gap
+"""
+
+_FIND_DIFFERENCES = f"""
+    select r.did,
+        r.active and r.sync_status <> '{SyncStatus.DESYNCHRONIZED}' and (r.rev is null or r.rev < w.rev) as behind,
+        r.withheld_since is not null
+            or not r.active and r.tracked and r.hosting_status is distinct from '{TOMBSTONED}' as hidden,
+        r.from_stream and r.rev is null and r.tracked as only_from_stream,
+        not r.tracked and r.hosting_status is not distinct from '{OUT_OF_SCOPE}' as unknown
+    from {unnest({"did": "text", "rev": "text"}, "w", 2)}
+    join indexer.repo r on r.did = w.did and {of_buckets("r")}
+"""
+
+
+_ACTIVE = """
+    select did from indexer.repo where did > $1 and active and rev is not null and bucket = any($2::smallint[])
+    order by did limit $3
+"""
+
+
+class ListDifferences(NamedTuple):
+    """The differences between a page of a repo list and the stored repos, as DIDs.
+
+    Attributes:
+        behind: Repos with an older rev that are synchronized or being fetched.
+        hidden: Accounts that are stored as inactive, or as withheld by the relay.
+        unknown: Accounts without a stored repo, and those that were out of scope.
+        only_from_stream: Repos that the stream added, that no list has named before, and that were not fetched yet.
+    """
+
+    behind: list[str]
+    hidden: list[str]
+    unknown: list[str]
+    only_from_stream: list[str]
+
+
+async def load_progress(
+    connection: Connection, purpose: Purpose, source: str, collection: str, shard: str
+) -> CrawlProgress | None:
+    """Return the progress of the last crawl of this list; None if there was none."""
+    row = await connection.fetchrow(_LOAD, purpose, source, collection, shard)
+    return None if row is None else CrawlProgress(**row)
+
+
+class Crawls(Area):
+    """Lists of repos, and what they differ in from the stored repos."""
+
+    async def progress(
+        self, purpose: Purpose, source: str, collection: str = "", shard: str = "0/1"
+    ) -> CrawlProgress | None:
+        """Return the progress of the last crawl of this list; None if there was none."""
+        async with self._pool.connection() as connection:
+            return await load_progress(connection, purpose, source, collection, shard)
+
+    async def save(self, progress: CrawlProgress) -> None:
+        """Store the progress of a crawl."""
+        async with self._pool.connection() as connection:
+            await save_progress(connection, progress)
+        crash_point("crawl.saved")
+
+    async def add_listed(
+        self, dids: Sequence[str], progress: CrawlProgress, *, scope: Scope | None = None, close_gaps: bool = False
+    ) -> CrawlProgress:
+        """Add the repos of a page and store the progress, in one transaction; return the stored progress.
+
+        If the scope has changed, no more repos are added. The progress is stored, with those that were added before.
+
+        On a distributed database, the repos of each shard are added in a transaction of their own, before the progress
+        is stored. A process that ends in between reads the page again: repos that exist are not added or counted twice.
+
+        Args:
+            dids: The accounts of the page that may be unknown.
+            progress: The progress after the page. The repos that were not tracked yet are added to what it found.
+            scope: The scope that wants the repos; None if a command does.
+            close_gaps: Close the gaps that were open when the crawl began, if the page was the last one.
+        """
+        found, rest = await self._add_by_shard(dids, scope, by_signal=False)
+        async with self._pool.transaction() as connection:
+            added = await add_listed(connection, rest, scope, by_signal=False)
+            return await _save_page(connection, progress, found + (added or 0), close_gaps=close_gaps)
+
+    async def add_signals(self, dids: Sequence[str], progress: CrawlProgress, scope: Scope) -> CrawlProgress | None:
+        """Add the repos of a page of the list of a signal collection, as `add_listed`; return the stored progress.
+
+        The scope also wants those of them that are tracked already. Return None if it has changed: the progress is not
+        stored, because a list counts only for the scope that it was read for.
+        """
+        found, rest = await self._add_by_shard(dids, scope, by_signal=True)
+        async with self._pool.transaction() as connection:
+            added = await add_listed(connection, rest, scope, by_signal=True)
+            if added is None:
+                return None
+            return await _save_page(connection, progress, found + added)
+
+    async def _add_by_shard(
+        self, dids: Sequence[str], scope: Scope | None, *, by_signal: bool
+    ) -> tuple[int, Sequence[str]]:
+        """Add repos in a transaction for each shard, if they are many; return how many, and those that are left."""
+        if len(divide_by_shard(dids, self._pool.shards)) <= 1:
+            return 0, dids
+
+        async def add(part: Sequence[str]) -> int | None:
+            async with self._pool.transaction() as connection:
+                return await add_listed(connection, part, scope, by_signal=by_signal)
+
+        return sum([added or 0 for added in await self._pool.divided(dids, add)]), []
+
+    async def find_differences(self, revs: Mapping[str, str]) -> ListDifferences:
+        """Compare accounts that a relay lists as active, with their revs, to the stored repos."""
+
+        async def find(dids: Sequence[str]) -> Sequence[Row]:
+            async with self._pool.connection() as connection:
+                return await connection.fetch(_FIND_DIFFERENCES, buckets_of(dids), dids, [revs[did] for did in dids])
+
+        rows = list(chain.from_iterable(await self._pool.divided(list(revs), find)))
+        known = {row["did"] for row in rows if not row["unknown"]}
+        return ListDifferences(
+            behind=[row["did"] for row in rows if row["behind"]],
+            hidden=[row["did"] for row in rows if row["hidden"]],
+            unknown=[did for did in revs if did not in known],
+            only_from_stream=[row["did"] for row in rows if row["only_from_stream"]],
+        )
+
+    async def active_repos(self, after: str, buckets: Sequence[int], limit: int) -> list[str]:
+        """Return the next DIDs after `after`, at most `limit`, of active repos that were fetched before."""
+        async with self._pool.connection() as connection:
+            return [did for (did,) in await connection.fetch(_ACTIVE, after, list(buckets), limit)]
+
+    async def desynchronize_behind(self, revs: Mapping[str, str], now: float) -> int:
+        """Desynchronize the repos that still have an older rev; return how many.
+
+        A repo that is being fetched only notes the rev. A repo that changes meanwhile is compared again.
+        """
+        desynchronized, pending = 0, list(revs)
+        while pending:
+            repos = await Repos(self._pool).load(pending)
+            after = {did: plan_listed(repo, revs[did], now) for did, repo in repos.items()}
+            writes = [RepoWrite(repos[did], repo) for did, repo in after.items() if repo is not repos[did]]
+            async with self._pool.transaction() as connection:
+                pending = list((await write(connection, Batch(tuple(writes)))).skipped)
+            desynchronized += sum(
+                planned.repo.sync_status is SyncStatus.DESYNCHRONIZED
+                for planned in writes
+                if planned.repo.did not in pending
+            )
+        return desynchronized
+
+    async def rechecks(self, shard: Shard) -> list[CrawlProgress]:
+        """Return the lists of added collections that are to be compared again with the repos of this shard.
+
+        After a change of the number of shards, the lists of former shards with some of these repos are among them,
+        until this shard has a progress of its own that began at the same time or later.
+        """
+        async with self._pool.connection() as connection:
+            stored = [CrawlProgress(**row) for row in await connection.fetch(_RECHECKS)]
+        own = {progress.collection: progress for progress in stored if progress.shard == str(shard)}
+        for progress in stored:
+            present = own.get(progress.collection)
+            is_left = progress.finished_at is None and Shard.parse(progress.shard).overlaps(shard)
+            if is_left and (present is None or present.began_at < progress.began_at):
+                own[progress.collection] = replace(progress, shard=str(shard), found=0)
+        return [progress for progress in own.values() if progress.finished_at is None]
+
+
+async def save_progress(connection: Connection, progress: CrawlProgress) -> None:
+    """Store the progress of a crawl."""
+    await connection.execute(
+        _SAVE,
+        progress.purpose,
+        progress.source,
+        progress.collection,
+        progress.cursor,
+        progress.listed,
+        progress.found,
+        progress.began_at,
+        progress.finished_at,
+        progress.shard,
+        progress.last_gap,
+    )
+
+
+async def _save_page(
+    connection: Connection, progress: CrawlProgress, found: int, *, close_gaps: bool = False
+) -> CrawlProgress:
+    """Store the progress after a page in which these many repos were found; return it."""
+    after_page = replace(progress, found=progress.found + found)
+    await save_progress(connection, after_page)
+    if close_gaps and after_page.finished_at is not None:
+        positions = Shard.parse(after_page.shard).positions
+        await gaps.close_gaps(connection, positions, after_page.last_gap, after_page.source)
+        crash_point("gap.closed")
+    crash_point("crawl.page")
+    return after_page

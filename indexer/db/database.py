@@ -1,0 +1,80 @@
+"""The database: an object for each area of its tables, and the writer."""
+
+import asyncpg
+
+from indexer.crash_points import crash_point
+from indexer.db.blocking_sessions import BlockingSessions
+from indexer.db.change_log_segments import ChangeLogSegments
+from indexer.db.collection_export import Exports
+from indexer.db.connections import Connections
+from indexer.db.crawls import Crawls
+from indexer.db.database_errors import DatabaseError, is_conflict, is_read_only, refused_writes
+from indexer.db.dead_letters import DeadLetters
+from indexer.db.erasure import Erasure
+from indexer.db.feed_page import ChangePages
+from indexer.db.feed_rows import Feed
+from indexer.db.gaps import Gaps
+from indexer.db.hosts import Hosts
+from indexer.db.identities import Identities
+from indexer.db.lexicon_indexes import LexiconIndexes
+from indexer.db.lexicon_rows import Lexicons
+from indexer.db.link_session import Links
+from indexer.db.out_of_scope import OutOfScope
+from indexer.db.report_queries import Reports
+from indexer.db.repos import Repos
+from indexer.db.resync_queue import Resyncs
+from indexer.db.scope_changes import ScopeChanges
+from indexer.db.scope_row import StoredScope
+from indexer.db.shard_lock import ShardLocks
+from indexer.db.write import WrittenBatch, write
+from indexer.sync.changes import Batch
+
+
+class Database(Connections):
+    """All access to Postgres: the areas of the tables, as attributes, and `write`."""
+
+    def __init__(self, pool: asyncpg.Pool, connections: int, dsn: str) -> None:
+        super().__init__(pool, connections, dsn)
+        self.blocking_sessions = BlockingSessions(self)
+        self.changes = ChangePages(self)
+        self.crawls = Crawls(self)
+        self.dead_letters = DeadLetters(self)
+        self.erasure = Erasure(self)
+        self.exports = Exports(self)
+        self.feed = Feed(self)
+        self.gaps = Gaps(self)
+        self.hosts = Hosts(self)
+        self.identities = Identities(self)
+        self.lexicons = Lexicons(self)
+        self.lexicon_indexes = LexiconIndexes(self)
+        self.links = Links(self)
+        self.out_of_scope = OutOfScope(self)
+        self.reports = Reports(self)
+        self.repos = Repos(self)
+        self.resyncs = Resyncs(self)
+        self.scope = StoredScope(self)
+        self.scope_changes = ScopeChanges(self)
+        self.segments = ChangeLogSegments(self)
+        self.shard_locks = ShardLocks(self)
+
+    async def write(self, batch: Batch) -> WrittenBatch:
+        """Write the batch in one transaction: see `indexer.db.write`.
+
+        Raises:
+            DatabaseError: A transient error, which nothing retries here.
+            DeadLetterGoneError: The dead letter that the batch resolves does not exist; nothing is written.
+            RefusedWriteError: The database cannot store the values of the batch.
+        """
+        async with self.refusals_checked():
+            with refused_writes():
+                async with self.transaction() as connection:
+                    written = await write(connection, batch, shards=self.shards)
+                    crash_point("batch.written")
+        return written
+
+    async def answers_after(self, error: DatabaseError) -> bool:
+        """Return True if the database answers and can be written, so that the write that failed may be the cause.
+
+        Of a deadlock, another transaction is the cause, and the write never is.
+        """
+        return not is_read_only(error) and not is_conflict(error) and await self.accepts_writes()

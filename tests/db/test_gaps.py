@@ -1,0 +1,79 @@
+"""Open gaps when the number of shards changes: each stays one gap, which the new shards close together."""
+
+import asyncio
+from random import Random
+from time import time
+
+import asyncpg
+import pytest
+
+from indexer.db import Database
+from indexer.db.crawls import CrawlProgress
+from indexer.reasons import GapReason
+from indexer.sync.shard import BUCKETS, Shard
+from indexer.sync.stream import Gap, OpenGap
+
+RELAY = "wss://relay.test"
+CLOSED = "select closed_at is not null from indexer.gap order by id"
+
+
+def shards_of(count: int) -> list[Shard]:
+    return [Shard(index, count) for index in range(count)]
+
+
+async def open_gap(db: Database, shard: Shard) -> OpenGap:
+    return await db.gaps.open(Gap(RELAY, str(shard), GapReason.NO_CURSOR, 1, 9))
+
+
+async def reconcile(db: Database, shard: Shard, last_gap: int) -> None:
+    """Store the end of a reconciliation that began when `last_gap` was the newest gap."""
+    progress = CrawlProgress("sweep", RELAY, began_at=time(), shard=str(shard), last_gap=last_gap)
+    await db.crawls.add_listed([], progress.after_page(None, 0, 0, time()), close_gaps=True)
+
+
+async def affected(db: Database, shard: Shard) -> list[int]:
+    return [gap.id for gap in await db.gaps.load_open() if gap.affects(shard)]
+
+
+async def test_gap_is_closed_when_each_of_its_repos_was_compared_by_some_shard(db: Database) -> None:
+    gap = await open_gap(db, Shard(0, 1))
+    await reconcile(db, Shard(0, 2), gap.id)
+    assert await affected(db, Shard(0, 2)) == []
+    assert await affected(db, Shard(1, 2)) == await affected(db, Shard(1, 3)) == [gap.id]
+    await reconcile(db, Shard(0, 3), gap.id)
+    await reconcile(db, Shard(2, 3), gap.id)
+    assert [(left.id, left.gap) for left in await db.gaps.load_open()] == [(gap.id, gap.gap)]
+    await reconcile(db, Shard(1, 3), gap.id)
+    assert await db.gaps.load_open() == []
+
+
+async def test_gap_that_was_opened_during_a_reconciliation_stays_open(db: Database) -> None:
+    before, other, after = [await open_gap(db, shard) for shard in (Shard(0, 2), Shard(1, 2), Shard(0, 2))]
+    await reconcile(db, Shard(0, 2), other.id)
+    assert await affected(db, Shard(0, 1)) == [other.id, after.id]
+    assert await affected(db, Shard(0, 2)) == [after.id], f"{before} is closed"
+
+
+@pytest.mark.slow
+async def test_gaps_do_not_multiply_while_the_number_of_shards_changes_again_and_again(
+    db: Database, sql: asyncpg.Connection
+) -> None:
+    """A gap is closed by the reconciliation with which all of its positions have been compared, also concurrently."""
+    random = Random(3)
+    former = [random.choice(shards_of(random.randint(1, 7))) for _ in range(8)]
+    opened = [await open_gap(db, shard) for shard in former]
+    uncovered = [set(shard.positions) for shard in former]
+    while any(uncovered):
+        shards = random.sample(shards := shards_of(random.randint(1, 9)), random.randint(1, len(shards)))
+        await asyncio.gather(*(reconcile(db, shard, opened[-1].id) for shard in shards))
+        for left in uncovered:
+            left.difference_update(*(shard.positions for shard in shards))
+        assert [row[0] for row in await sql.fetch(CLOSED)] == [not left for left in uncovered]
+
+
+async def test_positions_of_a_gap_are_those_of_its_shard(db: Database, sql: asyncpg.Connection) -> None:
+    for count in (*range(1, 20), 255, BUCKETS):
+        for shard in (Shard(0, count), Shard(count // 2, count), Shard(count - 1, count)):
+            gap = await open_gap(db, shard)
+            positions = await sql.fetchval("select positions from indexer.gap where id = $1", gap.id)
+            assert range(positions.lower, positions.upper) == shard.positions
