@@ -13,7 +13,7 @@ from rich.table import Table
 import indexer
 from indexer.app.clients import core_of
 from indexer.app.interpreter import interpreter_build
-from indexer.app.settings import load_demo_settings
+from indexer.app.settings import DEMO_SETTINGS, load_from_environment
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ def machine() -> Figures:
         platform.machine(),
     )
     cores = Path("/proc/cpuinfo").read_text().count("processor\t:")
-    core = core_of(load_demo_settings())  # those of the daemons, which get them from the same environment
+    core = core_of(load_from_environment(*DEMO_SETTINGS))  # as the daemons, which get the same environment
     return {
         "cpu": cpu,
         "cores": cores,

@@ -110,7 +110,6 @@ def make_pds_client(settings: Settings, outbound: OutboundClient, core: Core = P
             settings.limits,
             directory,
             export_timeout=settings.export_time,
-            export_min_rate=settings.export_rate,
             reader=lambda directory, limits: core.open_export(directory, limits, ROW_LAYOUT),
         )
     except OSError as error:

@@ -270,7 +270,6 @@ class Daemon:
             replace(
                 self.tuning.pool,
                 workers=settings.resync_workers,
-                share=settings.resync_share,
                 attempt_timeout=OTHER_TIME + 2 * settings.export_time,  # of a relay, and then of the PDS
                 gathering_time=CLUSTER_GATHERING_TIME if self.db.shards > 1 else 0.0,
             ),

@@ -5,80 +5,259 @@ the field name in upper case. The type of the field describes the allowed values
 docs/settings.md. A test compares that page with this module.
 """
 
+import math
 import os
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
+from urllib.parse import urlsplit
 
 from platformdirs import user_data_path
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    InitSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
 )
 
 from indexer import __version__
-from indexer.app.setting_types import (
-    AllowedValues,
-    BindAddress,
-    Collections,
-    Contact,
-    DatabaseUrl,
-    Directories,
-    DnsServers,
-    Duration,
-    OwnShard,
-    Password,
-    Patterns,
-    Rate,
-    RateOrOff,
-    Relays,
-    Seconds,
-    Size,
-    Switch,
-    WebhookUrl,
-    Whole,
-    check_duplicates,
-    reject_bool,
-    split_list,
-)
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.atproto.syntax import CollectionFilter
 from indexer.errors import SettingsError
+from indexer.net.relay.subscription import STREAM_PATH
 from indexer.net.server.address import Address
 from indexer.sync.policy import Policy
 from indexer.sync.scope import Scope, Track, filter_of
-from indexer.sync.shard import Shard
+from indexer.sync.shard import BUCKETS, Shard
 
 PREFIX = "INDEXER_"
 OTHER_VARIABLES = frozenset({"INDEXER_CONFIG", "INDEXER_PG_BINDIR", "INDEXER_VECTORS", "INDEXER_TEST_DATABASE_URL"})
 """Environment variables that start with the prefix and are not settings."""
+MIN_CONSUMER_LAG_LIMIT = 3_600.0
+"""Seconds that a consumer may be behind, however short the retention of changes is."""
 _SECRETS = frozenset({"database_url", "webhook_url", "admin_password"})
+_SECONDS = {"": 1, "ms": 0.001, "s": 1, "m": 60, "h": 3_600, "d": 86_400}
+_BYTES = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_MAX_PORT = 65_535
+# The native core holds sizes and counts in 64 bits on 64-bit platforms, and all of these are far below.
+_MAX_WHOLE = 10**9
+_MAX_BYTES = 10**15
+_MAX_DAYS = 36_500
+"""A hundred years. The times that the program computes with durations must be ones that Postgres can store."""
 
 
-class Settings(BaseSettings):
+def _with_unit(units: Mapping[str, float]) -> Callable[[Any], Any]:
+    """Return a function that reads a number with one of the units, and converts it."""
+
+    def read(value: Any) -> Any:
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", value) if isinstance(value, str) else None
+        return float(match[1]) * units[match[2]] if match and match[2] in units else value
+
+    return read
+
+
+def _split_list(value: Any) -> Any:
+    """Return the items of a comma-separated list; a list from the file stays as it is."""
+    return [item.strip() for item in value.split(",")] if isinstance(value, str) else value
+
+
+def _read_list(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Read a list that has at least one item, and no item twice."""
+    items = validate(_split_list(value))
+    if not 0 < len(set(items)) == len(items):
+        raise ValueError("empty, or an item is given twice")
+    return items
+
+
+def _read_address(value: Any) -> Any:
+    """Read `host:port` or `[IPv6 address]:port`."""
+    if not isinstance(value, str):
+        return value
+    parts = urlsplit(f"//{value}")
+    host, port = parts.hostname or "", parts.port
+    if port is None or parts.netloc != value:
+        raise ValueError("no port")
+    if not (_is_ip(host) if "[" in value else re.fullmatch(r"[a-z0-9.-]+", host)):
+        raise ValueError("no host")
+    return Address(host, port)
+
+
+def _read_dns_server(value: Any) -> Any:
+    """Read the address of a DNS server. The port may be missing."""
+    bare = isinstance(value, str) and _is_ip(value.strip("[]"))
+    address = Address(value.strip("[]"), 53) if bare else _read_address(value)
+    if not (isinstance(address, Address) and _is_ip(address.host)):
+        raise ValueError("a DNS server needs an IP address")
+    return address
+
+
+def _is_ip(text: str) -> bool:
+    """Return True for an IP address. The zone of an IPv6 address may have letters, digits and ._~- only."""
+    if not re.fullmatch(r"[0-9A-Fa-f.:]+(%[A-Za-z0-9._~-]+)?", text):
+        return False
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_url(value: str, *schemes: str) -> str:
+    """Check a URL without user and fragment, and return it without the slash at its end."""
+    parts = urlsplit(value)
+    if parts.scheme not in schemes or not parts.hostname or parts.port == 0 or "@" in parts.netloc or parts.fragment:
+        raise ValueError("not a URL of an allowed kind")
+    if not value.isprintable() or " " in value:
+        raise ValueError("not a URL")
+    return value.rstrip("/")
+
+
+def _check_relay(value: str) -> str:
+    """Return the URL of a relay for its stream: that of the host, with the scheme of a websocket.
+
+    Other programs want the URL of the host (tap: `TAP_RELAY_URL`) or that of the stream (Jetstream:
+    `JETSTREAM_WS_URL`), so both are accepted. XRPC has no other path: https://atproto.com/specs/xrpc.
+    """
+    url = _check_url(value.rstrip("/").removesuffix(STREAM_PATH), "ws", "wss", "http", "https")
+    if urlsplit(url).path or urlsplit(url).query:
+        raise ValueError("not the URL of a host")
+    return url.replace("http", "ws", 1) if url.startswith("http") else url
+
+
+def _check_directory(value: str) -> str:
+    """Check the URL of a PLC directory. A path may precede the DID, but not one that names an operation or a DID."""
+    url = _check_url(value, "http", "https")
+    last = urlsplit(url).path.rpartition("/")[2]
+    if last == "export" or last.startswith("did:") or urlsplit(url).query:
+        raise ValueError("not the URL of a directory")
+    return url
+
+
+def _check_webhook(value: SecretStr) -> SecretStr:
+    """Check the URL of the webhook. Its path and query may contain a token, so it is a secret."""
+    url = value.get_secret_value()
+    _check_url(url, "http", "https")
+    if not url.isascii():
+        raise ValueError("not ASCII")
+    return value
+
+
+def _check_contact(value: str) -> str:
+    """Check a contact. It becomes part of the comment of a header, so spaces and parentheses are invalid."""
+    if not re.fullmatch(
+        r"(https?://[!-'*-?A-~]{1,200})|((mailto:)?[!-'*-.0-9;-?A-~]{1,100}@[0-9A-Za-z.-]{1,100})", value
+    ):
+        raise ValueError("not a contact")
+    return value
+
+
+def _check_database_url(value: SecretStr) -> SecretStr:
+    parts = urlsplit(value.get_secret_value())
+    hosts = parts.netloc.rpartition("@")[2].split(",")
+    ports = [re.fullmatch(r"(?:\[[^]]+\]|[^:]*)(?::([0-9]{1,5}))?", host) for host in hosts]
+    if parts.scheme not in ("postgresql", "postgres") or not all(
+        port and int(port[1] or 0) <= _MAX_PORT for port in ports
+    ):
+        raise ValueError("not a Postgres URL")
+    if "@" in parts.path or parts.fragment:
+        raise ValueError("the password contains / or #, which must be escaped")
+    return value
+
+
+def _check_password(value: SecretStr) -> SecretStr:
+    if not value.get_secret_value().isprintable():
+        raise ValueError("not printable")
+    return value
+
+
+def _read_shard(value: Any) -> Any:
+    match = re.fullmatch(r"(\d{1,4})/(\d{1,4})", value) if isinstance(value, str) else None
+    return Shard(int(match[1]), int(match[2])) if match else value
+
+
+def _read_collections(value: Any) -> Any:
+    patterns = _split_list(value)
+    strings = isinstance(patterns, list) and all(isinstance(pattern, str) for pattern in patterns)
+    return CollectionFilter(patterns) if strings else value
+
+
+def _check_pattern(value: str) -> str:
+    CollectionFilter([value])  # raises an error that names it
+    return value
+
+
+# The text at the end of a type describes the allowed values.
+Whole = Annotated[int, Field(ge=1, le=_MAX_WHOLE), f"a whole number from 1 to {_MAX_WHOLE}"]
+UpToThousand = Annotated[int, Field(ge=1, le=1_000), "a whole number from 1 to 1000"]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False), "a number above 0"]
+RateOrOff = Annotated[float, Field(ge=0, allow_inf_nan=False), "a number, at least 0"]
+Size = Annotated[
+    int,
+    BeforeValidator(_with_unit(_BYTES)),
+    Field(ge=1, le=_MAX_BYTES),
+    "a size from 1 byte to 1000000GB, such as 5000000, 5MB or 2GiB",
+]
+Seconds = Annotated[
+    float,
+    BeforeValidator(_with_unit(_SECONDS)),
+    Field(ge=0, le=_MAX_DAYS * 86_400, allow_inf_nan=False),
+    f"a duration such as 90s, 15m, 24h or 7d, at most {_MAX_DAYS}d, or 0",
+]
+Duration = Annotated[Seconds, Field(gt=0), f"a duration above 0, such as 90s, 15m or 24h, at most {_MAX_DAYS}d"]
+Switch = Annotated[bool, "true or false"]
+Relays = Annotated[
+    tuple[Annotated[str, AfterValidator(_check_relay)], ...],
+    WrapValidator(_read_list),
+    "a comma-separated list of wss://, ws://, https:// or http:// URLs of hosts; the path of the stream may follow",
+]
+Directories = Annotated[
+    tuple[Annotated[str, AfterValidator(_check_directory)], ...],
+    WrapValidator(_read_list),
+    "a comma-separated list of http:// or https:// URLs to which a DID can be added, without user and query",
+]
+DnsServers = Annotated[
+    tuple[Annotated[Address, BeforeValidator(_read_dns_server)], ...],
+    BeforeValidator(_split_list),
+    "a comma-separated list of IP addresses, each with or without a port",
+]
+Collections = Annotated[
+    CollectionFilter,
+    BeforeValidator(_read_collections),
+    "a comma-separated list of NSIDs, each complete or ending in `.*`, or `*`",
+]
+Patterns = Annotated[
+    tuple[Annotated[str, AfterValidator(_check_pattern)], ...],
+    BeforeValidator(_split_list),
+    "a comma-separated list of NSIDs, each complete or ending in `.*`",
+]
+
+
+class Settings(BaseModel):
     """All settings, validated. `load_settings` reads them; `Settings(…)` reads neither the file nor the environment.
 
     Durations are in seconds and sizes in bytes, whatever unit was given.
     """
 
-    model_config = SettingsConfigDict(
-        env_prefix=PREFIX, env_ignore_empty=True, enable_decoding=False, extra="forbid", frozen=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, arbitrary_types_allowed=True)
 
-    database_url: DatabaseUrl | None = Field(
+    database_url: Annotated[SecretStr, AfterValidator(_check_database_url), "a postgresql:// URL"] | None = Field(
         None,
         description="Your Postgres database. Unset: the embedded Postgres under `INDEXER_DATA_DIR`.",
     )
-    data_dir: Annotated[Path, AllowedValues("a directory")] = Field(
+    data_dir: Annotated[Path, "a directory"] = Field(
         default_factory=lambda: user_data_path("indexer"),
-        validate_default=True,
         description="Directory of the embedded Postgres, and of exports while they are verified. Needs a disk with "
         "room.",
     )
@@ -87,20 +266,19 @@ class Settings(BaseSettings):
         description="Relays to consume. The first one that works is used, so name more than one for availability. "
         "Each has its own cursor.",
     )
-    upstream: Annotated[Literal["relay", "pds"], AllowedValues("`relay` or `pds`")] = Field(
+    upstream: Literal["relay", "pds"] = Field(
         "relay",
         description="Kind of hosts in `INDEXER_RELAYS`. Choose `pds` to consume a PDS directly: its events count only "
         "for accounts that it hosts.",
     )
     start: Annotated[
-        Literal["live", "oldest"] | Annotated[int, BeforeValidator(reject_bool), Field(ge=0, lt=2**63)],
-        AllowedValues("`live`, `oldest`, or a sequence number"),
+        Literal["live", "oldest"] | Annotated[int, Field(ge=0, lt=2**63)], "`live`, `oldest`, or a sequence number"
     ] = Field(
         "live",
         description="Where a new database starts: at the newest event, at the oldest one that the relay has, or after "
         "a sequence number.",
     )
-    track: Annotated[Literal["all", "listed", "signal"], AllowedValues("`all`, `listed` or `signal`")] = Field(
+    track: Literal["all", "listed", "signal"] = Field(
         "all",
         description="Accounts to index: `all`; only those that `indexer add` or `indexer discover` added (`listed`); "
         "or also those with a record of a signal collection (`signal`). This and the next two settings are the scope "
@@ -126,7 +304,7 @@ class Settings(BaseSettings):
         description="Keep `atproto.links` and `atproto.link_count`. Turn it on, for all processes, to count likes or "
         "followers: links of stored records are added in the background. Turned off, all links are removed.",
     )
-    inversion: Annotated[Literal["strict", "lenient"], AllowedValues("`strict` or `lenient`")] = Field(
+    inversion: Literal["strict", "lenient"] = Field(
         "strict",
         description="Commits whose proof blocks are incomplete: `strict` requests a resync; `lenient` applies those "
         "that agree with the new tree, for lower latency, and requests a resync later.",
@@ -138,23 +316,13 @@ class Settings(BaseSettings):
     dns_servers: DnsServers = Field(
         (), description="DNS servers for handles and host names, if not those of the system."
     )
-    resync_workers: Annotated[Whole, Field(le=1_000), AllowedValues("a whole number from 1 to 1000")] = Field(
+    resync_workers: UpToThousand = Field(
         32,
-        description="Concurrent resyncs, besides those of exports above 32 MiB. Raise it if a backfill leaves CPU and "
-        "database idle.",
-    )
-    resync_share: Annotated[
-        float, BeforeValidator(reject_bool), Field(gt=0, le=1), AllowedValues("a number above 0, at most 1")
-    ] = Field(
-        0.5,
-        description="Share of the resync workers that one host, registered domain or network address may occupy. `1` "
-        "if you index a single PDS.",
+        description="Concurrent resyncs, besides those of exports above 32 MiB. One host, registered domain or network "
+        "address occupies at most half. Raise it if a backfill leaves CPU and database idle.",
     )
     new_accounts_per_host: Annotated[
-        int,
-        BeforeValidator(reject_bool),
-        Field(ge=0, le=10**9),
-        AllowedValues("a whole number up to 1000000000, or `0` for no limit"),
+        int, Field(ge=0, le=_MAX_WHOLE), f"a whole number up to {_MAX_WHOLE}, or `0` for no limit"
     ] = Field(
         100_000,
         description="Accounts that the stream may add in an hour for one host or registered domain; further ones wait. "
@@ -162,10 +330,8 @@ class Settings(BaseSettings):
     )
     resync_source: Annotated[
         tuple[Literal["relay", "pds"], ...],
-        BeforeValidator(split_list),
-        AfterValidator(check_duplicates),
-        Field(min_length=1),
-        AllowedValues("`relay`, `pds`, or both in a comma-separated list"),
+        WrapValidator(_read_list),
+        "`relay`, `pds`, or both in a comma-separated list",
     ] = Field(
         ("relay", "pds"),
         description="Sources of exports (`getRepo`), in the order in which they are asked. "
@@ -175,11 +341,6 @@ class Settings(BaseSettings):
         600,
         description="Maximum duration of the download of an export. Raise it if "
         "`last_failure` of large repos is `timeout`.",
-    )
-    export_rate: Size = Field(
-        1_024,
-        description="Minimum rate of the download of an export, in bytes per second. "
-        "Lower it if slow hosts fail with `timeout`.",
     )
     plc_rate: Rate = Field(
         10,
@@ -204,7 +365,7 @@ class Settings(BaseSettings):
         description="Maximum requests per second to all hosts together. Raise it if a "
         "backfill of many hosts is limited by it.",
     )
-    contact: Contact | None = Field(
+    contact: Annotated[str, AfterValidator(_check_contact), "an http(s):// URL or an e-mail address"] | None = Field(
         None, description="Contact for operators of other hosts, sent in every User-Agent header. Set it in production."
     )
     deletion_grace: Seconds = Field(
@@ -219,56 +380,47 @@ class Settings(BaseSettings):
     )
     change_retention: Seconds = Field(
         604_800,
-        description="How long changes stay in the change log, unless it reaches `INDEXER_CHANGE_BYTES`. Raise it to "
-        "let consumers be away longer. `0`: no age limit.",
+        description="How long changes stay in the change log, unless it reaches `INDEXER_CHANGE_BYTES`. Consumers that "
+        "are further behind than twice this time, and an hour, are disconnected. `0`: no limit of time.",
     )
-    change_bytes: Annotated[Size, Field(ge=2**20), AllowedValues("a size of at least 1MiB, such as 5GB or 2GiB")] = (
-        Field(
-            50 * 10**9,
-            description="Maximum size of the change log; twice as much while consumers are behind. Set it to less "
-            "than half of the free disk.",
-        )
+    change_bytes: Annotated[Size, Field(ge=2**20), "a size of at least 1MiB, such as 5GB or 2GiB"] = Field(
+        50 * 10**9,
+        description="Maximum size of the change log; twice as much while consumers are behind. Set it to less "
+        "than half of the free disk.",
     )
-    consumer_lag_limit: Seconds = Field(
-        1_209_600,
-        description="Disconnect consumers that are further behind. `0`: only if the change log reaches twice "
-        "`INDEXER_CHANGE_BYTES`.",
-    )
-    shard: OwnShard = Field(
+    shard: Annotated[Shard, BeforeValidator(_read_shard), f"i/n, with i below n and n at most {BUCKETS}"] = Field(
         Shard(0, 1),
         description="Share i of n of the DIDs that this process indexes, from 0. Set it to use several machines.",
     )
     roles: Annotated[
         tuple[Literal["live", "resync", "feed"], ...],
-        BeforeValidator(split_list),
-        AfterValidator(check_duplicates),
-        Field(min_length=1),
-        AllowedValues("`live`, `resync`, `feed`, or several in a comma-separated list"),
+        WrapValidator(_read_list),
+        "`live`, `resync`, `feed`, or several in a comma-separated list",
     ] = Field(
         ("live", "resync"),
         description="Roles of this process: `live` consumes the firehose, `resync` runs resync workers. Add `feed` "
         "for clients of tap or Jetstream.",
     )
-    core: Annotated[Literal["auto", "python", "native"], AllowedValues("`auto`, `python` or `native`")] = Field(
+    core: Literal["auto", "python", "native"] = Field(
         "auto",
         description="Implementation of decoding and verification: `native` is the package `atproto-indexer-native`; "
         "`auto` uses it if it is installed. Both give the same results.",
     )
-    verify_threads: Annotated[Whole, Field(le=1_000), AllowedValues("a whole number from 1 to 1000")] | None = Field(
+    verify_threads: UpToThousand | None = Field(
         None,
         description="Threads in which the native core verifies. Lower it if other programs need the cores.",
     )
-    batch_window: Annotated[Seconds, Field(le=1), AllowedValues("a duration such as 20ms, at most 1s, or 0")] = Field(
+    batch_window: Annotated[Seconds, Field(le=1), "a duration such as 20ms, at most 1s, or 0"] = Field(
         0.02,
         description="Minimum time between batches that are not full. Longer: less CPU and fewer transactions, but "
         "later commits. `0`: lowest latency.",
     )
-    webhook_url: WebhookUrl | None = Field(
+    webhook_url: Annotated[SecretStr, AfterValidator(_check_webhook), "an http(s):// URL"] | None = Field(
         None,
         description="Webhook to which the role `feed` sends each event until it answers with a 2xx status, instead of "
         "serving `/channel`. It may have a private address.",
     )
-    admin_password: Password | None = Field(
+    admin_password: Annotated[SecretStr, AfterValidator(_check_password), "printable text"] | None = Field(
         None,
         description="Password of the user `admin` for paths of the role `feed` that change something or acknowledge "
         "events; also sent to the webhook. Unset: loopback clients only.",
@@ -281,38 +433,30 @@ class Settings(BaseSettings):
         description="Maximum time from SIGTERM or SIGINT to the end of the process. Keep it below that of your "
         "service manager: 30 s in Kubernetes, 10 s with `docker stop`.",
     )
-    http_bind: BindAddress = Field(
+    http_bind: Annotated[Address, BeforeValidator(_read_address), "host:port"] = Field(
         Address("127.0.0.1", 2580),
         description="Address of health checks, metrics, the status page and feeds. `0.0.0.0:2580` in a container.",
     )
-    log_format: Annotated[Literal["auto", "json", "console"], AllowedValues("`json`, `console`, or `auto`")] = Field(
+    log_format: Literal["auto", "json", "console"] = Field(
         "auto", description="Format of log lines. `auto`: `console` on a terminal, otherwise `json`."
     )
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], AllowedValues("`debug`, `info`, `warning`, or `error`")
-    ] = Field("info", description="Minimum level of log lines. `debug` also shows single repos.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Minimum level of log lines. `debug` also shows single repos."
+    )
 
     repo_bytes: Size = Field(
         DEFAULT_LIMITS.repo_bytes,
-        description="Maximum size of an export, decompressed. Raise it if the "
-        "`last_failure` of a wanted repo is `too-large`.",
-    )
-    repo_blocks: Whole = Field(
-        DEFAULT_LIMITS.repo_blocks,
-        description="Maximum number of blocks of an export. Raise it together with `INDEXER_REPO_BYTES`.",
+        description="Maximum size of an export, decompressed. The maximum number of its blocks grows in proportion. "
+        "Raise it if the `last_failure` of a wanted repo is `too-large`.",
     )
 
+    @field_validator("*", mode="before")
     @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],  # noqa: ARG003 - the library's signature
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Use only the arguments of the constructor; `load_settings` reads the other sources."""
-        return (init_settings,)
+    def reject_bool(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reject `true` of TOML, which Python would accept as the number 1."""
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError("a truth value")
+        return value
 
     @property
     def user_agent(self) -> str:
@@ -322,7 +466,13 @@ class Settings(BaseSettings):
     @property
     def limits(self) -> Limits:
         """The limits on input from other hosts."""
-        return replace(DEFAULT_LIMITS, repo_bytes=self.repo_bytes, repo_blocks=self.repo_blocks)
+        blocks = math.ceil(DEFAULT_LIMITS.repo_blocks * self.repo_bytes / DEFAULT_LIMITS.repo_bytes)
+        return replace(DEFAULT_LIMITS, repo_bytes=self.repo_bytes, repo_blocks=blocks)
+
+    @property
+    def consumer_lag_limit(self) -> float:
+        """The age of the oldest change that a consumer may lack, in seconds; 0: no limit."""
+        return max(2 * self.change_retention, MIN_CONSUMER_LAG_LIMIT) if self.change_retention else 0.0
 
     @property
     def first_scope(self) -> Scope:
@@ -363,14 +513,7 @@ def load_settings(file: Path | None = None) -> Settings:
     for key in from_file:
         if key not in Settings.model_fields:
             raise SettingsError(f"{key!r} in {file} is not a setting{_hint(key, Settings.model_fields)}")
-    environment = EnvSettingsSource(Settings)
-    try:
-        settings = Settings(_build_sources=((environment, InitSettingsSource(Settings, from_file)), {}))
-    except ValidationError as error:
-        name = str(error.errors()[0]["loc"][0])
-        given = environment()
-        where, value = (variable(name), given[name]) if name in given else (f"{name!r} in {file}", from_file[name])
-        raise SettingsError(_bad_value(name, where, value)) from None
+    settings = _validated(_from_environment(Settings.model_fields), from_file, file)
     if settings.track == "signal" and not settings.signal_collections:
         raise SettingsError(f"{variable('track')}: 'signal' needs {variable('signal_collections')}")
     if settings.links and not settings.store_values:
@@ -378,31 +521,33 @@ def load_settings(file: Path | None = None) -> Settings:
     return settings
 
 
-def load_log_settings() -> Settings:
-    """Return the defaults, with format and level of log lines from the environment.
-
-    Raises:
-        SettingsError: One of these two has a bad value.
-    """
-    return _load_only("log_format", "log_level")
-
-
-def load_demo_settings() -> Settings:
-    """Return the defaults, with what is not about a network from the environment: log lines and the core.
+def load_from_environment(*names: str) -> Settings:
+    """Return the defaults, with these settings from the environment.
 
     Raises:
         SettingsError: One of these has a bad value.
     """
-    return _load_only("log_format", "log_level", "core", "verify_threads")
+    return _validated(_from_environment(names), {}, None)
 
 
-def _load_only(*names: str) -> Settings:
-    given = {name: value for name, value in EnvSettingsSource(Settings)().items() if name in names}
+DEMO_SETTINGS = ("log_format", "log_level", "core", "verify_threads")
+"""The settings of the demo, and of benchmarks: those that are not about a network."""
+
+
+def _from_environment(names: Iterable[str]) -> dict[str, str]:
+    """Return the values of settings from the environment. An empty variable counts as unset."""
+    given = {name.upper(): value for name, value in os.environ.items() if value}
+    return {name: given[variable(name)] for name in names if variable(name) in given}
+
+
+def _validated(environment: dict[str, str], from_file: dict[str, Any], file: Path | None) -> Settings:
     try:
-        return Settings(**given)
+        return Settings(**(from_file | environment))
     except ValidationError as error:
         name = str(error.errors()[0]["loc"][0])
-        raise SettingsError(_bad_value(name, variable(name), given[name])) from None
+        if name in environment:
+            raise SettingsError(_bad_value(name, variable(name), environment[name])) from None
+        raise SettingsError(_bad_value(name, f"{name!r} in {file}", from_file[name])) from None
 
 
 def variable(name: str) -> str:
@@ -413,8 +558,11 @@ def variable(name: str) -> str:
 def allowed(name: str) -> str:
     """Return the allowed values of a setting, in words."""
     field = Settings.model_fields[name]
+    if get_origin(field.annotation) is Literal:
+        *others, last = (f"`{value}`" for value in get_args(field.annotation))
+        return f"{', '.join(others)} or {last}"
     inner = [item for part in get_args(field.annotation) for item in getattr(part, "__metadata__", ())]
-    return [item.text for item in [*inner, *field.metadata] if isinstance(item, AllowedValues)][-1]
+    return [item for item in [*inner, *field.metadata] if isinstance(item, str)][-1]
 
 
 def _bad_value(name: str, where: str, value: Any) -> str:

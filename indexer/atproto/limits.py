@@ -1,4 +1,4 @@
-"""Limits on everything that comes from outside. Each one is a setting (docs/protocol.md#limits)."""
+"""Limits on everything that comes from outside. docs/protocol.md#limits describes them."""
 
 from dataclasses import dataclass
 

@@ -2,7 +2,7 @@
 
 import click
 
-from indexer.app.settings import Settings, load_demo_settings
+from indexer.app.settings import DEMO_SETTINGS, Settings, load_from_environment
 from indexer.cli.arguments import LISTEN_ADDRESS, Number, WholeNumber
 from indexer.cli.command import ExitCode, command, config_file, json_option
 from indexer.cli.output import echo_result, progress_console
@@ -50,7 +50,7 @@ async def migrate_command(settings: Settings, *, as_json: bool) -> int:
     return ExitCode.OK
 
 
-@command("demo", load=lambda _: load_demo_settings())
+@command("demo", load=lambda _: load_from_environment(*DEMO_SETTINGS))
 @click.option(
     "--seconds",
     default=30.0,

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 from rich.text import Text
 
-from indexer.app.settings import Settings, load_log_settings, load_settings
+from indexer.app.settings import Settings, load_from_environment, load_settings
 from indexer.cli.command import ExitCode, command, config_file, json_option
 from indexer.cli.output import progress_console, result_console, to_json
 from indexer.cli.progress_bars import show_progress
@@ -19,7 +19,7 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 def _log_settings(_: Path | None) -> Settings:
     """Return the settings of log lines, or the defaults if they are bad: `settings` is one of the checks."""
     try:
-        return load_log_settings()
+        return load_from_environment("log_format", "log_level")
     except SettingsError:
         return Settings()
 

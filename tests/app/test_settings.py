@@ -90,7 +90,6 @@ def test_settings_constructor_ignores_the_environment(monkeypatch: pytest.Monkey
         ("contact", "some.one+indexer@example.com", "some.one+indexer@example.com"),
         ("export_time", "15m", 900),
         ("batch_window", "40ms", 0.04),
-        ("export_rate", "2KiB", 2_048),
         ("store_values", "no", False),
         ("allow_private_hosts", "true", True),
     ],
@@ -148,7 +147,6 @@ INVALID = {
         "@",
     ),
     "export_time": ("0",),
-    "export_rate": ("0",),
     "outbound_rate": ("0",),
     "sweep_interval": ("-1", "1y", "nan", "1e15"),
     "deletion_grace": ("36501d",),
@@ -162,7 +160,6 @@ INVALID = {
     "http_bind": ("localhost", "::1:80", "[one]:80", "x:70000", "x:٣"),
     "log_level": ("loud",),
     "repo_bytes": ("1000001GB",),
-    "repo_blocks": ("1000000001",),
 }
 """By setting: values that are rejected."""
 
@@ -252,11 +249,10 @@ def test_text_of_settings_does_not_contain_secrets() -> None:
     assert "hunter2" not in f"{settings!r} {settings}"
 
 
-def test_limits_of_exports_are_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_of_blocks_grows_with_the_size_of_exports(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Settings().limits == DEFAULT_LIMITS
-    monkeypatch.setenv("INDEXER_REPO_BYTES", "77")
-    monkeypatch.setenv("INDEXER_REPO_BLOCKS", "78")
-    assert load_settings().limits == replace(DEFAULT_LIMITS, repo_bytes=77, repo_blocks=78)
+    monkeypatch.setenv("INDEXER_REPO_BYTES", "1GiB")
+    assert load_settings().limits == replace(DEFAULT_LIMITS, repo_bytes=2**30, repo_blocks=10_000_000)
 
 
 def test_example_file_contains_the_defaults(file: Path) -> None:

@@ -38,7 +38,7 @@ def test_every_command_has_help_and_one_that_prints_data_has_json(
 
 SLOW_LIBRARIES = {
     *("aiohttp", "alembic", "asyncpg", "coincurve", "cryptography", "dns", "multiformats", "prometheus_client"),
-    *("pydantic", "pydantic_settings", "rich", "sqlalchemy", "structlog"),
+    *("pydantic", "rich", "sqlalchemy", "structlog"),
 }
 
 

@@ -40,7 +40,6 @@ INSTRUMENTED = [
     "indexer.redaction",
     "indexer.net.relay",
     "indexer.readers",
-    "indexer.app.setting_types",
     "indexer.app.settings",
     "indexer.db.lexicon_columns",
     "indexer.sync",
