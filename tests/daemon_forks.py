@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from indexer import crash_points
-from indexer.app.process import run
+from indexer.app.processes import run
 from indexer.app.settings import load_settings
 from indexer.app.tuning import Tuning
 from indexer.cli.command import ExitCode
@@ -34,7 +34,7 @@ STACKS = signal.SIGUSR2
 RUN = ("run", "--no-migrate")
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["indexer.app.process", "indexer.cli.daemon_commands", __name__])
+_context.set_forkserver_preload(["indexer.app.processes", "indexer.cli.daemon_commands", __name__])
 
 
 def start_fork_server() -> None:

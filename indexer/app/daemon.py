@@ -6,9 +6,12 @@ not written are received again after the next start.
 """
 
 import asyncio
+import math
+import shutil
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from time import monotonic, time
 from typing import Any
 
@@ -17,7 +20,7 @@ import structlog
 from indexer.app.clients import core_of, http_origin, make_did_resolver, make_pds_client, open_outbound_client
 from indexer.app.feeds import DaemonFeeds, open_webhook
 from indexer.app.monitor import DaemonMonitor
-from indexer.app.process_setup import StopRequest, disk_space
+from indexer.app.process_setup import StopRequest
 from indexer.app.settings import Settings
 from indexer.app.stage import Drain, Task
 from indexer.app.stages import all_stages
@@ -365,8 +368,8 @@ class Daemon:
         core, directory = self.core, self.settings.data_dir
         return {
             "indexer_core_info": lambda: {(core.name, core.version): 1.0},
-            "indexer_data_disk_free_bytes": lambda: disk_space(directory).free,
-            "indexer_data_disk_size_bytes": lambda: disk_space(directory).size,
+            "indexer_data_disk_free_bytes": lambda: _disk(directory)[1],
+            "indexer_data_disk_size_bytes": lambda: _disk(directory)[0],
         }
 
     def report(self) -> ProcessReport:
@@ -454,6 +457,19 @@ class Daemon:
             return
         await self.db.hosts.save(states)
         self.hosts.mark_saved(states)
+
+
+def _disk(directory: Path) -> tuple[float, float]:
+    """Return total and free bytes of the disk with `directory`, or with its nearest parent that exists.
+
+    They are NaN if the system does not say them, for example if a network file system has gone.
+    """
+    path = directory.absolute()
+    try:
+        usage = shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists()))
+    except OSError:
+        return math.nan, math.nan
+    return usage.total, usage.free
 
 
 def _raise_exceptions(tasks: Iterable[asyncio.Task[None]]) -> None:

@@ -1,4 +1,4 @@
-"""Setup of a daemon process: signals, open files, processor cores, disk space, and the garbage collector."""
+"""Setup of a daemon process: signals, open files, processor cores, and the garbage collector."""
 
 import asyncio
 import ctypes
@@ -6,15 +6,15 @@ import gc
 import math
 import os
 import resource
-import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from time import monotonic
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import structlog
 
@@ -26,6 +26,7 @@ PARENT_ENDED = signal.SIGUSR1
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 """The quota of a container: microseconds of CPU time in each period, or `max`, and the length of the period."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, PARENT_ENDED)
+NO_SIGNAL = 0
 
 log = structlog.get_logger(__name__)
 
@@ -50,63 +51,43 @@ def stop_on_signals(stop: StopRequest, timeout: float) -> Iterator[None]:
     waits for.
     Once a signal was received, this holds until the process has ended, not only within the block.
     """
-    watch = _SignalWatch(stop, timeout)
-    before = {number: signal.signal(number, watch.on_signal) for number in SIGNALS}
-    watch.start()
+    loop = asyncio.get_running_loop()
+    signals = SimpleQueue[int]()  # unlike other queues, it may be used in a signal handler
+    received = list[int]()
+
+    def on_signal(number: int, _frame: object) -> None:
+        received.append(number)
+        signals.put(number)
+
+    def watch() -> None:
+        """Wait for signals, and end the process after the second one or after the timeout."""
+        if signals.get() == NO_SIGNAL:
+            return
+        loop.call_soon_threadsafe(stop.set)
+        ends = monotonic() + timeout
+        while True:
+            try:
+                number = signals.get(timeout=max(0.0, ends - monotonic()))
+            except Empty:
+                _end_process(partial(log.error, "daemon.stop-timeout", unfinished=stop.step, seconds=timeout))
+            if number != PARENT_ENDED:
+                _end_process(partial(log.warning, "daemon.stopped-at-once", unfinished=stop.step))
+
+    # A thread, because the event loop may be blocked, and may end before the threads of the process.
+    thread = threading.Thread(target=watch, name="signals", daemon=True)
+    before = {number: signal.signal(number, on_signal) for number in SIGNALS}
+    thread.start()
     try:
         yield
     finally:
-        if not watch.signalled:
+        if not received:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            watch.end()
+            signals.put(NO_SIGNAL)
+            thread.join()
 
 
-class _SignalWatch:
-    """A thread that waits for signals: the event loop may be blocked, and may end before the threads of the process."""
-
-    def __init__(self, stop: StopRequest, timeout: float) -> None:
-        self._stop = stop
-        self._timeout = timeout
-        self._loop = asyncio.get_running_loop()
-        self._signals = SimpleQueue[int]()  # unlike other queues, it may be used in a signal handler
-        self._thread = threading.Thread(target=self._wait, name="signals", daemon=True)
-        self.signalled = False
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def end(self) -> None:
-        """End the thread, which has received no signal."""
-        self._signals.put(0)
-        self._thread.join()
-
-    def on_signal(self, number: int, _frame: object) -> None:
-        self.signalled = True
-        self._signals.put(number)
-
-    def _wait(self) -> None:
-        """Wait for signals, and end the process after the second one or after the timeout."""
-        if not self._signals.get():
-            return
-        self._loop.call_soon_threadsafe(self._stop.set)
-        began = monotonic()
-        while True:
-            try:
-                number = self._signals.get(timeout=max(0.0, began + self._timeout - monotonic()))
-            except Empty:
-                _end_process(self._log_timeout)
-            if number != PARENT_ENDED:
-                _end_process(self._log_second_signal)
-
-    def _log_timeout(self) -> None:
-        log.error("daemon.stop-timeout", unfinished=self._stop.step, seconds=self._timeout)
-
-    def _log_second_signal(self) -> None:
-        log.warning("daemon.stopped-at-once", unfinished=self._stop.step)
-
-
-def _end_process(write_log_line: Callable[[], None]) -> None:
+def _end_process(write_log_line: Callable[[], None]) -> NoReturn:
     """Write one log line, and end the process at once. Connections and threads are not waited for."""
     line = threading.Thread(target=write_log_line, daemon=True)
     line.start()
@@ -130,23 +111,6 @@ def available_cores(quota_file: Path = CPU_QUOTA) -> int:
     cores = len(os.sched_getaffinity(0))
     quota, _, period = quota_file.read_text().partition(" ") if quota_file.exists() else ("max", "", "")
     return cores if quota.strip() == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
-
-
-class DiskSpace(NamedTuple):
-    """Free and total bytes of a file system; NaN if the system does not say it."""
-
-    free: float
-    size: float
-
-
-def disk_space(directory: Path) -> DiskSpace:
-    """Return the space for `directory`, or for its nearest parent if it does not exist yet."""
-    path = directory.absolute()
-    try:
-        usage = shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists()))
-    except OSError:  # for example, a network file system that has gone
-        return DiskSpace(math.nan, math.nan)
-    return DiskSpace(usage.free, usage.total)
 
 
 def tune_garbage_collector() -> None:

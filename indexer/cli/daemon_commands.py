@@ -25,13 +25,11 @@ async def run_command(settings: Settings, *, no_migrate: bool, processes: int) -
 
     On SIGTERM or SIGINT, the daemon stores the received messages and stops. A second signal stops at once.
     """
+    from indexer.app.processes import run, run_several  # noqa: PLC0415 - `migrate` and `demo` do not need it
+
     if processes == 1:
-        from indexer.app.process import run  # noqa: PLC0415 - `migrate` and `demo` do not need it
-
         return await run(settings, migrate_first=not no_migrate)
-    from indexer.cli.supervisor import supervise  # noqa: PLC0415
-
-    return await supervise(settings, processes, config_file(), migrate_first=not no_migrate)
+    return await run_several(settings, processes, config_file(), migrate_first=not no_migrate)
 
 
 @command("migrate")

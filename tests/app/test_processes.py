@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from indexer.app.processes import process_environment, run_several
 from indexer.app.settings import Settings
-from indexer.cli.supervisor import process_environment, supervise
 from indexer.demo.local_network import LocalNetwork
 from indexer.demo.scenario import Scenario
 from indexer.errors import SettingsError
@@ -38,7 +38,7 @@ def test_processes_share_buckets_ports_threads_and_rates() -> None:
 
 async def test_more_processes_than_buckets_are_a_settings_error() -> None:
     with pytest.raises(SettingsError, match="--processes: 32 processes for shard 0/16 need 512 shards"):
-        await supervise(Settings(shard="0/16"), 32, None)
+        await run_several(Settings(shard="0/16"), 32, None)
 
 
 @asynccontextmanager
