@@ -1,4 +1,4 @@
-"""Build the clients for outbound requests from the settings."""
+"""Build from the settings what commands and the daemon share: clients for outbound requests, the core, the policy."""
 
 import math
 from collections.abc import AsyncIterator, Callable
@@ -12,6 +12,7 @@ from indexer.core import PYTHON_CORE, Core, load_core
 from indexer.db import Database
 from indexer.db.write import ROW_LAYOUT
 from indexer.errors import SettingsError
+from indexer.live.dead_letter_replay import DeadLetterReplay
 from indexer.net.http import HostPauses, OutboundClient, OutboundSettings, RateLimits, Timeouts, host_of
 from indexer.net.identity import DidResolver, IdentityCache, IdentityLifetimes
 from indexer.net.pds import PdsClient
@@ -21,6 +22,8 @@ from indexer.telemetry.metrics import Metrics
 
 WEBHOOK_RATE = 10_000.0
 """Maximum requests per second to the webhook."""
+KEY_LOOKUP_TIMEOUT = 15.0
+"""Maximum seconds for a key, from the message that needs it."""
 LOOKUP_CONCURRENCY = 248
 """Maximum concurrent requests to all hosts beside those of resyncs."""
 
@@ -49,13 +52,22 @@ async def open_outbound_client(
 
 @asynccontextmanager
 async def open_webhook_client(
-    settings: Settings, url: str, on_request: Callable[[str], None], timeouts: Timeouts, pauses: HostPauses
-) -> AsyncIterator[OutboundClient]:
-    """Open the client for the webhook. The operator chose its URL, so it may have any address."""
+    settings: Settings, on_request: Callable[[str], None], timeouts: Timeouts, pauses: HostPauses
+) -> AsyncIterator[OutboundClient | None]:
+    """Open the client for the webhook; yield None if the settings name no webhook.
+
+    The operator chose its URL, so it may have any address.
+    """
+    if settings.webhook_url is None:
+        yield None
+        return
     rates = RateLimits(
-        total=WEBHOOK_RATE, total_concurrency=CONCURRENCY, host_concurrency=CONCURRENCY,
-        configured_hosts={host_of(url): WEBHOOK_RATE}, pauses=pauses,
-    )  # fmt: skip
+        total=WEBHOOK_RATE,
+        total_concurrency=CONCURRENCY,
+        host_concurrency=CONCURRENCY,
+        configured_hosts={host_of(settings.webhook_url.get_secret_value()): WEBHOOK_RATE},
+        pauses=pauses,
+    )
     outbound_settings = OutboundSettings(settings.user_agent, allow_private_hosts=True, rates=rates, timeouts=timeouts)
     async with OutboundClient(outbound_settings, on_request=on_request) as outbound:
         yield outbound
@@ -95,6 +107,23 @@ async def open_identities(
         yield identities
     finally:
         await identities.close()
+
+
+@asynccontextmanager
+async def open_replay(settings: Settings, db: Database) -> AsyncIterator[DeadLetterReplay]:
+    """Open the replay of dead letters, with the same rules as a daemon with these settings."""
+    metrics = Metrics()
+    async with open_outbound_client(settings, metrics.outbound_request) as outbound:
+        outbound.hosts.restore(await db.hosts.load())
+        async with open_identities(settings, db, outbound, metrics) as identities:
+            yield DeadLetterReplay(
+                db,
+                identities,
+                await stored_policy(settings, db),
+                upstream_is_pds=settings.upstream == "pds",
+                key_timeout=KEY_LOOKUP_TIMEOUT,
+            )
+        await db.hosts.save(outbound.hosts.unsaved())
 
 
 def make_pds_client(settings: Settings, outbound: OutboundClient, core: Core = PYTHON_CORE) -> PdsClient:

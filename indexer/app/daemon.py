@@ -8,7 +8,7 @@ not written are received again after the next start.
 import asyncio
 import math
 import shutil
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,14 +16,20 @@ from time import monotonic, time
 from typing import Any
 
 import structlog
+from aiohttp import web
 
-from indexer.app.clients import core_of, http_origin, make_did_resolver, make_pds_client, open_outbound_client
-from indexer.app.feeds import DaemonFeeds, open_webhook
+from indexer.app.clients import (
+    core_of,
+    http_origin,
+    make_did_resolver,
+    make_pds_client,
+    open_outbound_client,
+    open_webhook_client,
+)
 from indexer.app.monitor import DaemonMonitor
 from indexer.app.process_setup import StopRequest
 from indexer.app.settings import Settings
-from indexer.app.stage import Drain, Task
-from indexer.app.stages import all_stages
+from indexer.app.stages import Drain, Task, all_stages
 from indexer.app.status import DaemonCounts, DaemonProbe, SampledHistory, StatusReader
 from indexer.app.tuning import Tuning
 from indexer.cluster.change_numbering import ChangeNumbering
@@ -49,7 +55,15 @@ from indexer.net.pds import PdsClient
 from indexer.net.relay.seek import StreamSeek
 from indexer.net.relay.subscription import Subscription
 from indexer.net.server.address import Address
+from indexer.readers.access import Access
+from indexer.readers.jetstream.reader import JetstreamReader
+from indexer.readers.jetstream.routes import JetstreamRoutes
 from indexer.readers.links.reader import LinkReader
+from indexer.readers.tap.channel import Channel, refuse_channel
+from indexer.readers.tap.feed import TapFeed
+from indexer.readers.tap.routes import TapRoutes
+from indexer.readers.tap.set_aside import RefusalLimits
+from indexer.readers.tap.webhook import Webhook
 from indexer.resync.apply import LARGE_TURNS, TURNS, Applies
 from indexer.resync.fetch import ResyncAttempts
 from indexer.resync.pool import CLUSTER_GATHERING_TIME, OTHER_TIME, WorkerPool
@@ -127,7 +141,9 @@ async def open_daemon(
         stack.push_async_callback(identities.close)
         core = core or core_of(settings)
         pds = make_pds_client(settings, outbound, core)
-        webhook = await stack.enter_async_context(open_webhook(settings, metrics, tuning))
+        webhook = await stack.enter_async_context(
+            open_webhook_client(settings, metrics.outbound_request, tuning.timeouts, tuning.host_pauses)
+        )
         daemon = Daemon(settings, db, identities, pds, outbound, metrics, core, tuning, others, webhook)
         await daemon.scope.begin()
         yield daemon
@@ -174,7 +190,7 @@ class Daemon:
         self._build_live_stages(outbound)
         self._build_resync_stages(pds)
         self._build_background_stages(outbound, pds)
-        self.feeds = DaemonFeeds(settings, db, identities, self.metrics, self.conditions, webhook)
+        self._build_feeds(webhook)
         self._build_monitors()
         stages = all_stages(self, others)
         self._stages = [stage for stage in stages if stage.role is None or stage.role in settings.roles]
@@ -356,6 +372,29 @@ class Daemon:
             )
         return tasks
 
+    def _build_feeds(self, client: OutboundClient | None) -> None:
+        """Build what the role `feed` runs. `client` is that of the webhook; None if the settings name none."""
+        settings, db = self.settings, self.db
+        limits = RefusalLimits.below(settings.consumer_lag_limit)
+        self.tap_feed = TapFeed(db, self.conditions, self.metrics, limits, one_per_repo=client is not None)
+        self.channel = Channel(self.tap_feed, self.metrics)
+        self.jetstream_reader = JetstreamReader(db)
+        self.webhook: Webhook | None = None
+        self._password = settings.admin_password.get_secret_value() if settings.admin_password else None
+        if client is not None and settings.webhook_url is not None:
+            url = settings.webhook_url.get_secret_value()
+            self.webhook = Webhook(self.tap_feed, client, url, self._password, self.conditions, self.metrics)
+
+    def _feed_routes(self) -> Iterator[web.RouteDef]:
+        """Yield the routes of tap and of Jetstream. Changes and acknowledgements need the password, if there is one."""
+        access = Access(self._password)
+        yield from TapRoutes(self.db, self.identities).routes(access)
+        yield web.get("/channel", access.guard(self.channel.connect if self.webhook is None else refuse_channel))
+        values_stored = self.settings.store_values
+        yield from JetstreamRoutes(
+            self.db, self.jetstream_reader, self.metrics, values_stored=values_stored
+        ).routes()
+
     def _build_monitors(self) -> None:
         self.repo_counts = DaemonCounts(self.db, self.metrics, self.tuning.count_interval, self.tuning.max_count_share)
         self.database_monitor = DatabaseMonitor(self.db, self.conditions, self.metrics)
@@ -385,9 +424,8 @@ class Daemon:
         `listener` is the address of the settings, if it is bound already.
         """
         bind, registry = listener or self.settings.http_bind, self.metrics.registry
-        routes = [*status_routes(self.status)]
-        if "feed" in self.settings.roles:
-            routes += self.feeds.routes()
+        feeds = self._feed_routes() if "feed" in self.settings.roles else ()
+        routes = [*status_routes(self.status), *feeds]
         return serve_health(bind, self.probe, registry, self.conditions, routes=routes)
 
     async def run(self, stop: StopRequest) -> int:

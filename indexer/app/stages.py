@@ -1,15 +1,19 @@
-"""The one list of the stages of the daemon: what each of them runs, watches, measures, shows, and does at the end."""
+"""The one list of the stages of the daemon: what each of them runs, watches, measures, shows, and does at the end.
+
+Run, stop, health checks, metrics and status page of the daemon are loops over this list.
+"""
 
 import asyncio
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from itertools import islice
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from indexer.app.process_setup import collect_garbage
-from indexer.app.stage import Drain, Stage, Task, end, quiet_stage
 from indexer.concurrency.event_loop_delay import measure_delays
 from indexer.concurrency.stage_progress import StageProgress, Work
 from indexer.db.periodic import DatabaseAttempt, run_periodically
@@ -36,6 +40,7 @@ from indexer.serve.status_document import (
 )
 from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metric_definitions import MAX_LISTED
+from indexer.telemetry.metrics import Reading
 
 if TYPE_CHECKING:
     from indexer.app.daemon import Daemon
@@ -47,22 +52,71 @@ FEED_STOP_SECONDS = 5.0
 SILENCE_CHECK_SECONDS = 1.0
 
 
+Task = asyncio.Task[None]
+
+
+class Drain(Enum):
+    """The steps of a stop, in their order. The last log line has the value if the process does not end in time."""
+
+    RECEIVE_NO_MORE = "end the stream and the resyncs"
+    WRITE = "write the received messages"
+    ACKNOWLEDGE = "store what clients of the feed have acknowledged"
+    GIVE_BACK = "give back the claims of resyncs"
+    SAVE = "save the states of hosts"
+    CLOSE = "end the stages"
+    NUMBER = "number the last changes"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One task, and everything that the rest of the process asks of it.
+
+    Attributes:
+        name: The name of its task.
+        role: The role whose processes run it; None if every process does.
+        run: Runs it, and ends only with an exception; None if something else runs it.
+        progress: What the health check watches.
+        needs_shard: It starts as soon as this process owns its shard.
+        drain: What it does in the steps of a stop, given its task. After `SAVE`, its task has ended.
+        not_ready: Returns why the database is not up to date because of it.
+        gauges: The functions that read its gauges at each scrape, by the name of the gauge.
+        show: Sets its part of the status document, whose `time` is set.
+    """
+
+    name: str
+    role: str | None
+    run: Callable[[], Coroutine[Any, Any, None]] | None
+    progress: Sequence[StageProgress] = ()
+    needs_shard: bool = False
+    drain: Mapping[Drain, Callable[[Task], Awaitable[object]]] = field(default_factory=dict)
+    not_ready: Callable[[], Iterable[ReadinessReason]] = tuple
+    gauges: Mapping[str, Callable[[], Reading]] = field(default_factory=dict)
+    show: Callable[[StatusDocument], None] = lambda _document: None
+
+
 def all_stages(daemon: "Daemon", others: Iterable[StageProgress]) -> list[Stage]:
     """Return the stages of all roles. `others` are watched, too, but run outside the daemon."""
-    stages = [*_monitors(daemon), *_common(daemon), *_live(daemon), *_tasks(daemon), *_resync(daemon), *_feed(daemon)]
-    return [*stages, *(quiet_stage(progress.name, None, None, progress) for progress in others)]
+    stages = [*_common(daemon), *_live(daemon), *_gaps(daemon), *_tasks(daemon), *_resync(daemon), *_feed(daemon)]
+    return [*stages, *(Stage(progress.name, None, None, [progress]) for progress in others)]
 
 
-def _monitors(daemon: "Daemon") -> Iterator[Stage]:
-    conditions, database = daemon.conditions, daemon.database_monitor
-    yield quiet_stage("database monitor", None, partial(database.run, daemon.report))
+def _common(daemon: "Daemon") -> Iterator[Stage]:
+    """Yield the stages of every process."""
+    conditions, counts, hosts, retention = (
+        daemon.conditions,
+        daemon.repo_counts,
+        daemon.hosts,
+        daemon.change_log_retention,
+    )
+
+    def show_lagging(document: StatusDocument) -> None:
+        document.delivery.lagging = [short(name) for name in retention.lagging[:MAX_ROWS]]
+
+    yield Stage("database monitor", None, partial(daemon.database_monitor.run, daemon.report))
     yield Stage(
         "daemon monitor",
-        role=None,
-        needs_shard=False,
-        run=daemon.daemon_monitor.run,
-        drain={},
-        progress=(),
+        None,
+        daemon.daemon_monitor.run,
         not_ready=partial(active_conditions, conditions),
         gauges={
             "indexer_condition_occurrences": lambda: {
@@ -71,43 +125,17 @@ def _monitors(daemon: "Daemon") -> Iterator[Stage]:
         },
         show=partial(_show_conditions, conditions),
     )
-    yield quiet_stage("garbage collection", None, partial(collect_garbage, daemon.tuning.garbage_interval))
-    yield quiet_stage("event loop delay", None, partial(measure_delays, daemon.metrics.event_loop_delay.observe))
-    yield Stage(
-        "status samples",
-        role=None,
-        needs_shard=False,
-        run=daemon.history.run,
-        drain={},
-        progress=(),
-        not_ready=tuple,
-        gauges={},
-        show=daemon.history.show,
-    )
-
-
-def _common(daemon: "Daemon") -> Iterator[Stage]:
-    counts, hosts, retention = daemon.repo_counts, daemon.hosts, daemon.change_log_retention
-    yield Stage(
-        "repo counts",
-        role=None,
-        needs_shard=False,
-        run=counts.run,
-        drain={},
-        progress=[counts.stage],
-        not_ready=tuple,
-        gauges={},
-        show=partial(show_repos, counts.newest),
-    )
+    yield Stage("garbage collection", None, partial(collect_garbage, daemon.tuning.garbage_interval))
+    yield Stage("event loop delay", None, partial(measure_delays, daemon.metrics.event_loop_delay.observe))
+    yield Stage("status samples", None, daemon.history.run, show=daemon.history.show)
+    yield Stage("repo counts", None, counts.run, [counts.stage], show=partial(show_repos, counts.newest))
     host_states = StageProgress("host states")
     yield Stage(
         "host states",
-        role=None,
-        needs_shard=False,
-        run=lambda: run_periodically(daemon.save_hosts, daemon.tuning.host_save_interval, host_states, wait_first=True),
+        None,
+        lambda: run_periodically(daemon.save_hosts, daemon.tuning.host_save_interval, host_states, wait_first=True),
+        [host_states],
         drain={Drain.SAVE: partial(_save, daemon)},
-        progress=[host_states],
-        not_ready=tuple,
         gauges={
             "indexer_hosts_paused": lambda: len(hosts.paused()),
             "indexer_hosts_failing": lambda: len(hosts.failing()),
@@ -117,36 +145,13 @@ def _common(daemon: "Daemon") -> Iterator[Stage]:
         },
         show=partial(_show_hosts, hosts),
     )
-    yield quiet_stage("identity cache", None, daemon.identities.run)
-
-    def show_lagging(document: StatusDocument) -> None:
-        document.delivery.lagging = [short(name) for name in retention.lagging[:MAX_ROWS]]
-
-    yield Stage(
-        "change log retention",
-        role=None,
-        needs_shard=False,
-        run=retention.run,
-        drain={},
-        progress=[retention.stage],
-        not_ready=tuple,
-        gauges={},
-        show=show_lagging,
-    )
-    yield quiet_stage("change notifier", None, daemon.change_notifier.run, daemon.change_notifier.stage)
-    yield quiet_stage("scope", None, daemon.scope.run, daemon.scope.stage)
+    yield Stage("identity cache", None, daemon.identities.run)
+    yield Stage("change log retention", None, retention.run, [retention.stage], show=show_lagging)
+    yield Stage("change notifier", None, daemon.change_notifier.run, [daemon.change_notifier.stage])
+    yield Stage("scope", None, daemon.scope.run, [daemon.scope.stage])
     if (numbering := daemon.change_numbering) is not None:
-        yield Stage(
-            "change numbering",
-            role=None,
-            needs_shard=False,
-            run=numbering.run,
-            drain={Drain.NUMBER: lambda _task: numbering.finish()},
-            progress=[numbering.stage],
-            not_ready=tuple,
-            gauges={},
-            show=lambda _document: None,
-        )
+        finish = {Drain.NUMBER: lambda _task: numbering.finish()}
+        yield Stage("change numbering", None, numbering.run, [numbering.stage], drain=finish)
 
 
 def _live(daemon: "Daemon") -> Iterator[Stage]:
@@ -154,30 +159,34 @@ def _live(daemon: "Daemon") -> Iterator[Stage]:
     inbox, lookups, writer = daemon.inbox, daemon.key_lookups, daemon.batch_writer
     consumer, subscription, position = daemon.firehose_consumer, daemon.subscription, daemon.stream_position
     ownership = daemon.shard_ownership
+    relays = daemon.settings.relays if "live" in daemon.settings.roles else ()
 
     def shard_lock() -> Iterator[ReadinessReason]:
         if ownership.last_error:
             yield ReadinessReason("shard-lock", ownership.last_error, seconds_since(ownership.waits_since))
 
-    yield Stage(
-        "shard ownership",
-        role="live",
-        needs_shard=False,
-        run=ownership.run,
-        drain={},
-        progress=[ownership.stage],
-        not_ready=shard_lock,
-        gauges={},
-        show=lambda _document: None,
-    )
-    relays = daemon.settings.relays if "live" in daemon.settings.roles else ()
+    def show_inbox(document: StatusDocument) -> None:
+        document.stream.unsettled_messages, document.stream.unsettled_bytes = inbox.unsettled, inbox.unsettled_bytes
+
+    def show_lookups(document: StatusDocument) -> None:
+        document.stream.waiting_for_keys = len(lookups)
+
+    def show_writer(document: StatusDocument) -> None:
+        document.stream.seq, document.stream.lag_seconds = position.watermark.position, writer.lag
+
+    def writer_reasons() -> Iterator[ReadinessReason]:
+        if daemon.database_monitor.answering_since is not None:  # else, one reason says it
+            yield from retried("the last batch was not written", writer.stage)
+        yield from lag_reasons(writer)
+
+    yield Stage("shard ownership", "live", ownership.run, [ownership.stage], not_ready=shard_lock)
     yield Stage(
         "firehose consumer",
-        role="live",
+        "live",
+        consumer.run,
+        [consumer.stage],
         needs_shard=True,
-        run=consumer.run,
-        drain={Drain.RECEIVE_NO_MORE: end},
-        progress=[consumer.stage],
+        drain={Drain.RECEIVE_NO_MORE: _end},
         not_ready=partial(stream_errors, subscription, consumer),
         gauges={
             "indexer_relay_connected": lambda: {
@@ -190,55 +199,32 @@ def _live(daemon: "Daemon") -> Iterator[Stage]:
         },
         show=partial(_show_stream, subscription, consumer),
     )
-
-    def show_inbox(document: StatusDocument) -> None:
-        document.stream.unsettled_messages, document.stream.unsettled_bytes = inbox.unsettled, inbox.unsettled_bytes
-
     yield Stage(
         "inbox",
-        role="live",
-        needs_shard=True,
-        run=None,
-        drain={},
-        progress=[inbox.stage],
-        not_ready=tuple,
+        "live",
+        None,
+        [inbox.stage],
         gauges={
             "indexer_queue_bytes": lambda: inbox.unsettled_bytes,
             "indexer_queue_messages": lambda: inbox.unsettled,
         },
         show=show_inbox,
     )
-
-    def show_lookups(document: StatusDocument) -> None:
-        document.stream.waiting_for_keys = len(lookups)
-
     yield Stage(
         "key lookups",
-        role="live",
-        needs_shard=False,
-        run=lookups.run,
+        "live",
+        lookups.run,
+        [lookups.stage],
         drain={Drain.CLOSE: lambda _task: lookups.close()},
-        progress=[lookups.stage],
-        not_ready=tuple,
         gauges={"indexer_key_waiting_messages": lambda: len(lookups)},
         show=show_lookups,
     )
-
-    def show_writer(document: StatusDocument) -> None:
-        document.stream.seq, document.stream.lag_seconds = position.watermark.position, writer.lag
-
-    def writer_reasons() -> Iterator[ReadinessReason]:
-        if daemon.database_monitor.answering_since is not None:  # else, one reason says it
-            yield from retried("the last batch was not written", writer.stage)
-        yield from lag_reasons(writer)
-
     yield Stage(
         "batch writer",
-        role="live",
-        needs_shard=False,
-        run=writer.run,
+        "live",
+        writer.run,
+        [writer.stage],
         drain={Drain.WRITE: partial(_settle, inbox, MAX_DRAIN_SHARE * daemon.settings.stop_timeout)},
-        progress=[writer.stage],
         not_ready=writer_reasons,
         gauges={
             "indexer_firehose_lag_seconds": lambda: _or_nan(writer.lag),
@@ -248,12 +234,12 @@ def _live(daemon: "Daemon") -> Iterator[Stage]:
         },
         show=show_writer,
     )
-    yield from _gaps(daemon)
 
 
 def _gaps(daemon: "Daemon") -> Iterator[Stage]:
     """Yield the stages that find, load and close gaps."""
     gaps, reconciliation = daemon.open_gaps, daemon.reconciliation
+    silence = daemon.stream_continuity.check_silence
 
     def open_gaps() -> Iterator[ReadinessReason]:
         if gaps.gaps is None:
@@ -271,51 +257,32 @@ def _gaps(daemon: "Daemon") -> Iterator[Stage]:
             document.gaps_open = len(gaps.gaps)
             document.gaps = [short_gap(gap_status(opened, document.time)) for opened in gaps.gaps[:MAX_ROWS]]
 
-    yield Stage(
-        "open gaps",
-        role="live",
-        needs_shard=False,
-        run=gaps.run,
-        drain={},
-        progress=[gaps.stage],
-        not_ready=open_gaps,
-        gauges={},
-        show=show_gaps,
-    )
-    silence = daemon.stream_continuity.check_silence
-    yield quiet_stage(
-        "stream continuity", "live", lambda: run_periodically(silence, SILENCE_CHECK_SECONDS, gaps.stage.add())
-    )
-
     def show_progress(document: StatusDocument) -> None:
         document.stream.reconciliation = reconciliation.progress and short(reconciliation.progress)
 
+    yield Stage("open gaps", "live", gaps.run, [gaps.stage], not_ready=open_gaps, show=show_gaps)
+    yield Stage("stream continuity", "live", lambda: run_periodically(silence, SILENCE_CHECK_SECONDS, gaps.stage.add()))
     yield Stage(
         "reconciliation",
-        role="live",
+        "live",
+        reconciliation.run,
+        [reconciliation.stage],
         needs_shard=True,
-        run=reconciliation.run,
-        drain={},
-        progress=[reconciliation.stage],
-        not_ready=tuple,
-        gauges={},
         show=show_progress,
     )
 
 
 def _tasks(daemon: "Daemon") -> Iterator[Stage]:
-    for name, task in (
-        ("identity refresh", daemon.identity_refresh),
-        ("account erasure", daemon.account_erasure),
-        ("links", daemon.links),
-    ):
-        yield quiet_stage(name, "live", task.run, task.stage)
-    for name, scope_task in daemon.scope_tasks.items():
-        yield quiet_stage(name, "live", scope_task.run, scope_task.stage, needs_shard=True)
+    yield Stage("identity refresh", "live", daemon.identity_refresh.run, [daemon.identity_refresh.stage])
+    yield Stage("account erasure", "live", daemon.account_erasure.run, [daemon.account_erasure.stage])
+    yield Stage("links", "live", daemon.links.run, [daemon.links.stage])
+    for name, task in daemon.scope_tasks.items():
+        yield Stage(name, "live", task.run, [task.stage], needs_shard=True)
 
 
 def _resync(daemon: "Daemon") -> Iterator[Stage]:
     pool, maintenance = daemon.resync_pool, daemon.queue_maintenance
+    progress = [maintenance.lease_expiry, maintenance.parked_repos, maintenance.unproven_repos]
 
     def claim_errors() -> Iterable[ReadinessReason]:
         answers = daemon.database_monitor.answering_since is not None
@@ -323,34 +290,25 @@ def _resync(daemon: "Daemon") -> Iterator[Stage]:
 
     yield Stage(
         "resync pool",
-        role="resync",
-        needs_shard=False,
-        run=pool.run,
+        "resync",
+        pool.run,
+        [pool.stage],
         drain={
-            Drain.RECEIVE_NO_MORE: end,
+            Drain.RECEIVE_NO_MORE: _end,
             Drain.GIVE_BACK: lambda _task: pool.give_back(),
             Drain.CLOSE: lambda _task: pool.close(),
         },
-        progress=[pool.stage],
         not_ready=claim_errors,
         gauges={"indexer_resync_running": lambda: len(pool.running)},
         show=partial(show_resyncs, pool),
     )
-    yield quiet_stage(
-        "queue maintenance",
-        "resync",
-        maintenance.run,
-        maintenance.lease_expiry,
-        maintenance.parked_repos,
-        maintenance.unproven_repos,
-    )
+    yield Stage("queue maintenance", "resync", maintenance.run, progress)
     if (checks := daemon.handle_checks) is not None:
-        yield quiet_stage("handle checks", "resync", checks.run, checks.stage)
+        yield Stage("handle checks", "resync", checks.run, [checks.stage])
 
 
 def _feed(daemon: "Daemon") -> Iterator[Stage]:
-    feeds = daemon.feeds
-    tap = feeds.tap_feed
+    tap, jetstream, webhook = daemon.tap_feed, daemon.jetstream_reader, daemon.webhook
 
     async def stop(task: Task) -> None:
         await tap.stop()
@@ -358,23 +316,24 @@ def _feed(daemon: "Daemon") -> Iterator[Stage]:
 
     yield Stage(
         "tap feed",
-        role="feed",
-        needs_shard=False,
-        run=tap.run,
+        "feed",
+        tap.run,
+        [tap.stage],
         drain={Drain.ACKNOWLEDGE: stop},
-        progress=[tap.stage],
-        not_ready=tuple,
         gauges={
-            "indexer_feed_clients": feeds.clients,
+            "indexer_feed_clients": lambda: {
+                ("tap",): 0 if webhook is not None else tap.clients,
+                ("jetstream",): jetstream.subscribers,
+                ("webhook",): float(webhook is not None),
+            },
             "indexer_feed_oldest_unacknowledged_seconds": tap.oldest_unacknowledged_seconds,
             "indexer_feed_refused_events": lambda: len(tap.refused),
             "indexer_feed_set_aside_events": lambda: tap.set_aside,
         },
-        show=lambda _document: None,
     )
-    yield quiet_stage("jetstream reader", "feed", feeds.jetstream_reader.run, feeds.jetstream_reader.stage)
-    if feeds.webhook is not None:
-        yield quiet_stage("webhook", "feed", feeds.webhook.run, feeds.webhook.stage)
+    yield Stage("jetstream reader", "feed", jetstream.run, [jetstream.stage])
+    if webhook is not None:
+        yield Stage("webhook", "feed", webhook.run, [webhook.stage])
 
 
 def active_conditions(conditions: Conditions) -> Iterator[ReadinessReason]:
@@ -492,3 +451,9 @@ async def _save(daemon: "Daemon", _task: Task) -> None:
 
 def _or_nan(value: float | None) -> float:
     return math.nan if value is None else value
+
+
+async def _end(task: Task) -> None:
+    """Cancel the task of a stage, and wait for its end. The daemon raises its exception later."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -7,7 +7,7 @@ from time import monotonic, time
 from typing import NoReturn
 
 from indexer import __version__
-from indexer.app.stage import Stage
+from indexer.app.stages import Stage
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Database
 from indexer.db.periodic import DatabaseAttempt

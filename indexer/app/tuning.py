@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from indexer.app.clients import KEY_LOOKUP_TIMEOUT
 from indexer.db.open_gaps import REFRESH_SECONDS
 from indexer.live.batch_writer import WriterSettings
 from indexer.live.stream_continuity import PROOF_TIMEOUT
@@ -61,7 +62,7 @@ class Tuning:
     retry: float = 1.0
     proof_timeout: float = PROOF_TIMEOUT
     gap_refresh: float = REFRESH_SECONDS
-    key_lookup_timeout: float = 15.0
+    key_lookup_timeout: float = KEY_LOOKUP_TIMEOUT
     scope_interval: float = 1.0
     scope_settle: float = scope_backfill.SETTLE_SECONDS
     scope_rechecks: Sequence[float] = scope_backfill.RECHECK_SECONDS

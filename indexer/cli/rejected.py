@@ -213,7 +213,7 @@ async def replay_command(
 
     The exit code is 4 if an ID does not exist, otherwise 1 if a dead letter remains.
     """
-    from indexer.app.replay import open_replay  # noqa: PLC0415 - the other subcommands do not need it
+    from indexer.app.clients import open_replay  # noqa: PLC0415 - the other subcommands do not need it
 
     if [bool(numbers), reason is not None, feed].count(True) != 1 or (did is not None and not feed):
         raise click.UsageError("Give IDs, or --reason, or --feed with or without --did.")

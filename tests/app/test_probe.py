@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from indexer.app.stage import quiet_stage
-from indexer.app.stages import all_stages
+from indexer.app.stages import Stage, all_stages
 from indexer.app.status import DaemonProbe
 from indexer.concurrency import stage_progress
 from indexer.concurrency.stage_progress import StageProgress
@@ -22,7 +21,7 @@ def probe_of(
     daemon = fake_daemon(roles, **stages)
     listed = [
         *(replace(stage, progress=()) for stage in all_stages(daemon, ()) if stage.role in {None, *roles}),
-        *(quiet_stage(progress.name, None, None, progress) for progress in watched),
+        *(Stage(progress.name, None, None, [progress]) for progress in watched),
     ]
     return DaemonProbe(listed, daemon.database_monitor, daemon.shard_ownership, daemon.started_at)
 

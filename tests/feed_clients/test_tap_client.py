@@ -37,7 +37,7 @@ async def served(
     given = {"roles": "live,resync,feed", "http_bind": f"127.0.0.1:{port}", "admin_password": PASSWORD} | settings
     async with running_daemon(database, directory, network, **given) as daemon, daemon.stages.serve_http() as address:
         yield daemon, f"http://{address}"
-        await daemon.stages.feeds.tap_feed.stop()
+        await daemon.stages.tap_feed.stop()
 
 
 def final_texts(lines: Iterable[Line]) -> dict[str, dict[str, str]]:
@@ -116,7 +116,7 @@ async def test_tap_client_gets_all_events_in_order_through_restarts_of_both_side
 async def test_event_that_the_client_refuses_never_stops_others(database: str, tmp_path: Path) -> None:
     """A value with a CID of more than 128 characters is left out; what the handler refuses is set aside."""
     async with LocalNetwork() as network, served(database, tmp_path, network) as (daemon, url):
-        feed, db = daemon.stages.feeds, daemon.stages.db
+        feed, db = daemon.stages, daemon.stages.db
         feed.channel.retry_seconds = 0.5
         account, other = network.create_account("ada.test"), network.create_account("bob.test")
         async with node_process("tap_indexer.mjs", url, PASSWORD, "refused") as client:

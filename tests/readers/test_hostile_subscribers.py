@@ -129,7 +129,7 @@ async def test_network_that_has_all_websockets_gives_one_to_another(
             while b"your network has the most connections" not in received:
                 received += (piece := await loop.sock_recv(sockets[-1], 4_096))
                 assert piece, received
-            await until(lambda: daemon.stages.feeds.jetstream_reader.subscribers == 111)
+            await until(lambda: daemon.stages.jetstream_reader.subscribers == 111)
             replaced = {"X-Forwarded-For": "127.0.0.9"}
             async with session.ws_connect(f"http://{address}/subscribe", headers=replaced):
                 with pytest.raises(aiohttp.WSServerHandshakeError, match="503"):

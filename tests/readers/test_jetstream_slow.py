@@ -40,9 +40,9 @@ async def test_slow_subscriber_is_disconnected_with_a_reason_and_others_do_not_n
     database: str, db: Database, tmp_path: Path
 ) -> None:
     async with feed(database, tmp_path, roles="feed") as (daemon, address), AsyncExitStack() as stack:
-        daemon.stages.feeds.jetstream_reader.window = EventWindow(max_bytes=1_000_000, max_seconds=60.0)
+        daemon.stages.jetstream_reader.window = EventWindow(max_bytes=1_000_000, max_seconds=60.0)
         slow, fast = [await stack.enter_async_context(subscribed(address)) for _ in range(2)]
-        await until(lambda: daemon.stages.feeds.jetstream_reader.window.is_open)
+        await until(lambda: daemon.stages.jetstream_reader.window.is_open)
         for number in range(0, EVENTS, 10):
             await write_events(db, number, 10)
             assert await rkeys(fast, 10) == expected(number, number + 10)
@@ -68,7 +68,7 @@ async def test_subscriber_that_reads_nothing_is_disconnected(
         received, _ = await asyncio.gather(rkeys(fast, EVENTS), write_events(db))
         assert received == expected()
         await until(lambda: daemon.counter("feed_disconnections", kind="jetstream", reason="not-reading") == 1)
-        await until(lambda: daemon.stages.feeds.jetstream_reader.subscribers == 1)
+        await until(lambda: daemon.stages.jetstream_reader.subscribers == 1)
 
 
 async def test_pings_of_a_slow_subscriber_are_answered_between_events(
@@ -93,7 +93,7 @@ async def test_nothing_is_lost_in_an_outage_of_the_database(database: str, db: D
         feed(proxy.dsn, tmp_path, roles="feed") as (daemon, address),
         subscribed(address) as client,
     ):
-        await until(lambda: daemon.stages.feeds.jetstream_reader.window.is_open)
+        await until(lambda: daemon.stages.jetstream_reader.window.is_open)
         await write_events(db, 0, 5)
         assert await rkeys(client, 5) == expected(0, 5)
         proxy.refuse()
@@ -109,7 +109,7 @@ async def test_subscriber_after_an_outage_that_the_others_did_not_wait_for_gets_
 ) -> None:
     proxy = DatabaseProxy(database)
     async with proxy.serve(), feed(proxy.dsn, tmp_path, roles="feed") as (daemon, address):
-        reader = daemon.stages.feeds.jetstream_reader
+        reader = daemon.stages.jetstream_reader
         async with subscribed(address):
             await until(lambda: reader.window.is_open)
             proxy.refuse()

@@ -111,7 +111,7 @@ async def test_restart_repeats_only_what_was_not_acknowledged(database: str, tmp
             channel(other) as waiting,
         ):
             silent = asyncio.create_task(waiting.receive())
-            await first.stages.feeds.tap_feed.stop()
+            await first.stages.tap_feed.stop()
             assert summary(await silent) == summary(events[0])
             await waiting.acknowledge(events[0])
             await wait_until_delivered(second)
@@ -121,7 +121,7 @@ async def test_connection_ends_without_a_close_frame_when_the_daemon_stops(tap: 
     async with tap.channel() as client:
         tap.daemon.create_account("ada.test", records=1)
         event = await client.receive()
-        stopping = asyncio.create_task(tap.daemon.stages.feeds.tap_feed.stop())
+        stopping = asyncio.create_task(tap.daemon.stages.tap_feed.stop())
         await client.acknowledge(event)
         await stopping
         message = await client.websocket.receive(timeout=60)
@@ -132,7 +132,7 @@ async def test_connection_ends_without_a_close_frame_when_the_daemon_stops(tap: 
 
 
 async def test_client_that_acknowledges_nothing_does_not_fill_the_memory(tap: Tap) -> None:
-    feed = tap.daemon.stages.feeds.tap_feed
+    feed = tap.daemon.stages.tap_feed
     feed.max_unacknowledged = 10
     deliveries = await feed.deliveries()
     accounts = [tap.daemon.create_account(f"a{number}.test", records=4) for number in range(5)]
@@ -199,7 +199,7 @@ async def test_change_log_waits_for_no_consumer_before_the_first_client_connects
 
 async def test_first_client_gets_all_stored_records_although_the_log_was_trimmed(tap: Tap) -> None:
     """The session of the feed is lost in the middle of the snapshot, and records change meanwhile."""
-    tap.daemon.stages.feeds.tap_feed.max_unacknowledged = 8  # so that the snapshot has several pages
+    tap.daemon.stages.tap_feed.max_unacknowledged = 8  # so that the snapshot has several pages
     accounts = [tap.daemon.create_account(f"a{number}.test", records=5) for number in range(3)]
     await tap.daemon.wait_until_equal()
     await tap.daemon.execute("select setval('indexer.trimmed_seq', atproto.latest_seq())")
@@ -235,7 +235,7 @@ async def test_records_of_a_hidden_account_come_when_it_is_visible_again_and_not
     tap: Tap, *, trimmed: bool
 ) -> None:
     """Deletions come, and the session of the feed is lost."""
-    tap.daemon.stages.feeds.tap_feed.max_unacknowledged = 8  # so that what was set aside has several pages
+    tap.daemon.stages.tap_feed.max_unacknowledged = 8  # so that what was set aside has several pages
     hidden = tap.daemon.create_account("hidden.test", records=6)
     other = tap.daemon.create_account("other.test", records=1)
     await tap.daemon.wait_until_equal()
@@ -250,7 +250,7 @@ async def test_records_of_a_hidden_account_come_when_it_is_visible_again_and_not
         await tap.daemon.wait_for_cursor()
         await until(lambda: (other.did, f"{POST}/000") in paths(received))
         await wait_until_delivered(tap.daemon)
-        session = await tap.daemon.stages.feeds.tap_feed.deliveries()
+        session = await tap.daemon.stages.tap_feed.deliveries()
         assert len(await tap.daemon.execute(END_SESSION)) == 1
         await session.ended.wait()
     assert summaries(received, hidden) <= {
@@ -295,7 +295,7 @@ def uri_of_first_post(account: LocalAccount) -> str:
 
 async def test_event_that_a_client_never_acknowledges_is_reported_and_delays_only_its_own_repo(tap: Tap) -> None:
     async with AsyncExitStack() as stack:
-        tap.daemon.stages.feeds.channel.retry_seconds = 0.2
+        tap.daemon.stages.channel.retry_seconds = 0.2
         client = await stack.enter_async_context(tap.channel())
         refusing = tap.daemon.create_account("refusing.test", records=2)
         other = tap.daemon.create_account("other.test", records=0)
@@ -332,7 +332,7 @@ async def test_event_that_a_client_never_acknowledges_is_reported_and_delays_onl
 
 async def test_event_that_is_refused_for_too_long_is_set_aside_and_sent_again_on_request(tap: Tap) -> None:
     """The repo goes on, and nothing keeps the position of the feed."""
-    feed, db, conditions = tap.daemon.stages.feeds, tap.daemon.stages.db, tap.daemon.stages.conditions
+    feed, db, conditions = tap.daemon.stages, tap.daemon.stages.db, tap.daemon.stages.conditions
     feed.channel.retry_seconds = 0.2
     account = tap.daemon.create_account("refused.test", records=3)
     other = tap.daemon.create_account("other.test", records=0)
@@ -367,7 +367,7 @@ async def test_event_that_is_refused_for_too_long_is_set_aside_and_sent_again_on
 
 async def test_repo_that_fills_its_share_behind_a_refused_event_delays_no_other(tap: Tap) -> None:
     """The session of the feed is lost. Then each event comes once, in order."""
-    feed = tap.daemon.stages.feeds.tap_feed
+    feed = tap.daemon.stages.tap_feed
     feed.max_unacknowledged = 100
     filling = tap.daemon.create_account("filling.test", records=0)
     other = tap.daemon.create_account("other.test", records=0)
@@ -400,7 +400,7 @@ async def test_repo_that_fills_its_share_behind_a_refused_event_delays_no_other(
 
 async def test_feed_that_delivers_nothing_to_its_clients_is_not_ready(tap: Tap) -> None:
     """Repeated acknowledgements do not count, and a client that is gone is not waited for."""
-    tap.daemon.stages.feeds.tap_feed.stall_seconds = 0.5
+    tap.daemon.stages.tap_feed.stall_seconds = 0.5
     conditions = tap.daemon.stages.conditions
     account = tap.daemon.create_account("ada.test", records=1)
     other = tap.daemon.create_account("bob.test", records=0)
@@ -425,7 +425,7 @@ async def test_feed_that_delivers_nothing_to_its_clients_is_not_ready(tap: Tap) 
 
 
 async def test_repeated_acknowledgement_lets_no_event_wait_for_ever(tap: Tap) -> None:
-    tap.daemon.stages.feeds.channel.retry_seconds = 0.5
+    tap.daemon.stages.channel.retry_seconds = 0.5
     account = tap.daemon.create_account("ada.test", records=1)
     async with tap.channel() as client:
         [first] = await client.process(1)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 def retry_soon(daemon: RunningDaemon) -> None:
-    webhook = daemon.stages.feeds.webhook
+    webhook = daemon.stages.webhook
     assert webhook is not None
     webhook.first_retry, webhook.max_retry = 0.05, 0.2
 
@@ -70,7 +70,7 @@ async def test_event_is_sent_again_until_it_is_accepted_and_delays_only_its_own_
 async def test_repos_take_turns_at_a_slow_webhook(database: str, tmp_path: Path) -> None:
     """One repo has more changes than the window, and none of them is refused."""
     async with WebhookServer() as server, tap_daemon(database, tmp_path, webhook_url=server.url) as daemon:
-        daemon.stages.feeds.tap_feed.max_unacknowledged = 100
+        daemon.stages.tap_feed.max_unacknowledged = 100
         server.answering.clear()
         filling = daemon.create_account("filling.test", records=0)
         other = daemon.create_account("other.test", records=0)
@@ -94,7 +94,7 @@ async def test_event_that_a_webhook_refuses_forever_is_reported_apart_from_a_web
         tap_daemon(database, tmp_path, webhook_url=server.url, tuning=tuning) as daemon,
     ):
         retry_soon(daemon)
-        feed = daemon.stages.feeds.tap_feed
+        feed = daemon.stages.tap_feed
         feed.max_unacknowledged = 20
         server.status_of = lambda _event: 500
         refusing, *others = [daemon.create_account(f"a{number}.test", records=10) for number in range(4)]
