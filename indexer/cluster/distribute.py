@@ -18,10 +18,11 @@ of this program. A process that starts later reads the row, and ends (`indexer.d
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import NamedTuple
 
 import asyncpg
 from asyncpg import exceptions
@@ -33,7 +34,6 @@ from indexer.cluster.nodes import (
     load_nodes,
     notices,
 )
-from indexer.cluster.split_shards import WrittenBytes, cut_shards, load_shard_groups, plan_cuts
 from indexer.db.columns import Connection
 from indexer.db.database_errors import CONNECT_TIMEOUT, opening, unusable
 from indexer.db.distributed_tables import (
@@ -49,7 +49,7 @@ from indexer.db.placement import load_placement
 from indexer.db.schema_version import require_current_schema, require_ownership
 from indexer.db.shard_lock import FEED, open_lock, session_name
 from indexer.reasons import GapReason
-from indexer.sync.shard import BUCKETS, Shard
+from indexer.sync.shard import BUCKETS, HASH_ORDER, Shard
 from indexer.sync.stream import Gap, merged
 
 SHARDS_PER_NODE = 2
@@ -57,7 +57,6 @@ SHARDS_PER_NODE = 2
 live batches more expensive. A later call of the command can split the shards."""
 EVERYTHING = range(FEED.stop)
 """The positions of all buckets, and the feed, which belongs to one process, too."""
-PROGRESS_SECONDS = 1.0
 WAIT_SECONDS = 0.5
 MAX_WAIT_SECONDS = 30.0
 """Time to wait for another call of this command. If it was killed, its sessions end within a few seconds."""
@@ -81,7 +80,8 @@ RECOVERY, RECOVERY_SECONDS = "citus.recover_2pc_interval", 2
 """A setting of the coordinator: how often Citus completes interrupted commits. Its default is a minute."""
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with the name of the step, and with the number of bytes that are distributed or cut, and of all."""
+"""Called when a step begins or ends, with its name, and with the number of bytes that are distributed or cut, and of
+all. `pg_stat_progress_copy` shows how much of the present table was copied."""
 
 _SESSION = {
     "application_name": session_name(EVERYTHING),
@@ -90,16 +90,14 @@ _SESSION = {
     "idle_in_transaction_session_timeout": "0",
     "client_connection_check_interval": "2s",  # a statement ends soon after this process was killed
 }
-_OF_COMMAND = [session_name(EVERYTHING), "indexer distribute progress"]
-_PROGRESS_SESSION = _SESSION | {"application_name": "indexer distribute progress"}
 
 # Of two calls of this command, the one that began later waits for the other one.
 _OTHER_SESSIONS = """
     select format('session %s from %s', a.pid, coalesce(host(a.client_addr), 'this machine')) as name,
-        a.application_name = any($1::text[]) as is_command
+        a.application_name = $1 as is_command
     from pg_stat_activity a join pg_stat_activity own on own.pid = pg_backend_pid()
     where a.datname = current_database() and a.pid <> own.pid and a.application_name ~ '^indexer( |$)' and (
-        a.application_name <> all($1::text[])
+        a.application_name <> $1
         or coalesce((a.backend_start, a.pid) < (own.backend_start, own.pid), true)
     )
 """
@@ -137,13 +135,6 @@ _NEVER_ANALYZED = """
     select relname::text from pg_class
     where relnamespace = 'indexer'::regnamespace and relname = any($1::text[]) and reltuples < 0
 """
-_COPIED = """
-    select coalesce(sum(result::bigint), 0)::bigint from run_command_on_all_nodes($command$
-        select coalesce(sum(tuples_processed), 0) from pg_stat_progress_copy where datid = (
-            select oid from pg_database where datname = current_database()
-        ) and command = 'COPY FROM'
-    $command$) where success
-"""
 _RECOVERY_INTERVAL = f"select setting::int from pg_settings where name = '{RECOVERY}'"
 # An earlier call may have left prepared transactions. Without the privilege, Citus completes them a little later.
 _MAY_COMPLETE_PREPARED = "select has_function_privilege('recover_prepared_transactions()', 'execute')"
@@ -165,6 +156,50 @@ _COMMANDS = """
         or exists (select from command, daemon where not has_function_privilege(grantee, oid, 'execute'))
 """
 _COMPLETE_PREPARED = "select recover_prepared_transactions()"
+_GROUPS = f"""
+    select shardid as id, shardminvalue::int as lowest, shardmaxvalue::int as highest, nodeid as node
+    from pg_dist_shard join pg_dist_placement using (shardid) join pg_dist_node using (groupid)
+    where logicalrelid = 'indexer.{FIRST}'::regclass and noderole = 'primary' order by shardminvalue::int
+"""
+_SHARD_SIZES = """
+    select shardminvalue::int as lowest, sum(shard_size)::bigint as size
+    from pg_dist_shard join citus_shards using (shardid)
+    where logicalrelid = any($1::text[]::regclass[]) group by 1
+"""
+_HASHES = "select bucket, worker_hash(bucket::smallint) from generate_series(0, $1 - 1) bucket order by 2"
+_SPLIT = "select citus_split_shard_by_split_points($1, $2::text[], $3::int[], 'block_writes')"
+
+
+class ShardGroup(NamedTuple):
+    """The shards of all distributed tables that have the same buckets.
+
+    Attributes:
+        id: The shard of the first table.
+        lowest: The lowest hash of a bucket in it.
+        highest: The highest hash.
+        node: The node that has it.
+    """
+
+    id: int
+    lowest: int
+    highest: int
+    node: int
+
+
+class Cut(NamedTuple):
+    """A shard group that is to be cut.
+
+    Attributes:
+        group: The shard group.
+        ends: The highest hash of each part except for the last one.
+        nodes: The node of each part.
+        size: The bytes of the shards with their indexes.
+    """
+
+    group: ShardGroup
+    ends: list[int]
+    nodes: list[int]
+    size: int
 
 
 @dataclass(slots=True)
@@ -203,21 +238,21 @@ async def distribute(dsn: str, shards: int | None, on_progress: OnProgress) -> D
         DatabaseError: A node is unavailable.
     """
     with opening(dsn):
-        async with _session(dsn, _SESSION) as connection:
+        async with _session(dsn) as connection:
             try:
                 nodes = await load_nodes(connection)
                 check_nodes(nodes)
                 await require_current_schema(dsn)
                 await require_ownership(dsn)
                 async with _owning_everything(connection):
-                    return await _Command(dsn, connection, nodes, on_progress).run(shards)
+                    return await _Command(connection, nodes, on_progress).run(shards)
             except UnsuitableClusterError as error:
                 raise unusable(dsn, str(error)) from error
 
 
 @asynccontextmanager
-async def _session(dsn: str, settings: dict[str, str]) -> AsyncIterator[asyncpg.Connection]:
-    connection = await asyncpg.connect(dsn, timeout=CONNECT_TIMEOUT, server_settings=settings)
+async def _session(dsn: str) -> AsyncIterator[asyncpg.Connection]:
+    connection = await asyncpg.connect(dsn, timeout=CONNECT_TIMEOUT, server_settings=_SESSION)
     try:
         yield connection
     finally:
@@ -250,7 +285,7 @@ async def _wait_until_alone(connection: Connection) -> None:
         UnsuitableClusterError: There is a session of a daemon or of another command, or an earlier call goes on.
     """
     ends = monotonic() + MAX_WAIT_SECONDS
-    while others := await connection.fetch(_OTHER_SESSIONS, _OF_COMMAND):
+    while others := await connection.fetch(_OTHER_SESSIONS, session_name(EVERYTHING)):
         if monotonic() > ends or not all(session["is_command"] for session in others):
             names = "; ".join(session["name"] for session in others)
             raise UnsuitableClusterError(f"stop the daemons and commands that use it first: {names}")
@@ -293,11 +328,44 @@ async def _merge_cursors(connection: Connection, every: str) -> None:
             await open_gap(connection, Gap(relay, every, GapReason.SEQUENCE_RESTARTED))
 
 
+async def _load_shard_groups(connection: Connection) -> list[ShardGroup]:
+    """Return the shard groups of the database, in the order of their hashes."""
+    return [ShardGroup(*row) for row in await connection.fetch(_GROUPS)]
+
+
+async def _plan_cuts(
+    connection: Connection, groups: Sequence[ShardGroup], shards: int, nodes: Sequence[ClusterNode]
+) -> list[Cut]:
+    """Return the cuts after which each table has this number of shards.
+
+    The parts of a shard stay on its node. If there is only one shard, it is divided among the nodes.
+
+    Raises:
+        UnsuitableClusterError: This version of Citus orders the buckets in another way.
+    """
+    if len(groups) >= shards:
+        return []
+    order, hashes = zip(*await connection.fetch(_HASHES, BUCKETS), strict=True)
+    if order != HASH_ORDER:
+        raise UnsuitableClusterError("this version of Citus orders the buckets in another way than this program")
+    ends = [hashes[number * BUCKETS // shards - 1] for number in range(1, shards)]
+    tables = [f"indexer.{table}" for table in DISTRIBUTED]
+    sizes = {row["lowest"]: row["size"] for row in await connection.fetch(_SHARD_SIZES, tables)}
+    cuts = []
+    for group in groups:
+        inside = [end for end in ends if group.lowest <= end < group.highest]
+        parts = [group.node] * (len(inside) + 1)
+        if len(groups) == 1:
+            parts = [nodes[number * len(nodes) // shards].id for number in range(shards)]
+        if inside:
+            cuts.append(Cut(group, inside, parts, sizes[group.lowest]))
+    return cuts
+
+
 class _Command:
     """One call of the command, which owns all buckets."""
 
-    def __init__(self, dsn: str, connection: Connection, nodes: Sequence[ClusterNode], on_progress: OnProgress) -> None:
-        self._dsn = dsn
+    def __init__(self, connection: Connection, nodes: Sequence[ClusterNode], on_progress: OnProgress) -> None:
         self._connection = connection
         self._nodes = [node for node in nodes if node.holds_shards]
         self._on_progress = on_progress
@@ -332,7 +400,7 @@ class _Command:
 
     async def _reopen(self, shards: int) -> asyncpg.Record:
         """Store another number of shards: more than there are, or as many again if none was cut since."""
-        existing = len(await load_shard_groups(self._connection))
+        existing = len(await _load_shard_groups(self._connection))
         if shards < existing:
             raise UnsuitableClusterError(f"its tables have {existing} shards, and shards cannot be joined")
         [row] = await self._connection.fetch(_REOPEN_WITH_SHARDS, shards)
@@ -400,19 +468,23 @@ class _Command:
         waiting = await waiting_tables(self._connection)
         if FIRST in waiting:
             await self._connection.execute(_DISTRIBUTE_FIRST)
-        groups = await load_shard_groups(self._connection)
-        cuts = await plan_cuts(self._connection, groups, shards, self._nodes)
+        groups = await _load_shard_groups(self._connection)
+        cuts = await _plan_cuts(self._connection, groups, shards, self._nodes)
         if len(waiting) >= len(DISTRIBUTED) - 1:  # only the first table is distributed
             for cut in cuts:
-                await cut_shards(self._connection, cut)
+                await self._cut(cut)
             return None
         total, done = sum(cut.size for cut in cuts), 0
         for number, cut in enumerate(cuts, 1):
-            step = f"shard {number} of {len(cuts)}"
-            async with self._progress(step, done, cut.size, total, WrittenBytes().count):
-                await cut_shards(self._connection, cut)
+            self._on_progress(f"shard {number} of {len(cuts)}", done, total)
+            await self._cut(cut)
             done += cut.size
+            self._on_progress(f"shard {number} of {len(cuts)}", done, total)
         return len(groups) if cuts else None
+
+    async def _cut(self, cut: Cut) -> None:
+        """Cut the shards of a group in one transaction."""
+        await self._connection.execute(_SPLIT, cut.group.id, [str(end) for end in cut.ends], cut.nodes)
 
     async def _sizes(self) -> dict[str, tuple[int, int]]:
         """Return size in bytes and estimated number of rows of each table that is not distributed yet."""
@@ -425,65 +497,10 @@ class _Command:
         """Distribute the tables with these sizes, with their rows, and delete all rows that were copied."""
         total, moved = sum(size for size, _ in sizes.values()), 0
         for table in DISTRIBUTED:
-            size, rows = sizes.get(table, (0, 0))
+            size, _ = sizes.get(table, (0, 0))
             if table in sizes and table != FIRST:
-                async with self._progress(table, moved, size, total, _copied_bytes(size, rows)):
-                    await distribute_table(self._connection, table)
+                self._on_progress(table, moved, total)
+                await distribute_table(self._connection, table)
+                self._on_progress(table, moved + size, total)
             moved += size
             await delete_local_rows(self._connection, table)
-
-    @asynccontextmanager
-    async def _progress(
-        self, step: str, done: int, size: int, total: int, count: Callable[[Connection], Awaitable[int]]
-    ) -> AsyncIterator[None]:
-        """Report the progress of the block.
-
-        Args:
-            step: The name of the step.
-            done: The bytes of the steps before.
-            size: The bytes of the step.
-            total: The bytes of all steps.
-            count: Returns how many bytes of the step are done, about.
-        """
-        self._on_progress(step, done, total)
-
-        ended = asyncio.Event()
-
-        async def report() -> None:
-            if await _happens(ended, PROGRESS_SECONDS):
-                return
-            async with _session(self._dsn, _PROGRESS_SESSION) as connection:
-                while not ended.is_set():
-                    counted = await count(connection)
-                    self._on_progress(step, done + min(size, counted), total)
-                    await _happens(ended, PROGRESS_SECONDS)
-
-        task = asyncio.create_task(report(), name=f"progress of {step}")
-        try:
-            yield
-        finally:
-            # Canceled only if a node does not answer: each canceled query is an error in the log of the server.
-            ended.set()
-            await asyncio.wait([task], timeout=CONNECT_TIMEOUT)
-            task.cancel()
-            await asyncio.wait([task])
-        self._on_progress(step, done + size, total)
-
-
-async def _happens(event: asyncio.Event, seconds: float) -> bool:
-    """Wait for an event; return False if it has not happened within this time."""
-    try:
-        async with asyncio.timeout(seconds):
-            return await event.wait()
-    except TimeoutError:
-        return False
-
-
-def _copied_bytes(size: int, rows: int) -> Callable[[Connection], Awaitable[int]]:
-    """Return a function that estimates how many bytes of a table of this size have arrived in its shards."""
-
-    async def count(connection: Connection) -> int:
-        copied: int = await connection.fetchval(_COPIED)
-        return size * copied // max(rows, 1)
-
-    return count
