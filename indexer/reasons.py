@@ -20,10 +20,7 @@ class DescribedEnum(StrEnum):
 class Rejection(DescribedEnum):
     """Why a message or an export is rejected by its own fault. Except for `STORE_FAILED`, this changes nothing."""
 
-    FRAME_TOO_LARGE = (
-        "frame-too-large",
-        "The websocket message has too many bytes or items.",
-    )
+    FRAME_TOO_LARGE = "frame-too-large", "The websocket message has too many bytes or items."
     FRAME_MALFORMED = "frame-malformed", "The message is not a header and a map in DAG-CBOR."
     FIELD_INVALID = "field-invalid", "A required field is missing or invalid."
     SEQ_NOT_INCREASING = "seq-not-increasing", "The sequence number is below the previous one."
@@ -72,10 +69,7 @@ class Desync(DescribedEnum):
         "status-unknown",
         "The relay does not list the account, and its hosting status could not be fetched.",
     )
-    WITHHELD = (
-        "withheld",
-        "The relay does not pass on the account, for a trouble of its own.",
-    )
+    WITHHELD = "withheld", "The relay does not pass on the account, for a trouble of its own."
     SCOPE_WIDENED = "scope-widened", "Collections were added to the scope."
     ERASED = "erased", "The records were erased: the account or its DID stayed deleted, or the repo was untracked."
     STORE_FAILED = "store-failed", "The database could not store the effects of a message."
@@ -100,15 +94,9 @@ class FetchFailure(DescribedEnum):
     REPO_DEACTIVATED = "repo-deactivated", "The owner of the repo has deactivated it."
     IDENTITY_MISSING = "identity-missing", "The DID does not exist, or its document has no usable key or PDS."
     IDENTITY_GONE = "identity-gone", "The directory does not know the DID, or has tombstoned it."
-    IDENTITY_DOUBTFUL = (
-        "identity-doubtful",
-        "The directory denies a DID that it knew before, and is asked again.",
-    )
+    IDENTITY_DOUBTFUL = "identity-doubtful", "The directory denies a DID that it knew before, and is asked again."
     IDENTITY_UNAVAILABLE = "identity-unavailable", "The directory could not be queried."
-    NEW_ACCOUNTS = (
-        "new-accounts",
-        "The host's domain has more new accounts than INDEXER_NEW_ACCOUNTS_PER_HOST allows.",
-    )
+    NEW_ACCOUNTS = "new-accounts", "The host's domain has more new accounts than INDEXER_NEW_ACCOUNTS_PER_HOST allows."
     EXPORT_REJECTED = "export-rejected", "The export broke a rule; the reason follows."
     EXPORT_INCOMPLETE = "export-incomplete", "The export was cut off, or lacks tree nodes."
     EXPORT_LACKS_RECORDS = "export-lacks-records", "The export lacks only blocks of records."
@@ -157,14 +145,8 @@ class GapReason(DescribedEnum):
     CURSOR_OUTDATED = "cursor-outdated", "The relay no longer has all messages after the cursor."
     CURSOR_RESET = "cursor-reset", "An operator has reset the cursor (`indexer cursor reset`)."
     CURSOR_UNPROVEN = "cursor-unproven", "The relay sent neither the message at the cursor again nor a later one."
-    NO_CURSOR = (
-        "no-cursor",
-        "The stream was entered without a usable cursor of this relay.",
-    )
-    SEQUENCE_RESTARTED = (
-        "sequence-restarted",
-        "The relay started a new sequence of numbers.",
-    )
+    NO_CURSOR = "no-cursor", "The stream was entered without a usable cursor of this relay."
+    SEQUENCE_RESTARTED = "sequence-restarted", "The relay started a new sequence of numbers."
 
 
 class OmittedValue(DescribedEnum):

@@ -10,7 +10,7 @@ import math
 import shutil
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic, time
 from typing import Any
@@ -152,10 +152,13 @@ async def open_daemon(
 ScopeTask = ScopeNarrowing | ScopeUntracking | ScopeBackfill | SignalDiscovery
 
 
+@dataclass(eq=False)
 class Daemon:
     """The stages of one process.
 
     Attributes:
+        others: Stages of the process that run outside the daemon.
+        webhook_client: The client for the webhook; None if the settings name none.
         probe: The state of the stages, for the health checks.
         status: The document of the status page.
         history: The samples of the status page.
@@ -163,45 +166,40 @@ class Daemon:
         started_at: When it was built (monotonic seconds).
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        db: Database,
-        identities: IdentityCache,
-        pds: PdsClient,
-        outbound: OutboundClient,
-        metrics: Metrics,
-        core: Core,
-        tuning: Tuning,
-        others: Sequence[StageProgress] = (),
-        webhook: OutboundClient | None = None,
-    ) -> None:
-        self.settings = settings
-        self.tuning = tuning
+    settings: Settings
+    db: Database
+    identities: IdentityCache
+    pds: PdsClient
+    outbound: OutboundClient
+    metrics: Metrics
+    core: Core
+    tuning: Tuning
+    others: Sequence[StageProgress]
+    webhook_client: OutboundClient | None
+
+    def __post_init__(self) -> None:
+        """Build the stages."""
+        settings, db = self.settings, self.db
         self._shard = settings.shard.placed(db.placement)
-        self.db = db
-        self.identities = identities
-        self.hosts = outbound.hosts
-        self.metrics = metrics
-        self.core = core
+        self.hosts = self.outbound.hosts
         self.conditions = Conditions()
         self.started_at = monotonic()
-        self.scope = CurrentScope(db, settings.policy, poll=tuning.scope_interval)
-        self._build_live_stages(outbound)
-        self._build_resync_stages(pds)
-        self._build_background_stages(outbound, pds)
-        self._build_feeds(webhook)
+        self.scope = CurrentScope(db, settings.policy, poll=self.tuning.scope_interval)
+        self._build_live_stages()
+        self._build_resync_stages()
+        self._build_background_stages()
+        self._build_feeds()
         self._build_monitors()
-        stages = all_stages(self, others)
+        stages = all_stages(self, self.others)
         self._stages = [stage for stage in stages if stage.role is None or stage.role in settings.roles]
         self.probe = DaemonProbe(self._stages, self.database_monitor, self.shard_ownership, self.started_at)
         self.status = StatusReader(
             db, self._stages, self.probe, self.database_monitor, str(self._shard), settings.roles
         )
         for gauges in (self.probe.gauges(), self._process_gauges(), *(stage.gauges for stage in stages)):
-            metrics.watch(gauges)
+            self.metrics.watch(gauges)
 
-    def _build_live_stages(self, outbound: OutboundClient) -> None:
+    def _build_live_stages(self) -> None:
         settings, shard, tuning = self.settings, self._shard, self.tuning
         new_accounts = settings.new_accounts_per_host / shard.count
         self.new_accounts = NewAccounts(new_accounts)
@@ -234,7 +232,7 @@ class Daemon:
         )
         self.reconciliation = Reconciliation(
             self.db,
-            outbound,
+            self.outbound,
             self.metrics,
             self.open_gaps,
             self._repo_list_sources,
@@ -266,7 +264,7 @@ class Daemon:
             self.core,
         )
 
-    def _build_resync_stages(self, pds: PdsClient) -> None:
+    def _build_resync_stages(self) -> None:
         settings, shard = self.settings, self._shard
         relay = http_origin(settings.relays[0])
         sources = [relay if source == "relay" else None for source in settings.resync_source]
@@ -276,7 +274,7 @@ class Daemon:
             ResyncAttempts(
                 Applies(self.db, self.metrics, self.conditions),
                 self.identities,
-                pds,
+                self.pds,
                 lambda: self.scope.policy,
                 self.metrics,
                 sources,
@@ -302,7 +300,7 @@ class Daemon:
             may_forget=lambda: self.scope.scope.track is not Track.LISTED,
         )
 
-    def _build_background_stages(self, outbound: OutboundClient, pds: PdsClient) -> None:
+    def _build_background_stages(self) -> None:
         settings, shard, tuning = self.settings, self._shard, self.tuning
         self.identity_refresh = IdentityRefresh(
             self.db, self.identities, settings.deletion_grace, shard, interval=tuning.identity_refresh_interval
@@ -310,13 +308,13 @@ class Daemon:
         self.account_erasure = AccountErasure(
             self.db,
             self.identities,
-            pds,
+            self.pds,
             settings.deletion_grace,
             shard,
             self.metrics,
             interval=tuning.erasure_interval,
         )
-        self.scope_tasks = self._scope_tasks(outbound)
+        self.scope_tasks = self._scope_tasks()
         self.links = LinkReader(self.db, wanted=settings.links)
         self.change_log_retention = ChangeLogRetention(
             self.db,
@@ -330,14 +328,14 @@ class Daemon:
         self.handle_checks: HandleChecks | None = None
         if settings.handle_rate:
             handles = HandleVerifier(
-                outbound,
+                self.outbound,
                 settings.dns_servers,
                 allow_private_hosts=settings.allow_private_hosts,
                 on_lookup=self.metrics.identity_lookup,
             )
             self.handle_checks = HandleChecks(self.db, handles, shard, rate=settings.handle_rate)
 
-    def _scope_tasks(self, outbound: OutboundClient) -> dict[str, ScopeTask]:
+    def _scope_tasks(self) -> dict[str, ScopeTask]:
         """Return the tasks that delete what left the scope, and find and fetch what entered it, by name."""
         shard, db, scope, tuning = self._shard, self.db, self.scope, self.tuning
         interval, settle, sources = tuning.scope_interval, tuning.scope_settle, self._repo_list_sources
@@ -355,7 +353,7 @@ class Daemon:
             ),
             "scope backfill": ScopeBackfill(
                 db,
-                outbound,
+                self.outbound,
                 scope,
                 sources,
                 shard,
@@ -368,13 +366,13 @@ class Daemon:
         }
         if shard.index == 0:  # the lists are of all shards
             tasks["signal discovery"] = SignalDiscovery(
-                db, outbound, scope, sources, self._reconciled_at, interval=interval, settle=settle
+                db, self.outbound, scope, sources, self._reconciled_at, interval=interval, settle=settle
             )
         return tasks
 
-    def _build_feeds(self, client: OutboundClient | None) -> None:
-        """Build what the role `feed` runs. `client` is that of the webhook; None if the settings name none."""
-        settings, db = self.settings, self.db
+    def _build_feeds(self) -> None:
+        """Build what the role `feed` runs."""
+        settings, db, client = self.settings, self.db, self.webhook_client
         limits = RefusalLimits.below(settings.consumer_lag_limit)
         self.tap_feed = TapFeed(db, self.conditions, self.metrics, limits, one_per_repo=client is not None)
         self.channel = Channel(self.tap_feed, self.metrics)
@@ -391,9 +389,7 @@ class Daemon:
         yield from TapRoutes(self.db, self.identities).routes(access)
         yield web.get("/channel", access.guard(self.channel.connect if self.webhook is None else refuse_channel))
         values_stored = self.settings.store_values
-        yield from JetstreamRoutes(
-            self.db, self.jetstream_reader, self.metrics, values_stored=values_stored
-        ).routes()
+        yield from JetstreamRoutes(self.db, self.jetstream_reader, self.metrics, values_stored=values_stored).routes()
 
     def _build_monitors(self) -> None:
         self.repo_counts = DaemonCounts(self.db, self.metrics, self.tuning.count_interval, self.tuning.max_count_share)

@@ -102,12 +102,8 @@ def all_stages(daemon: "Daemon", others: Iterable[StageProgress]) -> list[Stage]
 
 def _common(daemon: "Daemon") -> Iterator[Stage]:
     """Yield the stages of every process."""
-    conditions, counts, hosts, retention = (
-        daemon.conditions,
-        daemon.repo_counts,
-        daemon.hosts,
-        daemon.change_log_retention,
-    )
+    conditions, counts, hosts = daemon.conditions, daemon.repo_counts, daemon.hosts
+    retention, host_states = daemon.change_log_retention, StageProgress("host states")
 
     def show_lagging(document: StatusDocument) -> None:
         document.delivery.lagging = [short(name) for name in retention.lagging[:MAX_ROWS]]
@@ -129,7 +125,6 @@ def _common(daemon: "Daemon") -> Iterator[Stage]:
     yield Stage("event loop delay", None, partial(measure_delays, daemon.metrics.event_loop_delay.observe))
     yield Stage("status samples", None, daemon.history.run, show=daemon.history.show)
     yield Stage("repo counts", None, counts.run, [counts.stage], show=partial(show_repos, counts.newest))
-    host_states = StageProgress("host states")
     yield Stage(
         "host states",
         None,
@@ -165,14 +160,14 @@ def _live(daemon: "Daemon") -> Iterator[Stage]:
         if ownership.last_error:
             yield ReadinessReason("shard-lock", ownership.last_error, seconds_since(ownership.waits_since))
 
-    def show_inbox(document: StatusDocument) -> None:
-        document.stream.unsettled_messages, document.stream.unsettled_bytes = inbox.unsettled, inbox.unsettled_bytes
-
-    def show_lookups(document: StatusDocument) -> None:
-        document.stream.waiting_for_keys = len(lookups)
-
-    def show_writer(document: StatusDocument) -> None:
-        document.stream.seq, document.stream.lag_seconds = position.watermark.position, writer.lag
+    def show_stream(document: StatusDocument) -> None:
+        stream, connection = document.stream, subscription.connection
+        last_message = max(consumer.last_message.values(), default=None)
+        stream.relay = None if connection is None else short(connection.relay)
+        stream.silent_seconds = None if last_message is None else monotonic() - last_message
+        stream.unsettled_messages, stream.unsettled_bytes = inbox.unsettled, inbox.unsettled_bytes
+        stream.waiting_for_keys = len(lookups)
+        stream.seq, stream.lag_seconds = position.watermark.position, writer.lag
 
     def writer_reasons() -> Iterator[ReadinessReason]:
         if daemon.database_monitor.answering_since is not None:  # else, one reason says it
@@ -197,7 +192,7 @@ def _live(daemon: "Daemon") -> Iterator[Stage]:
                 (relay,): monotonic() - consumer.last_message.get(relay, math.nan) for relay in relays
             },
         },
-        show=partial(_show_stream, subscription, consumer),
+        show=show_stream,
     )
     yield Stage(
         "inbox",
@@ -208,7 +203,6 @@ def _live(daemon: "Daemon") -> Iterator[Stage]:
             "indexer_queue_bytes": lambda: inbox.unsettled_bytes,
             "indexer_queue_messages": lambda: inbox.unsettled,
         },
-        show=show_inbox,
     )
     yield Stage(
         "key lookups",
@@ -217,7 +211,6 @@ def _live(daemon: "Daemon") -> Iterator[Stage]:
         [lookups.stage],
         drain={Drain.CLOSE: lambda _task: lookups.close()},
         gauges={"indexer_key_waiting_messages": lambda: len(lookups)},
-        show=show_lookups,
     )
     yield Stage(
         "batch writer",
@@ -232,7 +225,6 @@ def _live(daemon: "Daemon") -> Iterator[Stage]:
                 {(position.relay,): _or_nan(writer.cursor_age)} if position.relay else {}
             ),
         },
-        show=show_writer,
     )
 
 
@@ -429,12 +421,6 @@ def _show_hosts(hosts: HostLimits, document: StatusDocument) -> None:
     worst = sorted(found.values(), key=lambda state: (-state.consecutive_failures, state.host))
     document.hosts_in_trouble = len(worst)
     document.hosts = [host_status(state, document.time) for state in worst[:MAX_ROWS]]
-
-
-def _show_stream(subscription: Subscription, consumer: FirehoseConsumer, document: StatusDocument) -> None:
-    last_message = max(consumer.last_message.values(), default=None)
-    document.stream.relay = None if subscription.connection is None else short(subscription.connection.relay)
-    document.stream.silent_seconds = None if last_message is None else monotonic() - last_message
 
 
 async def _settle(inbox: Inbox, seconds: float, task: Task) -> None:
