@@ -120,13 +120,6 @@ class RunningDaemon:
         await until(synchronized)
         await self.wait_until_equal()
 
-    async def assert_no_silent_loss(self, account: LocalAccount) -> None:
-        """Assert that the last commit is stored or that the repo is marked as incomplete; a resync must complete it."""
-        await self.wait_for_cursor()
-        row = await self.repo_row(account)
-        assert row["rev"] == account.rev or row["sync_status"] != "synchronized", await self.dead_letters()
-        await self.resync_until_equal(account)
-
     async def execute(self, statement: str, *values: Any) -> list[asyncpg.Record]:
         return await fetch(self.dsn, statement, *values)
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 from time import process_time, time
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,6 @@ from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_pds import CAR_TYPE, GET_REPO
 from indexer.demo.reference_tree import height
 from indexer.errors import UnavailableError, UpstreamError
-from indexer.net.http import Timeouts
 from indexer.sync.verify import Snapshot, verify_snapshot
 from tests.daemon.crafted_exports import (
     INVALID_EXPORTS,
@@ -28,7 +26,6 @@ from tests.daemon.crafted_exports import (
 )
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
 from tests.database_checks import assert_change_log_consistent
-from tests.quick_tuning import QUICK
 from tests.sync.signing_account import SigningAccount
 from tests.waiting import until
 
@@ -258,33 +255,6 @@ async def test_record_missing_in_two_exports_is_stored_without_value_and_complet
         )
         assert tuple(action) == ("update", False)
         assert await daemon.db.resyncs.request_missing_values(range(256), 0.0, time() + 1) == 0
-
-
-SLOW: dict[str, tuple[dict[str, Any], Timeouts, str]] = {
-    "over the maximum time": ({"export_time": "500ms"}, Timeouts(), ": TimeoutError"),
-    "silent": ({}, Timeouts(read=3.0), ""),
-}
-"""Settings, timeouts, and a part of the error."""
-
-
-@pytest.mark.proof("daemon")
-@pytest.mark.parametrize("name", SLOW)
-async def test_export_slower_than_the_limit_is_aborted_and_retried(database: str, tmp_path: Path, name: str) -> None:
-    settings, timeouts, error = SLOW[name]
-    tuning = replace(QUICK, timeouts=timeouts)
-    async with running_daemon(database, tmp_path, tuning=tuning, resync_source="pds", **settings) as daemon:
-        account = daemon.create_account("ada.test", records=20)
-        await daemon.wait_until_equal()
-        before = await daemon.record_rows(account)
-        if name == "silent":
-            account.pds.faults.append(Fault(GET_REPO, hang=True))
-        else:
-            slow_down_export(account)
-        daemon.lose_commit(account)
-        await daemon.wait_for_counter("resync", result="timeout")
-        assert error in (await daemon.repo_row(account))["last_error"]
-        assert await daemon.record_rows(account) == before
-        await daemon.resync_until_equal(account)
 
 
 @pytest.mark.proof("daemon")

@@ -1,10 +1,9 @@
 """Dead letters: shown and replayed with `indexer rejected`, by a process beside the daemon."""
 
 import asyncio
-import json
 import sys
 from asyncio.subprocess import PIPE
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from tests.daemon.running_daemon import (
     publish_key_silently,
     running_daemon,
 )
-from tests.daemon.test_keys import forged_commit
 from tests.daemon_process import daemon_environment
 from tests.database_checks import assert_change_log_consistent
 
@@ -84,40 +82,3 @@ async def test_dead_letters_are_applied_by_a_replay_when_their_cause_is_gone(dat
         await daemon.wait_for_cursor()
         assert daemon.export_requests == 0
         await assert_change_log_consistent(database)
-
-
-@pytest.mark.proof("daemon")
-async def test_replay_reports_an_outcome_for_each_dead_letter(database: str, tmp_path: Path) -> None:
-    """One is older than the stored head, one is forged, and the frame of one is stored only in part."""
-    async with running_daemon(database, tmp_path, narrow={"commit_ops": 2}) as daemon:
-        command = RejectedCommand(daemon.network, database, tmp_path)
-        account, other = daemon.create_account("ada.test"), daemon.create_account("bob.test")
-        await daemon.wait_until_equal()
-        account.apply_writes([Write.create(f"{POST}/{n}", post(n)) for n in range(3)])
-        now = daemon.network.clock.now()
-        daemon.inject("#commit", commit_payload(other.did, forged_commit(daemon, other), now))
-        large = replace(forged_commit(daemon, other), blocks=bytes(200_000))
-        daemon.inject("#commit", commit_payload(other.did, large, now))
-        await daemon.wait_for_cursor()
-        superseded, invalid, truncated = await dead_letter_ids(daemon)
-
-        await daemon.db.repos.request_resyncs([account.did])
-        await daemon.wait_until_equal()
-        before = await daemon.execute("select * from indexer.repo order by did")
-        code, lines = await command("replay", truncated, invalid, superseded, "77")
-        assert code == 4
-        assert [line.split("  ")[:2] for line in lines] == [
-            [superseded, "replayed"],
-            [invalid, "rejected"],
-            [truncated, "untried"],
-            ["77", "unknown"],
-        ]
-        assert "the stored frame is incomplete" in lines[2]
-        assert await dead_letter_ids(daemon) == [invalid, truncated]
-        assert await daemon.execute("select * from indexer.repo order by did") == before
-        await assert_change_log_consistent(database)
-
-        _, [shown] = await command("show", truncated, "--json")
-        report = json.loads(shown)
-        assert (report["complete"], report["frame_bytes"], report["payload"]) == (False, 100_000, None)
-        assert "a map with the keys 't', 'op', then" in report["unreadable"]

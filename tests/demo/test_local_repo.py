@@ -16,9 +16,8 @@ from indexer.atproto.mst import NetOp, Verdict, invert
 from indexer.atproto.mst.node import EMPTY_TREE
 from indexer.demo.dag_cbor import encode
 from indexer.demo.local_repo import LocalChange, LocalRepo, Record, Write
-from indexer.demo.reference_tree import ReferenceNode, ReferenceTree
 from indexer.demo.tid_clock import TidClock
-from tests.demo.independent_decoder import cid_from_text, decode_all, decode_car, decode_records
+from tests.demo.independent_decoder import decode_all, decode_car, decode_records
 from tests.profiles import scaled
 
 DID = "did:plc:aaaaaaaaaaaaaaaaaaaaaaaa"
@@ -117,39 +116,3 @@ def test_inverting_any_commit_gives_previous_tree(batches: list[list[tuple[str, 
         _, blocks = decode_car(change.blocks)
         assert {write.block for write in writes if write.block} <= set(blocks.values())
         assert decode_records(signed_repo.repo.tree.blocks(), change.commit.data) == expected
-
-
-# The tree
-
-LEAF = cid_from_text("bafyreigikq7wl24jegwvx22wca5gfsbzmwdftbco5ba2qiqfyxrmmsyrvy")
-TREE_PATHS = st.integers(0, 400).map(lambda n: f"com.example.rec/{n}")
-TREE_RECORDS = st.dictionaries(TREE_PATHS, st.just(LEAF), max_size=60)
-
-
-@pytest.mark.parametrize(
-    ("rkeys", "root"),
-    [
-        ([], "bafyreie5737gdxlw5i64vzichcalba3z2v5n6icifvx5xytvske7mr3hpm"),
-        (["self"], "bafyreiccafd5k5mikwmzppg3xzmyb2td6bblnubwxt7tuuaazgapdgxb5u"),
-        (["a", "self"], "bafyreibsktsrrzzf43sn2uthrfibaoekblumgsoaui2iw7f3qmwogshzfq"),
-        (["self", "32"], "bafyreieeiszgm53nyq2xcneypucbmruxmgkqzkqzufndxj3auazorudv4a"),
-    ],
-)
-def test_small_trees_have_published_roots(rkeys: list[str], root: str) -> None:
-    assert ReferenceTree({f"com.example.rec/{rkey}": LEAF for rkey in rkeys}).data == cid_from_text(root)
-
-
-@given(st.sets(TREE_PATHS, max_size=60), st.sets(TREE_PATHS, min_size=1, max_size=3))
-def test_proofs_contain_every_new_node(before: set[str], written: set[str]) -> None:
-    old, new = (ReferenceTree(dict.fromkeys(paths, LEAF)) for paths in (before, before ^ written))
-    assert new.blocks().keys() - old.blocks().keys() <= {node for path in written for node in new.proof(path)}
-
-
-@given(TREE_RECORDS)
-def test_walk_yields_all_nodes_and_paths_in_order(records: dict[str, bytes]) -> None:
-    tree = ReferenceTree(records)
-    walk = list(tree.walk())
-    assert walk[0] is tree.root
-    assert [item for item in walk if isinstance(item, str)] == sorted(records)
-    assert {item.cid for item in walk if isinstance(item, ReferenceNode)} == tree.blocks().keys()
-    assert decode_records(tree.blocks(), tree.data) == records

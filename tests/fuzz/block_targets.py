@@ -26,7 +26,6 @@ from tests.fuzz.seeds import LINK, accounts, random_commit, random_export, rando
 MAX_STEP = 700
 STRUCTURED = 0.6
 """Share of mutations that keep the form of a node or of a commit."""
-LINK_BYTES = len(LINK)
 COMMIT_START = b"\xa6\x63did"
 """The first bytes of a commit object: a map of six fields, the first of which is `did`."""
 
