@@ -42,12 +42,10 @@ from indexer.db.open_gaps import OpenGaps
 from indexer.db.process_reports import ProcessReport
 from indexer.live.account_limits import AccountLimits
 from indexer.live.batch_writer import BATCH_SIZE, CLUSTER_BATCH_SIZE, BatchWriter
-from indexer.live.firehose_consumer import ConsumerSettings, FirehoseConsumer
-from indexer.live.inbox import Inbox
+from indexer.live.firehose_consumer import FirehoseConsumer
+from indexer.live.inbox import Inbox, StreamPosition
 from indexer.live.key_lookups import KeyLookups
 from indexer.live.stream_continuity import StreamContinuity
-from indexer.live.stream_entry import StreamEntries
-from indexer.live.stream_position import StreamPosition
 from indexer.net.http import OutboundClient
 from indexer.net.identity import HandleVerifier, IdentityCache
 from indexer.net.new_accounts import NewAccounts
@@ -213,12 +211,13 @@ class Daemon:
         )
         self.open_gaps = OpenGaps(self.db, shard, self.metrics, tuning.gap_refresh)
         seek = StreamSeek(settings.limits, settings.user_agent)
-        entries = StreamEntries(self.db, seek, shard, settings.start)
         self.stream_continuity = StreamContinuity(
-            entries,
+            self.db,
             self.open_gaps,
             self.subscription,
-            str(shard),
+            seek,
+            shard,
+            settings.start,
             proof_timeout=tuning.proof_timeout,
             retry=tuning.retry,
         )
@@ -227,7 +226,8 @@ class Daemon:
             self.stream_continuity,
             self.inbox,
             self.stream_position,
-            ConsumerSettings(shard, settings.limits, core=self.core),
+            shard,
+            self.core.decoder(settings.limits, shard),
             self.metrics,
         )
         self.reconciliation = Reconciliation(

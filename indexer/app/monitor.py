@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping
 from time import monotonic
 from typing import Generic, NoReturn, TypeVar
 
-from indexer.live.settled_totals import SettledTotals
+from indexer.live.batch_writer import SettledTotals
 from indexer.net.http import HostLimits
 from indexer.net.identity import LookupTotals, Method
 from indexer.reasons import Rejection

@@ -4,30 +4,27 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from time import monotonic, time
 
 import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.core import PYTHON_CORE, Core
+from indexer.core import Core
 from indexer.crash_points import crash_point
 from indexer.db import Database, DatabaseError
 from indexer.db.current_scope import CurrentScope
 from indexer.db.periodic import DatabaseAttempt
 from indexer.errors import RefusedWriteError
 from indexer.live.account_limits import AccountLimits
-from indexer.live.batch_size import BatchSize
 from indexer.live.event_clock import EventClock
-from indexer.live.inbox import Inbox
+from indexer.live.inbox import Inbox, StreamPosition
 from indexer.live.key_lookups import KeyLookups
 from indexer.live.repo_row_cache import RepoRowCache
-from indexer.live.settled_totals import SettledTotals
-from indexer.live.stream_position import StreamPosition
 from indexer.live.verification_ahead import VerificationAhead
 from indexer.reasons import Desync, Rejection
-from indexer.sync.batch import BatchPlan, ReceivedMessage, SettledMessage, is_quick, plan_batch, plan_refusal
+from indexer.sync.batch import BatchPlan, ReceivedMessage, is_quick, plan_batch, plan_refusal
 from indexer.sync.changes import Batch
 from indexer.sync.events import MalformedEvent, UnknownEvent, event_seconds
 from indexer.sync.policy import KeyStateOf, PlanContext, Policy
@@ -44,6 +41,11 @@ CLUSTER_BATCH_SIZE = 1_000
 
 BATCH_WINDOW = 0.02
 """Seconds from the beginning of one batch to that of the next, unless it is full."""
+
+MAX_FAILURES = 5
+"""Failures in a row, each followed by a write that succeeds, after which an error counts as caused by the batch."""
+MAX_REFUSALS = 2
+"""The same for a single message that the database refuses."""
 
 # With these outcomes, a `Desync` reason says why the repo is desynchronized now. With others, it says why the event
 # changed nothing.
@@ -73,6 +75,62 @@ class WriterSettings:
     idle_after: float = 5.0
 
 
+class BatchSize:
+    """The maximum number of messages in the next batch.
+
+    A refused batch is halved. Each batch that is written doubles the size again. A message that is refused alone is the
+    cause.
+
+    Attributes:
+        current: The maximum number of messages.
+    """
+
+    def __init__(self, max_size: int) -> None:
+        self._max_size = max_size
+        self._failures = 0
+        self.current = max_size
+
+    def add_success(self) -> None:
+        """Note a batch that was written."""
+        self._failures = 0
+        self.current = min(self._max_size, 2 * self.current)
+
+    def add_failure(self, count: int, *, certain: bool) -> bool:
+        """Note a batch of `count` messages that failed although the database stores an empty one.
+
+        Args:
+            count: The number of messages.
+            certain: True if the database has refused the batch. False if the connection may be the cause: then the
+                error must occur `MAX_FAILURES` times in a row for the whole batch, and again for the message that
+                remains alone.
+
+        Returns:
+            True if the batch is a single message, and it is the cause.
+        """
+        self._failures += 1
+        halving = count > 1 and (certain or self.current < self._max_size)
+        if not halving and self._failures < (MAX_REFUSALS if certain else MAX_FAILURES):
+            return False
+        self._failures = 0
+        self.current = max(1, count // 2)
+        return count == 1
+
+
+@dataclass(slots=True)
+class SettledTotals:
+    """Totals since the start of the process, to notice that most messages are rejected.
+
+    Attributes:
+        settled: The number of settled messages.
+        rejected: The number of rejected messages by reason.
+        examples: The newest rejected message of each reason, as text for people.
+    """
+
+    settled: int = 0
+    rejected: Counter[Rejection] = field(default_factory=Counter)
+    examples: dict[Rejection, str] = field(default_factory=dict)
+
+
 class BatchWriter:
     """Writes the batches of one shard, as long as the event `owned` is set.
 
@@ -93,7 +151,7 @@ class BatchWriter:
         conditions: Conditions,
         account_limits: AccountLimits,
         scope: CurrentScope,
-        core: Core = PYTHON_CORE,
+        core: Core,
     ) -> None:
         self._db = db
         self._scope = scope
@@ -110,7 +168,7 @@ class BatchWriter:
         self._rows = RepoRowCache()
         self.stage = StageProgress("batch writer", needs_shard=True)
         self.totals = SettledTotals()
-        self._clock = EventClock(keys.domain_of)
+        self._clock = EventClock(keys.identities.domain_of)
         self._ahead = VerificationAhead(core, inbox, self._rows, keys.key_state)
 
     @property
@@ -199,7 +257,7 @@ class BatchWriter:
         with self._metrics.stage("load"):
             cached = self._rows.rows(dids)
             repos = cached | await self._load([did for did in dids if did not in cached])
-            await self._keys.load(dids)
+            await self._keys.identities.preload(dids)
         with self._metrics.stage("verify-ahead"):
             await self._ahead.finish()
         with self._scope.in_use() as policy:
@@ -325,13 +383,12 @@ class BatchWriter:
             conflicts: The DIDs whose rows changed meanwhile, so that their writes were not applied, or may have
                 changed. All their messages are planned again.
         """
-        self._keys.mark_stale(plan.stale_identities)
+        self._keys.identities.mark_stale(plan.stale_identities)
         written = plan.without(conflicts)
         done = [item.received for item in written.settled]
         self._position.watermark.mark_done(_seqs(done))
         self._keys.discard_results(message.event.did for message in done if message.event.did)
-        self._count(written.settled)
-        self.totals.add(written.settled, written.dead_letters)
+        self._count(written)
         planned = messages[: len(messages) - len(plan.postponed)]
         self._ahead.drop(planned)
         again = [message for message in planned if message.did in conflicts] if conflicts else []
@@ -346,14 +403,19 @@ class BatchWriter:
         self._inbox.settle(done)
         crash_point("batch.settled")
 
-    def _count(self, settled: Sequence[SettledMessage]) -> None:
-        results = Counter([(received.event.kind, outcome, why) for received, outcome, why in settled])
+    def _count(self, written: BatchPlan) -> None:
+        self.totals.settled += len(written.settled)
+        results = Counter([(received.event.kind, outcome, why) for received, outcome, why in written.settled])
         for (kind, outcome, why), count in results.items():
             self._metrics.outcome(kind, outcome, count)
             if isinstance(why, Rejection):
                 self._metrics.rejected(why, count)
+                self.totals.rejected[why] += count
             elif isinstance(why, Desync) and outcome in _DESYNCHRONIZING:
                 self._metrics.desynchronized(why, count)
+        for letter in written.dead_letters:
+            text = f"{letter.did or 'a message without a DID'}, seq {letter.seq}: {letter.detail or letter.reason.text}"
+            self.totals.examples[letter.reason] = text
         if self._position.watermark.position is not None:
             self._metrics.cursor(self._position.relay, self._position.watermark.position)
 

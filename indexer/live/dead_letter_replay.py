@@ -8,12 +8,13 @@ was rejected.
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from time import time
 from typing import Literal
 
 from indexer.db import Database, DatabaseError, DeadLetterGoneError, StoredDeadLetter
 from indexer.errors import RefusedWriteError, UnavailableError
-from indexer.live.key_states import KeyStates
+from indexer.live.key_lookups import cached_key, fetch_key
 from indexer.net.http import host_of
 from indexer.net.identity import IdentityCache
 from indexer.reasons import Desync, FetchFailure, Rejection
@@ -78,7 +79,8 @@ class DeadLetterReplay:
         self._db = db
         self._policy = policy
         self._upstream_is_pds = upstream_is_pds
-        self._key_states = KeyStates(identities, timeout=key_timeout)
+        self._identities = identities
+        self._key_timeout = key_timeout
 
     async def replay(self, dead_letter_id: int) -> ReplayResult:
         """Process the message again; delete the dead letter unless it is rejected again or cannot be processed.
@@ -127,19 +129,19 @@ class DeadLetterReplay:
         """
         dids = [received.did] if received.did else []
         repos = await self._db.repos.load(dids)
-        await self._key_states.load(dids)
+        await self._identities.preload(dids)
         # After the row: if that is complete for a later scope, what an earlier one omits would be missing.
         scope = await self._db.scope.load() or self._policy.scope
         host = host_of(dead_letter.relay) if self._upstream_is_pds else None
         context = PlanContext(replace(self._policy, scope=scope), dead_letter.relay, time(), host, dead_letter.epoch)
-        plan = plan_batch([received], repos, self._key_states.cached, context)
+        plan = plan_batch([received], repos, partial(cached_key, self._identities), context)
         while plan.needed_keys:
             [need] = plan.needed_keys.values()
             plan = plan_batch([received], repos, {need.did: await self._fetch_key(need)}.get, context)
         return plan
 
     async def _fetch_key(self, need: NeedsKey) -> KeyState:
-        key_state = await self._key_states.fetch(need.did, refresh=need.refresh)
+        key_state = await fetch_key(self._identities, need.did, self._key_timeout, refresh=need.refresh)
         if need.refresh and key_state.stale:
             detail = "the cached identity is stale, and a newer one could not be fetched"
             raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, detail)
@@ -155,7 +157,7 @@ class DeadLetterReplay:
 
     async def _refresh_identities(self, dids: Collection[str]) -> None:
         """Look up changed identities now, because the cache of a running daemon does not know that they changed."""
-        self._key_states.mark_stale(dids)
+        self._identities.mark_stale(dids)
         for did in dids:
             with suppress(UnavailableError):
-                await self._key_states.fetch(did)
+                await fetch_key(self._identities, did, self._key_timeout)

@@ -1,17 +1,14 @@
 """The firehose consumer: decode frames from the relay and put them into the inbox, in order."""
 
+from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from time import monotonic
 
 import structlog
 
-from indexer.atproto.limits import Limits
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.core import PYTHON_CORE, Core
-from indexer.live.inbox import Inbox
+from indexer.live.inbox import Inbox, StreamPosition
 from indexer.live.stream_continuity import StreamContinuity
-from indexer.live.stream_position import StreamPosition
 from indexer.net.relay.subscription import Subscription
 from indexer.reasons import Rejection
 from indexer.sync.batch import ReceivedMessage
@@ -39,20 +36,6 @@ MAX_INFO_NAMES = 16
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ConsumerSettings:
-    """Settings of the consumer.
-
-    Attributes:
-        shard: Only messages about accounts of this shard are put into the inbox.
-        core: Decodes frames.
-    """
-
-    shard: Shard
-    limits: Limits
-    core: Core = PYTHON_CORE
-
-
 class FirehoseConsumer:
     """Reads the stream for one shard.
 
@@ -69,14 +52,17 @@ class FirehoseConsumer:
         continuity: StreamContinuity,
         inbox: Inbox,
         position: StreamPosition,
-        settings: ConsumerSettings,
+        shard: Shard,
+        decode: Callable[[bytes], Event],
         metrics: Metrics,
     ) -> None:
+        """Put messages about accounts of `shard` into the inbox. `decode` decodes frames."""
         self._subscription = subscription
         self._continuity = continuity
         self._inbox = inbox
         self._position = position
-        self._settings = settings
+        self._shard = shard
+        self._decode = decode
         self._metrics = metrics
         self._order = SequenceOrder(0)
         self._leap: Position | None = None
@@ -89,12 +75,11 @@ class FirehoseConsumer:
 
     async def run(self) -> None:
         """Read the stream forever. Only an exception that is a bug ends it."""
-        decode = self._settings.core.decoder(self._settings.limits, self._settings.shard)
         async with aclosing(self._subscription.frames(self.begin_connection)) as frames:
             async for frame in frames:
                 if self._skipped != self._subscription.skipped:
                     await self._reject_skipped()
-                event = decode(frame)
+                event = self._decode(frame)
                 if not (type(event) is CommitEvent and self._put_next(event, frame)):
                     await self._process(event, frame)
 
@@ -227,8 +212,7 @@ class FirehoseConsumer:
 
     def _must_record(self, event: MalformedEvent) -> bool:
         """Return True if this shard records the rejection. All shards read the message, and one shard records it."""
-        shard = self._settings.shard
-        return shard.index == 0 if event.did is None else shard.owns(event.did)
+        return self._shard.index == 0 if event.did is None else self._shard.owns(event.did)
 
     async def _handle_info(self, event: InfoEvent) -> None:
         self._metrics.received(event.kind)

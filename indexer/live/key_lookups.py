@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -13,8 +13,7 @@ from indexer.concurrency.background_tasks import BackgroundTasks
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.errors import UnavailableError
 from indexer.live.inbox import Inbox, message_bytes
-from indexer.live.key_states import KeyStates
-from indexer.net.identity import METHODS, IdentityCache, Method, method_of
+from indexer.net.identity import METHODS, CachedIdentity, IdentityCache, Method, method_of
 from indexer.reasons import FetchFailure
 from indexer.sync.batch import ReceivedMessage
 from indexer.sync.changes import NeedsKey
@@ -30,6 +29,45 @@ MAX_WAITING_SHARE_OF_DID = 1 / 16
 """Share of the inbox that the waiting messages of one DID may occupy."""
 
 log = structlog.get_logger(__name__)
+
+
+def cached_key(identities: IdentityCache, did: str) -> KeyState | None:
+    """Return the key state of a DID from the cache; None if only a lookup can tell."""
+    identity = identities.peek(did)
+    return None if identity is None else _key_state(identity, final=False)
+
+
+async def fetch_key(
+    identities: IdentityCache,
+    did: str,
+    seconds: float,
+    *,
+    refresh: bool = False,
+    slot: AbstractAsyncContextManager[None] | None = None,
+) -> KeyState:
+    """Look up the key state of a DID; it is final for the event if it is a `refresh`.
+
+    Args:
+        identities: The identities.
+        did: The DID.
+        seconds: The longest duration of the lookup.
+        refresh: Ask for a newer identity than the cached one.
+        slot: Limits concurrency. It is entered when the network may be asked, and before the timeout begins.
+
+    Raises:
+        UnavailableError: The lookup failed or took too long.
+    """
+    await asyncio.sleep(identities.refresh_delay(did, refresh=refresh))
+    try:
+        async with slot or nullcontext(), asyncio.timeout(seconds):
+            identity = await identities.lookup(did, refresh=refresh)
+    except TimeoutError:
+        raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, "no answer in time") from None
+    return _key_state(identity, final=refresh)
+
+
+def _key_state(identity: CachedIdentity, *, final: bool) -> KeyState:
+    return KeyState(identity.key, True, final, identity.stale, identity.host, identity.doubtful, identity.fetched_at)
 
 
 @dataclass(slots=True, eq=False)
@@ -58,12 +96,13 @@ class KeyLookups:
 
     Attributes:
         stage: Its progress. Each lookup is an activity of its own.
+        identities: The cache in which keys are looked up.
     """
 
     def __init__(self, identities: IdentityCache, inbox: Inbox, *, timeout: float, concurrency: int) -> None:
         self.stage = StageProgress("key lookups", LOOKUP_STALL_SECONDS)
-        self._identities = identities
-        self._key_states = KeyStates(identities, timeout=timeout)
+        self.identities = identities
+        self._timeout = timeout
         self._inbox = inbox
         self._max_queued_or_running = concurrency * (1 + MAX_QUEUED_PER_SLOT)
         # Hosts of did:web can be slow on purpose, and must not delay did:plc. Anyone can invent new DIDs, and they must
@@ -77,22 +116,6 @@ class KeyLookups:
     def __len__(self) -> int:
         """Return the number of waiting messages."""
         return sum(len(wait.messages) for wait in self._waiting.values())
-
-    def domain_of(self, did: str) -> str:
-        """Return the registered domain of the account's host, as far as it is known without a lookup, else ""."""
-        return self._identities.domain_of(did)
-
-    async def load(self, dids: Iterable[str]) -> None:
-        """Load identities from the database into the cache, with one query.
-
-        Raises:
-            DatabaseError: The query failed.
-        """
-        await self._key_states.load(dids)
-
-    def mark_stale(self, dids: Iterable[str]) -> None:
-        """Mark these identities as changed, so that the next lookup asks the network."""
-        self._key_states.mark_stale(dids)
 
     def hold_back(self, messages: Iterable[ReceivedMessage]) -> list[ReceivedMessage]:
         """Queue the messages of DIDs that wait for a key behind their earlier messages; return the other messages."""
@@ -110,7 +133,7 @@ class KeyLookups:
 
     def key_state(self, did: str) -> KeyState | None:
         """Return the result of the lookup for this DID's messages, else the cached key state, else None."""
-        return self._results.get(did) or self._key_states.cached(did)
+        return self._results.get(did) or cached_key(self.identities, did)
 
     def key_states(self, dids: Iterable[str]) -> dict[str, KeyState]:
         """Return what `key_state` returns now for each of these DIDs, without those for which it returns None."""
@@ -154,7 +177,9 @@ class KeyLookups:
     async def _look_up(self, need: NeedsKey) -> None:
         try:
             with self.stage.task():
-                result = await self._key_states.fetch(need.did, refresh=need.refresh, slot=self._slot(need.did))
+                result = await fetch_key(
+                    self.identities, need.did, self._timeout, refresh=need.refresh, slot=self._slot(need.did)
+                )
         except UnavailableError as error:
             log.debug("key.unavailable", did=need.did, error=str(error))
             result = UNAVAILABLE
@@ -166,7 +191,7 @@ class KeyLookups:
 
     @asynccontextmanager
     async def _slot(self, did: str) -> AsyncIterator[None]:
-        kind = method_of(did), self._key_states.known(did)
+        kind = method_of(did), self.identities.knows(did)
         if self._queued_or_running[kind] >= self._max_queued_or_running:
             raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, "the key lookup queue is full")
         self._queued_or_running[kind] += 1

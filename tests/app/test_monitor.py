@@ -8,17 +8,11 @@ from structlog.testing import capture_logs
 
 from indexer.app.monitor import MIN_LOOKUPS, MIN_MESSAGES, DaemonMonitor
 from indexer.errors import UnavailableError
-from indexer.live.settled_totals import SettledTotals
+from indexer.live.batch_writer import SettledTotals
 from indexer.net.http.host_limits import FAILURE_THRESHOLD, HostLimits, RateLimits
 from indexer.net.identity import LookupTotals
 from indexer.reasons import FetchFailure, Rejection
-from indexer.sync.batch import ReceivedMessage, SettledMessage
-from indexer.sync.changes import DeadLetter
-from indexer.sync.events import UnknownEvent
-from indexer.sync.repo import Outcome
 from indexer.telemetry.conditions import Conditions
-
-EXAMPLE = DeadLetter("wss://one.example", 7, "did:plc:a", "commit", Rejection.WRONG_HOST, "hosted at two.example", b"")
 
 
 class Monitored:
@@ -32,12 +26,9 @@ class Monitored:
 
     async def after(self, seconds: float, *, rejected: int = 0, applied: int = 0) -> list[tuple[str, str]]:
         """Settle messages, check after some time, and return the active conditions."""
-        message = ReceivedMessage(7, b"", UnknownEvent("?", None))
-        self.settled.add(
-            [SettledMessage(message, Outcome.REJECTED, Rejection.WRONG_HOST)] * rejected
-            + [SettledMessage(message, Outcome.APPLIED)] * applied,
-            [EXAMPLE][:rejected],
-        )
+        self.settled.settled += rejected + applied
+        self.settled.rejected.update({Rejection.WRONG_HOST: rejected} if rejected else {})
+        self.settled.examples[Rejection.WRONG_HOST] = "did:plc:a, seq 7: hosted at two.example"
         self.now += seconds
         self.monitor.check()
         return [(condition.kind.name, condition.subject) for condition in self.conditions.active()]

@@ -8,7 +8,7 @@ import asyncpg
 import pytest
 
 from indexer.db import Database, DatabaseError
-from indexer.live.batch_size import MAX_FAILURES
+from indexer.live.batch_writer import MAX_FAILURES
 from indexer.sync.shard import bucket_of
 from tests.citus.own_cluster import own_distributed_cluster
 from tests.citus_cluster import COORDINATOR, Cluster

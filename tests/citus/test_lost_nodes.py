@@ -9,7 +9,7 @@ import pytest
 
 from indexer.db import Database, DatabaseError
 from indexer.db.database_errors import database_errors
-from indexer.live.batch_size import MAX_FAILURES
+from indexer.live.batch_writer import MAX_FAILURES
 from indexer.sync.shard import bucket_of
 from tests.citus.own_cluster import own_distributed_cluster
 from tests.citus_cluster import COORDINATOR, WORKERS, Cluster

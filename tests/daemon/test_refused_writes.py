@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from indexer.demo.local_repo import Write
-from indexer.live.batch_size import MAX_FAILURES
+from indexer.live.batch_writer import MAX_FAILURES
 from indexer.telemetry.conditions import MESSAGES_REFUSED
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
 from tests.waiting import until

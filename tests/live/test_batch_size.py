@@ -2,7 +2,7 @@
 
 import pytest
 
-from indexer.live.batch_size import MAX_FAILURES, BatchSize
+from indexer.live.batch_writer import MAX_FAILURES, BatchSize
 
 MAX_SIZE = 64
 

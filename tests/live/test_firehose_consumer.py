@@ -10,11 +10,9 @@ from indexer.core import PYTHON_CORE, Core
 from indexer.core.core import with_native
 from indexer.db.open_gaps import OpenGaps
 from indexer.demo.local_relay import error_frame, message_frame
-from indexer.live.firehose_consumer import ConsumerSettings, FirehoseConsumer
-from indexer.live.inbox import Inbox
+from indexer.live.firehose_consumer import FirehoseConsumer
+from indexer.live.inbox import Inbox, StreamPosition
 from indexer.live.stream_continuity import PROOF_TIMEOUT, StreamContinuity
-from indexer.live.stream_entry import StreamEntries
-from indexer.live.stream_position import StreamPosition
 from indexer.net.relay.seek import Entry
 from indexer.net.relay.subscription import Connection, Subscription
 from indexer.reasons import GapReason
@@ -111,14 +109,15 @@ class RunningConsumer:
         self.db = FakeStore(cursors)
         db: Any = self.db
         self.subscription = FakeSubscription(frames, next_frames)
-        settings = ConsumerSettings(shard, DEFAULT_LIMITS, core=core)
         subscription = cast("Subscription", self.subscription)
         self.gaps = OpenGaps(db, shard, self.metrics)
         self.continuity = StreamContinuity(
-            StreamEntries(db, seek_nothing, shard, start),
+            db,
             self.gaps,
             subscription,
-            str(shard),
+            seek_nothing,
+            shard,
+            start,
             proof_timeout=proof_timeout,
         )
         self.consumer = FirehoseConsumer(
@@ -126,7 +125,8 @@ class RunningConsumer:
             self.continuity,
             self.inbox,
             self.position,
-            settings,
+            shard,
+            core.decoder(DEFAULT_LIMITS, shard),
             self.metrics,
         )
 

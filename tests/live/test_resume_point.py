@@ -4,7 +4,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.live.resume_point import ResumePoint, known_until, resume_point
+from indexer.live.stream_continuity import ResumePoint, known_until, resume_point
 from indexer.sync.shard import BUCKETS, Placement, Shard
 from indexer.sync.stream import StoredCursor
 

@@ -1,18 +1,27 @@
 """Where a connection enters a stream, and what its first messages say about the stored cursor."""
 
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 
 from indexer.db import Database
-from indexer.live.resume_point import ResumePoint
-from indexer.live.stream_entry import OVERLAP_SECONDS, Continuity, StreamEntries, StreamEntry, continuity
+from indexer.db.open_gaps import OpenGaps
+from indexer.live.stream_continuity import (
+    OVERLAP_SECONDS,
+    Continuity,
+    ResumePoint,
+    StreamContinuity,
+    StreamEntry,
+    continuity,
+)
 from indexer.net.relay.seek import Entry
 from indexer.reasons import GapReason
 from indexer.sync.changes import Batch
 from indexer.sync.events import event_seconds
 from indexer.sync.shard import Shard
 from indexer.sync.stream import Cursor
+from indexer.telemetry.metrics import Metrics
 
 RELAY, OTHER = "wss://relay.test", "wss://other.test"
 TIME = "2024-05-01T12:00:00Z"
@@ -32,9 +41,14 @@ class OneEntry:
         return self.entry
 
 
+async def found_entry(db: Database, relay: str, seek: OneEntry) -> StreamEntry:
+    unused: Any = None
+    return await StreamContinuity(db, OpenGaps(db, Shard(), Metrics()), unused, seek, Shard(), "live").begin(relay)
+
+
 async def entry_of(db: Database, relay: str, seek: OneEntry) -> StreamEntry:
     await db.write(Batch(cursor=Cursor(RELAY, "0/1", 50, TIME)))
-    return await StreamEntries(db, seek, Shard(), "live").entry(relay)
+    return await found_entry(db, relay, seek)
 
 
 async def test_stored_cursor_is_resumed_one_message_early(db: Database) -> None:
@@ -54,7 +68,7 @@ async def entry_of_relay_after_other(db: Database, seconds: float, seek: OneEntr
     await db.write(Batch(cursor=Cursor(RELAY, "0/1", 50, TIME)))
     later = datetime.fromtimestamp(SECONDS + seconds, UTC).isoformat()
     await db.write(Batch(cursor=Cursor(OTHER, "0/1", 9, later)))
-    return await StreamEntries(db, seek, Shard(), "live").entry(RELAY)
+    return await found_entry(db, RELAY, seek)
 
 
 async def test_relay_to_which_the_stream_returns_is_not_entered_hours_before_the_last_stored_message(

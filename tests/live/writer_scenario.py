@@ -20,9 +20,8 @@ from indexer.db.repos import Repos
 from indexer.db.write import WrittenBatch
 from indexer.live.account_limits import AccountLimits
 from indexer.live.batch_writer import BatchWriter, WriterSettings
-from indexer.live.inbox import Inbox
+from indexer.live.inbox import Inbox, StreamPosition
 from indexer.live.key_lookups import KeyLookups
-from indexer.live.stream_position import StreamPosition
 from indexer.net.identity import IdentityCache
 from indexer.net.new_accounts import NewAccounts
 from indexer.sync.batch import ReceivedMessage
