@@ -28,7 +28,7 @@ class Tuning:
         max_identities: Identities in memory.
         reconciliation: Its times; shard and interval are those of the settings.
         writer: The times of the batch writer; its shard and its window are those of the settings.
-        pool: The times of the resync pool; workers, share and the timeout of an attempt follow from the settings.
+        pool: The times of the resync pool; workers and the timeout of an attempt follow from the settings.
         maintenance: The times of the queue maintenance; `unpark_after` is that of the settings.
         retry: Between two attempts to acquire the shard lock, to load the cursors, and to store a gap.
         proof_timeout: After the connection, for the relay to send the message at the cursor again.

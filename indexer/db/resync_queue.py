@@ -1,6 +1,6 @@
 """The queue of resyncs in the table `repo`: claim repos that are due, renew and expire leases, unpark repos."""
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import groupby
@@ -203,17 +203,13 @@ class Resyncs(Area):
             due = await connection.fetch(DUE, count, list(one_shard), now, first)
             if len(due) < count and len(one_shard) < len(buckets):
                 due = await connection.fetch(DUE, count, list(buckets), now, first)
-            return await _claim_those_due(connection, due, now, until, shards)
-
-    async def claim_early(self, repos: Mapping[str, float], lease_seconds: float, now: float) -> list[Repo]:
-        """Claim repos before their time: DIDs, each with the time until which it was postponed.
-
-        Those that were claimed or changed since are left out, unless they are due before the latest of these times.
-        """
-        async with self._pool.transaction() as connection:
-            latest = max(repos.values())
-            due = [(did, bucket_of(did)) for did in repos]
-            return await _claim_those_due(connection, due, latest, now + lease_seconds, self._pool.shards)
+            claimed: list[Repo] = []
+            for shard in range(shards):
+                if dids := [did for did, bucket in due if shard_of(bucket, shards) == shard]:
+                    rows = await connection.fetch(CLAIM, buckets_of(dids), dids, now, until, time())
+                    claimed += [repo_of(row) for row in rows]
+                    crash_point("claim.written")
+            return claimed
 
     async def renew(self, did: str, lease: int, seconds: float) -> bool:
         """Extend a lease to `seconds` from now; return False if the claim is lost."""
@@ -340,24 +336,6 @@ class Resyncs(Area):
                             self._pool.note_commit()
                     if commit:
                         crash_point(COMMITTED)
-
-
-def _by_shard(due: Iterable[Row | tuple[str, int]], shards: int) -> list[list[str]]:
-    """Return the DIDs of each shard that has some."""
-    dids: list[list[str]] = [[] for _ in range(shards)]
-    for did, bucket in due:
-        dids[shard_of(bucket, shards)].append(did)
-    return [of_shard for of_shard in dids if of_shard]
-
-
-async def _claim_those_due(
-    connection: Connection, repos: Iterable[Row | tuple[str, int]], now: float, until: float, shards: int
-) -> list[Repo]:
-    claimed: list[Repo] = []
-    for dids in _by_shard(repos, shards):
-        claimed += [repo_of(row) for row in await connection.fetch(CLAIM, buckets_of(dids), dids, now, until, time())]
-        crash_point("claim.written")
-    return claimed
 
 
 async def _forget_identities(connection: Connection, bucket: int, repos: Sequence[Row]) -> list[str]:

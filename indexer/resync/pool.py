@@ -1,10 +1,9 @@
 """The pool of resync workers: claim repos that are due, run their attempts, and write how each attempt ended."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic, time
-from typing import Any
 
 import structlog
 
@@ -46,7 +45,6 @@ class WorkerPoolSettings:
 
     Attributes:
         workers: Concurrent resyncs, not counting those of large exports.
-        share: The share of the workers that one host, registered domain or network address may occupy.
         large_bytes: The bytes of large exports, together.
         fair_time: How long a resync may occupy a worker if most workers are occupied by slow exports.
         idle_interval: Pause between two looks at an empty queue.
@@ -57,7 +55,6 @@ class WorkerPoolSettings:
     """
 
     workers: int = 32
-    share: float = 0.5
     large_bytes: int = LARGE_EXPORTS_BYTES
     fair_time: float = 10.0
     idle_interval: float = 1.0
@@ -97,7 +94,7 @@ class WorkerPool:
         self._conditions = conditions
         self._new_accounts = new_accounts or NewAccounts(0)
         used = self._settings = settings or WorkerPoolSettings()
-        self._shares = Shares(used.workers, used.share, used.fair_time, used.large_bytes)
+        self._shares = Shares(used.workers, used.fair_time, used.large_bytes)
         self._slot_freed = asyncio.Event()
         self._claiming: asyncio.Task[list[Repo]] | None = None
         self.stage = StageProgress("resync pool")
@@ -123,12 +120,8 @@ class WorkerPool:
                 await self._gather_workers()
                 self._slot_freed.clear()
                 count = max(claim_size, self.free_workers)
-                claim = self._db.resyncs.claim(count, self._buckets, self._settings.lease, time())
-                claimed = await self._finish(claim)
+                claimed = await self._claim(count)
                 started = await self._start(group, claimed)
-                if len(claimed) < count and (early := self._shares.startable(self.free_workers, time())):
-                    claim = self._db.resyncs.claim_early(early, self._settings.lease, time())
-                    started += await self._start(group, await self._finish(claim))
                 # If most were postponed, claim more next time: many repos of one busy host may be first in the queue.
                 # They are postponed, and the repos of other hosts behind them are reached without a wait.
                 claim_size = min(2 * len(claimed), MAX_CLAIM) if 2 * started < len(claimed) else 1
@@ -177,8 +170,9 @@ class WorkerPool:
         if await wait_for_event(self._slot_freed, seconds):
             self._slot_freed.clear()
 
-    async def _finish(self, claim: Coroutine[Any, Any, list[Repo]]) -> list[Repo]:
+    async def _claim(self, count: int) -> list[Repo]:
         """Claim repos. A claim completes even if this task is cancelled; `give_back` returns its repos."""
+        claim = self._db.resyncs.claim(count, self._buckets, self._settings.lease, time())
         self._claiming = asyncio.create_task(claim, name="claim of repos")
         with DatabaseAttempt(self.claims):
             return await asyncio.shield(self._claiming)
@@ -285,8 +279,6 @@ class WorkerPool:
             raise UnavailableError(FetchFailure.IDENTITY_MISSING, identity.problem or "no key or no PDS")
         now = time()
         self._shares.change_host(resync, identity.host, now)
-        if self._shares.has_waiting:
-            self._slot_freed.set()  # another repo may look its host up
         self._count_as_new(claimed, identity.host, now)
         return await self._attempts.attempt(resync, self._shares, identity)
 

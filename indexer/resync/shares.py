@@ -7,11 +7,9 @@ If workers or bytes run out, exports that are slower than usual make room.
 
 import asyncio
 import math
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from itertools import islice
 from time import time
 
 from indexer.concurrency.bounded_dict import BoundedDict
@@ -21,21 +19,21 @@ from indexer.net.pds import LARGE_BYTES, ExportDownload
 from indexer.sync.repo import Repo
 
 UNKNOWN_HOST = ""
+HOST_SHARE = 0.5
+"""Share of the workers, and of the bytes of large exports, that a host, registered domain or address may occupy."""
 LARGE_EXPORTS_BYTES = 4 << 30
 """Bytes of large exports that are being resynced, together. A single larger one may exceed it."""
 SLOW_SHARE = 0.25
 """An export below this share of the usual rate is slow."""
 PAUSE_PER_SECOND = 10.0
 """Seconds that a repo waits after it made room for others, for each second that its resync ran."""
-MAX_WAIT_SECONDS = 3_600.0
-"""No repo is postponed for longer."""
+MAX_PAUSE_SECONDS = 3_600.0
+"""No repo that made room for others waits for longer."""
+MAX_WAIT_SECONDS = 600.0
+"""No repo waits for longer for its share, however long the resyncs of its host take now."""
 MAX_UNKNOWN_HOST_SECONDS = 120.0
-"""The longest wait of a repo whose host is unknown, because its identity was not looked up yet: anyone can invent DIDs,
-and a real account must not wait behind all of them."""
-MAX_WAITING = 10_000
-"""Postponed repos that are remembered, to start them early. The others start when their time has come."""
-MAX_EXAMINED = 256
-"""Postponed repos that one search for repos to start early looks at."""
+"""The same for a repo whose host is unknown, because its identity was not looked up yet: anyone can invent DIDs, and a
+real account must not wait behind all of them."""
 MAX_HOSTS = 10_000
 """Hosts, registered domains and network addresses of which durations and rates are remembered."""
 
@@ -80,7 +78,7 @@ class Resync:
     Attributes:
         claimed: The row as it was claimed.
         started_at: When the resync began, in Unix seconds.
-        limit_keys: When it began to count for each of its limit keys: host, registered domain, network address.
+        limit_keys: What it counts for: its host, registered domain and network address.
         reserved: The bytes that its export may have; 0 as long as it occupies a worker.
         download: The export while it is being fetched, and after that.
         phase: The present step.
@@ -93,7 +91,7 @@ class Resync:
     claimed: Repo
     started_at: float
     host: str = UNKNOWN_HOST
-    limit_keys: dict[str, float] = field(default_factory=dict)
+    limit_keys: frozenset[str] = frozenset()
     reserved: int = 0
     download: ExportDownload | None = None
     phase: Phase = Phase.IDENTITY
@@ -128,7 +126,7 @@ class Resync:
 
     def postponed(self, now: float) -> PostponedError:
         """Return until when its repo waits, because it makes room for others: longer than it has run."""
-        return PostponedError(now + min(PAUSE_PER_SECOND * (now - self.started_at), MAX_WAIT_SECONDS))
+        return PostponedError(now + min(PAUSE_PER_SECOND * (now - self.started_at), MAX_PAUSE_SECONDS))
 
 
 @dataclass(slots=True)
@@ -151,29 +149,18 @@ class Shares:
         running: The resyncs in progress.
     """
 
-    def __init__(
-        self, workers: int, share: float = 0.5, fair_time: float = 10.0, large_bytes: int = LARGE_EXPORTS_BYTES
-    ) -> None:
-        """Give each limit key this share of `workers`, and of the bytes for large exports.
-
-        An export may be slow when its resync has run for `fair_time` seconds.
-        """
-        self._workers, self._per_key = workers, max(1, int(workers * share))
-        self._bytes, self._bytes_per_key = large_bytes, int(large_bytes * share)
+    def __init__(self, workers: int, fair_time: float = 10.0, large_bytes: int = LARGE_EXPORTS_BYTES) -> None:
+        """Create the shares. An export may be slow when its resync has run for `fair_time` seconds."""
+        self._workers = workers
+        self._bytes = large_bytes
         self._fair_time = fair_time
         self._keys = BoundedDict[str, _LimitKey](MAX_HOSTS)
-        self._waiting = BoundedDict[str, tuple[str, float]](MAX_WAITING)
         self.running: list[Resync] = []
 
     @property
     def free_workers(self) -> int:
         """The number of workers without a resync."""
         return self._workers - sum(not resync.large for resync in self.running)
-
-    @property
-    def has_waiting(self) -> bool:
-        """True if postponed repos are remembered."""
-        return bool(self._waiting)
 
     def admit(self, claimed: Repo, host: str, now: float) -> Resync:
         """Occupy a worker for a repo that was claimed at `now`. `host` may be `UNKNOWN_HOST`.
@@ -182,7 +169,6 @@ class Shares:
             PostponedError: No worker is free, or a limit key has its share. The next three methods raise it, too.
         """
         resync = Resync(claimed, now, phase_since=now)
-        self._waiting.pop(claimed.did, None)
         self._count_for(resync, host, now)
         if self.free_workers <= 0:
             raise PostponedError
@@ -209,7 +195,7 @@ class Shares:
         wanted = max(resync.reserved, LARGE_BYTES) + LARGE_BYTES
         others = [other for other in self.running if other.large and other is not resync and not other.ended]
         shares = [[other for other in others if key in other.limit_keys] for key in resync.limit_keys]
-        if any(_exceed(same, wanted, self._bytes_per_key) for same in shares):
+        if any(_exceed(same, wanted, int(self._bytes * HOST_SHARE)) for same in shares):
             raise resync.postponed(now)
         if len(others) >= self._workers or _exceed(others, wanted, self._bytes):
             slowest = self._slowest([resync, *others], now)
@@ -229,29 +215,8 @@ class Shares:
         """Free all that a resync has occupied, because it has ended."""
         if resync.download is not None and resync.download.complete:
             self._key(f"domain {registered_domain(resync.host)}").latest_rate = resync.download.rate
-        for key in list(resync.limit_keys):
-            self._leave(resync, key, now)
+        self._leave(resync, resync.limit_keys, now)
         self.running.remove(resync)
-
-    def startable(self, count: int, now: float) -> dict[str, float]:
-        """Forget and return at most `count` postponed repos that would start now, with the times they were given.
-
-        These times are estimates from the durations of earlier resyncs. Slots may become free much sooner.
-        """
-        startable, taken = dict[str, float](), Counter[str]()
-        for did, (host, until) in list(islice(self._waiting.items(), MAX_EXAMINED)):
-            keys = self._limit_keys_of(host)
-            if len(startable) >= count:
-                break
-            if until <= now:  # it is due, and any process may claim it
-                del self._waiting[did]
-            elif all(self._limit(key) - len(self._started(key)) > taken[key] for key in keys):
-                del self._waiting[did]
-                startable[did] = until
-                taken.update(keys)
-            else:
-                self._waiting.move_to_end(did)
-        return startable
 
     def _key(self, name: str) -> _LimitKey:
         key = self._keys.get(name) or _LimitKey()
@@ -268,40 +233,35 @@ class Shares:
 
     def _count_for(self, resync: Resync, host: str, now: float) -> None:
         keys = self._limit_keys_of(host)
-        if busy := [key for key in keys - resync.limit_keys.keys() if len(self._started(key)) >= self._limit(key)]:
-            until = max(self._schedule_retry(key, now) for key in busy)
-            until = min(until, now + MAX_UNKNOWN_HOST_SECONDS) if host == UNKNOWN_HOST else until
-            self._waiting[resync.claimed.did] = host, until
-            raise PostponedError(until)
-        for key in resync.limit_keys.keys() - keys:
-            self._leave(resync, key, now)
-        resync.host = host
-        resync.limit_keys = dict.fromkeys(keys, now) | resync.limit_keys
+        if busy := [key for key in keys - resync.limit_keys if len(self._on_workers(key)) >= self._limit(key)]:
+            raise PostponedError(max(self._schedule_retry(key, now) for key in busy))
+        self._leave(resync, resync.limit_keys - keys, now)
+        resync.host, resync.limit_keys = host, keys
 
-    def _leave(self, resync: Resync, name: str, now: float) -> None:
-        """Count the duration of the resync for the key that it leaves. A large one says little about the others."""
-        since, key = resync.limit_keys.pop(name), self._key(name)
-        if not resync.large:
-            seconds = min(now - since, _MAX_GROWTH * key.mean_seconds)
+    def _leave(self, resync: Resync, names: Iterable[str], now: float) -> None:
+        """Count the duration of the resync for the keys that it leaves. A large one says little about the others."""
+        for key in [self._key(name) for name in names if not resync.large]:
+            seconds = min(now - resync.started_at, _MAX_GROWTH * key.mean_seconds)
             key.mean_seconds += _NEWEST_WEIGHT * (seconds - key.mean_seconds)
 
-    def _limit(self, key: str) -> int:
+    def _limit(self, name: str) -> int:
         """Return how many workers the key may have. `UNKNOWN_HOST` has more: the lookups may have different hosts."""
-        return max(1, self._workers - max(1, self._workers // 4) if key == UNKNOWN_HOST else self._per_key)
+        if name == UNKNOWN_HOST:
+            return max(1, self._workers - max(1, self._workers // 4))
+        return max(1, int(self._workers * HOST_SHARE))
 
-    def _started(self, key: str) -> list[float]:
-        """Return since when the resyncs on workers count for the key."""
-        return [other.limit_keys[key] for other in self.running if key in other.limit_keys and not other.large]
+    def _on_workers(self, name: str) -> list[Resync]:
+        return [resync for resync in self.running if name in resync.limit_keys and not resync.large]
 
     def _schedule_retry(self, name: str, now: float) -> float:
         """Return when to claim the next repo that found no free slot; each call schedules one repo.
 
         The slots become free at the mean duration, or more slowly if all of them are occupied for longer than that.
         """
-        key, youngest = self._key(name), now - max(self._started(name))
-        seconds = max(key.mean_seconds, youngest)
-        last = key.next_retry if key.next_retry <= now + MAX_WAIT_SECONDS else 0.0  # later: the clock was set back
-        key.next_retry = min(max(now, last) + seconds / self._limit(name), now + MAX_WAIT_SECONDS)
+        key, youngest = self._key(name), now - max(resync.started_at for resync in self._on_workers(name))
+        longest = now + (MAX_UNKNOWN_HOST_SECONDS if name == UNKNOWN_HOST else MAX_WAIT_SECONDS)
+        last = key.next_retry if key.next_retry <= longest else 0.0  # later: the clock was set back
+        key.next_retry = min(max(now, last) + max(key.mean_seconds, youngest) / self._limit(name), longest)
         return key.next_retry
 
     def _slowest(self, resyncs: Sequence[Resync], now: float, unless: int = 0) -> Resync | None:

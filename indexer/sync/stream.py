@@ -63,8 +63,8 @@ class Cursor:
         caught_up_at: Unix seconds until which everything is stored: by the times of most accounts, or the present time
             if the stream is open and no message has followed `seq` for a while. None if it is not known.
         epoch: The epoch of the relay's sequence: the number of times that it has started a new one.
-        stored_until: Unix seconds until which everything is certainly stored (`indexer.live.event_clock`), not later than
-            the arrival of the messages. None if it is not known: the stored one stays.
+        stored_until: Unix seconds until which everything is certainly stored (`indexer.live.event_clock`). It is not
+            later than the arrival of the messages. None if it is not known: the stored one stays.
     """
 
     relay: str

@@ -98,18 +98,6 @@ async def test_requested_resyncs_come_after_repos_that_broke(db: Database) -> No
     assert order[-1] == did(name_in_bucket(7, "new"))
 
 
-async def test_repos_are_claimed_before_their_time_unless_they_were_claimed_or_postponed_further(db: Database) -> None:
-    repos = {name: waiting(name, next_attempt_at=130.0) for name in ("early", "failed", "claimed", "other")}
-    repos["failed"] = repos["failed"]._replace(next_attempt_at=3_700.0)
-    await insert(db, *repos.values())
-    await in_progress(db, "in progress")
-    await db.resyncs.claim_early({repos["claimed"].did: 130.0}, 10.0, 100.0)
-    wanted = {repo.did: 130.0 for name, repo in repos.items() if name != "other"} | {did("in progress"): 130.0}
-    [claimed] = await db.resyncs.claim_early(wanted, 10.0, 100.0)
-    assert claimed == repos["early"]._replace(version=2, sync_status=SyncStatus.IN_PROGRESS, lease=1)
-    assert await db.resyncs.claim(10, ALL, 10.0, 120.0) == []
-
-
 async def test_a_locked_row_does_not_block_a_claim(db: Database, sql: asyncpg.Connection) -> None:
     await insert(db, *[waiting(n) for n in range(10)])
     async with sql.transaction():

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import time
 from typing import Any, Self
@@ -34,24 +34,15 @@ class MemoryDatabase:
         self.repos = self.resyncs = self
         self.rows = {did: Repo(did, version=1) for did in dids}
         self.claims: list[str] = []
-        self.early: list[str] = []
         self.claim_sizes: list[int] = []
         self.claim_holds = True
         self.claims_answered = asyncio.Event()
         self.claims_answered.set()
 
     async def claim(self, count: int, _buckets: range, _seconds: float, now: float) -> list[Repo]:
-        return await self._claim(self.rows, now, count)
-
-    async def claim_early(self, repos: Mapping[str, float], _seconds: float, _now: float) -> list[Repo]:
-        claimed = await self._claim(repos, max(repos.values()), len(repos))
-        self.early += [repo.did for repo in claimed]
-        return claimed
-
-    async def _claim(self, dids: Iterable[str], latest: float, count: int) -> list[Repo]:
-        waiting = [repo for did in dids if (repo := self.rows[did]).sync_status is SyncStatus.DESYNCHRONIZED]
+        waiting = [repo for repo in self.rows.values() if repo.sync_status is SyncStatus.DESYNCHRONIZED]
         ordered = sorted(waiting, key=lambda repo: repo.next_attempt_at or 0)
-        due = [repo for repo in ordered if (repo.next_attempt_at or 0) <= latest][:count]
+        due = [repo for repo in ordered if (repo.next_attempt_at or 0) <= now][:count]
         claimed = [
             repo._replace(sync_status=SyncStatus.IN_PROGRESS, version=repo.version + 1, lease=repo.lease + 1)
             for repo in due

@@ -42,33 +42,6 @@ async def test_did_web_whose_host_is_unknown_shares_the_slots_of_its_domain() ->
         await until(lambda: in_progress() == 3, in_progress)
 
 
-@pytest.mark.slow
-async def test_repos_of_unknown_hosts_start_at_once_when_lookups_are_fast_again() -> None:
-    """They were postponed by the duration of slow lookups, one behind the other, and no worker has anything to do."""
-    dids = [f"did:plc:new{number:021}" for number in range(60)]
-    async with RunningPool(dids, lambda did: f"pds.n{did[8:]}.example", workers=4, idle_interval=0.05) as running:
-        running.identities.cached = False
-        running.identities.hanging = set(dids[:3])
-        rows = running.db.rows
-
-        def last_time() -> float:
-            return max(row.next_attempt_at or 0.0 for row in rows.values())
-
-        await until(lambda: last_time() > time() + 10.0)
-        expected = last_time()
-        running.identities.answered.set()
-
-        def end_all() -> bool:
-            for result in running.attempts.results.values():
-                if not result.done():
-                    result.set_result("synchronized")
-            return {row.sync_status for row in rows.values()} == {SyncStatus.SYNCHRONIZED}
-
-        await until(end_all, lambda: f"{len(running.attempts.ended)} of {len(dids)} have ended")
-        assert time() < expected - 5.0
-        assert len(running.db.early) > 40
-
-
 @pytest.mark.parametrize("cached", [True, False])
 async def test_new_accounts_beyond_the_limit_of_their_host_wait_without_a_request(*, cached: bool) -> None:
     """Accounts of other hosts, and those that a repo list named, do not wait."""

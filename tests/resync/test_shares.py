@@ -163,18 +163,6 @@ def test_shares_equal_a_plain_list_of_running_resyncs(steps: list[tuple[str, boo
         assert shares.free_workers == 6 - len(running)
 
 
-def test_no_free_slot_is_promised_to_two_postponed_repos() -> None:
-    shares = Shares(workers=4)
-    first = shares.admit(Repo("did0"), "pds.example", 100.0)
-    shares.admit(Repo("did1"), "pds.example", 100.0)
-    times = [100.0 + wait_of(shares, f"did{number}", "pds.example", 100.0) for number in range(2, 6)]
-    assert shares.startable(9, 100.0) == {}, "no slot is free"
-    shares.release(first, 100.01)
-    assert shares.startable(9, 100.01) == {"did2": pytest.approx(times[0])}
-    assert max(times) < 130.0
-    assert shares.startable(9, 130.0) == {}, "they are due"
-
-
 def test_oldest_hosts_are_forgotten() -> None:
     shares = Shares(workers=6)
     resynced(shares, "host", 30.0)
