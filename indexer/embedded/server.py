@@ -14,8 +14,7 @@ import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db.database_errors import UnusableDatabaseError
-from indexer.embedded.cluster import POLL_SECONDS, PORT, Cluster
-from indexer.embedded.parent_connection import ParentConnection
+from indexer.embedded.cluster import POLL_SECONDS, PORT, Cluster, ParentConnection
 from indexer.errors import SettingsError, UnavailableError
 from indexer.reasons import FetchFailure
 
@@ -73,7 +72,7 @@ async def database(
     if url is not None:
         yield url
         return
-    server = EmbeddedPostgres(data_dir / "postgres", settings or {}, on_restart, stage)
+    server = EmbeddedPostgres(data_dir / "postgres", settings or {}, on_restart, stage or postgres_stage())
     try:
         await server.start()
     except OSError as error:
@@ -103,12 +102,12 @@ class EmbeddedPostgres:
         self,
         directory: Path,
         settings: Mapping[str, str],
-        on_restart: Callable[[], None] = lambda: None,
-        stage: StageProgress | None = None,
+        on_restart: Callable[[], None],
+        stage: StageProgress,
     ) -> None:
         self._cluster = Cluster(directory)
         self._on_restart = on_restart
-        self._stage = stage or postgres_stage()
+        self._stage = stage
         self._settings = {**_default_settings(), **settings, "listen_addresses": "", "port": str(PORT)}
         self._connection: ParentConnection | None = None
 

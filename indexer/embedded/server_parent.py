@@ -20,9 +20,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
 CONTROL = "control"
 """The file name of the socket."""
@@ -36,7 +36,7 @@ two, the next start recovers from the write-ahead log, and no committed transact
 
 @dataclass(frozen=True, slots=True)
 class ServerPlan:
-    """Everything that the parent needs to run a server.
+    """Everything that the parent needs to run a server. It is JSON on the standard input of this script.
 
     Attributes:
         command: The command line of the server.
@@ -61,15 +61,6 @@ class ServerPlan:
     max_log_bytes: int
     log_interval: float
     remove: Sequence[str]
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Return the plan that `to_json` has written."""
-        return cls(**json.loads(text))
-
-    def to_json(self) -> str:
-        """Return the plan as text, for the standard input of this script."""
-        return json.dumps(asdict(self))
 
 
 def control_path(directory_fd: int) -> str:
@@ -208,6 +199,6 @@ def _send(user: socket.socket, line: bytes) -> None:
 
 
 if __name__ == "__main__":
-    given = ServerPlan.from_json(sys.stdin.read())
+    given = ServerPlan(**json.load(sys.stdin))
     if os.fork() == 0:  # init adopts the child, which outlives the process that started it
         run(given)
