@@ -10,8 +10,8 @@ from indexer.atproto import cbor
 from indexer.atproto.cid import RAW, cid_of, cid_text
 from indexer.atproto.commit import encode_signed, encode_unsigned
 from indexer.atproto.crypto import PrivateKey
+from indexer.atproto.syntax import tid_of
 from indexer.demo.local_repo import LocalChange, LocalCommit, car, car_header, car_section
-from indexer.demo.tid_clock import tid
 
 T = TypeVar("T")
 
@@ -157,7 +157,7 @@ class SigningAccount:
     def _subject(self) -> dict[str, str]:
         """Return a strong reference to a record outside the workload."""
         did, cid = self._random.choice(_OTHER_RECORDS)
-        return {"uri": f"at://{did}/{POST}/{tid(_FIRST_MICROS + self._random.randrange(_YEAR_MICROS))}", "cid": cid}
+        return {"uri": f"at://{did}/{POST}/{tid_of(_FIRST_MICROS + self._random.randrange(_YEAR_MICROS))}", "cid": cid}
 
     def _blob(self) -> dict[str, Any]:
         link = RAW + self._random.randbytes(32)
@@ -168,7 +168,7 @@ class SigningAccount:
 
     def _tid(self) -> str:
         self._micros += self._random.randrange(1, self._max_interval)
-        return tid(self._micros)
+        return tid_of(self._micros)
 
     def _choose(self, weights: dict[T, int]) -> T:
         return self._random.choices(tuple(weights), tuple(weights.values()))[0]

@@ -62,7 +62,7 @@ async def test_repo_of_a_million_records_is_resynced_in_bounded_memory(
         account = network.create_account("ada.test")
         account.repo.import_records(make_likes(RECORDS), account.key, network.clock.tid())
         async with daemon_process(network, database, tmp_path) as process:
-            account.announce()
+            account.emit_sync()
             await until(lambda: synchronized(database, account.did), lambda: log_tail(tmp_path))
             assert peak_mib(process.pid) < MAX_MIB
         connection = await asyncpg.connect(database)
@@ -129,7 +129,7 @@ async def test_export_of_many_paths_to_one_large_value_is_resynced_in_bounded_me
         account.repo.import_records(records, account.key, network.clock.tid())
         serve_each_block_once(account)
         async with daemon_process(network, database, tmp_path) as process:
-            account.announce()
+            account.emit_sync()
             await until(lambda: synchronized(database, account.did), lambda: log_tail(tmp_path))
             assert peak_mib(process.pid) < MAX_MIB
         connection = await asyncpg.connect(database)

@@ -7,10 +7,9 @@ import click
 
 from indexer.app.process_setup import StopRequest, stop_on_signals
 from indexer.cli.command import ExitCode
-from indexer.demo.local_dns import LocalDns
 from indexer.demo.local_network import LocalNetwork
-from indexer.demo.scenario import Scenario
-from indexer.demo.status_activity import StatusActivity
+from indexer.demo.local_plc import LocalDns
+from indexer.demo.scenario import Scenario, StatusActivity
 
 COMMITS_PER_SECOND = 5.0
 """Slow enough that an hour of activity stays in the memory of the relay, which keeps every message."""

@@ -6,8 +6,7 @@ from typing import Any
 from indexer.atproto.crypto import Curve, PrivateKey
 from indexer.demo.local_pds import HostedRepo, LocalPds
 from indexer.demo.local_plc import LocalIdentity, LocalPlc
-from indexer.demo.local_repo import LocalChange, LocalRepo, Record, Write
-from indexer.demo.tid_clock import TidClock
+from indexer.demo.local_repo import LocalChange, LocalRepo, Record, TidClock, Write
 
 
 class LocalAccount:
@@ -35,7 +34,7 @@ class LocalAccount:
         self._emit_identity(handle=handle)
         self._emit_account()
         self._emit_commit(self.repo.first)
-        self._emit_sync()
+        self.emit_sync()
 
     @property
     def status(self) -> str | None:
@@ -93,33 +92,21 @@ class LocalAccount:
         self.swap_key(curve)
         self.apply_writes([], lost=True)
         self.publish_key()
-        self._emit_sync()
+        self.emit_sync()
 
     def deactivate(self) -> None:
         """Deactivate the account."""
-        self._set_status("deactivated")
+        self.set_status("deactivated")
 
     def activate(self) -> None:
         """Activate the account again."""
-        self._set_status(None)
+        self.set_status(None)
         self._emit_identity(handle=self.handle)
-        self._emit_sync()
-
-    def takedown(self) -> None:
-        """Take the account down."""
-        self._set_status("takendown")
-
-    def suspend(self) -> None:
-        """Suspend the account."""
-        self._set_status("suspended")
-
-    def reinstate(self) -> None:
-        """End a takedown or a suspension."""
-        self._set_status(None)
+        self.emit_sync()
 
     def delete_account(self) -> None:
         """Delete the account at its PDS. The identity remains in the directory."""
-        self._set_status("deleted")
+        self.set_status("deleted")
 
     def migrate(self, to: LocalPds, *, sign_again: bool = True) -> None:
         """Move to another PDS, with a new key.
@@ -137,19 +124,16 @@ class LocalAccount:
         self.publish_key()
         self._emit_account()
         self._emit_identity(handle=self.handle)
-        self._emit_sync(rev=self.rev if sign_again else self._clock.tid())
+        self.emit_sync(rev=self.rev if sign_again else self._clock.tid())
         old.hosted[self.did].status = "deactivated"
         old.emit(self.did, "#account", self._event(active=False, status="deactivated"))
-
-    def announce(self) -> None:
-        """Emit a `#sync` of the current commit."""
-        self._emit_sync()
 
     def _next_key(self, curve: Curve) -> PrivateKey:
         self._keys += 1
         return PrivateKey.from_seed(curve, f"{self.did} key {self._keys}".encode())
 
-    def _set_status(self, status: str | None) -> None:
+    def set_status(self, status: str | None) -> None:
+        """Set the hosting status; None ends a takedown or suspension."""
         self.pds.hosted[self.did].status = status
         self._emit_account()
 
@@ -166,7 +150,8 @@ class LocalAccount:
         state = {"active": False, "status": self.status} if self.status else {"active": True}
         self.pds.emit(self.did, "#account", self._event(**state))
 
-    def _emit_sync(self, rev: str | None = None) -> None:
+    def emit_sync(self, rev: str | None = None) -> None:
+        """Emit a `#sync` of the current commit, or of a later rev."""
         self.pds.emit(self.did, "#sync", self._event(rev=rev or self.rev, blocks=self.repo.sync()))
 
     def _emit_commit(self, change: LocalChange) -> None:

@@ -12,7 +12,7 @@ from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_pds import LocalPds
 from indexer.demo.local_plc import LocalPlc
 from indexer.demo.local_relay import LocalRelay
-from indexer.demo.tid_clock import TidClock
+from indexer.demo.local_repo import TidClock
 
 RecordsByRepo = dict[str, dict[str, bytes]]
 """DID to path to record CID."""
@@ -36,22 +36,11 @@ class LocalNetwork:
         accounts: The accounts by DID.
     """
 
-    def __init__(
-        self,
-        *,
-        pds: int = 2,
-        relays: int = 1,
-        clock: TidClock | None = None,
-        relay_window: int | None = None,
-        host: str = LOOPBACK,
-        first_port: int = 0,
-    ) -> None:
-        self.clock = clock or TidClock()
+    def __init__(self, *, pds: int = 2, relays: int = 1, host: str = LOOPBACK, first_port: int = 0) -> None:
+        self.clock = TidClock()
         self.plc = LocalPlc()
         self.pdses = [LocalPds() for _ in range(pds)]
-        self.relays = [
-            LocalRelay(self.plc, first_seq=number * RELAY_SEQ_DISTANCE, window=relay_window) for number in range(relays)
-        ]
+        self.relays = [LocalRelay(self.plc, number * RELAY_SEQ_DISTANCE) for number in range(relays)]
         self.relay = self.relays[0]
         self.accounts: dict[str, LocalAccount] = {}
         for pds_server in self.pdses:
@@ -62,18 +51,15 @@ class LocalNetwork:
             server.port = first_port + number if first_port else 0
 
     async def __aenter__(self) -> Self:
-        for server in self._servers():
+        for server in (self.plc, *self.pdses, *self.relays):
             await server.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for server in self._servers():
+        for server in (self.plc, *self.pdses, *self.relays):
             await server.stop()
-
-    def _servers(self) -> list[HttpServer]:
-        return [self.plc, *self.pdses, *self.relays]
 
     @property
     def relay_url(self) -> str:

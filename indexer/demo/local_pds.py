@@ -11,8 +11,7 @@ from indexer.atproto import cid
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.record import decode_record
 from indexer.demo.http_server import HttpServer, ServerResponse, XrpcError, json_response
-from indexer.demo.local_repo import LocalChange, LocalRepo, Record, Write
-from indexer.demo.tid_clock import TidClock
+from indexer.demo.local_repo import LocalChange, LocalRepo, Record, TidClock, Write
 
 CAR_TYPE = "application/vnd.ipld.car"
 GET_REPO = "/xrpc/com.atproto.sync.getRepo"

@@ -117,7 +117,7 @@ class LocalRelay(HttpServer):
     A relay that is not serving still receives the events of the PDSes: its subscribers find them after the next start.
 
     Attributes:
-        seq: The latest sequence number; at the beginning the parameter `first_seq`, the number before the first event.
+        seq: The latest sequence number; at first `first_seq`, the number before the first event.
         log: Every message that was sent and not forgotten.
         window: How many of the newest messages are replayed; None: all.
         inclusive: True if a replay begins with the event at the cursor, as the protocol says; False if it begins after
@@ -126,29 +126,18 @@ class LocalRelay(HttpServer):
             (`OutdatedCursor`). False if the stream silently continues live, or begins at the oldest event.
         max_lag: How many messages a live subscriber may be behind.
         dropped: The number of events by DID that `drop` suppressed.
-        wrong_host: The number of events by DID that came from a PDS that does not host the account.
         lagging: DIDs that the lists of repos by collection do not contain yet.
     """
 
-    def __init__(
-        self,
-        plc: LocalPlc,
-        *,
-        first_seq: int = 0,
-        window: int | None = None,
-        inclusive: bool = True,
-        announces: bool = True,
-        max_lag: int = 16_384,
-    ) -> None:
+    def __init__(self, plc: LocalPlc, first_seq: int) -> None:
         super().__init__()
         self.seq = first_seq
         self.log: list[SentMessage] = []
-        self.window = window
-        self.inclusive = inclusive
-        self.announces = announces
-        self.max_lag = max_lag
+        self.window: int | None = None
+        self.inclusive = True
+        self.announces = True
+        self.max_lag = 16_384
         self.dropped: Counter[str] = Counter()
-        self.wrong_host: Counter[str] = Counter()
         self.lagging: set[str] = set()
         self._plc = plc
         self._first_seq = first_seq
@@ -172,7 +161,6 @@ class LocalRelay(HttpServer):
         """Take an event of a PDS, number it and send it. Ignore it if the PDS does not host the account."""
         identity = self._plc.identities.get(did)
         if identity is None or identity.pds != pds.url:
-            self.wrong_host[did] += 1
             return
         self.seq += 1
         if self._to_drop[did]:

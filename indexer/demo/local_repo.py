@@ -1,14 +1,36 @@
-"""A repo of the local network: records, tree, signed commits, and their CAR files."""
+"""A repo of the local network: TIDs, records, tree, signed commits, and their CAR files."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import starmap
 from typing import Any, Literal, Self
 
 from indexer.atproto import cid
 from indexer.atproto.crypto import PrivateKey
+from indexer.atproto.syntax import tid_of
 from indexer.demo import dag_cbor
 from indexer.demo.reference_tree import ReferenceNode, ReferenceTree
+
+
+class TidClock:
+    """Makes TIDs and datetimes from `micros`, which returns microseconds since 1970 (default: the system clock)."""
+
+    def __init__(self, micros: Callable[[], int] = lambda: time.time_ns() // 1_000) -> None:
+        self._micros = micros
+        self._last = 0
+
+    def tid(self) -> str:
+        """Return a TID of the current time that is greater than every TID before."""
+        self._last = max(self._micros(), self._last + 1)
+        return tid_of(self._last)
+
+    def now(self) -> str:
+        """Return the current time as an AT Protocol datetime, as in the `time` field of events."""
+        moment = datetime.fromtimestamp(self._micros() / 1_000_000, UTC)
+        return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
 
 Record = Mapping[str, Any] | bytes
 """A record as a map in which the 36 bytes of a CID are a link, or its DAG-CBOR, which is used without a check."""

@@ -10,10 +10,10 @@ from random import Random
 from typing import Any
 
 from indexer.atproto import cid
+from indexer.atproto.syntax import tid_of
 from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_repo import Write
-from indexer.demo.tid_clock import tid
 from indexer.errors import BrokenInvariantError
 
 _BEGINNING = datetime(2026, 1, 1, tzinfo=UTC)
@@ -33,6 +33,12 @@ FOLLOW = "app.bsky.graph.follow"
 NOTE = "com.example.note"
 DRAFT = "com.example.note.draft"
 """Its name sorts after NOTE, but its paths sort before those of NOTE."""
+STATUS = "xyz.statusphere.status"
+_STATUS_NAMES = ("alice", "bob", "carol", "dan", "erin", "frank")
+_EMOJI = ("👍", "💙", "🥹", "😤", "🙃", "🚀", "🦋", "🤔")
+_STATUS_ACTIONS = {
+    "create": 55, "put self": 15, "update": 10, "delete": 10, "create unusual": 4, "rename": 3, "deactivate": 3
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +109,8 @@ class Scenario:
 
     async def run(self, seconds: float, rate: float) -> ScenarioReport:
         """Perform `seconds * rate` steps, at `rate` steps per second if the machine is fast enough."""
-        clock = asyncio.get_running_loop().time
-        steps, began = round(seconds * rate), clock()
-        for step in range(steps):
-            self.perform(step, steps)
-            await asyncio.sleep(max(0.0, began + (step + 1) / rate - clock()))
+        steps = round(seconds * rate)
+        await _perform_steps(lambda step: self.perform(step, steps), steps, rate)
         return self.report
 
     def perform(self, step: int, steps: int) -> None:
@@ -211,7 +214,7 @@ class Scenario:
         self._rkeys += 1
         if collection in (NOTE, DRAFT):
             return f"note:{self._rkeys}"
-        return tid(int(_BEGINNING.timestamp()) * 1_000_000 + self._rkeys)
+        return tid_of(int(_BEGINNING.timestamp()) * 1_000_000 + self._rkeys)
 
     def _record(self, collection: str) -> dict[str, Any]:
         moment = _BEGINNING + timedelta(seconds=self._step, milliseconds=self._random.randrange(1_000))
@@ -251,6 +254,82 @@ class Scenario:
 
     def _text(self, words: int) -> str:
         return " ".join(self._random.choices(_WORDS, k=self._random.randint(1, words)))
+
+
+class StatusActivity:
+    """Accounts that write, change and delete statuses of Statusphere, the example app, for the AppViews in `examples/`.
+
+    They also change their handles and hosting statuses. Some records do not fit the lexicon: no AppView may show them,
+    and none may fail on them.
+    """
+
+    def __init__(self, network: LocalNetwork, seed: int = 0) -> None:
+        self._random = Random(seed)
+        self._clock = network.clock
+        self._accounts = [network.create_account(f"{name}.test") for name in _STATUS_NAMES]
+        self._renamed = 0
+
+    async def run(self, seconds: float, rate: float) -> None:
+        """Perform `seconds * rate` steps, at `rate` steps per second if the machine is fast enough."""
+        for account in self._accounts:
+            account.create(STATUS, self._status())
+        await _perform_steps(lambda _step: self.perform(), round(seconds * rate), rate)
+
+    def perform(self) -> None:
+        """Let one account do one thing. A deactivated account comes back."""
+        account = self._random.choice(self._accounts)
+        if account.status is not None:
+            account.activate()
+            return
+        (action,) = self._random.choices(tuple(_STATUS_ACTIONS), tuple(_STATUS_ACTIONS.values()))
+        own = [path for path in account.records if path.startswith(f"{STATUS}/")]
+        if not own:
+            action = "create"
+        match action:
+            case "create":
+                account.create(STATUS, self._status())
+            case "put self":
+                self._put_self(account)
+            case "update":
+                account.update(self._random.choice(own), self._status())
+            case "delete":
+                account.delete(self._random.choice(own))
+            case "create unusual":
+                account.create(STATUS, self._unusual())
+            case "rename":
+                self._renamed += 1
+                account.set_handle(f"{account.handle.split('.')[0].rstrip('0123456789')}{self._renamed}.test")
+            case "deactivate":
+                account.deactivate()
+
+    def _put_self(self, account: LocalAccount) -> None:
+        path = f"{STATUS}/self"
+        if path in account.records:
+            account.update(path, self._status())
+        else:
+            account.create(STATUS, self._status(), "self")
+
+    def _status(self) -> dict[str, Any]:
+        return {"$type": STATUS, "status": self._random.choice(_EMOJI), "createdAt": self._clock.now()}
+
+    def _unusual(self) -> dict[str, Any]:
+        """Return a record that does not fit the lexicon."""
+        changes: tuple[dict[str, Any], ...] = (
+            {"status": 7},
+            {"status": "too long to be a status, in bytes and in graphemes"},
+            {"createdAt": "yesterday"},
+            {"createdAt": None},
+        )
+        return self._status() | self._random.choice(changes)
+
+
+async def _perform_steps(perform: Callable[[int], None], steps: int, rate: float) -> None:
+    """Perform steps, counted from 0, at `rate` steps per second if the machine is fast enough."""
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    for step in range(steps):
+        perform(step)
+        await asyncio.sleep(max(0.0, began + (step + 1) / rate - clock()))
 
 
 def _expect(condition: bool, message: str) -> None:

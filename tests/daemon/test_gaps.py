@@ -95,7 +95,7 @@ async def test_all_that_a_relay_forgot_is_found(database: str, tmp_path: Path) -
         network.relay.window = 3
         born = [network.create_account(f"new{number}.test") for number in range(3)]
         commit_each([quiet, active, *born], "in the gap")
-        hidden.takedown()
+        hidden.set_status("takendown")
         for _ in range(4):
             active.create(POST, post("in the window"))
         async with daemon_of(network, database, tmp_path) as daemon:
@@ -147,7 +147,7 @@ async def test_restarted_sequence_is_entered_anew(
             assert [(reason, closed) for _, reason, _, _, closed in await gaps(daemon)] == [
                 ("sequence-restarted", True)
             ]
-            hidden.takedown()
+            hidden.set_status("takendown")
             await daemon.wait_for_cursor()
             row = await daemon.repo_row(hidden)
             assert (row["active"], row["hosting_status"], row["hosting_epoch"]) == (False, "takendown", 1)

@@ -124,8 +124,8 @@ async def test_account_changes_during_a_resync(database: str, tmp_path: Path) ->
         network = daemon.network
         changes: dict[str, Callable[[LocalAccount], None]] = {
             "deleted": lambda account: account.delete_account(),
-            "taken down": lambda account: account.takedown(),
-            "suspended": lambda account: account.suspend(),
+            "taken down": lambda account: account.set_status("takendown"),
+            "suspended": lambda account: account.set_status("suspended"),
             "deactivated": lambda account: account.deactivate(),
             "deactivated and activated": deactivate_and_activate,
             "written while deactivated": deactivate_write_and_activate,

@@ -5,8 +5,8 @@ from typing import Any
 import httpx
 from websockets.asyncio.client import connect
 
-from indexer.demo.local_dns import LocalDns
 from indexer.demo.local_network import LocalNetwork
+from indexer.demo.local_plc import LocalDns
 from indexer.demo.local_relay import SUBSCRIBE_REPOS
 from indexer.errors import UnavailableError
 from indexer.net.identity.handle_verifier import HandleVerifier

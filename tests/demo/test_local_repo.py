@@ -15,8 +15,7 @@ from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst import NetOp, Verdict, invert
 from indexer.atproto.mst.node import EMPTY_TREE
 from indexer.demo.dag_cbor import encode
-from indexer.demo.local_repo import LocalChange, LocalRepo, Record, Write
-from indexer.demo.tid_clock import TidClock
+from indexer.demo.local_repo import LocalChange, LocalRepo, Record, TidClock, Write
 from tests.demo.independent_decoder import decode_all, decode_car, decode_records
 from tests.profiles import scaled
 

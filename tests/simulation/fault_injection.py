@@ -12,10 +12,11 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from copy import copy
 from typing import Any, TypeVar
 
+from indexer.atproto.syntax import tid_of
 from indexer.demo import http_server
 from indexer.demo.local_relay import message_frame
+from indexer.demo.local_repo import TidClock
 from indexer.demo.local_repo import Write as RepoWrite
-from indexer.demo.tid_clock import TidClock, tid
 from tests.daemon.running_daemon import commit_payload
 from tests.daemon_forks import Death
 from tests.simulation.fault_schedule import (
@@ -368,16 +369,16 @@ def _forged_message(world: World, fault: Forgery) -> tuple[str, dict[str, Any]]:
     writes = [RepoWrite.create("com.example.note/forged", {"text": "forged"})]
     match fault.kind:
         case "commit by another key":
-            change = copy(target.repo).write(writes, STRANGER, tid(time))
+            change = copy(target.repo).write(writes, STRANGER, tid_of(time))
         case "future commit":
-            change = copy(target.repo).write(writes, target.key, tid(FAR_FUTURE))
+            change = copy(target.repo).write(writes, target.key, tid_of(FAR_FUTURE))
         case "high-S signature":
-            change = copy(target.repo).write(writes, HighSKey(target.key), tid(time))
+            change = copy(target.repo).write(writes, HighSKey(target.key), tid_of(time))
         case "commit of another repo":
-            change = copy(other.repo).write(writes, other.key, tid(time))
+            change = copy(other.repo).write(writes, other.key, tid_of(time))
         case "sync by another key" | "sync of another repo":
             owner, key = (target, STRANGER) if fault.kind == "sync by another key" else (other, other.key)
             repo = copy(owner.repo)
-            repo.write(writes, key, tid(time))
+            repo.write(writes, key, tid_of(time))
             return "#sync", {"did": fault.did, "rev": repo.head.rev, "blocks": repo.sync(), "time": now}
     return "#commit", commit_payload(fault.did, change, now)

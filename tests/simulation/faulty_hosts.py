@@ -8,11 +8,11 @@ from typing import Any
 from aiohttp import hdrs
 
 from indexer.atproto.crypto import PrivateKey
+from indexer.atproto.syntax import tid_of
 from indexer.demo.http_server import Fault
 from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_pds import CAR_TYPE, GET_REPO
 from indexer.demo.local_repo import LocalRepo, Write
-from indexer.demo.tid_clock import tid
 from tests.atproto.test_crypto import ORDERS
 from tests.simulation.fault_schedule import BEGINNING, FaultyExport, HostProblem
 
@@ -20,7 +20,7 @@ STRANGER = PrivateKey.from_seed("k256", b"a key that no account has")
 SLOW_BYTES_PER_SECOND = 400
 TOO_SLOW_BYTES_PER_SECOND = 40
 """Below the minimum rate of exports, also for a small one."""
-FORGED_REV = tid(BEGINNING + 30 * 24 * 3_600_000_000)
+FORGED_REV = tid_of(BEGINNING + 30 * 24 * 3_600_000_000)
 """A rev after those of all worlds, and before the present."""
 HEADER_AND_COMMIT = 2
 """The sections of a truncated export. With more, it might have all records that the scope selects, and be accepted."""

@@ -12,7 +12,7 @@ import asyncpg
 from indexer.demo import local_repo
 from indexer.demo.http_server import HttpServer
 from indexer.demo.local_account import LocalAccount
-from indexer.demo.tid_clock import TidClock
+from indexer.demo.local_repo import TidClock
 from tests.background import running
 from tests.daemon_forks import DaemonFork
 from tests.database_proxy import DatabaseProxy
@@ -326,8 +326,8 @@ def _set_status(account: LocalAccount, action: SetStatus) -> None:
         case "deactivated":
             account.deactivate()
         case "takendown":
-            account.takedown()
+            account.set_status("takendown")
         case "suspended":
-            account.suspend()
+            account.set_status("suspended")
         case "deleted":
             account.delete_account()

@@ -238,7 +238,7 @@ async def test_record_with_its_proof(account: LocalAccount, pds: PdsClient) -> N
     assert proof == account.repo.record_proof(path)
     block = verify_record(account.did, path, proof, account.key.public, DEFAULT_LIMITS)
     assert block == account.records[path]
-    account.takedown()
+    account.set_status("takendown")
     with pytest.raises(UnavailableError) as failure:
         await pds.fetch_record_proof(account.did, path, account.pds.url)
     assert failure.value.reason is FetchFailure.REPO_TAKENDOWN

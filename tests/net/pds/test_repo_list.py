@@ -43,7 +43,7 @@ async def test_list_of_the_accounts_of_a_collection(net: LocalNetwork, outbound:
 async def test_hosting_status_of_an_account(net: LocalNetwork, outbound: OutboundClient) -> None:
     account = net.create_account("ada.test")
     assert await fetch_repo_status(outbound, account.pds.url, account.did) == RepoStatus(True, None, account.rev)
-    account.takedown()
+    account.set_status("takendown")
     for host in (account.pds.url, net.relay.url):
         assert await fetch_repo_status(outbound, host, account.did) == RepoStatus(False, "takendown", None)
 
