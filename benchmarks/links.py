@@ -25,7 +25,7 @@ from indexer.atproto.links import links_of
 from indexer.db import Database
 from indexer.db.link_session import LinkSession
 from indexer.db.migrate import migrate
-from indexer.readers.links.reader import LinkReader
+from indexer.readers.links import LinkReader
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
 from indexer.sync.repo import Head, Repo, SyncStatus
 from indexer.tasks.notifications import ChangeNotifier

@@ -459,8 +459,8 @@ FEEDS = (
     Panel(
         "Refused events",
         "short",
-        "Events that clients do not acknowledge although they acknowledge others: `indexer status` names the records.",
-        (("events", "sum(indexer_feed_refused_events{@})"),),
+        "Events that were set aside, because clients refused them: `indexer rejected list --feed` names the records.",
+        (("events", "sum(indexer_feed_set_aside_events{@})"),),
         steps=ABOVE_ZERO,
     ),
 )

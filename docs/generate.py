@@ -2,7 +2,7 @@
 
 Generated are the list of docs/settings.md and config/indexer.example.toml (from indexer/app/settings.py),
 docs/commands.md (from the commands), docs/reasons.md (from indexer/reasons.py and indexer/atproto/record.py),
-docs/metrics.md (from indexer/telemetry/metric_definitions.py),
+docs/metrics.md (from indexer/telemetry/metrics.py),
 config/grafana/dashboards/indexer.json (from docs/dashboard_panels.py), the transition table of
 docs/architecture.md, and from a migrated database the reference of docs/sql.md and the client types in
 examples/public_schema/ (docs/client_types.py).
@@ -16,6 +16,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,7 +34,7 @@ from indexer.embedded import database
 from indexer.net.server.address import Address
 from indexer.reasons import Desync, FetchFailure, GapReason, OmittedValue, Rejection
 from indexer.sync.repo import TRANSITIONS, SyncStatus, Trigger
-from indexer.telemetry.metric_definitions import METRIC_GROUPS, MetricDefinition
+from indexer.telemetry.metrics import MetricDefinition, Metrics
 
 PROJECT = Path(__file__).parents[1]
 VIEWS = (
@@ -169,7 +170,10 @@ the event. `atproto.records` has the value.
 
 def metrics_page() -> str:
     """Return docs/metrics.md."""
-    groups = "".join(f"\n## {title}\n\n{''.join(map(_metric, metrics))}" for title, metrics in METRIC_GROUPS.items())
+    groups = "".join(
+        f"\n## {section}\n\n{''.join(map(_metric, metrics))}"
+        for section, metrics in groupby(Metrics().definitions.values(), lambda metric: metric.section)
+    )
     return f"""# Metrics
 
 `/metrics` shows these, and the usual `process_*`, `python_info` and `python_gc_*`. Names and labels

@@ -162,8 +162,7 @@ async def _act(daemon: RunningDaemon, prometheus: PrometheusServer, seconds: flo
         await network.relay.start()
         await scenario
         # The daemon counts with a small share of the time, so seldom if the database is slow.
-        counts = await daemon.stages.db.reports.counts()
-        daemon.stages.metrics.repos(counts.statuses, counts.reasons, counts.queued, counts.incomplete)
+        await daemon.stages.repo_counts.count()
         acted.set()
 
 

@@ -54,13 +54,13 @@ from indexer.net.relay.seek import StreamSeek
 from indexer.net.relay.subscription import Subscription
 from indexer.net.server.address import Address
 from indexer.readers.access import Access
-from indexer.readers.jetstream.reader import JetstreamReader
-from indexer.readers.jetstream.routes import JetstreamRoutes
-from indexer.readers.links.reader import LinkReader
+from indexer.readers.jetstream.log_reading import JetstreamReader
+from indexer.readers.jetstream.subscriber import Subscriptions
+from indexer.readers.links import LinkReader
 from indexer.readers.tap.channel import Channel, refuse_channel
+from indexer.readers.tap.deliveries import RefusalLimits
 from indexer.readers.tap.feed import TapFeed
 from indexer.readers.tap.routes import TapRoutes
-from indexer.readers.tap.set_aside import RefusalLimits
 from indexer.readers.tap.webhook import Webhook
 from indexer.resync.apply import LARGE_TURNS, TURNS, Applies
 from indexer.resync.fetch import ResyncAttempts
@@ -389,7 +389,8 @@ class Daemon:
         yield from TapRoutes(self.db, self.identities).routes(access)
         yield web.get("/channel", access.guard(self.channel.connect if self.webhook is None else refuse_channel))
         values_stored = self.settings.store_values
-        yield from JetstreamRoutes(self.db, self.jetstream_reader, self.metrics, values_stored=values_stored).routes()
+        subscriptions = Subscriptions(self.db, self.jetstream_reader, self.metrics, values_stored=values_stored)
+        yield web.get("/subscribe", subscriptions.subscribe)
 
     def _build_monitors(self) -> None:
         self.repo_counts = DaemonCounts(self.db, self.metrics, self.tuning.count_interval, self.tuning.max_count_share)

@@ -39,8 +39,7 @@ from indexer.serve.status_document import (
     short_gap,
 )
 from indexer.telemetry.conditions import Conditions
-from indexer.telemetry.metric_definitions import MAX_LISTED
-from indexer.telemetry.metrics import Reading
+from indexer.telemetry.metrics import MAX_LISTED, Reading
 
 if TYPE_CHECKING:
     from indexer.app.daemon import Daemon
@@ -319,7 +318,6 @@ def _feed(daemon: "Daemon") -> Iterator[Stage]:
                 ("webhook",): float(webhook is not None),
             },
             "indexer_feed_oldest_unacknowledged_seconds": tap.oldest_unacknowledged_seconds,
-            "indexer_feed_refused_events": lambda: len(tap.refused),
             "indexer_feed_set_aside_events": lambda: tap.set_aside,
         },
     )

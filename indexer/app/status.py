@@ -119,18 +119,25 @@ class DaemonCounts:
         while True:
             began = monotonic()
             with DatabaseAttempt(self.stage) as attempt:
-                await self._count()
+                await self.count()
             # A failed attempt is repeated soon: even a slow database can read one page, so it waited for a lock.
             duration = 0.0 if attempt.error else monotonic() - began
             await asyncio.sleep(max(self._interval, duration / self._max_share))
 
-    async def _count(self) -> None:
+    async def count(self) -> None:
+        """Count all repos once; raise `DatabaseError` if the database is unavailable."""
         now = time()
         since = self.newest.since(now)
         counts = await self._db.reports.counts(since)
         self.newest.set(counts, since, now)
-        self._metrics.repos(counts.statuses, counts.reasons, counts.queued, counts.incomplete)
-        self._metrics.links(link_status(counts.links, now).progress)
+        for status, gauge in self._metrics.repos.items():
+            gauge.set(counts.statuses.get(status, 0))
+        for reason, gauge in self._metrics.repos_desynchronized.items():
+            gauge.set(counts.reasons.get(reason, 0))
+        self._metrics.resync_queue.set(counts.queued)
+        self._metrics.scope_incomplete_repos.set(counts.incomplete)
+        progress = link_status(counts.links, now).progress
+        self._metrics.links_progress.set(1 if progress is None else progress)
 
 
 class SampledHistory:

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from indexer.cli.output import duration_text
 from indexer.db import Counts
-from indexer.db.feed_delivery import RefusedEvent
 from indexer.db.shard_lock import ShardSession
 from indexer.live.event_clock import MAX_AHEAD
 from indexer.serve.backfill import ScopeStatus, backfill_of, scope_status_of
@@ -61,27 +60,6 @@ class DaemonStatus:
     client: str
     pid: int
     seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class RefusedEventStatus:
-    """An event that clients of the feed do not acknowledge although they acknowledge others.
-
-    Attributes:
-        id: The number of the event.
-        action: What the event says of the record.
-        uri: The record, or the repo for an identity event.
-        attempts: How often it was sent.
-        seconds: Seconds since it was first not acknowledged.
-        failure: Why it counts as not acknowledged.
-    """
-
-    id: int
-    action: str
-    uri: str
-    attempts: int
-    seconds: float
-    failure: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +119,6 @@ class Status:
     progress: float | None
     seconds_left: float | None
     consumers: list[ConsumerStatus]
-    refused_events: list[RefusedEventStatus]
     set_aside_events: int
     paused_hosts: list[PausedHost]
     gaps: list[GapStatus]
@@ -184,7 +161,6 @@ def status_of(database: str, shard: Shard, earlier: Sample, now: Sample) -> Stat
         progress=backfill.progress,
         seconds_left=backfill.seconds_left,
         consumers=[consumer_status(consumer, now.at) for consumer in counts.consumers],
-        refused_events=[_refused_event(event, now.at) for event in counts.refused_events],
         set_aside_events=counts.set_aside_events,
         paused_hosts=_paused_hosts(counts, now.at),
         gaps=[gap_status(opened, now.at) for opened in counts.gaps],
@@ -200,11 +176,6 @@ def _daemon_status(session: ShardSession, now: float) -> DaemonStatus:
     state: Literal["owns", "waits"] = "owns" if session.owns else "waits"
     shard = _shard_name(*session.positions)
     return DaemonStatus(shard, state, session.client, session.pid, max(0.0, now - session.since))
-
-
-def _refused_event(event: RefusedEvent, now: float) -> RefusedEventStatus:
-    seconds = max(0.0, now - event.since)
-    return RefusedEventStatus(event.id, event.action, event.uri, event.attempts, seconds, event.failure)
 
 
 def _shard_name(first: int, last: int) -> str:

@@ -25,8 +25,6 @@ def status_tables(status: Status) -> Group:
     parts.append(_repo_table(status))
     if status.consumers:
         parts.append(_consumer_table(status))
-    if status.refused_events:
-        parts.append(_refused_event_table(status))
     if status.paused_hosts:
         parts.append(_host_table(status))
     return Group(*parts)
@@ -82,15 +80,6 @@ def _repo_table(status: Status) -> Table:
 def _repos(status: Status, count: int) -> str:
     """Return a number of repos, with a word if it is an estimate."""
     return f"{count:,}" if status.counted_share == 1.0 else f"about {count:,}"
-
-
-def _refused_event_table(status: Status) -> Table:
-    columns = ("event", "record", "sent", "since", "last failure")
-    table = Table(*columns, title="events that clients of the feed refuse", title_justify="left")
-    for event in status.refused_events:
-        name, since = f"{event.id} ({event.action})", f"{duration_text(event.seconds)} ago"
-        table.add_row(*map(literal_text, (name, event.uri, f"{event.attempts} times", since, event.failure)))
-    return table
 
 
 def _consumer_table(status: Status) -> Table:

@@ -143,7 +143,10 @@ class ChangeNumbering:
 
     def _report(self, prepared: Prepared, numbered: Mapping[int, float]) -> None:
         in_doubt = [age for ages in prepared.values() for age in ages.values() if age > IN_DOUBT_SECONDS]
-        self._metrics.numbering(numbered.values(), waiting=len(self._waiting), in_doubt=len(in_doubt))
+        for age in numbered.values():
+            self._metrics.numbering_seconds.observe(age)
+        self._metrics.unnumbered_batches.set(len(self._waiting))
+        self._metrics.transactions_in_doubt.set(len(in_doubt))
         oldest = max([*in_doubt, *self._waiting.values()], default=0.0)
         if oldest <= IN_DOUBT_SECONDS:
             self._conditions.end(TRANSACTIONS_IN_DOUBT)

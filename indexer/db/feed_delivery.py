@@ -56,25 +56,6 @@ class DeliveryProgress(NamedTuple):
     behind: tuple[tuple[str, int], ...] = ()
 
 
-class RefusedEvent(NamedTuple):
-    """An event that clients do not acknowledge although they acknowledge others.
-
-    Attributes:
-        id: The number of the event.
-        uri: The AT-URI of the record, or of the repo for an identity event.
-        attempts: How often it was sent.
-        since: When it was first not acknowledged, in Unix seconds.
-        failure: Why it counts as not acknowledged.
-    """
-
-    id: int
-    action: str
-    uri: str
-    attempts: int
-    since: float
-    failure: str
-
-
 SetAsideReason = Literal["hidden", "refused"]
 SetAsideKey = tuple[SetAsideReason, str, str, str]
 """Reason, DID, collection and record key."""

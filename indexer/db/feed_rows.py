@@ -19,7 +19,6 @@ from indexer.db.feed_delivery import (
     SNAPSHOT_BEGIN,
     DeliveryProgress,
     LoggedChange,
-    RefusedEvent,
     SetAside,
     SetAsideChanges,
     SnapshotPosition,
@@ -70,18 +69,13 @@ _SAVE_POSITION = "update indexer.consumer set seq = $2, seen_at = clock_timestam
 
 _SAVE_DELIVERED = """
     insert into indexer.feed_delivery (
-        consumer_id, delivered_to, undelivered, snapshot_did, snapshot_collection, snapshot_rkey, refused, behind
+        consumer_id, delivered_to, undelivered, snapshot_did, snapshot_collection, snapshot_rkey, behind
     )
-    values ($1, $2, $3, $4, $5, $6, $7::text::jsonb, $8::text::jsonb)
+    values ($1, $2, $3, $4, $5, $6, $7::text::jsonb)
     on conflict (consumer_id) do update
     set delivered_to = excluded.delivered_to, undelivered = excluded.undelivered,
         snapshot_did = excluded.snapshot_did, snapshot_collection = excluded.snapshot_collection,
-        snapshot_rkey = excluded.snapshot_rkey, refused = excluded.refused, behind = excluded.behind
-"""
-
-_LOAD_REFUSED = """
-    select f.refused::text from indexer.consumer c join indexer.feed_delivery f on f.consumer_id = c.id
-    where c.name = $1
+        snapshot_rkey = excluded.snapshot_rkey, behind = excluded.behind
 """
 
 # Each repo, then its records. Both branches are read in the order of their primary keys.
@@ -275,7 +269,6 @@ class FeedSession:
     async def save(
         self,
         progress: DeliveryProgress,
-        refused: Sequence[RefusedEvent] = (),
         set_aside: SetAsideChanges = SetAsideChanges(),  # noqa: B008 - it is immutable
     ) -> bool:
         """Store what was delivered, so that it is not delivered again; return False if the consumer was removed."""
@@ -283,13 +276,13 @@ class FeedSession:
             async with self._connection.transaction():
                 id_ = await self._connection.fetchval(_SAVE_POSITION, FEED_CONSUMER, progress.position)
                 if id_ is not None:
-                    await self._save(id_, progress, refused)
+                    await self._save(id_, progress)
                     await self._save_set_aside(id_, set_aside)
                 crash_point("feed.saved")
             crash_point(COMMITTED)
         return id_ is not None
 
-    async def _save(self, id_: int, progress: DeliveryProgress, refused: Sequence[RefusedEvent] = ()) -> None:
+    async def _save(self, id_: int, progress: DeliveryProgress) -> None:
         delivered_to, undelivered, behind = progress.delivered_to, list(progress.undelivered), None
         if progress.behind:
             # The previous release ignores `behind`. So it delivers again what its columns do not name as delivered.
@@ -301,7 +294,6 @@ class FeedSession:
             delivered_to,
             undelivered,
             *(progress.snapshot or (None, None, None)),
-            orjson.dumps([event._asdict() for event in refused]).decode(),
             behind,
         )
 
@@ -331,12 +323,6 @@ def _progress_of(row: Record) -> DeliveryProgress:
     )
 
 
-async def load_refused(connection: Connection) -> list[RefusedEvent]:
-    """Return the events that clients refuse."""
-    refused: str | None = await connection.fetchval(_LOAD_REFUSED, FEED_CONSUMER)
-    return [RefusedEvent(**event) for event in orjson.loads(refused or "[]")]
-
-
 async def count_refused(connection: Connection) -> int:
     """Return the number of refused events that are set aside."""
     count: int = await connection.fetchval(_COUNT_REFUSED, FEED_CONSUMER)
@@ -359,11 +345,6 @@ class Feed(Area):
         """Return True if the consumer was disconnected; None if it is not registered."""
         async with self._pool.connection() as connection:
             return await is_cut_off(connection)
-
-    async def refused_events(self) -> list[RefusedEvent]:
-        """Return the events of the feed that clients refuse."""
-        async with self._pool.connection() as connection:
-            return await load_refused(connection)
 
     async def set_aside(self, did: str | None, limit: int) -> list[SetAside]:
         """Return refused events that are set aside, the newest first, only those of the DID if it is given."""

@@ -17,8 +17,7 @@ from indexer.db.change_log_segments import ConsumerState, load_consumers
 from indexer.db.columns import Connection
 from indexer.db.connections import Area
 from indexer.db.database_errors import DatabaseError
-from indexer.db.feed_delivery import RefusedEvent
-from indexer.db.feed_rows import count_refused, load_refused
+from indexer.db.feed_rows import count_refused
 from indexer.db.gaps import load_open as load_open_gaps
 from indexer.db.hosts import load_paused
 from indexer.db.link_progress import LinkProgress, load_progress
@@ -81,7 +80,6 @@ class Counts:
     cursors: list[Cursor]
     failures: dict[str, int] = field(default_factory=dict)
     consumers: list[ConsumerState] = field(default_factory=list)
-    refused_events: list[RefusedEvent] = field(default_factory=list)
     set_aside_events: int = 0
     hosts: list[HostState] = field(default_factory=list)
     ended: int = 0
@@ -215,7 +213,6 @@ class Reports(Area):
                 cursors=[Cursor(**row) for row in cursors],
                 failures=counted.failures,
                 consumers=await load_consumers(connection),
-                refused_events=await load_refused(connection),
                 set_aside_events=await count_refused(connection),
                 hosts=await load_paused(connection),
                 ended=counted.ended,

@@ -254,14 +254,14 @@ class BatchWriter:
 
     async def _write(self, messages: Sequence[ReceivedMessage]) -> None:
         dids = [did for did in {message.event.did for message in messages} if did]
-        with self._metrics.stage("load"):
+        with self._metrics.batch_seconds["load"].time():
             cached = self._rows.rows(dids)
             repos = cached | await self._load([did for did in dids if did not in cached])
             await self._keys.identities.preload(dids)
-        with self._metrics.stage("verify-ahead"):
+        with self._metrics.batch_seconds["verify-ahead"].time():
             await self._ahead.finish()
         with self._scope.in_use() as policy:
-            with self._metrics.stage("plan"):
+            with self._metrics.batch_seconds["plan"].time():
                 key_state_of = self._keys.key_states(dids).get
                 context = self._account_limits.apply(dids, repos, key_state_of, self._context(policy))
                 plan = await self._plan(messages, repos, key_state_of, context)
@@ -319,16 +319,16 @@ class BatchWriter:
                 cached row with the stored one. So their messages are planned again on the stored row.
         """
         plan = whole.without(unconfirmed)
-        with self._metrics.stage("apply"):
+        with self._metrics.batch_seconds["apply"].time():
             cursor = self._cursor_after(plan)
             batch = Batch(plan.writes, tuple(plan.dead_letters), frozenset(plan.stale_identities), cursor)
             applied = await self._db.write(batch)
         self._rows.put([write.repo for write in batch.writes])
         self._rows.drop(applied.skipped | unconfirmed)
         written = [write for write in batch.writes if write.lenient_commits and write.repo.did not in applied.skipped]
-        self._metrics.lenient_commits(sum([write.lenient_commits for write in written]))
+        self._metrics.lenient_commits.inc(sum([write.lenient_commits for write in written]))
         for action, count in applied.changes.items():
-            self._metrics.record_changes(action, live=True, count=count)
+            self._metrics.record_changes[action, "true"].inc(count)
         self._account_limits.count(plan, applied.skipped, self._keys.key_state)
         self._observe_times(plan, cursor)
         await self._settle(messages, plan, applied.skipped | unconfirmed)
@@ -345,7 +345,7 @@ class BatchWriter:
         now = time()
         cursor = self._cursor(Position(seq, self._position.watermark.event_time), caught_up_at=now)
         await self._db.write(Batch(cursor=cursor))
-        self._metrics.cursor(self._position.relay, seq)
+        self._metrics.cursor_seq.labels(self._position.relay).set(seq)
         self._clock.catch_up(now)
 
     def _cursor_after(self, plan: BatchPlan) -> Cursor | None:
@@ -407,17 +407,17 @@ class BatchWriter:
         self.totals.settled += len(written.settled)
         results = Counter([(received.event.kind, outcome, why) for received, outcome, why in written.settled])
         for (kind, outcome, why), count in results.items():
-            self._metrics.outcome(kind, outcome, count)
+            self._metrics.events[kind, outcome].inc(count)
             if isinstance(why, Rejection):
-                self._metrics.rejected(why, count)
+                self._metrics.rejected[why].inc(count)
                 self.totals.rejected[why] += count
             elif isinstance(why, Desync) and outcome in _DESYNCHRONIZING:
-                self._metrics.desynchronized(why, count)
+                self._metrics.desynchronized[why].inc(count)
         for letter in written.dead_letters:
             text = f"{letter.did or 'a message without a DID'}, seq {letter.seq}: {letter.detail or letter.reason.text}"
             self.totals.examples[letter.reason] = text
         if self._position.watermark.position is not None:
-            self._metrics.cursor(self._position.relay, self._position.watermark.position)
+            self._metrics.cursor_seq.labels(self._position.relay).set(self._position.watermark.position)
 
 
 def _seqs(messages: Sequence[ReceivedMessage]) -> list[int]:

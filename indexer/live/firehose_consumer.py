@@ -94,7 +94,7 @@ class FirehoseConsumer:
         now = monotonic()
         self.last_message[self._position.relay] = now
         self.last_error = self.failing_since = None
-        self._metrics.received(event.kind)
+        self._metrics.events_received[event.kind].inc()
         self._position.watermark.add(event.seq, event.time)
         self._inbox.append(ReceivedMessage(event.seq, frame, event, now))
         return True
@@ -103,8 +103,8 @@ class FirehoseConsumer:
         """Process any message."""
         self.stage.moved()
         if not self._continuity.checked and await self._is_replayed(event):
-            self._metrics.received(event.kind)
-            self._metrics.outcome(event.kind, Outcome.REPLAYED)
+            self._metrics.events_received[event.kind].inc()
+            self._metrics.events[event.kind, Outcome.REPLAYED].inc()
         else:
             await self._handle(event, frame)
         self.stage.idle()
@@ -159,9 +159,9 @@ class FirehoseConsumer:
 
     async def _handle_unproven(self, event: UnknownEvent | MalformedEvent, frame: bytes) -> None:
         """Process a message whose number proves nothing: the cursor passes it with the next valid message."""
-        self._metrics.received(event.kind)
+        self._metrics.events_received[event.kind].inc()
         if isinstance(event, MalformedEvent) and not self._must_record(event):
-            self._metrics.outcome(event.kind, Outcome.IGNORED)
+            self._metrics.events[event.kind, Outcome.IGNORED].inc()
         else:
             await self._put(ReceivedMessage(None, frame, event, monotonic()))
 
@@ -173,8 +173,8 @@ class FirehoseConsumer:
         last = self._order.last
         match self._order.classify(event.seq):
             case Step.REPEATED:
-                self._metrics.received(event.kind)
-                self._metrics.outcome(event.kind, Outcome.REPLAYED)
+                self._metrics.events_received[event.kind].inc()
+                self._metrics.events[event.kind, Outcome.REPLAYED].inc()
             case Step.LOWER:
                 detail = f"{event.seq} after {last}"
                 self._fail(f"the relay sends lower sequence numbers than before: {detail}")
@@ -201,22 +201,22 @@ class FirehoseConsumer:
 
     async def _accept(self, event: RepoEvent | OtherShardEvent, seq: int | None, frame: bytes) -> None:
         """Put a message of this shard into the inbox, and ignore others; `seq` is None if the cursor must not pass."""
-        self._metrics.received(event.kind)
+        self._metrics.events_received[event.kind].inc()
         self.last_error = self.failing_since = None
         if not isinstance(event, OtherShardEvent):
             await self._put(ReceivedMessage(seq, frame, event, monotonic()))
             return
         if seq is not None:
             self._position.watermark.mark_done((seq,))
-        self._metrics.outcome(event.kind, Outcome.IGNORED)
+        self._metrics.events[event.kind, Outcome.IGNORED].inc()
 
     def _must_record(self, event: MalformedEvent) -> bool:
         """Return True if this shard records the rejection. All shards read the message, and one shard records it."""
         return self._shard.index == 0 if event.did is None else self._shard.owns(event.did)
 
     async def _handle_info(self, event: InfoEvent) -> None:
-        self._metrics.received(event.kind)
-        self._metrics.outcome(event.kind, Outcome.IGNORED)
+        self._metrics.events_received[event.kind].inc()
+        self._metrics.events[event.kind, Outcome.IGNORED].inc()
         if event.name == "OutdatedCursor":
             await self._continuity.announce(self._order.last + 1)
         elif (name := event.name[:64]) not in self._info_names and len(self._info_names) < MAX_INFO_NAMES:
@@ -229,8 +229,8 @@ class FirehoseConsumer:
         A stored cursor from the future belongs to a sequence that has ended. A cursor that the operator chose is not
         changed (docs/protocol.md#sequence-numbers-and-cursors).
         """
-        self._metrics.received(event.kind)
-        self._metrics.outcome(event.kind, Outcome.IGNORED)
+        self._metrics.events_received[event.kind].inc()
+        self._metrics.events[event.kind, Outcome.IGNORED].inc()
         error, known = f"{event.error[:64]}: {event.message[:200]}", self.last_error
         self._fail(error)
         if event.error == "FutureCursor" and not self._continuity.checked:

@@ -1,13 +1,13 @@
-"""Decide which clients may use the paths of a feed that change something or acknowledge events."""
+"""Decide which clients may use the paths of a feed that change something or acknowledge events; answer as JSON."""
 
 import hmac
 from base64 import b64encode
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from ipaddress import ip_address
+from typing import Any
 
+import orjson
 from aiohttp import hdrs, web
-
-from indexer.readers.tap.answers import problem
 
 USER = "admin"
 """The user name of Basic authentication, as clients of tap send it."""
@@ -18,6 +18,16 @@ MAX_BODY_BYTES = 1 << 20
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _CHALLENGE: dict[str, str] = {hdrs.WWW_AUTHENTICATE: f'Basic realm="{USER}", charset="UTF-8"'}
+
+
+def answer(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    """Return a response with a JSON body."""
+    return web.Response(body=orjson.dumps(body), status=status, headers=headers, content_type="application/json")
+
+
+def problem(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
+    """Return a response that says in one sentence what is wrong."""
+    return answer({"message": message}, status, headers)
 
 
 class Access:

@@ -154,7 +154,7 @@ class Applies:
     async def verify(self, did: str, reader: ExportReader, key: PublicKey, limits: Limits) -> VerifiedExport:
         """Verify an export; raise as `ExportReader.verify` does."""
         thread = self._large_thread if reader.size > LARGE_BYTES else self._thread
-        with self._metrics.stage("verify-export"):
+        with self._metrics.batch_seconds["verify-export"].time():
             return await asyncio.get_running_loop().run_in_executor(thread, partial(reader.verify, did, key, limits))
 
     async def write(self, resync: Resync, policy: Policy, key: PublicKey | None, export: SizedExport | None) -> str:
@@ -190,7 +190,8 @@ class Applies:
         """Write the repos in one transaction; return the batches of those that are written."""
         try:
             async with self._db.resyncs.new_repos_transaction(group[0].policy.scope.version) as transaction:
-                with self._metrics.stage("apply-export"):  # once for all of them, without the time that they waited
+                # Once for all of them, without the time that they waited.
+                with self._metrics.batch_seconds["apply-export"].time():
                     return await _write_new_repos(transaction, group)
         except (RefusedWriteError, RecordsExistError, DatabaseError) as error:
             # One repo may be the cause, for example if another session has locked its rows. In transactions of their
@@ -249,15 +250,15 @@ class Applies:
         """Count what was written; return "synchronized", or the reason why the repo is still desynchronized."""
         [write] = batch.writes
         for action, count in written.items():
-            self._metrics.record_changes(action, live=False, count=count)
+            self._metrics.record_changes[action, "false"].inc(count)
         for action, count in drained.items():
-            self._metrics.record_changes(action, live=True, count=count)
-        self._metrics.lenient_commits(write.lenient_commits)
+            self._metrics.record_changes[action, "true"].inc(count)
+        self._metrics.lenient_commits.inc(write.lenient_commits)
         for dead_letter in batch.dead_letters:
-            self._metrics.rejected(dead_letter.reason)
+            self._metrics.rejected[dead_letter.reason].inc()
         if write.repo.sync_status is SyncStatus.SYNCHRONIZED or write.repo.sync_reason is None:
             return "synchronized"
-        self._metrics.desynchronized(write.repo.sync_reason)
+        self._metrics.desynchronized[write.repo.sync_reason].inc()
         return write.repo.sync_reason
 
     async def _write_export(
@@ -297,7 +298,7 @@ class Applies:
         while chunk is not None:
             following = asyncio.ensure_future(self._in_thread(records.next_chunk))
             try:
-                with self._metrics.stage("apply-export"):
+                with self._metrics.batch_seconds["apply-export"].time():
                     await transaction.create(chunk)
                 written["create"] += chunk.count
                 missing += chunk.missing
@@ -311,7 +312,7 @@ class Applies:
         return missing
 
     async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
-        with self._metrics.stage("diff"):
+        with self._metrics.batch_seconds["diff"].time():
             return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     async def _write_all(
@@ -326,7 +327,7 @@ class Applies:
         while True:
             exhausted, changes = await self._in_thread(export.next_changes, differences)
             if changes:
-                with self._metrics.stage("apply-export"):
+                with self._metrics.batch_seconds["apply-export"].time():
                     await self._check_claim(transaction)
                     await transaction.write(changes)
             written.update(change.action for change in changes)

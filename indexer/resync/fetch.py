@@ -88,7 +88,7 @@ class ResyncAttempts:
         claimed = resync.claimed
         async with AsyncExitStack() as stack:
             resync.enter(Phase.DOWNLOAD)
-            with self._metrics.stage("fetch"):
+            with self._metrics.batch_seconds["fetch"].time():
                 opened = self._pds.open_export(claimed.did, source or identity.pds or "")
                 download = await stack.enter_async_context(opened)
                 await _fetch(download, resync, shares)
@@ -166,7 +166,7 @@ class ResyncAttempts:
             log.debug("resync.equivocation", did=claimed.did, rev=rev)
             message = f"{claimed.did} has another tree at {rev} than before; it was applied"
             self._conditions.report(EQUIVOCATIONS, message=message)
-            self._metrics.desynchronized(Desync.EQUIVOCATION)
+            self._metrics.desynchronized[Desync.EQUIVOCATION].inc()
 
 
 async def _fetch(download: ExportDownload, resync: Resync, shares: Shares) -> None:

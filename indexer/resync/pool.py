@@ -187,7 +187,7 @@ class WorkerPool:
             try:
                 resync = self._admit(repo, now)
             except PostponedError as error:
-                self._metrics.postponed(error.result)
+                self._metrics.resyncs[error.result].inc()
                 postponed.append((repo, error))
             else:
                 resync.preloaded = preload.error is None
@@ -231,7 +231,8 @@ class WorkerPool:
         if self.free_workers <= 0:  # it was large
             self.stage.moved()
         self._slot_freed.set()
-        self._metrics.resync(result, monotonic() - started)
+        self._metrics.resyncs[result].inc()
+        self._metrics.resync_seconds.observe(monotonic() - started)
         log.debug("resync.done", did=resync.claimed.did, result=result)
 
     async def _attempt_and_record(self, resync: Resync) -> str:

@@ -140,7 +140,7 @@ class QueueMaintenance:
     async def _expire_leases(self) -> None:
         # In a transaction of its own: expiry waits for row locks, claims skip locked rows.
         expired = await self._db.resyncs.expire_leases(self._buckets, time())
-        self._metrics.desynchronized(Desync.LEASE_EXPIRED, expired)
+        self._metrics.desynchronized[Desync.LEASE_EXPIRED].inc(expired)
 
     async def _request_unproven(self) -> None:
         """Work in one batch: the rest waits for the next search."""
@@ -148,7 +148,7 @@ class QueueMaintenance:
         found = await self._db.resyncs.request_unproven(
             self._buckets, settings.unproven_after, time(), settings.unproven_per_search
         )
-        self._metrics.desynchronized(Desync.LENIENT_COMMIT, found)
+        self._metrics.desynchronized[Desync.LENIENT_COMMIT].inc(found)
 
     async def _request_resyncs(self) -> None:
         """End waits that are too long, then work in batches until no repo is left that was due at the start.
@@ -163,7 +163,7 @@ class QueueMaintenance:
         async for found in self._batches(db.resyncs.end_long_waits, LONGEST_WAIT_SECONDS, started):
             log.warning("clock.set-back", repos=found)
         async for found in self._batches(db.resyncs.request_missing_values, settings.missing_values_after, started):
-            self._metrics.desynchronized(Desync.RECORD_MISSING, found)
+            self._metrics.desynchronized[Desync.RECORD_MISSING].inc(found)
         if forget_denied_after:
             async for found in self._batches(db.resyncs.forget_denied, forget_denied_after, started):
                 log.debug("repos.forgotten", repos=found)

@@ -130,7 +130,7 @@ class HostingStatusChecks:
         if after is None:
             return False
         if after.active and after.sync_reason is not None and before.sync_status is not SyncStatus.DESYNCHRONIZED:
-            self._metrics.desynchronized(after.sync_reason)
+            self._metrics.desynchronized[after.sync_reason].inc()
         return True
 
     async def _weigh(
@@ -183,7 +183,7 @@ class HostingStatusChecks:
             fetched_again = sum(
                 [await self._fetch_again(did) for did, last in failed.items() if last.listed.active is not True]
             )
-            self._metrics.desynchronized(Desync.STATUS_UNKNOWN, fetched_again)
+            self._metrics.desynchronized[Desync.STATUS_UNKNOWN].inc(fetched_again)
             changed += fetched_again
         del self._failed[source]
         return changed

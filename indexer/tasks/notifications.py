@@ -86,7 +86,7 @@ class ChangeNotifier:
         elif monotonic() >= self._next_check:
             self._next_check = monotonic() + POLL_SECONDS
             await self._report(notified.queue_usage)
-        self._metrics.notification_queue.set(notified.queue_usage)
+        self._metrics.notification_queue_ratio.set(notified.queue_usage)
 
     async def check_snapshots(self) -> None:
         """Report the snapshots that keep many dead rows, and end those of consumers.

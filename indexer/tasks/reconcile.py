@@ -388,7 +388,7 @@ class Reconciliation:
         """Desynchronize repos that are still behind, track unknown ones, show accounts, and save the progress."""
         behind = await self._db.crawls.desynchronize_behind(page.revs, time()) if page.revs else 0
         crash_point("reconciliation.compared")
-        self._metrics.desynchronized(Desync.BEHIND, behind)
+        self._metrics.desynchronized[Desync.BEHIND].inc(behind)
         listed = ListReport(active=True, point=page.point)
         followed = sum([await self._statuses.follow(progress.source, did, listed) for did in page.hidden])
         known = [did for did in page.inactive if did not in page.unknown]
@@ -400,7 +400,7 @@ class Reconciliation:
         unknown = [*(page.unknown if scope.track is Track.ALL else ()), *page.only_from_stream]
         # If the scope changes meanwhile, the next reconciliation adds what it wants.
         stored = await self._db.crawls.add_listed(unknown, after_page, scope=scope, close_gaps=close_gaps)
-        self._metrics.desynchronized(Desync.NEW, stored.found - after_page.found)
+        self._metrics.desynchronized[Desync.NEW].inc(stored.found - after_page.found)
         added = [did for did in page.inactive if did in page.unknown]
         await self._follow_inactive(progress.source, page, added)
         return stored

@@ -1,6 +1,8 @@
 """Trim the change log, report lagging consumers, and disconnect those that are too far behind."""
 
 import asyncio
+from collections.abc import Sequence
+from heapq import nlargest
 from math import inf
 from time import monotonic, time
 from typing import NoReturn
@@ -10,7 +12,7 @@ import structlog
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import ChangeLogState, ConsumerState, Database, RetentionPolicy, TrimPlan
 from indexer.db.periodic import DatabaseAttempt
-from indexer.telemetry.metrics import ConsumerLag, Metrics
+from indexer.telemetry.metrics import MAX_LISTED, Metrics
 
 RETRY_SECONDS = 5.0
 LAG_ALARM_SECONDS = 3_600.0
@@ -79,12 +81,21 @@ class ChangeLogRetention:
         ]
         self._report_lagging(following, now)
         self._report_size_limit()
-        self._metrics.change_log(
-            before.bytes,
-            [ConsumerLag(consumer.name, consumer.lag(now), consumer.behind) for consumer in following],
-            cut_off=len(before.consumers) - len(following),
-        )
+        self._measure(before, following, now)
         self._next_report = monotonic() + self._interval
+
+    def _measure(self, state: ChangeLogState, following: Sequence[ConsumerState], now: float) -> None:
+        """Set the gauges. `following` are the consumers that were not disconnected."""
+        metrics, lags = self._metrics, {consumer: consumer.lag(now) for consumer in following}
+        metrics.change_log_bytes.set(state.bytes)
+        metrics.consumer_lag_seconds.set(max(lags.values(), default=0.0))
+        metrics.consumers["following"].set(len(following))
+        metrics.consumers["cut-off"].set(len(state.consumers) - len(following))
+        metrics.consumer_behind_seconds.clear()
+        metrics.consumer_behind_changes.clear()
+        for consumer in nlargest(MAX_LISTED, following, key=lags.__getitem__):
+            metrics.consumer_behind_seconds.labels(consumer.name).set(lags[consumer])
+            metrics.consumer_behind_changes.labels(consumer.name).set(consumer.behind)
 
     async def _trim_if_due(self) -> None:
         size = await self._db.segments.size()

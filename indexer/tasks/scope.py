@@ -90,7 +90,7 @@ class ScopeNarrowing:
             )
             if page is None:
                 return deleted, False
-            self._metrics.record_changes("delete", live=True, count=page.deleted)
+            self._metrics.record_changes["delete", "true"].inc(page.deleted)
             self.stage.moved()
             deleted, complete, after = deleted + page.deleted, complete and not page.skipped, page.last
             if after is None:

@@ -176,7 +176,7 @@ class ScopeBackfill:
             self._recheck_at = monotonic() + self._recheck_poll
             await self._compare_again(scope)
         requested = await self._request_incomplete(scope) if is_compared else await self._request_listed(scope)
-        self._metrics.desynchronized(Desync.SCOPE_WIDENED, requested)
+        self._metrics.desynchronized[Desync.SCOPE_WIDENED].inc(requested)
 
     async def _request_incomplete(self, scope: Scope) -> int:
         """Request resyncs of incomplete repos, unless a search that took long has found none just before."""

@@ -28,168 +28,55 @@ class ConditionKind:
 
     Attributes:
         name: The field `condition` of its log lines, and the code of the readiness reason.
-        meaning: A sentence for operators.
         quiet_seconds: The condition is over when it was not reported for this time; infinite: only `end` ends it.
         prevents_readiness: The daemon is not ready while it lasts, and its first log line is a warning.
     """
 
     name: str
-    meaning: str
-    quiet_seconds: float
+    quiet_seconds: float = math.inf
     prevents_readiness: bool = False
 
 
-DATABASE_UNAVAILABLE = ConditionKind(
-    "database-unavailable",
-    "The database does not answer. Everything that needs it is retried.",
-    math.inf,
-    prevents_readiness=True,
-)
-DATABASE_ERRORS = ConditionKind(
-    "database-errors", "Some operations on the database fail although it answers. They are retried.", 60.0
-)
-MESSAGES_REJECTED = ConditionKind(
-    "messages-rejected",
-    "One reason rejects most of the messages of the last minute. The subject is the reason.",
-    60.0,
-    prevents_readiness=True,
-)
-IDENTITY_LOOKUPS_FAILING = ConditionKind(
-    "identity-lookups-failing",
-    "Most identity lookups at the PLC directory failed in the last minute. Affected repos stay desynchronized and are "
-    "retried.",
-    300.0,
-    prevents_readiness=True,
-)
-HOST_FAILING = ConditionKind(
-    "host-failing", "Requests to a host fail, so that it is paused again and again. The subject is the host.", 15.0
-)
-RESYNCS_FAILING = ConditionKind(
-    "resyncs-failing",
-    "Resyncs fail. The subject is the reason and the host; the message says whether the repo is tried again or parked. "
-    "The log level debug shows each one.",
-    600.0,
-)
-RESYNCS_SLOW = ConditionKind(
-    "resyncs-slow",
-    "Hosts send slowly, and leave too few workers or bytes to others, so that resyncs end and start again later. The "
-    "subject is the host.",
-    600.0,
-)
-EQUIVOCATIONS = ConditionKind(
-    "equivocations",
-    "Exports have another tree than the stored one at the same rev. They are applied.",
-    3_600.0,
-)
-VALUES_MISSING = ConditionKind(
-    "values-missing",
-    "No source has the blocks of some records. Their CIDs are stored, and resyncs are requested later.",
-    3_600.0,
-)
-MESSAGES_REFUSED = ConditionKind(
-    "messages-refused",
-    "The database cannot store the effects of some messages. They become dead letters, and their repos are resynced.",
-    600.0,
-)
-NEW_ACCOUNTS_LIMITED = ConditionKind(
-    "new-accounts-limited",
-    "The stream added more accounts of one registered domain than INDEXER_NEW_ACCOUNTS_PER_HOST. The subject is the "
-    "domain. Its further new accounts wait until it is their turn, or until a repo list names them.",
-    600.0,
-)
-HTTP_CONNECTIONS_LIMITED = ConditionKind(
-    "http-connections-limited",
-    "The HTTP server has as many connections as it allows. Each new connection closes the oldest one.",
-    60.0,
-)
-WEBSOCKETS_LIMITED = ConditionKind(
-    "websockets-limited",
-    "As many websockets are open as the HTTP server allows. A further one is refused with status 503, or displaces one "
-    "of the client network that has the most.",
-    60.0,
-)
-FEED_CUT_OFF = ConditionKind(
-    "feed-cut-off",
-    "The feed for clients of tap was disconnected from the change log, because its clients were too far behind. "
-    "Nothing is delivered until an operator removes the consumer.",
-    math.inf,
-    prevents_readiness=True,
-)
-FEED_STALLED = ConditionKind(
-    "feed-stalled",
-    "Clients of tap, or the webhook, have acknowledged no event for two minutes, although there are events to deliver "
-    "that they do not refuse. While no client is connected, it does not hold.",
-    math.inf,
-    prevents_readiness=True,
-)
-FEED_EVENT_REFUSED = ConditionKind(
-    "feed-event-refused",
-    "Clients of the feed do not acknowledge an event although they acknowledge others. The subject is the record. The "
-    "event is sent again, and later events of its repo wait, until it is acknowledged or set aside.",
-    900.0,
-)
-FEED_EVENTS_SET_ASIDE = ConditionKind(
-    "feed-events-set-aside",
-    "Clients of the feed refused events for so long that they were set aside. The later events of their repos go on. "
-    "An operator may let them be sent again.",
-    math.inf,
-)
-WEBHOOK_FAILING = ConditionKind(
-    "webhook-failing",
-    "Requests to the webhook of the feed fail. They are retried, and the change log retains what was not delivered.",
-    300.0,
-)
-CLUSTER_NODE_UNAVAILABLE = ConditionKind(
-    "cluster-node-unavailable",
-    "A node of the cluster does not answer. The subject is the node. What needs it is retried, and changes of "
-    "transactions that wrote it get their numbers when it answers.",
-    math.inf,
-    prevents_readiness=True,
-)
-TRANSACTIONS_IN_DOUBT = ConditionKind(
-    "transactions-in-doubt",
-    "Transactions are prepared on nodes of the cluster, and were not completed within seconds. Citus completes them "
-    "when the nodes answer. Until then, other writes of their repos wait, and their changes have no numbers.",
-    math.inf,
-    prevents_readiness=True,
-)
-NOTIFICATION_QUEUE_FILLS = ConditionKind(
-    "notification-queue-fills",
-    "The queue of notifications of the Postgres server fills: a session that listens has left a transaction open. "
-    "Nothing is lost. If the queue is full, consumers learn of changes only when they poll.",
-    math.inf,
-)
-DEAD_ROWS_KEPT = ConditionKind(
-    "dead-rows-kept",
-    "A session, a prepared transaction or a replication slot has kept a snapshot while 200,000 batches were written. "
-    "Each batch reads the old versions of the rows that it updates. The message names the holders. The sessions of "
-    "consumers are ended.",
-    math.inf,
-)
-CONDITION_KINDS = (
-    DATABASE_UNAVAILABLE,
-    DATABASE_ERRORS,
-    MESSAGES_REJECTED,
-    IDENTITY_LOOKUPS_FAILING,
-    HOST_FAILING,
-    RESYNCS_FAILING,
-    RESYNCS_SLOW,
-    EQUIVOCATIONS,
-    VALUES_MISSING,
-    MESSAGES_REFUSED,
-    NEW_ACCOUNTS_LIMITED,
-    HTTP_CONNECTIONS_LIMITED,
-    WEBSOCKETS_LIMITED,
-    FEED_CUT_OFF,
-    FEED_STALLED,
-    FEED_EVENT_REFUSED,
-    FEED_EVENTS_SET_ASIDE,
-    WEBHOOK_FAILING,
-    CLUSTER_NODE_UNAVAILABLE,
-    TRANSACTIONS_IN_DOUBT,
-    NOTIFICATION_QUEUE_FILLS,
-    DEAD_ROWS_KEPT,
-)
+DATABASE_UNAVAILABLE = ConditionKind("database-unavailable", prevents_readiness=True)
+"""The database does not answer. Everything that needs it is retried."""
+DATABASE_ERRORS = ConditionKind("database-errors", quiet_seconds=60.0)
+"""Some operations on the database fail although it answers. They are retried."""
+MESSAGES_REJECTED = ConditionKind("messages-rejected", quiet_seconds=60.0, prevents_readiness=True)
+"""One reason rejects most of the messages of the last minute. The subject is the reason."""
+IDENTITY_LOOKUPS_FAILING = ConditionKind("identity-lookups-failing", quiet_seconds=300.0, prevents_readiness=True)
+"""Most identity lookups at the PLC directory failed in the last minute. They are retried."""
+HOST_FAILING = ConditionKind("host-failing", quiet_seconds=15.0)
+"""Requests to a host fail, so that it is paused again and again. The subject is the host."""
+RESYNCS_FAILING = ConditionKind("resyncs-failing", quiet_seconds=600.0)
+"""Resyncs fail. The subject is the reason and the host. The log level debug shows each one."""
+RESYNCS_SLOW = ConditionKind("resyncs-slow", quiet_seconds=600.0)
+"""Hosts send slowly, and leave too few workers or bytes to others. The subject is the host."""
+EQUIVOCATIONS = ConditionKind("equivocations", quiet_seconds=3_600.0)
+"""Exports have another tree than the stored one at the same rev. They are applied."""
+VALUES_MISSING = ConditionKind("values-missing", quiet_seconds=3_600.0)
+"""No source has the blocks of some records. Their CIDs are stored, and resyncs are requested later."""
+MESSAGES_REFUSED = ConditionKind("messages-refused", quiet_seconds=600.0)
+"""The database cannot store the effects of some messages. They become dead letters, and their repos are resynced."""
+NEW_ACCOUNTS_LIMITED = ConditionKind("new-accounts-limited", quiet_seconds=600.0)
+"""The stream added too many accounts of a registered domain, which is the subject. Further ones wait."""
+HTTP_CONNECTIONS_LIMITED = ConditionKind("http-connections-limited", quiet_seconds=60.0)
+"""The HTTP server has as many connections as it allows. Each new connection closes the oldest one."""
+WEBSOCKETS_LIMITED = ConditionKind("websockets-limited", quiet_seconds=60.0)
+"""As many websockets are open as allowed. A further one is refused, or displaces one."""
+FEED_CUT_OFF = ConditionKind("feed-cut-off", prevents_readiness=True)
+"""The clients of tap were too far behind. Nothing is delivered until an operator removes the consumer."""
+FEED_EVENTS_SET_ASIDE = ConditionKind("feed-events-set-aside")
+"""Clients of tap refused events for long. Later ones go on. An operator may let them be sent again."""
+WEBHOOK_FAILING = ConditionKind("webhook-failing", quiet_seconds=300.0)
+"""Requests to the webhook of the feed fail. They are retried, and the change log retains what was not delivered."""
+CLUSTER_NODE_UNAVAILABLE = ConditionKind("cluster-node-unavailable", prevents_readiness=True)
+"""A node of the cluster, the subject, does not answer. What needs it is retried."""
+TRANSACTIONS_IN_DOUBT = ConditionKind("transactions-in-doubt", prevents_readiness=True)
+"""Prepared transactions on nodes are not completed within seconds. Citus does it when they answer."""
+NOTIFICATION_QUEUE_FILLS = ConditionKind("notification-queue-fills")
+"""A session that listens has left a transaction open. If the queue is full, consumers must poll."""
+DEAD_ROWS_KEPT = ConditionKind("dead-rows-kept")
+"""A snapshot was kept while 200,000 batches were written, so that each one reads old row versions."""
 
 
 @dataclass(slots=True)

@@ -2,9 +2,9 @@
 
 import math
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import product
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -12,365 +12,388 @@ from prometheus_client import (
     Gauge,
     GCCollector,
     Histogram,
-    Info,
     Metric,
     PlatformCollector,
     ProcessCollector,
     disable_created_metrics,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from indexer import __version__
 from indexer.reasons import Desync, FetchFailure, OmittedValue, Rejection
 from indexer.sync.changes import Action
 from indexer.sync.repo import Outcome, SyncStatus
-from indexer.telemetry.metric_definitions import (
-    FOUND_IN,
-    MAX_LISTED,
-    METRICS,
-    REFRESH_CAUSES,
-    REFRESH_RESULTS,
-    REQUEST_RESULTS,
-    MetricDefinition,
+
+MAX_LISTED = 20
+"""Maximum number of hosts, and of consumers, that have a time series of their own: those with the highest values."""
+
+RefreshCause = Literal["signature", "change", "age"]
+"""Why a known identity is looked up again: its key did not verify a signature, a change was announced, or its age."""
+
+REQUEST_RESULTS = (
+    *("2xx", "3xx", "4xx", "5xx", "other", "given-up"),
+    *(FetchFailure.UNREACHABLE, FetchFailure.NO_SUCH_HOST, FetchFailure.TIMEOUT, FetchFailure.TOO_LARGE),
+    *(FetchFailure.BAD_ANSWER, FetchFailure.REFUSED_ADDRESS, FetchFailure.THROTTLED, FetchFailure.HOST_PAUSED),
 )
+"""All results of a request. With one of the last three, the request was not sent."""
 
 KINDS = ("commit", "sync", "identity", "account", "info", "error", "unknown", "malformed")
-ACTIONS = ("create", "update", "delete")
 STAGES = ("load", "plan", "apply", "verify-ahead", "fetch", "verify-export", "diff", "apply-export")
 RESYNC_RESULTS = ("synchronized", "unchanged", "lost", "postponed", *Desync, *FetchFailure)
 LOOKUP_METHODS = ("plc", "web", "dns", "https")
 LOOKUP_RESULTS = ("found", "missing", *FetchFailure)
-CONSUMER_STATES = ("following", "cut-off")
 FEED_KINDS = ("tap", "jetstream", "webhook")
-DISCONNECTIONS = {
-    "tap": ("client", "feed-ended"),
-    "jetstream": (
-        "client",
-        "too-slow",
-        "not-reading",
-        "log-trimmed",
-        "bad-message",
-        "no-hello",
-        "displaced",
-        "refused",
-    ),
-}
-"""Why connections of clients of feeds end, by the kind of the feed."""
+DISCONNECTIONS = (
+    *("client", "feed-ended", "too-slow", "not-reading", "log-trimmed", "bad-message", "no-hello", "displaced"),
+    "refused",
+)
+"""Why connections of clients of feeds end."""
+
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
+"""Upper bounds of the buckets of all histograms, in seconds."""
 
 Reading = float | Mapping[tuple[str, ...], float]
 """The value of a gauge without labels, or its values by the values of its labels."""
 
-_STAGE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
-_NUMBERING_BUCKETS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
-_DELAY_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
-_RESYNC_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
+_Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
+_OPTIONS: dict[type, dict[str, Any]] = {Histogram: {"buckets": BUCKETS}}
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a series with the start time of each counter tells nothing that the process metrics do not
 
 
-class ConsumerLag(NamedTuple):
-    """A consumer of the change log, the age of its oldest unread change, and the number of unread changes."""
+class MetricDefinition(NamedTuple):
+    """The definition of one metric.
 
-    consumer: str
-    seconds: float
-    changes: int
+    Attributes:
+        name: The name as Prometheus shows it, without the suffixes of the series of a histogram.
+        kind: `counter`, `gauge` or `histogram`.
+        meaning: The help text. It ends with a full stop.
+        worry: When an operator should act, or look further.
+        labels: The names of its labels.
+        section: The heading in docs/metrics.md.
+    """
+
+    name: str
+    kind: str
+    meaning: str
+    worry: str
+    labels: tuple[str, ...]
+    section: str
 
 
 class _GaugesReadAtScrape(Collector):
     """Gauges whose values are read from the stages at each scrape.
 
     Attributes:
-        readers: The function that reads a gauge, by its name.
+        readers: The definition of each gauge, and the function that reads it, by its name.
     """
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self.readers: dict[str, Callable[[], Reading]] = {
-            name: dict[tuple[str, ...], float] if METRICS[name].labels else _unknown for name in names
-        }
+    def __init__(self) -> None:
+        self.readers: dict[str, tuple[MetricDefinition, Callable[[], Reading]]] = {}
 
     def collect(self) -> Iterable[Metric]:
-        for name, read in self.readers.items():
-            definition, reading = METRICS[name], read()
-            family = GaugeMetricFamily(name, definition.meaning, labels=definition.labels)
-            values = reading if isinstance(reading, Mapping) else {(): reading}
-            for labels, value in values.items():
+        for definition, read in self.readers.values():
+            reading = read()
+            family = GaugeMetricFamily(definition.name, definition.meaning, labels=definition.labels)
+            for labels, value in reading.items() if isinstance(reading, Mapping) else [((), reading)]:
                 family.add_metric(labels, value)
             yield family
 
 
-class _CountersReadAtScrape(Collector):
-    """A counter that is incremented for each message: plain numbers, which cost a third of `Counter.inc` with its lock.
-
-    Only the event loop's thread may increment them.
-
-    Attributes:
-        counts: The numbers by the values of the labels.
-    """
-
-    def __init__(self, definition: MetricDefinition, name: str, labels: Iterable[tuple[str, ...]]) -> None:
-        self.counts = dict.fromkeys(labels, 0)
-        self._definition = definition
-        self._name = name
-
-    def collect(self) -> Iterable[Metric]:
-        family = CounterMetricFamily(self._name, self._definition.meaning, labels=self._definition.labels)
-        for labels, count in self.counts.items():
-            family.add_metric(labels, count)
-        yield family
-
-
-def _unknown() -> float:
-    return math.nan
-
-
 class Metrics:
-    """The metrics: an attribute for each that callers increment or set, and a method where more is to be done.
+    """The metrics: an attribute for each that callers increment, set or observe.
 
-    A label value outside its closed set is a bug of the caller and raises KeyError. All counters exist from the start,
-    so that a rate over the first increment is right.
+    A metric with closed label sets is a dict of its series, by the label, or by the tuple of its labels. So a label
+    value outside its set is a bug of the caller and raises KeyError. All these series exist from the start, so that a
+    rate over the first increment is right.
 
     Attributes:
         registry: The registry that `/metrics` shows.
+        definitions: All definitions by their names.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._registered: set[str] = set()
-        self._add_process_metrics()
-        self._add_event_metrics()
-        self._add_record_metrics()
-        self._add_resync_metrics()
+        self.definitions: dict[str, MetricDefinition] = {}
+        self._section = ""
+        self._read_at_scrape = _GaugesReadAtScrape()
+        self._add_stream_metrics()
+        self._add_repos_metrics()
         self._add_identity_metrics()
         self._add_outbound_metrics()
         self._add_change_log_metrics()
         self._add_feed_metrics()
         self._add_link_metrics()
-        self._read_at_scrape = _GaugesReadAtScrape(name for name in METRICS if name not in self._registered)
+        self._add_process_metrics()
         self.registry.register(self._read_at_scrape)
-
-    def _add_process_metrics(self) -> None:
-        ProcessCollector(registry=self.registry)
-        PlatformCollector(registry=self.registry)
-        GCCollector(registry=self.registry)
-        self.event_loop_delay = self._histogram("indexer_event_loop_delay_seconds", _DELAY_BUCKETS)
-        build = Info("indexer_build", self._definition("indexer_build_info").meaning, registry=self.registry)
-        build.info({"version": __version__, "python": platform.python_version()})
-        self.database_up = self._gauge("indexer_database_up")
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self.registry)
+        self.build_info.labels(__version__, platform.python_version()).set(1)
         self.database_up.set(1)
-        self.postgres_restarts = self._counter("indexer_postgres_restarts_total")
+        self.links_progress.set(1)
 
-    def _add_event_metrics(self) -> None:
-        name = "indexer_events_received_total"
-        received = _CountersReadAtScrape(self._definition(name), name, [(kind,) for kind in KINDS])
-        self.registry.register(received)
-        self._received = received.counts
-        events = self._counter("indexer_events_total")
-        self._events = {(kind, outcome): events.labels(kind, outcome) for kind in KINDS for outcome in Outcome}
-        rejected = self._counter("indexer_rejected_total")
-        self._rejected = {reason: rejected.labels(reason) for reason in Rejection}
-        desynchronized = self._counter("indexer_desynchronized_total")
-        self._desynchronized = {reason: desynchronized.labels(reason) for reason in Desync}
-        self._lenient_commits = self._counter("indexer_lenient_commits_total")
-        self.refused_accounts = self._counter("indexer_refused_accounts_total")
-        self._cursor = self._gauge("indexer_cursor_seq")
-        self.gaps_open = self._gauge("indexer_gaps_open")
-        stages = self._histogram("indexer_batch_seconds", _STAGE_BUCKETS)
-        self._stages = {stage: stages.labels(stage) for stage in STAGES}
+    # fmt: off
+    def _add_stream_metrics(self) -> None:
+        self._section = "Stream"
+        self._at_scrape(
+            "indexer_relay_connected", ("relay",), "1 while the relay is connected, else 0.",
+            "The sum over all relays of a process is 0 for more than a minute.")
+        self._at_scrape(
+            "indexer_seconds_since_last_message", ("relay",),
+            "Time since the relay sent a message; NaN before the first.",
+            "It exceeds the usual pauses although the relay is connected.")
+        self.events_received = self._series(
+            Counter, "indexer_events_received_total", {"kind": KINDS}, "Messages received from relays.",
+            "Its rate falls far below that of other days.")
+        self.events = self._series(
+            Counter, "indexer_events_total", {"kind": KINDS, "outcome": Outcome}, "Messages processed, by outcome.",
+            "Received messages minus `indexer_queue_messages` differ from the sum over all outcomes.")
+        self.rejected = self._series(
+            Counter, "indexer_rejected_total", {"reason": Rejection},
+            "Messages rejected by their own fault; each leaves a dead letter.",
+            "Its rate grows; see [reasons.md](reasons.md).")
+        self.desynchronized = self._series(
+            Counter, "indexer_desynchronized_total", {"reason": Desync}, "Repos that became desynchronized.",
+            "Its rate stays above that of synchronized resyncs.")
+        self.lenient_commits = self._add(
+            Counter, "indexer_lenient_commits_total", (), "Commits applied although their inversion is undecidable.",
+            "It grows although `INDEXER_INVERSION` should be strict.")
+        self.refused_accounts = self._add(
+            Counter, "indexer_refused_accounts_total", (),
+            "Unknown did:web that were ignored because their domain added too many accounts.",
+            "It grows; the condition `new-accounts-limited` names the domain.")
+        self.cursor_seq = self._add(
+            Gauge, "indexer_cursor_seq", ("relay",), "Stored cursor: every event up to it is applied.",
+            "It does not change while messages are received.")
+        self._at_scrape(
+            "indexer_cursor_age_seconds", ("relay",),
+            "The lag; before the first event, the age of the message at the stored cursor; NaN if not known.",
+            "It approaches the time for which the relay keeps messages (72 hours for public relays).")
+        self._at_scrape(
+            "indexer_firehose_lag_seconds", (),
+            "Time since the moment up to which all events are stored, by the times in most events; NaN before the "
+            "first.",
+            "It is above 60 (the daemon is not ready) or grows.")
+        self.gaps_open = self._add(
+            Gauge, "indexer_gaps_open", (), "Gaps in the stream that no reconciliation has closed yet.",
+            "It is above 0 for longer than a reconciliation takes.")
+        self._at_scrape(
+            "indexer_queue_bytes", (), "Size of the messages that are received and not settled.",
+            "It stays at its limit of 64 MiB: the database is slower than the stream.")
+        self._at_scrape(
+            "indexer_queue_messages", (), "Messages that are received and have no outcome yet.",
+            "It stays high while few messages are processed.")
+        self._at_scrape(
+            "indexer_key_waiting_messages", (),
+            "Messages that wait for the lookup of a signing key; a part of `indexer_queue_messages`.",
+            "It is most of the queue: the directory is slow or unreachable.")
+        self.batch_seconds = self._series(
+            Histogram, "indexer_batch_seconds", {"stage": STAGES},
+            "Duration of one stage of a batch or an export. `verify-export` and `diff` include the wait for their "
+            "thread; new repos that share a transaction count once.",
+            "A stage takes several times as long as on other days.")
+        self.record_changes = self._series(
+            Counter, "indexer_record_changes_total", {"action": get_args(Action), "live": ("true", "false")},
+            "Record changes written.", "Its rate falls far below that of other days.")
 
-    def _add_record_metrics(self) -> None:
-        changes = self._counter("indexer_record_changes_total")
-        self._changes = {
-            (action, live): changes.labels(action, str(live).lower()) for action in ACTIONS for live in (True, False)
-        }
-        self.erased_records = self._counter("indexer_erased_records_total")
-
-    def _add_resync_metrics(self) -> None:
-        repos = self._gauge("indexer_repos")
-        self._repos = {status: repos.labels(status) for status in SyncStatus}
-        reasons = self._gauge("indexer_repos_desynchronized")
-        self._reasons = {reason: reasons.labels(reason) for reason in Desync}
-        resyncs = self._counter("indexer_resync_total")
-        self._resyncs = {result: resyncs.labels(result) for result in RESYNC_RESULTS}
-        self._resync_seconds = self._histogram("indexer_resync_seconds", _RESYNC_BUCKETS)
-        self._resync_queue = self._gauge("indexer_resync_queue")
-        self._scope_incomplete = self._gauge("indexer_scope_incomplete_repos")
+    def _add_repos_metrics(self) -> None:
+        self._section = "Repos and resyncs"
+        self.repos = self._series(
+            Gauge, "indexer_repos", {"sync_status": SyncStatus},
+            "Repos by sync status; an estimate above three million.", "`desynchronized` grows for hours.")
+        self.repos_desynchronized = self._series(
+            Gauge, "indexer_repos_desynchronized", {"reason": Desync},
+            "Repos that are not synchronized now, by reason.",
+            "One reason grows for hours; see [reasons.md](reasons.md).")
+        self.resync_queue = self._add(
+            Gauge, "indexer_resync_queue", (), "Repos waiting for a resync.", "It grows for hours.")
+        self.scope_incomplete_repos = self._add(
+            Gauge, "indexer_scope_incomplete_repos", (), "Repos that wait for the records of an added collection.",
+            "It is above 0 and does not fall for an hour.")
+        self.resyncs = self._series(
+            Counter, "indexer_resync_total", {"result": RESYNC_RESULTS}, "Resyncs that ended, by result.",
+            "Results other than `synchronized`, `unchanged` and `postponed` are most of them.")
+        self.resync_seconds = self._add(
+            Histogram, "indexer_resync_seconds", (), "Duration of one resync.",
+            "It is several times as long as on other days.")
+        self._at_scrape(
+            "indexer_resync_running", (), "Resyncs that run now.", "It stays 0 while `indexer_resync_queue` does not.")
+        self.erased_records = self._add(
+            Counter, "indexer_erased_records_total", (), "Records of deleted accounts that were erased.",
+            "It jumps without a known reason.")
 
     def _add_identity_metrics(self) -> None:
-        lookups = self._counter("indexer_identity_lookups_total")
-        self._lookups = {
-            (method, result): lookups.labels(method, result) for method in LOOKUP_METHODS for result in LOOKUP_RESULTS
-        }
-        cache = self._counter("indexer_identity_cache_total")
-        self._cache = {found_in: cache.labels(found_in) for found_in in FOUND_IN}
-        refreshes = self._counter("indexer_identity_refreshes_total")
-        self._refreshes: dict[tuple[str, str], Counter] = {
-            (cause, result): refreshes.labels(cause, result) for cause in REFRESH_CAUSES for result in REFRESH_RESULTS
-        }
+        self._section = "Identities"
+        self.identity_lookups = self._series(
+            Counter, "indexer_identity_lookups_total", {"method": LOOKUP_METHODS, "result": LOOKUP_RESULTS},
+            "Identity lookups over the network.",
+            "Results other than `found` and `missing` are most of those with the method `plc`.")
+        self.identity_cache = self._series(
+            Counter, "indexer_identity_cache_total", {"found_in": ("memory", "database", "nowhere")},
+            "Identities needed, by where they were found.", "`nowhere` is a large share long after the first start.")
+        self.identity_refreshes = self._series(
+            Counter, "indexer_identity_refreshes_total",
+            {"cause": get_args(RefreshCause), "result": ("asked", "too-soon", "over-budget")},
+            "Requests to refresh a known identity.", "`over-budget` is most of them: raise `INDEXER_PLC_RATE`.")
 
     def _add_outbound_metrics(self) -> None:
-        requests = self._counter("indexer_outbound_requests_total")
-        self._requests = {result: requests.labels(result) for result in REQUEST_RESULTS}
+        self._section = "Other hosts"
+        self.outbound_requests = self._series(
+            Counter, "indexer_outbound_requests_total", {"result": REQUEST_RESULTS},
+            "HTTP requests to other hosts, also refused ones.", "Failures are most of them.")
+        self._at_scrape(
+            "indexer_hosts_paused", (), "Hosts to which no requests are sent at present.",
+            "It jumps, perhaps because of the network of this machine.")
+        self._at_scrape(
+            "indexer_hosts_failing", (), "Hosts whose last five or more requests failed.",
+            "It jumps, perhaps because of the network of this machine.")
+        self._at_scrape(
+            "indexer_host_consecutive_failures", ("host",),
+            f"Failed requests since the last response, for the {MAX_LISTED} failing hosts with the most of them.",
+            "The host has many repos and does not recover.")
 
     def _add_change_log_metrics(self) -> None:
-        self._log_bytes = self._gauge("indexer_change_log_bytes")
-        self._numbering = self._histogram("indexer_numbering_seconds", _NUMBERING_BUCKETS)
-        self._unnumbered = self._gauge("indexer_unnumbered_batches")
-        self.notification_queue = self._gauge("indexer_notification_queue_ratio")
-        self._in_doubt = self._gauge("indexer_transactions_in_doubt")
-        self._consumer_lag = self._gauge("indexer_consumer_lag_seconds")
-        self._behind_seconds = self._gauge("indexer_consumer_behind_seconds")
-        self._behind_changes = self._gauge("indexer_consumer_behind_changes")
-        consumers = self._gauge("indexer_consumers")
-        self._consumers = {state: consumers.labels(state) for state in CONSUMER_STATES}
+        self._section = "Change log and its consumers"
+        self.change_log_bytes = self._add(
+            Gauge, "indexer_change_log_bytes", (), "Size of the change log.",
+            "It is above `INDEXER_CHANGE_BYTES`: a consumer is behind.")
+        self.numbering_seconds = self._add(
+            Histogram, "indexer_numbering_seconds", (),
+            "On a cluster, the time from the commit of a change batch to its numbers.",
+            "It grows to seconds: consumers get changes late.")
+        self.unnumbered_batches = self._add(
+            Gauge, "indexer_unnumbered_batches", (), "On a cluster, committed change batches without numbers.",
+            "It stays above 0: a node does not answer, or transactions are in doubt.")
+        self.transactions_in_doubt = self._add(
+            Gauge, "indexer_transactions_in_doubt", (),
+            "Prepared transactions on nodes of a cluster that were not completed within seconds.",
+            "It is above 0 for longer than `citus.recover_2pc_interval` while all nodes answer.")
+        self.notification_queue_ratio = self._add(
+            Gauge, "indexer_notification_queue_ratio", (), "Used share of the notification queue of Postgres, 0 to 1.",
+            "It is above 0.05: a session that listens has left a transaction open.")
+        self.consumer_lag_seconds = self._add(
+            Gauge, "indexer_consumer_lag_seconds", (),
+            "Age of the oldest change that a registered consumer has not read.", "It is above an hour.")
+        self.consumers = self._series(
+            Gauge, "indexer_consumers", {"state": ("following", "cut-off")}, "Registered consumers of the change log.",
+            "`cut-off` is above 0: register these consumers again, and read the records again.")
+        self.consumer_behind_seconds = self._add(
+            Gauge, "indexer_consumer_behind_seconds", ("consumer",),
+            f"Age of the oldest change that the consumer has not read, for the {MAX_LISTED} consumers that lag most.",
+            "It is above an hour.")
+        self.consumer_behind_changes = self._add(
+            Gauge, "indexer_consumer_behind_changes", ("consumer",),
+            f"Changes that the consumer has not read, for the {MAX_LISTED} consumers that lag most.", "It grows.")
 
     def _add_feed_metrics(self) -> None:
-        events = self._counter("indexer_feed_events_total")
-        self.feed_events = {kind: events.labels(kind) for kind in FEED_KINDS}
-        omitted = self._counter("indexer_feed_values_omitted_total")
-        self._feed_values_omitted = {reason: omitted.labels(reason) for reason in OmittedValue}
-        disconnections = self._counter("indexer_feed_disconnections_total")
-        self.feed_disconnections = {
-            (kind, reason): disconnections.labels(kind, reason)
-            for kind, reasons in DISCONNECTIONS.items()
-            for reason in reasons
-        }
+        self._section = "Feeds"
+        self._at_scrape(
+            "indexer_feed_clients", ("kind",),
+            "Connected clients of `/channel` (`tap`) and of `/subscribe` (`jetstream`); 1 for a configured `webhook`.",
+            "It falls to 0 although clients are expected.")
+        self.feed_events = self._series(
+            Counter, "indexer_feed_events_total", {"kind": FEED_KINDS},
+            "Events that were sent to clients, repeated ones included.",
+            "Its rate is 0 although there are clients and new changes.")
+        self.feed_values_omitted = self._series(
+            Counter, "indexer_feed_values_omitted_total", {"reason": OmittedValue},
+            "Events for clients of tap without the value of their record, which they would refuse (docs/reasons.md).",
+            "It grows steadily.")
+        self.feed_disconnections = self._series(
+            Counter, "indexer_feed_disconnections_total", {"kind": ("tap", "jetstream"), "reason": DISCONNECTIONS},
+            "Connections of clients that ended. `client`: the client ended it, or the network. `displaced`, `refused`: "
+            "all websockets were open.",
+            "`too-slow` or `not-reading` grows steadily: clients are too slow, or this process is. `refused` grows.")
+        self._at_scrape(
+            "indexer_feed_oldest_unacknowledged_seconds", (),
+            "Age of the oldest change that clients of tap, or the webhook, have not acknowledged; 0 without any.",
+            "It grows: clients are too slow, or refuse an event.")
+        self._at_scrape(
+            "indexer_feed_set_aside_events", (),
+            "Events that were set aside because clients of tap, or the webhook, refused them for long.",
+            "It is above 0: clients lack these records. `indexer rejected list --feed` names them.")
 
     def _add_link_metrics(self) -> None:
-        self._links_progress = self._gauge("indexer_links_progress_ratio")
-        self._links_progress.set(1.0)
+        self._section = "Links between records"
+        self.links_progress = self._add(
+            Gauge, "indexer_links_progress_ratio", (),
+            "Estimated share of the repos whose links are stored, 0 to 1; 1 if links are off.",
+            "It is below 1 and does not grow for an hour.")
 
-    def _definition(self, name: str) -> MetricDefinition:
-        self._registered.add(name)
-        return METRICS[name]
+    def _add_process_metrics(self) -> None:
+        self._section = "Process and database"
+        self.build_info = self._add(
+            Gauge, "indexer_build_info", ("version", "python"), "Version of the indexer and of Python.",
+            "Versions differ for longer than a rollout.")
+        self._at_scrape(
+            "indexer_core_info", ("core", "version"),
+            "Implementation of decoding and verification, `python` or `native`, and its version.",
+            "It is `python`, which needs several times the CPU, although the native core is installed.")
+        self._at_scrape(
+            "indexer_ready", (), "1 while `/readyz` answers with status 200, else 0.",
+            "It is 0 for more than some minutes.")
+        self._at_scrape(
+            "indexer_not_ready", ("code",),
+            "1 for each reason why the daemon is not ready, by its code; docs/runbook.md lists the codes.",
+            "A code stays for more than some minutes.")
+        self._at_scrape(
+            "indexer_stage_seconds_without_progress", ("stage",), "How long the stage has had work without progress.",
+            "It is above 120 for most stages: `/healthz` fails and names the stage.")
+        self._at_scrape(
+            "indexer_condition_occurrences", ("condition", "subject"),
+            "How often an active condition occurred since it began; docs/runbook.md lists the conditions.",
+            "A condition lasts. After 20 subjects, further ones share the subject `others`.")
+        self.database_up = self._add(
+            Gauge, "indexer_database_up", (), "1 while the database answers, else 0.", "It is 0.")
+        self.postgres_restarts = self._add(
+            Counter, "indexer_postgres_restarts_total", (),
+            "Restarts of the embedded Postgres after it ended unexpectedly.",
+            "It grows: `postgres.log` in the data directory says why.")
+        self._at_scrape(
+            "indexer_data_disk_free_bytes", (), "Free space on the file system of the data directory.",
+            "It is below a tenth of the size. It does not show the disk of your own Postgres.")
+        self._at_scrape(
+            "indexer_data_disk_size_bytes", (), "Size of the file system of the data directory.",
+            "Never; compare it with the free space.")
+        self.event_loop_delay = self._add(
+            Histogram, "indexer_event_loop_delay_seconds", (), "Delay of a timer on the event loop.",
+            "Delays above 0.25 seconds are frequent: report a bug.")
+    # fmt: on
 
-    def _counter(self, name: str) -> Counter:
-        defined = self._definition(name)
-        # The library adds the suffix.
-        return Counter(name.removesuffix("_total"), defined.meaning, defined.labels, registry=self.registry)
+    def _add(self, kind: type[_Kind], name: str, labels: Collection[str], meaning: str, worry: str) -> _Kind:
+        self._define(kind.__name__.lower(), name, labels, meaning, worry)
+        # The library adds the suffix of a counter.
+        return kind(name.removesuffix("_total"), meaning, labels, registry=self.registry, **_OPTIONS.get(kind, {}))
 
-    def _gauge(self, name: str) -> Gauge:
-        defined = self._definition(name)
-        return Gauge(name, defined.meaning, defined.labels, registry=self.registry)
+    def _series(
+        self, kind: type[_Kind], name: str, labels: Mapping[str, Iterable[str]], meaning: str, worry: str
+    ) -> dict[Any, _Kind]:
+        """Add a metric with closed label sets; return its series by their label, or by the tuple of their labels."""
+        metric = self._add(kind, name, labels, meaning, worry)
+        sets = product(*labels.values())
+        return {values if len(values) > 1 else values[0]: metric.labels(*values) for values in sets}
 
-    def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
-        defined = self._definition(name)
-        return Histogram(name, defined.meaning, defined.labels, registry=self.registry, buckets=buckets)
+    def _at_scrape(self, name: str, labels: Collection[str], meaning: str, worry: str) -> None:
+        """Add a gauge that is read by a function, see `watch`."""
+        definition = self._define("gauge", name, labels, meaning, worry)
+        self._read_at_scrape.readers[name] = definition, dict if labels else lambda: math.nan
 
-    def received(self, kind: str) -> None:
-        """Count a message received."""
-        self._received[kind,] += 1
-
-    def outcome(self, kind: str, outcome: Outcome, count: int = 1) -> None:
-        """Count the outcome of messages. Every message received has exactly one outcome."""
-        self._events[kind, outcome].inc(count)
-
-    def rejected(self, reason: Rejection, count: int = 1) -> None:
-        """Count rejected messages."""
-        self._rejected[reason].inc(count)
-
-    def desynchronized(self, reason: Desync, count: int = 1) -> None:
-        """Count repos that became desynchronized."""
-        self._desynchronized[reason].inc(count)
-
-    def lenient_commits(self, count: int) -> None:
-        """Count commits that were applied although their inversion is undecidable."""
-        self._lenient_commits.inc(count)
-
-    def record_changes(self, action: Action | str, *, live: bool, count: int = 1) -> None:
-        """Count record changes written; `live` is False for changes that a resync found."""
-        self._changes[action, live].inc(count)
-
-    def cursor(self, relay: str, seq: int) -> None:
-        """Set the stored cursor of a relay."""
-        # The label is added at the first use: a relay that was never used has no cursor, not the cursor 0.
-        self._cursor.labels(relay).set(seq)
-
-    def resync(self, result: str, seconds: float) -> None:
-        """Count a resync that ended, and its duration."""
-        self._resyncs[result].inc()
-        self._resync_seconds.observe(seconds)
-
-    def postponed(self, result: str) -> None:
-        """Count a claimed repo that was postponed before its resync began. It has no duration."""
-        self._resyncs[result].inc()
-
-    def feed_value_omitted(self, reason: OmittedValue) -> None:
-        """Count an event of the feed for clients of tap that comes without the value of its record."""
-        self._feed_values_omitted[reason].inc()
+    def _define(self, kind: str, name: str, labels: Collection[str], meaning: str, worry: str) -> MetricDefinition:
+        definition = MetricDefinition(name, kind, meaning, worry, tuple(labels), self._section)
+        self.definitions[name] = definition
+        return definition
 
     def identity_lookup(self, method: str, result: str) -> None:
         """Count an answer over the network: from a PLC directory, a did:web host, a DNS server or a handle's host."""
-        self._lookups[method, result].inc()
-
-    def identity_cache(self, found_in: str, count: int) -> None:
-        """Count where the identities of a batch were found."""
-        self._cache[found_in].inc(count)
-
-    def identity_refresh(self, cause: str, result: str) -> None:
-        """Count a request to refresh a known identity."""
-        self._refreshes[cause, result].inc()
+        self.identity_lookups[method, result].inc()
 
     def outbound_request(self, result: str) -> None:
         """Count a request to another host."""
-        self._requests[result].inc()
-
-    def stage(self, name: str) -> AbstractContextManager[object]:
-        """Return a context manager that measures the duration of one stage."""
-        return self._stages[name].time()
-
-    def repos(
-        self, statuses: Mapping[SyncStatus, int], reasons: Mapping[str, int], resync_queue: int, incomplete: int
-    ) -> None:
-        """Set the number of repos by sync status and by sync reason, and of those that wait.
-
-        `resync_queue` wait for a resync, and `incomplete` for the records of a collection that the scope added.
-        """
-        for status, gauge in self._repos.items():
-            gauge.set(statuses.get(status, 0))
-        for reason, gauge in self._reasons.items():
-            gauge.set(reasons.get(reason, 0))
-        self._resync_queue.set(resync_queue)
-        self._scope_incomplete.set(incomplete)
-
-    def links(self, progress: float | None) -> None:
-        """Set the progress of the backfill of links; None if none are kept."""
-        self._links_progress.set(1.0 if progress is None else progress)
-
-    def change_log(self, size: int, following: Sequence[ConsumerLag], *, cut_off: int) -> None:
-        """Set the state of the change log.
-
-        Args:
-            size: Bytes of the change log.
-            following: The consumers that follow the change log.
-            cut_off: Number of consumers that were disconnected.
-        """
-        self._log_bytes.set(size)
-        self._consumer_lag.set(max([lag.seconds for lag in following], default=0.0))
-        self._consumers["following"].set(len(following))
-        self._consumers["cut-off"].set(cut_off)
-        self._behind_seconds.clear()
-        self._behind_changes.clear()
-        for lag in sorted(following, key=lambda lag: -lag.seconds)[:MAX_LISTED]:
-            self._behind_seconds.labels(lag.consumer).set(lag.seconds)
-            self._behind_changes.labels(lag.consumer).set(lag.changes)
-
-    def numbering(self, numbered: Iterable[float], *, waiting: int, in_doubt: int) -> None:
-        """Note the ages in seconds of change batches that were numbered, and what remains.
-
-        Args:
-            numbered: The ages.
-            waiting: Change batches without numbers.
-            in_doubt: Transactions in doubt.
-        """
-        for age in numbered:
-            self._numbering.observe(age)
-        self._unnumbered.set(waiting)
-        self._in_doubt.set(in_doubt)
+        self.outbound_requests[result].inc()
 
     def watch(self, readers: Mapping[str, Callable[[], Reading]]) -> None:
         """Set the functions that read gauges from the stages at each scrape, by the name of the gauge."""
-        unknown = readers.keys() - self._read_at_scrape.readers.keys()
-        if unknown:
-            raise KeyError(*unknown)
-        self._read_at_scrape.readers.update(readers)
+        at_scrape = self._read_at_scrape.readers
+        for name, read in readers.items():
+            at_scrape[name] = at_scrape[name][0], read

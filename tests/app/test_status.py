@@ -20,7 +20,7 @@ from indexer.serve.status_samples import MAX_SAMPLES
 from indexer.sync.identity import HostState
 from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.stream import Gap, OpenGap
-from indexer.telemetry.conditions import CONDITION_KINDS, DATABASE_ERRORS, HOST_FAILING, Conditions
+from indexer.telemetry.conditions import DATABASE_ERRORS, DEAD_ROWS_KEPT, HOST_FAILING, Conditions
 from tests.app.fake_daemon import fake_daemon
 
 MAX_DOCUMENT_BYTES = 300_000
@@ -150,7 +150,7 @@ async def test_document_stays_small_whatever_hosts_and_accounts_send() -> None:
         [ConsumerState(f"{number}{LONG}", 1, 1, now, now, cut_off=False) for number in range(1_000)],
     )
     for number in range(1_000):
-        conditions.report(CONDITION_KINDS[number % len(CONDITION_KINDS)], f"{number}{LONG}", message=LONG)
+        conditions.report((HOST_FAILING, DEAD_ROWS_KEPT)[number % 2], f"{number}{LONG}", message=LONG)
     counted = RepoCounts()
     counted.set(Counts(dict.fromkeys(SyncStatus, 1), {}, 1, 1, 1, [], {f"{n}{LONG}": 1 for n in range(999)}), 0.0, now)
     hosts = [host(f"{number}{LONG}", last_error=LONG) for number in range(1_000)]

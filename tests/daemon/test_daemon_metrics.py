@@ -10,7 +10,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from indexer.demo.http_server import Fault
 from indexer.serve.health import MetricsPage
-from indexer.telemetry.metric_definitions import METRICS
 from tests.daemon.running_daemon import RunningDaemon, running_daemon
 from tests.serve.prometheus_programs import needs_promtool
 from tests.waiting import until
@@ -65,7 +64,8 @@ async def test_metrics_of_a_running_daemon(database: str, tmp_path: Path) -> Non
         await until(is_conserved_and_settled)
         await until(lambda: Scrape(daemon).total("indexer_ready") == 1, daemon.stages.probe.ready)
         scrape = Scrape(daemon)
-        gauges = [metric.name for metric in METRICS.values() if metric.kind == "gauge" and not metric.labels]
+        definitions = daemon.stages.metrics.definitions.values()
+        gauges = [metric.name for metric in definitions if metric.kind == "gauge" and not metric.labels]
         assert [name for name in gauges if math.isnan(scrape.total(name))] == []
         core, relay = daemon.stages.core, {"relay": daemon.network.relay_url}
         assert scrape.total("indexer_core_info", {"core": core.name, "version": core.version}) == 1

@@ -7,7 +7,6 @@ from indexer.db import Database
 from indexer.db.feed_delivery import (
     SNAPSHOT_BEGIN,
     DeliveryProgress,
-    RefusedEvent,
     SetAside,
     SetAsideChanges,
     SetAsideReason,
@@ -101,17 +100,6 @@ async def test_consumer_of_a_trimmed_log_gets_a_snapshot_of_the_repos_and_record
         await session.save(DeliveryProgress(latest, latest))
         assert await session.begin() == DeliveryProgress(latest, latest)
         assert await db.feed.changes_behind() == 0
-
-
-async def test_refused_events_are_stored_until_they_are_acknowledged(db: Database) -> None:
-    refused = [RefusedEvent(7, "create", "at://did:plc:a/app.test/one", 5, 1_700_000_000.0, "status 500")]
-    async with db.feed.session() as session:
-        assert await db.feed.refused_events() == []
-        await session.begin()
-        await session.save(DeliveryProgress(0, 0), refused)
-        assert await db.feed.refused_events() == refused
-        await session.save(DeliveryProgress(7, 7))
-        assert await db.feed.refused_events() == []
 
 
 async def test_one_session_at_a_time_owns_the_feed_and_no_shard(db: Database) -> None:

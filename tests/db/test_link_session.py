@@ -6,7 +6,7 @@ import pytest
 from indexer.db import Database, LinkProgress, link_progress, link_session
 from indexer.db.link_progress import share_before
 from indexer.db.link_session import LINK_CONSUMER, PositionLostError
-from indexer.readers.links.reader import LinkReader
+from indexer.readers.links import LinkReader
 from indexer.sync.changes import Batch, RepoWrite
 from tests.background import running
 from tests.db.link_checks import assert_links_exact

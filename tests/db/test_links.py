@@ -13,7 +13,7 @@ import asyncpg
 import pytest
 
 from indexer.db import Database, link_session
-from indexer.readers.links.reader import LinkReader
+from indexer.readers.links import LinkReader
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
 from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.shard import Placement, bucket_of

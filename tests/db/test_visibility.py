@@ -13,8 +13,7 @@ from indexer.db import Database
 from indexer.db.feed_delivery import SNAPSHOT_BEGIN, DeliveryProgress
 from indexer.readers.jetstream.events import LogPosition, encode_page
 from indexer.readers.jetstream.options import EventFilter
-from indexer.readers.tap.deliveries import Deliveries
-from indexer.readers.tap.set_aside import RefusalLimits
+from indexer.readers.tap.deliveries import Deliveries, RefusalLimits
 from indexer.sync.changes import Batch, RepoWrite
 from indexer.telemetry.metrics import FEED_KINDS, Metrics
 from tests.db.link_steps import settle, turn_on
@@ -114,20 +113,21 @@ async def test_no_feed_and_no_export_sends_records_of_hidden_repos(filled: Datab
         deliveries = Deliveries(filled, Metrics(), DeliveryProgress(0, 0), RefusalLimits(), one_per_repo=one_per_repo)
         async with filled.feed.session() as session:
             if snapshot:
-                deliveries.add_snapshot(await session.snapshot_after(SNAPSHOT_BEGIN, 100))
+                deliveries.window.add_snapshot(await session.snapshot_after(SNAPSHOT_BEGIN, 100))
             else:
-                deliveries.add(await session.changes_after(0, 1_000) or [])
+                deliveries.window.add(await session.changes_after(0, 1_000) or [])
         messages = list[bytes]()
-        while deliveries.window.is_ready:
+        while len(deliveries.window) + deliveries.window.snapshot_events:
             events = await deliveries.events(await deliveries.take(100))
             messages += [event.message for event in events]
-            deliveries.acknowledge([event.seq for event in events])
+            for event in events:
+                deliveries.acknowledge(event.seq)
         assert {row.did for row in deliveries.set_aside.changes().added} == {did(DEACTIVATED), did(TAKEN_DOWN)}
         return b" ".join(messages).decode()
 
     async def jetstream() -> str:
         chunk = encode_page(LogPosition(0), await filled.changes.page(0, 1_000, 1 << 20))
-        return chunk.select(EventFilter(), 0, compress=False).data.decode(errors="replace")
+        return chunk.select(EventFilter(), 0, compress=False)[0].decode(errors="replace")
 
     feeds = {
         "tap": [await tap(one_per_repo=False), await tap(one_per_repo=False, snapshot=True)],

@@ -10,7 +10,7 @@ import pytest
 
 from indexer.app.settings import OTHER_VARIABLES, Settings, variable
 from indexer.reasons import Desync, FetchFailure, GapReason, Rejection
-from indexer.telemetry.conditions import CONDITION_KINDS
+from indexer.telemetry import conditions
 from tests.source_code import source_files
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +119,7 @@ def test_references_to_the_documentation_resolve() -> None:
 
 def test_runbook_has_a_row_for_every_reason_and_condition() -> None:
     reasons = {str(reason) for kind in (Rejection, Desync, FetchFailure, GapReason) for reason in kind}
-    reasons |= {kind.name for kind in CONDITION_KINDS}
+    kinds = [value for value in vars(conditions).values() if isinstance(value, conditions.ConditionKind)]
+    reasons |= {kind.name for kind in kinds}
     rows = RUNBOOK_ROW.findall((DOCS / "runbook.md").read_text())
     assert reasons - {name for row in rows for name in re.findall(r"[\w-]+", row)} == set()

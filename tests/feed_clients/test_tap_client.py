@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from indexer.demo.local_network import LocalNetwork
-from indexer.readers.tap.set_aside import RefusalLimits
+from indexer.readers.tap.deliveries import RefusalLimits
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
 from tests.feed_clients.link_records import encode, link
 from tests.feed_clients.node_process import Line, needs_clients, node_process

@@ -3,7 +3,7 @@
 from contextlib import AsyncExitStack
 from http import HTTPStatus
 from random import Random
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
 import aiohttp
@@ -12,6 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from yarl import URL
 
+from indexer.net.identity import IdentityCache
 from indexer.readers.access import Access
 from indexer.readers.tap.routes import TapRoutes
 from indexer.sync.scope import Scope
@@ -54,7 +55,7 @@ class TapRequests(FuzzTarget):
         db = self._database.db
         await db.scope.begin(Scope())
         application = web.Application()
-        application.add_routes(TapRoutes(db, StoredIdentities()).routes(Access(None)))
+        application.add_routes(TapRoutes(db, cast(IdentityCache, StoredIdentities())).routes(Access(None)))
         self._server = await self._resources.enter_async_context(TestServer(application))
         self._client = await self._resources.enter_async_context(aiohttp.ClientSession())
 

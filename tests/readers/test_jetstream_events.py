@@ -62,9 +62,9 @@ def read_frames(data: bytes) -> list[tuple[Opcode, bytes]]:
 
 
 def sent(chunk: EventChunk, events: EventFilter = ALL_EVENTS, after: int = 0) -> list[Any]:
-    payload = chunk.select(events, after, compress=False)
-    frames = read_frames(payload.data)
-    assert len(frames) == payload.events
+    data, count = chunk.select(events, after, compress=False)
+    frames = read_frames(data)
+    assert len(frames) == count
     assert all(opcode is Opcode.TEXT for opcode, _ in frames)
     return [orjson.loads(text) for _, text in frames]
 
@@ -203,8 +203,8 @@ def test_compressed_events_need_the_dictionary_of_jetstream() -> None:
     chunk = encode([record_change(1), record_change(2, "delete")])
     dictionary = ZstdDict(Path(events.__file__).with_name("zstd_dictionary").read_bytes())
     assert dictionary.dict_id == 1_612_007_021
-    frames = read_frames(chunk.select(ALL_EVENTS, 0, compress=True).data)
+    frames = read_frames(chunk.select(ALL_EVENTS, 0, compress=True)[0])
     assert [opcode for opcode, _ in frames] == [Opcode.BINARY, Opcode.BINARY]
     assert [orjson.loads(decompress(data, dictionary)) for _, data in frames] == sent(chunk)
     small = EventFilter(max_bytes=min(len(data) for _, data in frames))
-    assert chunk.select(small, 0, compress=True).events == 1, "the limit is that of the message as it is sent"
+    assert chunk.select(small, 0, compress=True)[1] == 1, "the limit is that of the message as it is sent"

@@ -24,7 +24,7 @@ async def test_new_events_arrive_with_their_records_and_statuses(database: str, 
         account = daemon.create_account("ada.test", records=1)
         await daemon.wait_until_equal()
         async with subscribed(address, ("cursor", 9_000_000_000_000_000)) as client:
-            await until(lambda: daemon.stages.jetstream_reader.window.is_open)
+            await until(lambda: daemon.stages.jetstream_reader.window.end is not None)
             account.create(POST, post("hello"), rkey="new")
             created = await client.next()
             account.update(f"{POST}/new", post("changed"))

@@ -8,7 +8,7 @@ import asyncpg
 import pytest
 
 from indexer.db import Database, change_signal
-from indexer.readers.jetstream.reader import JetstreamReader
+from indexer.readers.jetstream.log_reading import JetstreamReader
 from tests.db.change_log_helpers import change, log
 from tests.waiting import TIMEOUT, until
 
@@ -35,10 +35,10 @@ async def test_subscriber_that_connects_while_the_reader_waits_for_changes_gets_
     await log(sql, change("a"))
     async with running_reader(db) as reader:
         with reader.subscriber():
-            await until(lambda: reader.window.is_open)
-        assert not reader.window.is_open
+            await until(lambda: reader.window.end is not None)
+        assert reader.window.end is None
         with reader.subscriber():
-            await until(lambda: reader.window.is_open)
+            await until(lambda: reader.window.end is not None)
             before = reader.window.last
             await log(sql, change("b"))
             await db.changes.notify(0)

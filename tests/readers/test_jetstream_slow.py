@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from indexer.db import Database
-from indexer.readers import frame_writer
-from indexer.readers.jetstream.window import EventWindow
+from indexer.readers import connection
+from indexer.readers.jetstream.log_reading import EventWindow
 from tests.database_proxy import DatabaseProxy
 from tests.db.repo_rows import insert, put, synchronized
 from tests.readers.jetstream_client import JetstreamClient, feed, subscribed
@@ -42,7 +42,7 @@ async def test_slow_subscriber_is_disconnected_with_a_reason_and_others_do_not_n
     async with feed(database, tmp_path, roles="feed") as (daemon, address), AsyncExitStack() as stack:
         daemon.stages.jetstream_reader.window = EventWindow(max_bytes=1_000_000, max_seconds=60.0)
         slow, fast = [await stack.enter_async_context(subscribed(address)) for _ in range(2)]
-        await until(lambda: daemon.stages.jetstream_reader.window.is_open)
+        await until(lambda: daemon.stages.jetstream_reader.window.end is not None)
         for number in range(0, EVENTS, 10):
             await write_events(db, number, 10)
             assert await rkeys(fast, 10) == expected(number, number + 10)
@@ -59,7 +59,7 @@ async def test_slow_subscriber_is_disconnected_with_a_reason_and_others_do_not_n
 async def test_subscriber_that_reads_nothing_is_disconnected(
     database: str, db: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frame_writer, "SEND_SECONDS", 3.0)
+    monkeypatch.setattr(connection, "SEND_SECONDS", 3.0)
     async with (
         feed(database, tmp_path, roles="feed") as (daemon, address),
         subscribed(address, ("cursor", 0)),
@@ -93,7 +93,7 @@ async def test_nothing_is_lost_in_an_outage_of_the_database(database: str, db: D
         feed(proxy.dsn, tmp_path, roles="feed") as (daemon, address),
         subscribed(address) as client,
     ):
-        await until(lambda: daemon.stages.jetstream_reader.window.is_open)
+        await until(lambda: daemon.stages.jetstream_reader.window.end is not None)
         await write_events(db, 0, 5)
         assert await rkeys(client, 5) == expected(0, 5)
         proxy.refuse()
@@ -111,7 +111,7 @@ async def test_subscriber_after_an_outage_that_the_others_did_not_wait_for_gets_
     async with proxy.serve(), feed(proxy.dsn, tmp_path, roles="feed") as (daemon, address):
         reader = daemon.stages.jetstream_reader
         async with subscribed(address):
-            await until(lambda: reader.window.is_open)
+            await until(lambda: reader.window.end is not None)
             proxy.refuse()
             await until(lambda: daemon.stages.db.failed_operations > 0)
         await until(lambda: not reader.subscribers)
@@ -127,7 +127,7 @@ async def test_subscriber_after_an_outage_that_the_others_did_not_wait_for_gets_
 async def test_subscriber_that_reads_nothing_does_not_delay_the_stop(
     database: str, db: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frame_writer, "SEND_SECONDS", 10 * TIMEOUT)
+    monkeypatch.setattr(connection, "SEND_SECONDS", 10 * TIMEOUT)
     async with AsyncExitStack() as daemon, AsyncExitStack() as clients:
         _, address = await daemon.enter_async_context(feed(database, tmp_path, roles="feed"))
         await clients.enter_async_context(subscribed(address, ("cursor", 0)))

@@ -6,9 +6,8 @@ from typing import Any, cast
 import pytest
 
 from indexer.db.feed_delivery import DeliveryProgress, LoggedChange, SetAside
-from indexer.readers.tap.deliveries import Deliveries
+from indexer.readers.tap.deliveries import Deliveries, RefusalLimits
 from indexer.readers.tap.delivery_window import FIRST_SNAPSHOT_ID
-from indexer.readers.tap.set_aside import RefusalLimits
 from indexer.telemetry.metrics import Metrics
 
 A, B = "did:plc:a", "did:plc:b"
@@ -23,7 +22,7 @@ def change(seq: int, did: str = A, rev: str = "1") -> LoggedChange:
 async def delivering(*changes: LoggedChange, limits: RefusalLimits = RefusalLimits(2, 0.0)) -> Deliveries:  # noqa: B008
     """Return deliveries whose first changes are in flight."""
     deliveries = Deliveries(cast("Any", None), Metrics(), DeliveryProgress(0, 0), limits, one_per_repo=False)
-    deliveries.add(changes)
+    deliveries.window.add(changes)
     if changes:
         await deliveries.take(100)
     return deliveries
@@ -34,7 +33,7 @@ async def test_changes_that_wait_behind_refused_ones_are_set_aside_before_the_co
     deliveries.count_failure(1, "status 422")
     deliveries.set_aside_late()
     assert deliveries.window.progress().position == 0, "nothing is known about this repo yet"
-    deliveries.acknowledge([5])
+    deliveries.acknowledge(5)
     deliveries.count_failure(1, "status 422")
     assert 1 not in deliveries.window
     deliveries.set_aside_late()
@@ -57,7 +56,7 @@ async def test_further_events_of_a_repo_are_set_aside_without_the_time_limit() -
     for seq in (1, 2):
         for attempt in range(3):
             deliveries.count_failure(seq, "x")
-            deliveries.acknowledge([3 + 3 * (seq - 1) + attempt])
+            deliveries.acknowledge(3 + 3 * (seq - 1) + attempt)
         assert seq not in deliveries.window
         deliveries.limits = RefusalLimits(10, 900.0)
 
@@ -77,10 +76,10 @@ async def test_what_is_set_aside_again_while_it_is_sent_stays_stored() -> None:
     aside = deliveries.set_aside
     aside.begin(HIDDEN)
     [sending] = aside.sending.values()
-    deliveries.add_set_aside(sending, [("c", "1"), ("c", "2")], last=True)
+    aside.read(sending, [("c", "1"), ("c", "2")], last=True)
     [first, second] = await deliveries.take(10)
     assert (first.seq, first.action, first.rev, first.live) == (FIRST_SNAPSHOT_ID, "create", "2", False)
-    deliveries.acknowledge([first.seq])
+    deliveries.acknowledge(first.seq)
     assert aside.changes().delivered == []
     aside.add_hidden(second)
     aside.begin(HIDDEN)
@@ -89,5 +88,5 @@ async def test_what_is_set_aside_again_while_it_is_sent_stays_stored() -> None:
     assert ([row.key for row in changes.added], changes.delivered) == ([HIDDEN.key], [])
     aside.begin(HIDDEN)
     [sending] = aside.sending.values()
-    deliveries.add_set_aside(sending, [], last=True)
+    aside.read(sending, [], last=True)
     assert aside.changes().delivered == [HIDDEN.key]

@@ -1,7 +1,6 @@
 """The feed for clients of tap, with a real daemon: nothing is lost, and each repo's order is kept."""
 
 import asyncio
-import re
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
@@ -10,12 +9,11 @@ from typing import Any
 
 import aiohttp
 import pytest
-import structlog
 
 from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_repo import Write
-from indexer.readers.tap.set_aside import RefusalLimits
-from indexer.telemetry.conditions import FEED_CUT_OFF, FEED_EVENT_REFUSED, FEED_EVENTS_SET_ASIDE, FEED_STALLED
+from indexer.readers.tap.deliveries import RefusalLimits
+from indexer.telemetry.conditions import FEED_CUT_OFF, FEED_EVENTS_SET_ASIDE
 from tests.background import running
 from tests.daemon.running_daemon import POST, post
 from tests.readers.tap_client import (
@@ -289,45 +287,29 @@ def summaries(events: list[Event], account: LocalAccount) -> set[tuple[Any, ...]
     return {summary(event) for event in events if account.did in str(event)}
 
 
-def uri_of_first_post(account: LocalAccount) -> str:
-    return f"at://{account.did}/{POST}/000"
-
-
-async def test_event_that_a_client_never_acknowledges_is_reported_and_delays_only_its_own_repo(tap: Tap) -> None:
+async def test_event_that_a_client_does_not_acknowledge_is_sent_again_and_delays_only_its_own_repo(tap: Tap) -> None:
     async with AsyncExitStack() as stack:
         tap.daemon.stages.channel.retry_seconds = 0.2
         client = await stack.enter_async_context(tap.channel())
         refusing = tap.daemon.create_account("refusing.test", records=2)
         other = tap.daemon.create_account("other.test", records=0)
-        conditions, uri = tap.daemon.stages.conditions, uri_of_first_post(refusing)
-        accepted = list[str]()
-        with structlog.testing.capture_logs() as lines:
-            number = 0
-            while not conditions.is_active(FEED_EVENT_REFUSED, uri):
-                other.create(POST, post("other"), rkey=f"{number:03}")
-                while (event := await client.receive())["record"]["did"] == refusing.did:
-                    assert event["record"]["rkey"] == "000", "later events of the repo wait"
-                await client.acknowledge(event)
-                accepted.append(event["record"]["rkey"])
-                number += 1
-        assert accepted == [f"{rkey:03}" for rkey in range(number)]
-        [line] = [line for line in lines if line["event"] == "condition.began"]
-        assert (line["condition"], line["subject"]) == ("feed-event-refused", uri)
-        sent = rf"\(create of {uri}\), which was sent [3-9] times: no acknowledgement within 0.2 seconds"
-        assert re.search(sent, line["message"])
-        assert tap.gauge("refused_events") == 1
+        accepted, refused = list[str](), list[Event]()
+        while len(refused) < 3:
+            number = len(accepted)
+            other.create(POST, post("other"), rkey=f"{number:03}")
+            while (event := await client.receive())["record"]["did"] == refusing.did:
+                assert event["record"]["rkey"] == "000", "later events of the repo wait"
+                refused.append(event)
+            await client.acknowledge(event)
+            accepted.append(event["record"]["rkey"])
+        assert accepted == [f"{rkey:03}" for rkey in range(number + 1)]
         assert 0 < (tap.gauge("oldest_unacknowledged_seconds") or 0) < 600
-        [refused] = await tap.daemon.stages.db.feed.refused_events()
-        assert (refused.uri, refused.action) == (uri, "create")
-        assert refused.attempts >= 3
-        await client.acknowledge({"id": refused.id})
+        await client.acknowledge(refused[0])
         while (event := await client.receive())["record"]["rkey"] != "001":
             pass
         await client.acknowledge(event)
         await wait_until_delivered(tap.daemon)
-        await until(lambda: not conditions.is_active(FEED_EVENT_REFUSED, uri))
-        assert await tap.daemon.stages.db.feed.refused_events() == []
-        assert (tap.gauge("refused_events"), tap.gauge("oldest_unacknowledged_seconds")) == (0, 0)
+        assert tap.gauge("oldest_unacknowledged_seconds") == 0
 
 
 async def test_event_that_is_refused_for_too_long_is_set_aside_and_sent_again_on_request(tap: Tap) -> None:
@@ -349,7 +331,6 @@ async def test_event_that_is_refused_for_too_long_is_set_aside_and_sent_again_on
             number += 1
         await until(lambda: paths(received) >= {(account.did, f"{POST}/{rkey}") for rkey in ("000", "001", "002")})
         await wait_until_delivered(tap.daemon)
-        assert feed.tap_feed.refused == []
         [event] = await db.feed.set_aside(account.did, 10)
         assert (event.collection, event.rkey, event.action) == (POST, "000", "create")
         assert event.attempts >= 3
@@ -398,32 +379,6 @@ async def test_repo_that_fills_its_share_behind_a_refused_event_delays_no_other(
     assert [event["record"]["rkey"] for event in received] == keys
 
 
-async def test_feed_that_delivers_nothing_to_its_clients_is_not_ready(tap: Tap) -> None:
-    """Repeated acknowledgements do not count, and a client that is gone is not waited for."""
-    tap.daemon.stages.tap_feed.stall_seconds = 0.5
-    conditions = tap.daemon.stages.conditions
-    account = tap.daemon.create_account("ada.test", records=1)
-    other = tap.daemon.create_account("bob.test", records=0)
-    async with tap.channel() as client:
-        [first] = await client.process(1)
-        account.create(POST, post("new"), rkey="new")
-        event = await client.receive()
-
-        async def stalled() -> bool:
-            await client.acknowledge(first)
-            return conditions.is_active(FEED_STALLED)
-
-        await until(stalled)
-        async with tap.session.get("/readyz") as response:
-            assert (response.status, "feed-stalled" in await response.text()) == (503, True)
-        await client.acknowledge(event)
-        await until(lambda: not conditions.is_active(FEED_STALLED))
-        other.create(POST, post("new"), rkey="new")
-        await client.receive()
-        await until(lambda: conditions.is_active(FEED_STALLED))
-    await until(lambda: not conditions.is_active(FEED_STALLED))
-
-
 async def test_repeated_acknowledgement_lets_no_event_wait_for_ever(tap: Tap) -> None:
     tap.daemon.stages.channel.retry_seconds = 0.5
     account = tap.daemon.create_account("ada.test", records=1)
@@ -441,20 +396,21 @@ async def test_repeated_acknowledgement_lets_no_event_wait_for_ever(tap: Tap) ->
     assert [summary(event)[1] for event in events] == ["new", "new"]
 
 
-async def test_connection_that_always_ends_at_one_event_is_reported(tap: Tap) -> None:
+async def test_event_at_which_the_connection_always_ends_is_set_aside(tap: Tap) -> None:
     crashing = tap.daemon.create_account("crashing.test", records=1)
     other = tap.daemon.create_account("other.test", records=0)
+    (await tap.daemon.stages.tap_feed.deliveries()).limits = RefusalLimits(attempts=3, seconds=0.0)
     number = 0
-    while not tap.daemon.stages.conditions.is_active(FEED_EVENT_REFUSED, uri_of_first_post(crashing)):
+    while not tap.daemon.stages.conditions.is_active(FEED_EVENTS_SET_ASIDE):
         other.create(POST, post("other"), rkey=f"{number:03}")
         number += 1
         async with tap.channel() as client:
             events = [await client.receive()]
-            while not {crashing.did, other.did} <= {event["record"]["did"] for event in events}:
+            while other.did not in {event["record"]["did"] for event in events}:
                 events.append(await client.receive())
             for event in events:
                 if event["record"]["did"] == other.did:
                     await client.acknowledge(event)
         assert number < 20
-    [refused] = await tap.daemon.stages.db.feed.refused_events()
-    assert refused.failure == "the connection ended before its acknowledgement"
+    [row] = await tap.daemon.stages.db.feed.set_aside(crashing.did, 10)
+    assert (row.rkey, row.failure) == ("000", "the connection ended before its acknowledgement")

@@ -104,7 +104,7 @@ async def test_status_of_the_checks_and_the_reasons(client: aiohttp.ClientSessio
 
 
 async def test_metrics_are_served_in_both_formats(client: aiohttp.ClientSession, metrics: Metrics) -> None:
-    metrics.received("commit")
+    metrics.events_received["commit"].inc()
     async with client.get("/metrics") as response:
         assert response.headers[hdrs.CONTENT_TYPE].startswith("text/plain; version=0.0.4")
         families = {family.name: family for family in text_string_to_metric_families(await response.text())}

@@ -53,6 +53,27 @@ async def test_lagging_consumer_is_logged_once_and_then_disconnected(
         assert [(line["event"], line["reader"]) for line in lines] == [("consumer.caught-up", "one")]
 
 
+async def test_each_lagging_consumer_has_a_series_and_their_number_is_bounded(
+    db: Database, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("indexer.tasks.retention.MAX_LISTED", 3)
+    metrics = Metrics()
+    retention = ChangeLogRetention(db, RetentionPolicy(0, 2**40, 0), metrics, lag_alarm=60)
+    await sql.execute("select atproto.register_reader('c' || n) from generate_series(1, 9) n")
+    await log(sql, change(1), change(2))
+    await retention.trim()
+
+    def listed() -> list[float]:
+        families = metrics.registry.collect()
+        samples = [sample for family in families for sample in family.samples]
+        return [sample.value for sample in samples if sample.name == "indexer_consumer_behind_changes"]
+
+    assert listed() == [2] * 3
+    await sql.execute("select atproto.unregister_reader('c' || n) from generate_series(1, 9) n")
+    await retention.trim()
+    assert listed() == []
+
+
 async def test_a_transaction_that_read_the_view_is_ended_when_the_change_log_has_twice_its_size(
     database: str, db: Database, sql: asyncpg.Connection
 ) -> None:

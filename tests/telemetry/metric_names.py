@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
-from indexer.telemetry.metric_definitions import METRICS
 from indexer.telemetry.metrics import Metrics
 
 METRIC = re.compile(r"\b(indexer_\w+|process_\w+)\b(?:\{([^}]*)\})?")
@@ -17,14 +16,14 @@ SUFFIXES = ("_bucket", "_sum", "_count")
 
 def unknown_names(expression: str) -> list[str]:
     """Return a sentence for each metric, label and label value in `expression` that does not exist."""
-    values = _label_values()
+    values, definitions = _label_values(), Metrics().definitions
     problems = []
     for name, selector in METRIC.findall(expression):
         family = next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), name)
-        if name not in values and family not in METRICS and name not in METRICS:
+        if name not in values and family not in definitions and name not in definitions:
             problems.append(f"{name}: no such metric")
             continue
-        labels = set(METRICS[family].labels) if family in METRICS else set[str]()
+        labels = set(definitions[family].labels) if family in definitions else set[str]()
         for label, operator, value in MATCHER.findall(selector):
             if label in TARGET_LABELS or (label == BUCKET_LABEL and name.endswith("_bucket")):
                 continue

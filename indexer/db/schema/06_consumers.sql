@@ -40,8 +40,7 @@ create table indexer.feed_delivery (
     snapshot_collection text,
     -- Empty if only the repo itself was delivered, no record of it.
     snapshot_rkey text,
-    -- Events that clients do not acknowledge although they acknowledge others: objects with id, action, uri,
-    -- attempts, since (Unix seconds) and failure.
+    -- Only the previous release reads and writes this column.
     refused jsonb not null default '[]'::jsonb,
     -- Null if no repo is behind. Otherwise an object. repos: by DID, the number from which no change of the repo is
     -- delivered. delivered_to and undelivered: the values that the columns of these names have otherwise. Then the

@@ -29,7 +29,7 @@ from indexer.net.identity.refresh_budget import RefreshBudget
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import StoredIdentity, add_denial
 from indexer.sync.policy import MAX_IDENTITY_AGE
-from indexer.telemetry.metric_definitions import RefreshCause
+from indexer.telemetry.metrics import Metrics, RefreshCause
 
 MAX_LOOKUPS = 128
 """Maximum in-flight lookups per DID method, of known identities and again of new DIDs. The directory's rate limit
@@ -106,19 +106,6 @@ class IdentitySource(Protocol):
         ...
 
 
-class IdentityObserver(Protocol):
-    """Counts lookups, see `Metrics`."""
-
-    def identity_lookup(self, method: str, result: str) -> None:
-        """Count one lookup."""
-
-    def identity_cache(self, found_in: str, count: int) -> None:
-        """Count identities by where they were found (`FOUND_IN`)."""
-
-    def identity_refresh(self, cause: str, result: str) -> None:
-        """Count one request for a refresh (`REFRESH_CAUSES`, `REFRESH_RESULTS`)."""
-
-
 @dataclass(frozen=True, slots=True)
 class IdentityLifetimes:
     """Ages and intervals of identities, in seconds.
@@ -180,7 +167,7 @@ class IdentityCache:
         self,
         source: IdentitySource,
         table: IdentityTable,
-        observer: IdentityObserver,
+        metrics: Metrics,
         *,
         clock: Callable[[], float],
         refresh_rate: float,
@@ -195,7 +182,7 @@ class IdentityCache:
         self._table = table
         self._loads = SharedCalls(table.load, _may_share)
         self._saves = SharedCalls(self._save_all, _may_share)
-        self._observer = observer
+        self._metrics = metrics
         self._clock = clock
         self._refresh_budget = RefreshBudget(refresh_rate)
         self._background_budget = RefreshBudget(refresh_rate * BACKGROUND_SHARE)
@@ -254,9 +241,9 @@ class IdentityCache:
         for did, identity in stored.items():
             if did not in self._memory:  # otherwise it was fetched meanwhile and is newer
                 self._remember(did, _cached(identity), self._clock())
-        self._observer.identity_cache("memory", len(dids) - len(missing))
-        self._observer.identity_cache("database", len(stored))
-        self._observer.identity_cache("nowhere", len(missing) - len(stored))
+        self._metrics.identity_cache["memory"].inc(len(dids) - len(missing))
+        self._metrics.identity_cache["database"].inc(len(stored))
+        self._metrics.identity_cache["nowhere"].inc(len(missing) - len(stored))
         oldest = self._clock() - self._lifetimes.max_age
         for did in dids:
             if (entry := self._memory.get(did)) is not None:
@@ -354,7 +341,7 @@ class IdentityCache:
             result = "over-budget"
         else:
             result = "asked"
-        self._observer.identity_refresh(cause, result)
+        self._metrics.identity_refreshes[cause, result].inc()
         return result == "asked"
 
     def _refresh_in_background(self, did: str, entry: _Entry) -> None:
@@ -363,7 +350,7 @@ class IdentityCache:
         if self._wait(entry) or did in in_flight or len(in_flight) >= MAX_LOOKUPS_IN_BACKGROUND:
             return
         if _spend(self._background_budget, entry.identity, now):
-            self._observer.identity_refresh("age", "asked")
+            self._metrics.identity_refreshes["age", "asked"].inc()
             self._start_lookup(did, MAX_LOOKUPS_IN_BACKGROUND)
 
     def _start_lookup(self, did: str, max_lookups: int) -> InFlightLookup | None:
@@ -391,12 +378,12 @@ class IdentityCache:
             found, before = await self._resolve(did, known=known)
         except UnavailableError as error:
             totals.failed, totals.last_error = totals.failed + 1, str(error)
-            self._observer.identity_lookup(method_of(did), error.reason)
+            self._metrics.identity_lookups[method_of(did), error.reason].inc()
             if (entry := self._memory.get(did)) is not None:
                 entry.next_lookup = self._clock() + self._interval(entry)
             return error
         totals.answered += 1
-        self._observer.identity_lookup(method_of(did), "found" if found.problem is None else "missing")
+        self._metrics.identity_lookups[method_of(did), "found" if found.problem is None else "missing"].inc()
         stored = replace(found, stale=did in self._changed_in_flight)
         if before is not None and found.denials:
             stored = add_denial(before, stored)

@@ -90,17 +90,6 @@ class Frames(NamedTuple):
     sizes: Sequence[int]
 
 
-class Payload(NamedTuple):
-    """The frames for one subscriber.
-
-    Attributes:
-        events: The number of events.
-    """
-
-    data: bytes
-    events: int
-
-
 class EventChunk:
     """The events of consecutive entries of the change log. An entry may have no event.
 
@@ -132,18 +121,18 @@ class EventChunk:
         compressor = ZstdCompressor(zstd_dict=_dictionary())
         return _frames(_BINARY_FRAME, [_compress(compressor, message) for message in _payloads(self._plain)])
 
-    def select(self, events: EventFilter, after: int, *, compress: bool) -> Payload:
-        """Return the frames of the events that the filter selects, without the changes up to `after`."""
+    def select(self, events: EventFilter, after: int, *, compress: bool) -> tuple[bytes, int]:
+        """Return the frames of the events that the filter selects, without changes up to `after`, and their number."""
         frames = self._compressed if compress else self._plain
         if events.selects_all and after <= self.before:
-            return Payload(frames.data, len(frames.ends))
+            return frames.data, len(frames.ends)
         max_bytes = events.max_bytes or len(frames.data)
         parts, start = [], 0
         for key, end, size in zip(self._keys, frames.ends, frames.sizes, strict=True):
             if size <= max_bytes and key.seq > after and events.selects(key.did, key.collection, live=key.live):
                 parts.append(frames.data[start:end])
             start = end
-        return Payload(b"".join(parts), len(parts))
+        return b"".join(parts), len(parts)
 
 
 def encode_page(start: LogPosition, page: FeedPage) -> EventChunk:

@@ -1,22 +1,34 @@
-"""One subscriber of `/subscribe`: send it the events that it selects, from its position on, and read its messages."""
+"""The path `/subscribe`, as Jetstream serves it: send each subscriber the events that it selects."""
 
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import NamedTuple
 
+import structlog
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from indexer.concurrency.event_wait import wait_for_event
-from indexer.db import DatabaseError
+from indexer.concurrency.turns import Turns
+from indexer.db import Database, DatabaseError
 from indexer.db.feed_page import LogTrimmedError
-from indexer.readers.frame_writer import SEND_SECONDS, FrameWriter
+from indexer.net.server.connection_limit import WEBSOCKETS, client_network
+from indexer.readers.connection import READ_PIECE_BYTES, SEND_SECONDS, FrameWriter, LimitedReading, reading_seconds
 from indexer.readers.jetstream.events import EventChunk, LogPosition
-from indexer.readers.jetstream.options import BadOptionsError, SubscriberOptions, parse_message
-from indexer.readers.jetstream.pages import ReplayPages
-from indexer.readers.jetstream.window import EventWindow
+from indexer.readers.jetstream.log_reading import EventWindow, JetstreamReader, ReplayPages
+from indexer.readers.jetstream.options import (
+    BadOptionsError,
+    EventFilter,
+    SubscriberOptions,
+    parse_message,
+    parse_query,
+)
+from indexer.telemetry.metrics import Metrics
 
+MAX_MESSAGE_BYTES = 1 << 20
+"""Maximum size of a message of a subscriber. 10,000 DIDs of did:plc have 350 kB."""
 MAX_REASON_BYTES = 123
 """Maximum length of the reason in a close frame (RFC 6455, section 5.5)."""
 CLOSE_SECONDS = 5.0
@@ -28,6 +40,8 @@ HELLO_SECONDS = 60.0
 MESSAGE_SECONDS = 0.1
 """Minimum time between two messages of a subscriber, of any type: each one may have 10,000 DIDs to check."""
 _PING_FRAME = b"\x89\x00"
+
+log = structlog.get_logger(__name__)
 
 
 class Ending(NamedTuple):
@@ -63,36 +77,95 @@ DISPLACED = Ending(
 )
 
 
-class Subscriber:
-    """A connected subscriber."""
+class Subscriptions:
+    """Serves subscribers. Like Jetstream's, they need no password: they only get public records."""
 
-    def __init__(
+    def __init__(self, db: Database, reader: JetstreamReader, metrics: Metrics, *, values_stored: bool) -> None:
+        self._reader = reader
+        self._pages = ReplayPages(db)
+        self._metrics = metrics
+        self._values_stored = values_stored
+        self._reading_turns = Turns()
+
+    async def subscribe(self, request: web.Request) -> web.StreamResponse:
+        """Serve one subscriber until its connection ends."""
+        if not self._values_stored:
+            return _refusal(501, "events have the values of records, which are not stored: INDEXER_STORE_VALUES is off")
+        try:
+            options = parse_query(request.query_string, request.headers.get("Socket-Encoding", ""))
+        except BadOptionsError as error:
+            return _refusal(400, str(error))
+        # Events are sent as complete frames, so the connection must not have a compression of its own.
+        websocket = web.WebSocketResponse(
+            compress=False, max_msg_size=MAX_MESSAGE_BYTES, timeout=CLOSE_SECONDS, autoping=False, decode_text=False
+        )
+        if not websocket.can_prepare(request):
+            return _refusal(400, "connect with a websocket client: ws://HOST:PORT/subscribe")
+        try:
+            with request.app[WEBSOCKETS].hold(request, websocket, for_anyone=True) as held, self._reader.subscriber():
+                await self._serve(request, websocket, options, held.displaced)
+        except web.HTTPServiceUnavailable:
+            self._metrics.feed_disconnections["jetstream", "refused"].inc()
+            raise
+        return websocket
+
+    async def _serve(
         self,
+        request: web.Request,
         websocket: web.WebSocketResponse,
-        writer: FrameWriter,
         options: SubscriberOptions,
-        network: str,
-        on_sent: Callable[[int], None],
+        displaced: asyncio.Event,
     ) -> None:
-        """Serve the websocket of a client in `network`. `on_sent` gets the numbers of events that were sent."""
-        self._network = network
-        self._websocket = websocket
-        self._writer = writer
-        self._options = options
-        self._on_sent = on_sent
-        self._events = options.events
-        self._ready = asyncio.Event()
-        if not options.require_hello:
+        network = client_network(request)
+        # The library parses bytes that follow the handshake before they can be counted. So a connection is a piece.
+        await self._reading_turns.spend(network, reading_seconds(READ_PIECE_BYTES))
+        await websocket.prepare(request)
+        if (transport := request.transport) is None:
+            return
+        writer = FrameWriter(transport)
+        LimitedReading(transport, self._reading_turns, network)
+        on_sent = self._metrics.feed_events["jetstream"].inc
+        subscriber = Subscriber(websocket, writer, options, network, on_sent, self._reader.window, self._pages)
+        try:
+            ending = await subscriber.serve(displaced)
+        finally:
+            await writer.close()
+        self._metrics.feed_disconnections["jetstream", ending.cause if ending else "client"].inc()
+        if ending is not None:
+            log.debug("jetstream.disconnected", client=network, reason=ending.reason)
+
+
+@dataclass
+class Subscriber:
+    """A connected subscriber.
+
+    Attributes:
+        network: The network of the client.
+        on_sent: Called with the number of events that were sent.
+    """
+
+    websocket: web.WebSocketResponse
+    writer: FrameWriter
+    options: SubscriberOptions
+    network: str
+    on_sent: Callable[[int], None]
+    window: EventWindow
+    pages: ReplayPages
+    _ready: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._events: EventFilter = self.options.events
+        if not self.options.require_hello:
             self._ready.set()
 
-    async def serve(self, window: EventWindow, pages: ReplayPages, displaced: asyncio.Event) -> Ending | None:
+    async def serve(self, displaced: asyncio.Event) -> Ending | None:
         """Send events until the connection ends; return why the daemon ended it, None if the subscriber did."""
 
         async def wait_until_displaced() -> Ending:
             await displaced.wait()
             return DISPLACED
 
-        work = (self._send_events(window, pages), self._receive_messages(), wait_until_displaced())
+        work = (self._send_events(), self._receive_messages(), wait_until_displaced())
         tasks = [asyncio.create_task(coroutine) for coroutine in work]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -106,10 +179,10 @@ class Subscriber:
         return ending
 
     async def _receive_messages(self) -> Ending | None:
-        async for message in self._websocket:
+        async for message in self.websocket:
             if message.type is WSMsgType.PING:
                 try:
-                    await self._writer.answer_ping(message.data)
+                    await self.writer.answer_ping(message.data)
                 except TimeoutError:
                     return NOT_READING
                 except ConnectionError:
@@ -118,78 +191,78 @@ class Subscriber:
                 try:
                     events = parse_message(message.data, self._events)
                 except BadOptionsError as error:
-                    return Ending(
-                        "bad-message", WSCloseCode.OK, str(error)
-                    )  # the code that Jetstream sends: clients do not reconnect
+                    # The code that Jetstream sends: clients do not reconnect.
+                    return Ending("bad-message", WSCloseCode.OK, str(error))
                 if events is not None:
                     self._events = events
                     self._ready.set()
             await asyncio.sleep(MESSAGE_SECONDS)
         return None
 
-    async def _send_events(self, window: EventWindow, pages: ReplayPages) -> Ending | None:
+    async def _send_events(self) -> Ending | None:
         silent_until = monotonic() + HELLO_SECONDS
         try:
             while not await wait_for_event(self._ready, min(PING_SECONDS, HELLO_SECONDS)):
                 if monotonic() >= silent_until:
                     return NO_HELLO
-                await self._writer.write(_PING_FRAME)
-            return await self._send_from_start(window, pages)
+                await self.writer.write(_PING_FRAME)
+            return await self._send_from_start()
         except TimeoutError:
             return NOT_READING
         except ConnectionError:
             return None
 
-    async def _send_from_start(self, window: EventWindow, pages: ReplayPages) -> Ending:
+    async def _send_from_start(self) -> Ending:
         """Send events until the daemon has to end the connection; raise the errors of `FrameWriter.write`."""
-        position = await self._start(window, pages)
-        is_live = self._options.cursor is None
+        window, position = self.window, await self._start()
+        is_live = self.options.cursor is None
         while True:
-            if window.is_open and position.seq >= window.first:
+            if window.end is not None and position.seq >= window.first:
                 chunk = window.after(position.seq)
                 is_live = is_live or chunk is None
-            elif is_live and window.is_open:
+            elif is_live and window.end is not None:
                 return TOO_SLOW
             else:
                 try:
-                    chunk = await self._load(pages, position)
+                    chunk = await self._load(position)
                 except LogTrimmedError:
                     return TRIMMED
             if chunk is not None:
-                await self._send(chunk, position.seq)
+                data, events = chunk.select(self._events, position.seq, compress=self.options.compress)
+                await self.writer.write(data)
+                self.on_sent(events)
                 position = chunk.end
             elif not await window.wait(PING_SECONDS):
-                await self._writer.write(_PING_FRAME)
+                await self.writer.write(_PING_FRAME)
 
-    async def _start(self, window: EventWindow, pages: ReplayPages) -> LogPosition:
+    async def _start(self) -> LogPosition:
         """Return the position of the cursor; without one, the position of the newest event."""
-        if self._options.cursor is not None:
+        if self.options.cursor is not None:
             while True:
                 try:
-                    return await pages.start(self._network, self._options.cursor)
+                    return await self.pages.start(self.network, self.options.cursor)
                 except DatabaseError:
                     await asyncio.sleep(RETRY_SECONDS)
-        while window.end is None:
-            await window.wait(PING_SECONDS)
-        return window.end
+        while self.window.end is None:
+            await self.window.wait(PING_SECONDS)
+        return self.window.end
 
-    async def _load(self, pages: ReplayPages, position: LogPosition) -> EventChunk | None:
+    async def _load(self, position: LogPosition) -> EventChunk | None:
         """Return the next events of a replay; None if there are none yet. Wait while the database is unavailable."""
         while True:
             try:
-                return await pages.load(self._network, position, self._events)
+                return await self.pages.load(self.network, position, self._events)
             except DatabaseError:
                 await asyncio.sleep(RETRY_SECONDS)
 
-    async def _send(self, chunk: EventChunk, after: int) -> None:
-        payload = chunk.select(self._events, after, compress=self._options.compress)
-        await self._writer.write(payload.data)
-        self._on_sent(payload.events)
-
     async def _close(self, ending: Ending) -> None:
         """Send the reason, if the subscriber may read it."""
-        if ending.code is not None and not self._writer.within_frame:
+        if ending.code is not None and not self.writer.within_frame:
             reason = ending.reason.encode()[:MAX_REASON_BYTES].decode(errors="ignore").encode()
             with suppress(TimeoutError):  # it does not read, so the connection is closed without a reason
                 async with asyncio.timeout(CLOSE_SECONDS):
-                    await self._websocket.close(code=ending.code, message=reason)
+                    await self.websocket.close(code=ending.code, message=reason)
+
+
+def _refusal(status: int, message: str) -> web.Response:
+    return web.Response(text=f"{message}\n", status=status)

@@ -6,6 +6,7 @@ The connection always ends without a close frame, because the client `@atproto/t
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from math import inf
 from time import monotonic
 from typing import Any
@@ -16,8 +17,8 @@ from aiohttp import WSMsgType, web
 from indexer.concurrency.turns import Turns
 from indexer.db import DatabaseError
 from indexer.net.server.connection_limit import WEBSOCKETS, client_network
-from indexer.readers.limited_reading import LimitedReading
-from indexer.readers.tap.answers import problem
+from indexer.readers.access import problem
+from indexer.readers.connection import LimitedReading
 from indexer.readers.tap.deliveries import Deliveries
 from indexer.readers.tap.feed import TapFeed
 from indexer.telemetry.metrics import Metrics
@@ -74,7 +75,7 @@ class Channel:
         """
         deliveries = asyncio.create_task(self._feed.deliveries())
         sent = self._metrics.feed_events["tap"].inc
-        client = _Client(websocket, deliveries, self.retry_seconds, sent, acks=acks)
+        client = _Client(websocket, deliveries, self.retry_seconds, sent, acks)
         tasks = [
             asyncio.create_task(work()) for work in (client.receive, client.send, client.retry, client.wait_for_end)
         ]
@@ -96,44 +97,42 @@ async def refuse_channel(_: web.Request) -> web.Response:
     return problem(400, "websocket not available in webhook mode: INDEXER_WEBHOOK_URL is set")
 
 
+@dataclass
 class _Client:
-    """One connection, with the events that were sent to it and not acknowledged. Times are monotonic seconds."""
+    """One connection, with the events that were sent to it and not acknowledged. Times are monotonic seconds.
 
-    def __init__(
-        self,
-        websocket: web.WebSocketResponse,
-        deliveries: "asyncio.Task[Deliveries]",
-        retry_seconds: float,
-        on_sent: Callable[[], None],
-        *,
-        acks: bool,
-    ) -> None:
-        self._websocket = websocket
-        self._deliveries = deliveries
-        self._retry_seconds = retry_seconds
-        self._on_sent = on_sent
-        self._acks = acks
-        self._sent_at: dict[int, float] = {}
-        self._newest_acknowledged = -inf  # when it was sent
-        self._acknowledged_at = -inf
-        self._acknowledged = asyncio.Event()
+    Attributes:
+        sent_at: When each event in flight was sent.
+        newest_acknowledged: When the newest acknowledged event was sent.
+        acknowledged: Set when there may be room for more events.
+    """
+
+    websocket: web.WebSocketResponse
+    deliveries: "asyncio.Task[Deliveries]"
+    retry_seconds: float
+    on_sent: Callable[[], None]
+    acks: bool
+    sent_at: dict[int, float] = field(default_factory=dict)
+    newest_acknowledged: float = -inf
+    acknowledged_at: float = -inf
+    acknowledged: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def wait_for_end(self) -> None:
         """Wait until this process no longer owns the feed."""
-        deliveries = await asyncio.shield(self._deliveries)
+        deliveries = await asyncio.shield(self.deliveries)
         await deliveries.ended.wait()
 
     async def send(self) -> None:
         """Send events until the deliveries end, while fewer than `MAX_IN_FLIGHT` are unacknowledged."""
-        deliveries = await asyncio.shield(self._deliveries)
+        deliveries = await asyncio.shield(self.deliveries)
         while True:
-            while (room := MAX_IN_FLIGHT - len(self._sent_at)) <= 0:
-                self._acknowledged.clear()
-                await self._acknowledged.wait()
+            while (room := MAX_IN_FLIGHT - len(self.sent_at)) <= 0:
+                self.acknowledged.clear()
+                await self.acknowledged.wait()
             if not (changes := await deliveries.take(min(TAKE, room))):
                 return
             now = monotonic()
-            self._sent_at.update(dict.fromkeys([change.seq for change in changes], now))
+            self.sent_at.update(dict.fromkeys([change.seq for change in changes], now))
             try:
                 events = await deliveries.events(changes)
             except DatabaseError:
@@ -142,35 +141,35 @@ class _Client:
                 continue
             unsent = {change.seq for change in changes} - {event.seq for event in events}
             for seq in unsent:
-                self._sent_at.pop(seq, None)
+                self.sent_at.pop(seq, None)
             for event in events:
-                await self._websocket.send_str(event.message.decode())
-                self._on_sent()
-                if not self._acks:
+                await self.websocket.send_str(event.message.decode())
+                self.on_sent()
+                if not self.acks:
                     self._acknowledge(deliveries, event.seq)
 
     async def receive(self) -> None:
         """Receive acknowledgements until the connection ends: as text or binary messages, as tap does (`ReadJSON`)."""
-        async for message in self._websocket:
-            if message.type not in {WSMsgType.TEXT, WSMsgType.BINARY} or not self._deliveries.done():
+        async for message in self.websocket:
+            if message.type not in {WSMsgType.TEXT, WSMsgType.BINARY} or not self.deliveries.done():
                 continue
             seq = acknowledged_seq(message.data)
-            if self._acks and seq is not None:
-                self._acknowledge(self._deliveries.result(), seq)
+            if self.acks and seq is not None:
+                self._acknowledge(self.deliveries.result(), seq)
 
     async def retry(self) -> None:
         """Give back events that the client has not acknowledged in time.
 
         An event that waits behind others is not late as long as the client acknowledges some.
         """
-        deliveries = await asyncio.shield(self._deliveries)
+        deliveries = await asyncio.shield(self.deliveries)
         while True:
-            await asyncio.sleep(self._retry_seconds / 4)
-            limit = monotonic() - self._retry_seconds
-            newest = inf if self._acknowledged_at < limit else self._newest_acknowledged
-            late = [seq for seq, sent_at in self._sent_at.items() if sent_at < limit and sent_at < newest]
+            await asyncio.sleep(self.retry_seconds / 4)
+            limit = monotonic() - self.retry_seconds
+            newest = inf if self.acknowledged_at < limit else self.newest_acknowledged
+            late = [seq for seq, sent_at in self.sent_at.items() if sent_at < limit and sent_at < newest]
             for seq in late:
-                deliveries.count_failure(seq, f"no acknowledgement within {self._retry_seconds:g} seconds")
+                deliveries.count_failure(seq, f"no acknowledgement within {self.retry_seconds:g} seconds")
             self._give_back(deliveries, late)
 
     def give_back(self) -> None:
@@ -178,25 +177,25 @@ class _Client:
 
         The client may have failed because of the first one.
         """
-        if self._deliveries.done() and not self._deliveries.cancelled():
-            deliveries, unacknowledged = self._deliveries.result(), list(self._sent_at)
+        if self.deliveries.done() and not self.deliveries.cancelled():
+            deliveries, unacknowledged = self.deliveries.result(), list(self.sent_at)
             for seq in unacknowledged[:1]:
                 deliveries.count_failure(seq, "the connection ended before its acknowledgement")
             self._give_back(deliveries, unacknowledged)
 
     def _acknowledge(self, deliveries: Deliveries, seq: int) -> None:
         if seq in deliveries.window:  # a repeated acknowledgement says nothing about the events that wait
-            self._newest_acknowledged = max(self._newest_acknowledged, self._sent_at.get(seq, -inf))
-            self._acknowledged_at = monotonic()
-        deliveries.acknowledge([seq])
-        self._sent_at.pop(seq, None)
-        self._acknowledged.set()
+            self.newest_acknowledged = max(self.newest_acknowledged, self.sent_at.get(seq, -inf))
+            self.acknowledged_at = monotonic()
+        deliveries.acknowledge(seq)
+        self.sent_at.pop(seq, None)
+        self.acknowledged.set()
 
     def _give_back(self, deliveries: Deliveries, seqs: list[int]) -> None:
-        deliveries.give_back(seqs)
+        deliveries.window.give_back(seqs)
         for seq in seqs:
-            self._sent_at.pop(seq, None)
-        self._acknowledged.set()
+            self.sent_at.pop(seq, None)
+        self.acknowledged.set()
 
 
 def acknowledged_seq(text: str | bytes) -> int | None:

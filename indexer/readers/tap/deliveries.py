@@ -1,18 +1,37 @@
-"""The deliveries of the feed for clients of tap: which changes clients have taken, acknowledged and refused."""
+"""The deliveries of the feed for clients of tap: which changes clients have taken, acknowledged and refused.
+
+What clients cannot get now is set aside, so that the change log waits neither for hidden repos nor for refused events.
+Rows are stored in the transaction with the progress that depends on them:
+
+- Events of records of a hidden repo are not sent. One row stands for all of them: the repo, with the lowest rev. When
+  clients have acknowledged that the repo is visible again, its records of this rev and later ones are due.
+- An event that clients refuse for too long is a row of its own. It is due when an operator says so. So are later events
+  of its repo that have waited for most of the time after which a consumer is disconnected.
+
+What is due is sent like the snapshot, and its row is deleted when it is acknowledged. So a process that ends in between
+repeats it at most.
+"""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from contextlib import suppress
-from itertools import islice
+from dataclasses import dataclass, field
 from time import monotonic, time
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from indexer.db import Database
-from indexer.db.feed_delivery import DeliveryProgress, LoggedChange, RefusedEvent, SnapshotPosition, StoredAccount
+from indexer.db.feed_delivery import (
+    DeliveryProgress,
+    LoggedChange,
+    SetAside,
+    SetAsideChanges,
+    SetAsideKey,
+    StoredAccount,
+)
 from indexer.db.feed_rows import FeedRecords
 from indexer.readers.tap.delivery_window import FIRST_SNAPSHOT_ID, RECORD_ACTIONS, DeliveryWindow
 from indexer.readers.tap.events import identity_event, record_event
-from indexer.readers.tap.set_aside import RefusalLimits, Sending, SetAsideEvents
 from indexer.telemetry.metrics import Metrics
 
 FULL_SECONDS = 1.0
@@ -22,10 +41,96 @@ So a change waits for few others, unless clients are fast.
 """
 MAX_LOAD_LENGTH = 1 << 20
 """Characters of record values that are loaded at a time, for one client."""
-REFUSED_ATTEMPTS = 3
-"""An event counts as refused after so many attempts, if clients have acknowledged others meanwhile."""
-MAX_REFUSED = 20
-"""Refused events that are reported."""
+
+
+class RefusalLimits(NamedTuple):
+    """When a refused event is set aside.
+
+    Attributes:
+        attempts: After so many attempts, if clients have acknowledged other events between them,
+        seconds: and so many seconds after the first one.
+        repo_attempts: After so many attempts if an event of its repo was set aside before.
+        max_age: A change that waits in such a repo is set aside when it is older than this, in seconds.
+    """
+
+    attempts: int = 10
+    seconds: float = 900.0
+    repo_attempts: int = 3
+    max_age: float = math.inf
+
+    @classmethod
+    def below(cls, consumer_lag_limit: float) -> Self:
+        """Return limits such that no refused event lets the consumer reach this lag, in seconds; 0: no limit."""
+        if not consumer_lag_limit:
+            return cls()
+        return cls(seconds=min(cls().seconds, consumer_lag_limit / 8), max_age=consumer_lag_limit / 2)
+
+
+@dataclass(slots=True)
+class Sending:
+    """A row of events that were set aside, and are being sent now.
+
+    Attributes:
+        after: Collection and record key of the last record that was read; None if all of them were.
+        ids: The ids of its events that may be unacknowledged.
+    """
+
+    row: SetAside
+    after: tuple[str, str] | None = ("", "")
+    ids: set[int] = field(default_factory=set)
+
+
+class SetAsideEvents:
+    """The rows that changed since they were stored, and those that are being sent.
+
+    Attributes:
+        visible: Repos of which clients know since then that they are visible.
+        sending: The rows that are being sent.
+    """
+
+    def __init__(self, window: DeliveryWindow) -> None:
+        self._window = window
+        self._added: dict[SetAsideKey, SetAside] = {}
+        self.visible = set[str]()
+        self.sending: dict[SetAsideKey, Sending] = {}
+
+    def add_hidden(self, change: LoggedChange) -> None:
+        """Set a record of a hidden repo aside."""
+        self.visible.discard(change.did)
+        self._add(SetAside("hidden", change.did, "", "", change.rev or "", "", 0, time(), ""))
+
+    def add_refused(self, change: LoggedChange, attempts: int, since: float, failure: str) -> None:
+        """Set an event aside that clients have refused."""
+        path = change.collection or "", change.rkey or ""
+        self._add(SetAside("refused", change.did, *path, change.rev or "", change.action, attempts, since, failure))
+
+    def _add(self, row: SetAside) -> None:
+        self.sending.pop(row.key, None)  # it is not delivered, so its row stays
+        if (before := self._added.get(row.key)) is not None:
+            row = row._replace(rev=min(row.rev, before.rev), attempts=row.attempts + before.attempts)
+        self._added[row.key] = row
+
+    def begin(self, row: SetAside) -> None:
+        """Send what was set aside, unless it is being sent, or was set aside again since it was read."""
+        if row.key not in self._added and row.key not in self.sending:
+            self.sending[row.key] = Sending(row)
+
+    def read(self, sending: Sending, paths: Sequence[tuple[str, str]], *, last: bool) -> None:
+        """Add the next events of a row to the window; with `last`, there are no more."""
+        sending.ids.update(self._window.add_set_aside(sending.row, paths))
+        sending.after = None if last else paths[-1]
+
+    def changes(self) -> SetAsideChanges:
+        """Return the changes that are not stored yet. The next call does not return them again."""
+        delivered = []
+        for key, sending in list(self.sending.items()):
+            sending.ids = {id_ for id_ in sending.ids if id_ in self._window}
+            if sending.after is None and not sending.ids:
+                delivered.append(key)
+                del self.sending[key]
+        changes = SetAsideChanges(list(self._added.values()), sorted(self.visible), delivered)
+        self._added, self.visible = {}, set()
+        return changes
 
 
 class Event(NamedTuple):
@@ -41,8 +146,7 @@ class _Failure(NamedTuple):
     Attributes:
         refusals: The attempts after the first one before which clients had acknowledged other events.
         since: When it first was, in Unix seconds.
-        acknowledged: The number of events that clients had acknowledged by then.
-        last_acknowledged: The same at the last attempt.
+        acknowledged: The number of events that clients had acknowledged at the last attempt.
         failure: What happened the last time.
     """
 
@@ -50,7 +154,6 @@ class _Failure(NamedTuple):
     refusals: int
     since: float
     acknowledged: int
-    last_acknowledged: int
     failure: str
 
 
@@ -76,23 +179,10 @@ class Deliveries:
         self._refusing = set[str]()  # repos of which an event was set aside
         self.ended = asyncio.Event()
         self.paused = False
-        self._changed = asyncio.Event()
-        self._acknowledged = asyncio.Event()  # or given back
         self._failures: dict[int, _Failure] = {}
         self._acknowledgements = 0
-        self._progress = (0, monotonic())  # acknowledgements, and when this number was first seen
         self._full_since: tuple[int, float] | None = None  # acknowledgements then, and when
         self._turn = asyncio.Lock()  # its waiters come in the order of their calls, so that all clients get a share
-
-    def add(self, changes: Iterable[LoggedChange]) -> None:
-        """Add the next changes of the log."""
-        self.window.add(changes)
-        self._changed.set()
-
-    def add_behind(self, dids: Iterable[str], changes: Sequence[LoggedChange]) -> None:
-        """Add changes that were left out: see `DeliveryWindow.add_behind`."""
-        self.window.add_behind(dids, changes)
-        self._changed.set()
 
     def make_room(self) -> None:
         """Let repos that have many changes give some of them up if the window is full and clients are slow."""
@@ -108,16 +198,6 @@ class Deliveries:
             if self._acknowledgements - acknowledgements < quarter:
                 window.make_room()
 
-    def add_snapshot(self, positions: Sequence[SnapshotPosition]) -> None:
-        """Add the next repos and records of the snapshot. Without any, it is complete."""
-        self.window.add_snapshot(positions)
-        self._changed.set()
-
-    def add_set_aside(self, sending: Sending, paths: Sequence[tuple[str, str]], *, last: bool) -> None:
-        """Add the next events that were set aside and are due."""
-        self.set_aside.read(sending, paths, last=last)
-        self._changed.set()
-
     async def take(self, limit: int) -> list[LoggedChange]:
         """Wait until changes may be delivered; return at most `limit` of them, which are in flight from now on.
 
@@ -128,34 +208,27 @@ class Deliveries:
             while not self.ended.is_set():
                 if not self.paused and (taken := self.window.take(limit)):
                     return taken
-                self._changed.clear()
-                await self._changed.wait()
+                self.window.changed.clear()
+                await self.window.changed.wait()
         return []
 
     def end(self) -> None:
         """Deliver nothing more."""
         self.ended.set()
-        self._changed.set()
+        self.window.changed.set()
 
-    def acknowledge(self, seqs: Iterable[int]) -> None:
-        """Record that a client has processed these changes."""
-        for seq in seqs:
-            change = self.window.get(seq)
-            self._acknowledgements += self.window.acknowledge(seq)
-            self._failures.pop(seq, None)
-            if change is not None and self._visible.get(change.did) == seq:
-                del self._visible[change.did]
-                self.set_aside.add_visible(change.did)
-        self._notify()
-
-    def give_back(self, seqs: Iterable[int]) -> None:
-        """Deliver these changes again, unless they are acknowledged."""
-        self.window.give_back(seqs)
-        self._notify()
+    def acknowledge(self, seq: int) -> None:
+        """Record that a client has processed this change."""
+        change = self.window.get(seq)
+        self._acknowledgements += self.window.acknowledge(seq)
+        self._failures.pop(seq, None)
+        if change is not None and self._visible.get(change.did) == seq:
+            del self._visible[change.did]
+            self.set_aside.visible.add(change.did)
 
     def give_back_after(self, seconds: float, seq: int) -> None:
         """Deliver this change again after a pause."""
-        asyncio.get_running_loop().call_later(seconds, self.give_back, [seq])
+        asyncio.get_running_loop().call_later(seconds, self.window.give_back, [seq])
 
     def count_failure(self, seq: int, failure: str) -> int:
         """Count that a change was sent and not acknowledged, and why; return how often it was.
@@ -165,11 +238,11 @@ class Deliveries:
         change, acknowledged = self.window.get(seq), self._acknowledgements
         if change is None:
             return 0
-        before = self._failures.get(seq) or _Failure(0, 0, time(), acknowledged, acknowledged, failure)
+        before = self._failures.get(seq) or _Failure(0, 0, time(), acknowledged, failure)
         failed = before._replace(
             attempts=before.attempts + 1,
-            refusals=before.refusals + (acknowledged > before.last_acknowledged),
-            last_acknowledged=acknowledged,
+            refusals=before.refusals + (acknowledged > before.acknowledged),
+            acknowledged=acknowledged,
             failure=failure,
         )
         self._failures[seq] = failed
@@ -185,7 +258,6 @@ class Deliveries:
         self.set_aside.add_refused(change, failed.attempts, failed.since, failed.failure)
         self._failures.pop(change.seq, None)
         self.window.acknowledge(change.seq)
-        self._notify()
 
     def set_aside_late(self) -> None:
         """Set changes aside that have waited for too long in a repo that is behind, or that had a refused event."""
@@ -196,45 +268,16 @@ class Deliveries:
             since = change.batch_time / 1_000_000
             if time() - since < max_age or not (change.did in self._refusing or window.is_behind(change.did)):
                 return
-            late = _Failure(0, 0, since, 0, 0, f"it waited more than {max_age:g} seconds for other events of its repo")
+            late = _Failure(0, 0, since, 0, f"it waited more than {max_age:g} seconds for other events of its repo")
             self._set_aside_refused(change, self._failures.get(change.seq, late))
-
-    def stalled_seconds(self, *, has_clients: bool) -> float:
-        """Return for how long clients have acknowledged nothing, although there are events that they do not refuse."""
-        window, (acknowledgements, since) = self.window, self._progress
-        has_events = window.room <= 0 or window.is_ready or any(not self._is_refused(seq) for seq in window.in_flight)
-        if acknowledgements != self._acknowledgements or not (has_clients and has_events):
-            since = monotonic()
-        self._progress = self._acknowledgements, since
-        return monotonic() - since
-
-    def _is_refused(self, seq: int) -> bool:
-        """Return True if clients have acknowledged others since they did not acknowledge this event."""
-        failure = self._failures.get(seq)
-        return failure is not None and failure.acknowledged < self._acknowledgements
-
-    def refused(self) -> list[RefusedEvent]:
-        """Return the events that clients do not acknowledge although they acknowledge others, the first ones."""
-        found = (
-            RefusedEvent(seq, change.action, _uri(change), failure.attempts, failure.since, failure.failure)
-            for seq, failure in self._failures.items()
-            if failure.attempts >= REFUSED_ATTEMPTS
-            and self._is_refused(seq)
-            and (change := self.window.get(seq)) is not None
-        )
-        return list(islice(found, MAX_REFUSED))
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._acknowledged.set()
 
     async def wait_until_acknowledged(self, seconds: float) -> None:
         """Wait until no change is in flight, at most `seconds`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while any(self.window.in_flight):
-                    self._acknowledged.clear()
-                    await self._acknowledged.wait()
+                while self.window.has_in_flight:
+                    self.window.changed.clear()
+                    await self.window.changed.wait()
 
     async def events(self, changes: Sequence[LoggedChange]) -> list[Event]:
         """Return the events of changes in flight.
@@ -260,10 +303,9 @@ class Deliveries:
             for change in changes
             if change not in later
         ]
-        self.give_back([change.seq for change in later])
+        self.window.give_back([change.seq for change in later])
         for seq in [seq for seq, message in events if message is None]:
             self.window.acknowledge(seq)
-        self._notify()
         return [Event(seq, message) for seq, message in events if message is not None]
 
     def _record_event(self, change: LoggedChange, records: FeedRecords) -> bytes | None:
@@ -273,7 +315,8 @@ class Deliveries:
         if key in records.hidden:
             self.set_aside.add_hidden(change)
             return None
-        return record_event(change, records.shown.get(key), self._metrics.feed_value_omitted)
+        omitted = self._metrics.feed_values_omitted
+        return record_event(change, records.shown.get(key), lambda reason: omitted[reason].inc())
 
     def _identity_event(self, change: LoggedChange, account: StoredAccount | None) -> bytes | None:
         if account is not None and account.visible and change.seq < FIRST_SNAPSHOT_ID:
@@ -294,8 +337,3 @@ def _needs_record(change: LoggedChange) -> bool:
 
 def _key(change: LoggedChange) -> tuple[str, str, str]:
     return change.did, change.collection or "", change.rkey or ""
-
-
-def _uri(change: LoggedChange) -> str:
-    path = f"/{change.collection}/{change.rkey}" if change.collection else ""
-    return f"at://{change.did}{path}"

@@ -13,6 +13,7 @@ that have ids instead of numbers of the log. A page of the snapshot is read afte
 a deletion that the page does not show follows it.
 """
 
+import asyncio
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -74,6 +75,7 @@ class DeliveryWindow:
         capacity: The maximum number of changes of the log.
         is_slow: True after `make_room`, until little is in the window: new changes do not fill it again.
         read_to: The number of the newest change that was read.
+        changed: Set when another repo may have a deliverable change, and when one is acknowledged or given back.
         snapshot_read_to: The position of the last repo or record of the snapshot that was added; None if there is no
             snapshot, or if all of it is acknowledged.
     """
@@ -96,6 +98,7 @@ class DeliveryWindow:
         self._ids = count(FIRST_SNAPSHOT_ID)
         self._repos: dict[str, _Repo] = {}
         self._queue: deque[str] = deque()
+        self.changed = asyncio.Event()
 
     def __len__(self) -> int:
         """Return the number of unacknowledged changes of the log."""
@@ -291,6 +294,7 @@ class DeliveryWindow:
         elif change is not None and not repo.queued and self._may_deliver(change, repo):
             repo.queued = True
             self._queue.append(did)
+            self.changed.set()
 
     def acknowledge(self, seq: int) -> bool:
         """Record that a client has processed a change; return False if the change is not in the window."""
@@ -302,6 +306,7 @@ class DeliveryWindow:
         repo = self._repos[change.did]
         _end_delivery(change, repo)
         self._enqueue(change.did, repo)
+        self.changed.set()
         return True
 
     def give_back(self, seqs: Iterable[int]) -> None:
@@ -312,16 +317,12 @@ class DeliveryWindow:
                 continue
             repo.waiting.appendleft(change)
             self._enqueue(change.did, repo)
+            self.changed.set()
 
     @property
-    def in_flight(self) -> Iterator[int]:
-        """The numbers of the changes that are being delivered."""
-        return (seq for repo in self._repos.values() for seq in repo.in_flight.values())
-
-    @property
-    def is_ready(self) -> bool:
-        """True if `take` may return something."""
-        return bool(self._queue)
+    def has_in_flight(self) -> bool:
+        """True if any change is being delivered."""
+        return any(repo.in_flight for repo in self._repos.values())
 
     def progress(self) -> DeliveryProgress:
         """Return what has been acknowledged."""

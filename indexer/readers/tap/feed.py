@@ -5,7 +5,7 @@ if no client uses the feed. If changes were trimmed before, the first client get
 
 One process serves the feed at a time; the others wait. The clients share the work: see `delivery_window` for the order.
 What a client does not acknowledge is delivered again, to any client. Records of hidden repos, and events that clients
-refuse for too long, are set aside: see `set_aside`.
+refuse for too long, are set aside: see `deliveries`.
 
 The window of unacknowledged changes is bounded. While it is full, nothing more is read, and the change log retains the
 rest. A repo has a share of the window, and is read again from the log beyond it.
@@ -18,20 +18,14 @@ import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Database
-from indexer.db.feed_delivery import DeliveryProgress, RefusedEvent
+from indexer.db.feed_delivery import DeliveryProgress
 from indexer.db.feed_rows import FEED_CONSUMER, FeedSession
 from indexer.db.periodic import DatabaseAttempt
-from indexer.readers.tap.deliveries import Deliveries
-from indexer.readers.tap.delivery_window import (
-    MAX_IN_FLIGHT,
-    MAX_UNACKNOWLEDGED,
-)
-from indexer.readers.tap.set_aside import RefusalLimits
+from indexer.readers.tap.deliveries import Deliveries, RefusalLimits
+from indexer.readers.tap.delivery_window import MAX_IN_FLIGHT, MAX_UNACKNOWLEDGED
 from indexer.telemetry.conditions import (
     FEED_CUT_OFF,
-    FEED_EVENT_REFUSED,
     FEED_EVENTS_SET_ASIDE,
-    FEED_STALLED,
     Conditions,
 )
 from indexer.telemetry.metrics import Metrics
@@ -41,8 +35,6 @@ MAX_PAGES = 10
 """Pages of the log that are read at a time, both of new changes and of those that were left out."""
 READS_BEHIND = 10
 """Reads of changes that were left out in one interval, so that a fast client does not wait for a large repo."""
-STALL_SECONDS = 120.0
-"""The feed has stalled if clients have acknowledged nothing for so long, although it has something to deliver."""
 POLL_SECONDS = 0.1
 """Interval at which the change log is read and acknowledgements are stored."""
 CLAIM_SECONDS = 1.0
@@ -62,10 +54,8 @@ class TapFeed:
 
     Attributes:
         stage: Its progress. A read of the log and a write of acknowledgements are work.
-        refused: The events that clients do not acknowledge although they acknowledge others.
         set_aside: The number of events that clients refused for so long that they were set aside.
         max_unacknowledged: The maximum number of changes in the window.
-        stall_seconds: See `STALL_SECONDS`.
         clients: The number of clients: connections, or the webhook.
     """
 
@@ -87,15 +77,13 @@ class TapFeed:
         self._deliveries: Deliveries | None = None
         self._begun = asyncio.Event()
         self._stopping = asyncio.Event()
-        self._saved: tuple[DeliveryProgress, list[RefusedEvent]] | None = None
+        self._saved: DeliveryProgress | None = None
         self._waiting = 0
         self._wanted = asyncio.Event()
         self._look_at = 0.0
-        self.refused: list[RefusedEvent] = []
         self.set_aside = 0
         self._refusal_limits = refusal_limits
         self.max_unacknowledged = MAX_UNACKNOWLEDGED
-        self.stall_seconds = STALL_SECONDS
         self.clients = 0
 
     async def deliveries(self) -> Deliveries:
@@ -175,7 +163,6 @@ class TapFeed:
                 await self._read_snapshot(session, deliveries)
                 await self._read_set_aside(session, deliveries)
                 deliveries.set_aside_late()
-                self._report_stalled(deliveries.stalled_seconds(has_clients=self.clients > 0))
                 if not await self._save(session, deliveries) or last:
                     return
                 self.stage.idle()
@@ -187,9 +174,7 @@ class TapFeed:
         finally:
             self._begun.clear()
             self._deliveries = None
-            self._report_refused([])
             self._report_set_aside(0)
-            self._report_stalled(0.0)
             deliveries.end()
 
     async def _read(self, session: FeedSession, deliveries: Deliveries) -> bool:
@@ -204,7 +189,7 @@ class TapFeed:
             changes = await session.changes_after(window.read_to, limit)
             if changes is None:
                 return False
-            deliveries.add(changes)
+            window.add(changes)
             self.stage.moved()
             if len(changes) < limit:
                 break
@@ -212,14 +197,15 @@ class TapFeed:
 
     async def _read_behind(self, session: FeedSession, deliveries: Deliveries) -> bool:
         """Read changes that were left out; return False if changes have been trimmed that were not delivered."""
+        window = deliveries.window
         for _ in range(MAX_PAGES):
-            if (following := deliveries.window.next_behind()) is None:
+            if (following := window.next_behind()) is None:
                 break
             seq, dids = following
             changes = await session.changes_after(seq - 1, READ_BATCH)
             if changes is None:
                 return False
-            deliveries.add_behind(dids, changes)
+            window.add_behind(dids, changes)
             self.stage.moved()
         return True
 
@@ -231,7 +217,7 @@ class TapFeed:
             if room <= 0:
                 return
             page = await session.snapshot_after(after, room)
-            deliveries.add_snapshot(page)
+            window.add_snapshot(page)
             self.stage.moved()
             if not page:
                 if window.snapshot_read_to is None:
@@ -252,20 +238,19 @@ class TapFeed:
                 continue
             row = sending.row
             if row.reason == "refused":
-                deliveries.add_set_aside(sending, [(row.collection, row.rkey)], last=True)
+                set_aside.read(sending, [(row.collection, row.rkey)], last=True)
                 continue
             page = await session.records_from_rev(row.did, row.rev, after, room)
-            deliveries.add_set_aside(sending, page, last=len(page) < room)
+            set_aside.read(sending, page, last=len(page) < room)
             self.stage.moved()
 
     async def _save(self, session: FeedSession, deliveries: Deliveries) -> bool:
-        """Store new acknowledgements; return False if the consumer was removed."""
-        state, set_aside = (deliveries.window.progress(), deliveries.refused()), deliveries.set_aside.changes()
-        if state == self._saved and not any(set_aside):
+        """Database new acknowledgements; return False if the consumer was removed."""
+        progress, set_aside = deliveries.window.progress(), deliveries.set_aside.changes()
+        if progress == self._saved and not any(set_aside):
             return True
-        saved = await session.save(*state, set_aside)
-        self._saved = state
-        self._report_refused(state[1])
+        saved = await session.save(progress, set_aside)
+        self._saved = progress
         if any(set_aside):
             self._report_set_aside(await session.count_refused())
         self.stage.moved()
@@ -278,20 +263,6 @@ class TapFeed:
         for wait in waits:
             wait.cancel()
 
-    def _report_refused(self, refused: list[RefusedEvent]) -> None:
-        """Report events that were refused again, and end the conditions of those that are not refused any more."""
-        before, self.refused = self.refused, refused
-        for event in refused:
-            if event not in before:
-                message = (
-                    f"clients have not acknowledged event {event.id} ({event.action} of {event.uri}), which was sent "
-                    f"{event.attempts} times: {event.failure}; it is sent again, and later events of this repo wait, "
-                    "until it is set aside"
-                )
-                self._conditions.report(FEED_EVENT_REFUSED, event.uri, message=message)
-        for uri in {event.uri for event in before} - {event.uri for event in refused}:
-            self._conditions.end(FEED_EVENT_REFUSED, uri)
-
     def _report_set_aside(self, count: int) -> None:
         """Report that events were set aside because clients refused them; end the condition if there are none."""
         before, self.set_aside = self.set_aside, count
@@ -303,17 +274,6 @@ class TapFeed:
                 "lists them, and `indexer rejected replay --feed` sends them again"
             )
             self._conditions.report(FEED_EVENTS_SET_ASIDE, message=message, value=count)
-
-    def _report_stalled(self, seconds: float) -> None:
-        """Report that the feed delivers nothing to its clients; end the condition if it does."""
-        if seconds < self.stall_seconds:
-            self._conditions.end(FEED_STALLED)
-        elif not self._conditions.is_active(FEED_STALLED):
-            message = (
-                f"clients have acknowledged no event for {seconds:.0f} seconds, although there are events to deliver; "
-                "the change log retains them; restart the clients, or see what they or the webhook report"
-            )
-            self._conditions.report(FEED_STALLED, message=message)
 
     def _report_cut_off(self) -> None:
         message = (

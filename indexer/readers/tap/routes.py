@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -10,9 +10,10 @@ from aiohttp import web
 from indexer.atproto.limits import max_items
 from indexer.atproto.syntax import is_did
 from indexer.db import Database, DatabaseError
+from indexer.db.feed_rows import CountedTable
 from indexer.errors import InvalidScopeError, UnavailableError
-from indexer.readers.access import Access, Handler
-from indexer.readers.tap.answers import answer, problem
+from indexer.net.identity import IdentityCache
+from indexer.readers.access import Access, Handler, answer, problem
 from indexer.reasons import Desync
 from indexer.sync.identity import INVALID_HANDLE, StoredIdentity
 from indexer.sync.repo import SyncStatus
@@ -23,52 +24,35 @@ MAX_ITEMS = 65_536
 """Maximum number of items in the JSON of a body. They are counted before it is decoded."""
 
 
-class IdentityLookups(Protocol):
-    """The method of `IdentityCache` that the routes use."""
-
-    async def lookup(self, did: str) -> object:
-        """Make sure that the identity is stored; raise `UnavailableError` if that is not possible now."""
-        ...
+_COUNTED_TABLES: dict[str, CountedTable] = {
+    "repo-count": "repo",
+    "record-count": "record",
+    "resync-buffer": "buffered_event",
+}
 
 
 class TapRoutes:
     """Changes the scope, and answers questions about repos and about the feed as a whole."""
 
-    def __init__(self, db: Database, identities: IdentityLookups) -> None:
+    def __init__(self, db: Database, identities: IdentityCache) -> None:
         self._db = db
         self._identities = identities
         self._queries = asyncio.Semaphore(MAX_QUERIES)
 
     def routes(self, access: Access) -> Sequence[web.RouteDef]:
         """Return the routes, for clients that are admitted."""
-        queries: dict[str, Handler] = {
-            "/info/{did}": self._info,
-            "/stats/repo-count": self._repo_count,
-            "/stats/record-count": self._record_count,
-            "/stats/outbox-buffer": self._outbox_buffer,
-            "/stats/resync-buffer": self._resync_buffer,
-            "/stats/cursors": self._cursors,
-        }
-        handlers: dict[str, Handler] = {path: self._limited(handler) for path, handler in queries.items()} | {
-            "/resolve/{did}": self._resolve,
-            "/collection-filters": self._collections,
-            "/signal-collections": self._signal_collections,
-        }
-        changes: dict[tuple[str, str], Handler] = {
+        handlers: dict[tuple[str, str], Handler] = {
+            ("GET", "/info/{did}"): self._info,
+            ("GET", "/resolve/{did}"): self._resolve,
+            ("GET", "/stats/{name}"): self._statistic,
+            ("GET", "/collection-filters"): self._collections,
+            ("PUT", "/collection-filters"): self._set_collections,
+            ("GET", "/signal-collections"): self._signal_collections,
+            ("PUT", "/signal-collections"): self._set_signal_collections,
             ("POST", "/repos/add"): self._add,
             ("POST", "/repos/remove"): self._remove,
-            ("PUT", "/collection-filters"): self._set_collections,
-            ("PUT", "/signal-collections"): self._set_signal_collections,
         }
-        every = {("GET", path): handler for path, handler in handlers.items()} | changes
-        return [web.route(*route, access.guard(_answer_errors(handler))) for route, handler in every.items()]
-
-    def _limited(self, query: Handler) -> Handler:
-        async def limited(request: web.Request) -> web.StreamResponse:
-            async with self._queries:
-                return await query(request)
-
-        return limited
+        return [web.route(*route, access.guard(_answer_errors(handler))) for route, handler in handlers.items()]
 
     async def _add(self, request: web.Request) -> web.Response:
         await self._db.scope.track(await _texts(request, "dids"))
@@ -96,8 +80,9 @@ class TapRoutes:
 
     async def _info(self, request: web.Request) -> web.Response:
         did = request.match_info["did"]
-        known = is_did(did) and await self._db.feed.accounts([did])
-        report = await self._db.reports.repo(did) if known else None
+        async with self._queries:
+            known = is_did(did) and await self._db.feed.accounts([did])
+            report = await self._db.reports.repo(did) if known else None
         return problem(404, "repo not found") if report is None else answer(repo_info(report))
 
     async def _resolve(self, request: web.Request) -> web.Response:
@@ -115,26 +100,21 @@ class TapRoutes:
             return problem(404, "DID not found")
         return answer(did_document(identity))
 
-    async def _repo_count(self, _: web.Request) -> web.Response:
-        return answer({"repo_count": await self._db.feed.count_rows("repo")})
-
-    async def _record_count(self, _: web.Request) -> web.Response:
-        return answer({"record_count": await self._db.feed.count_rows("record")})
-
-    async def _outbox_buffer(self, _: web.Request) -> web.Response:
-        return answer({"outbox_buffer": await self._db.feed.changes_behind()})
-
-    async def _resync_buffer(self, _: web.Request) -> web.Response:
-        return answer({"resync_buffer": await self._db.feed.count_rows("buffered_event")})
-
-    async def _cursors(self, _: web.Request) -> web.Response:
-        cursors = await self._db.gaps.cursors()
-        newest = max(cursors, key=lambda cursor: cursor.updated_at, default=None)
-        return answer({"firehose": newest.seq if newest else 0, "list_repos": ""})
+    async def _statistic(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        async with self._queries:
+            if name == "cursors":
+                newest = max(await self._db.gaps.cursors(), key=lambda cursor: cursor.updated_at, default=None)
+                return answer({"firehose": newest.seq if newest else 0, "list_repos": ""})
+            if name == "outbox-buffer":
+                return answer({"outbox_buffer": await self._db.feed.changes_behind()})
+            if (table := _COUNTED_TABLES.get(name)) is not None:
+                return answer({name.replace("-", "_"): await self._db.feed.count_rows(table)})
+        return problem(404, "no such statistic")
 
 
 def repo_info(report: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a repo as tap describes it, from `Reports.repo`."""
+    """Return the state of a repo as tap describes it, from `Database.repo_report`."""
     return {
         "did": report["did"],
         "error": report["last_error"] or "",

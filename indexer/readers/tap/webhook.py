@@ -84,7 +84,7 @@ class Webhook:
                 continue
             self._metrics.feed_events["webhook"].inc()
             if failure is None:
-                deliveries.acknowledge([event.seq])
+                deliveries.acknowledge(event.seq)
             else:
                 self._postpone(deliveries, change, failure)
 

@@ -9,6 +9,7 @@ from indexer.errors import UnavailableError
 from indexer.net.identity.identity_cache import IdentityCache, IdentityLifetimes
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import StoredIdentity
+from indexer.telemetry.metrics import Metrics
 
 DID = "did:plc:ewvi7nxzyoun6zhxrhs64oiz"
 KEYS = [PrivateKey.from_seed("k256", bytes([n])).public for n in range(3)]
@@ -25,7 +26,7 @@ def cached_key(identities: IdentityCache) -> PublicKey | None:
 
 
 class World:
-    """A clock, a directory, a table of identities and an observer.
+    """A clock, a directory, a table of identities and the metrics.
 
     Attributes:
         key: Index of the key in the documents of the directory.
@@ -63,9 +64,7 @@ class World:
         self.table_gate.set()
         self.queries = 0
         self.saves = 0
-        self.lookups: list[tuple[str, str]] = []
-        self.refreshes: Counter[tuple[str, str]] = Counter()
-        self.found_in: Counter[str] = Counter()
+        self.metrics = Metrics()
         self.caches: list[IdentityCache] = []
 
     async def resolve(self, did: str, *, known: bool) -> StoredIdentity:
@@ -96,14 +95,16 @@ class World:
             raise UnavailableError(FetchFailure.UNREACHABLE, "the database")
         self.table |= {identity.did: identity for identity in stored}
 
-    def identity_lookup(self, method: str, result: str) -> None:
-        self.lookups.append((method, result))
-
-    def identity_refresh(self, cause: str, result: str) -> None:
-        self.refreshes[cause, result] += 1
-
-    def identity_cache(self, found_in: str, count: int) -> None:
-        self.found_in[found_in] += count
+    def counted(self, name: str) -> Counter[tuple[str, ...]]:
+        """Return the values of a counter that are not 0, by the values of its labels."""
+        return Counter(
+            {
+                tuple(sample.labels.values()): int(sample.value)
+                for family in self.metrics.registry.collect()
+                for sample in family.samples
+                if sample.name == f"indexer_{name}_total" and sample.value
+            }
+        )
 
     async def settle(self) -> None:
         """Let all tasks run until they wait for something."""
@@ -114,7 +115,7 @@ class World:
         cache = IdentityCache(
             self,
             self,
-            self,
+            self.metrics,
             clock=lambda: self.now,
             refresh_rate=refresh_rate,
             lifetimes=IdentityLifetimes(timeout=timeout),

@@ -7,6 +7,7 @@ import pytest
 from indexer.errors import UnavailableError
 from indexer.net.identity import CachedIdentity
 from indexer.net.identity.identity_cache import MAX_LOOKUPS, IdentityCache
+from indexer.telemetry.metrics import Metrics
 from tests.net.identity.identity_world import DID, KEYS, World, cached_key, dids
 
 Lookup = asyncio.Task[CachedIdentity]
@@ -34,7 +35,7 @@ async def test_concurrent_lookups_share_one_request(world: World) -> None:
     world.directory_gate.set()
     assert {(await task).key for task in lookups} == {KEYS[0]}
     assert world.requests == 1
-    assert world.lookups == [("plc", "found")]
+    assert world.counted("identity_lookups") == {("plc", "found"): 1}
 
 
 async def test_cancelled_caller_does_not_cancel_the_lookup_of_others(world: World) -> None:
@@ -97,7 +98,7 @@ async def test_known_identity_is_used_during_an_outage(world: World) -> None:
     assert (identity.key, identity.stale) == (KEYS[0], True)
     with pytest.raises(UnavailableError):
         await identities.lookup("did:plc:aaaaaaaaaaaaaaaaaaaaaaaa")
-    assert world.lookups[1:] == [("plc", "identity-unavailable")] * 3
+    assert world.counted("identity_lookups") == {("plc", "found"): 1, ("plc", "identity-unavailable"): 3}
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -121,16 +122,16 @@ async def test_run_raises_the_exception_of_a_bug_in_a_lookup(world: World, waits
 
 async def test_found_identities_survive_a_restart(world: World) -> None:
     await world.identities().lookup(DID)
+    world.metrics = Metrics()
     restarted = world.identities()
     assert restarted.peek(DID) is None
-    world.found_in.clear()
     await restarted.preload([DID, *dids(2)])
     await restarted.preload([DID])
     identity = restarted.peek(DID)
     assert identity is not None
     assert identity.key == KEYS[0]
     assert (world.queries, world.requests) == (2, 1), "one query for all identities"
-    assert world.found_in == {"memory": 1, "database": 1, "nowhere": 2}
+    assert world.counted("identity_cache") == {("memory",): 1, ("database",): 1, ("nowhere",): 2}
 
 
 async def test_identity_that_cannot_be_saved_keeps_no_other_one_from_being_saved(world: World) -> None:
@@ -158,7 +159,7 @@ async def test_missing_identity_is_remembered_for_two_minutes(world: World) -> N
     world.now += 2
     await identities.lookup(DID)
     assert world.requests == 2
-    assert world.lookups == [("plc", "missing")] * 2
+    assert world.counted("identity_lookups") == {("plc", "missing"): 2}
 
 
 async def test_nothing_is_stored_about_a_new_did_that_the_directory_denies(world: World) -> None:

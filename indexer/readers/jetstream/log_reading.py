@@ -1,0 +1,272 @@
+"""Read the events of the change log: the newest ones once for all subscribers, and earlier ones for replays."""
+
+import asyncio
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from time import monotonic
+from typing import NamedTuple, NoReturn
+
+import structlog
+
+from indexer.concurrency.event_wait import wait_for_event
+from indexer.concurrency.stage_progress import StageProgress
+from indexer.concurrency.turns import Turns
+from indexer.db import Database
+from indexer.db.change_signal import ChangeSignal
+from indexer.db.feed_delivery import LoggedChange
+from indexer.db.feed_page import LogTrimmedError
+from indexer.db.periodic import DatabaseAttempt
+from indexer.readers.jetstream.events import EventChunk, LogPosition, encode_page, position_before
+from indexer.readers.jetstream.options import ALL_EVENTS, EventFilter
+
+WINDOW_BYTES = 32 << 20
+WINDOW_SECONDS = 60.0
+"""A subscriber that has caught up is disconnected when it is further behind than the window."""
+RETRY_SECONDS = 1.0
+PAGE_CHANGES = 1_000
+PAGE_BYTES = 4 << 20
+"""A page ends with the record by which its values reach this size. A record has at most 2 MiB."""
+CACHED_PAGES = 8
+CACHE_SECONDS = 10.0
+"""Time for which a page is not read again, so that records that were deleted since are not sent for longer."""
+
+log = structlog.get_logger(__name__)
+
+
+async def load_chunk(
+    db: Database, position: LogPosition, max_changes: int = PAGE_CHANGES, events: EventFilter = ALL_EVENTS
+) -> EventChunk | None:
+    """Return the events of the next entries of the log; None if there are no entries yet.
+
+    If the filter selects none of them, the chunk has no events, and no records are read.
+
+    Raises:
+        DatabaseError: The database is unavailable.
+        LogTrimmedError: Later entries have been trimmed.
+    """
+    page = await db.changes.page(position.seq, max_changes, PAGE_BYTES, partial(_is_wanted, events))
+    return encode_page(position, page) if page.changes else None
+
+
+def _is_wanted(events: EventFilter, change: LoggedChange) -> bool:
+    return events.selects(change.did, change.collection, live=change.live)
+
+
+class _Added(NamedTuple):
+    """A chunk, and when it was added (monotonic seconds)."""
+
+    chunk: EventChunk
+    at: float
+
+
+class EventWindow:
+    """The newest chunks of events, bounded by bytes and by age. All subscribers share it; none has a queue.
+
+    The chunks follow each other without a gap. A subscriber that takes chunks slower than they are added finds its
+    position before `first`: what it needs next is not in memory any more.
+
+    Attributes:
+        end: The position after the newest chunk; None while the window is closed.
+    """
+
+    def __init__(self, max_bytes: int = WINDOW_BYTES, max_seconds: float = WINDOW_SECONDS) -> None:
+        self._max_bytes = max_bytes
+        self._max_seconds = max_seconds
+        self._added: deque[_Added] = deque()
+        self._bytes = 0
+        self.end: LogPosition | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def first(self) -> int:
+        """The number of the last change before the oldest chunk."""
+        self._drop_old()
+        return self._added[0].chunk.before if self._added else self.last
+
+    @property
+    def last(self) -> int:
+        """The number of the last change in the window."""
+        return self.end.seq if self.end else 0
+
+    def open(self, position: LogPosition) -> None:
+        """Empty the window. The next chunk follows this position."""
+        self.close()
+        self.end = position
+        self._notify()
+
+    def close(self) -> None:
+        """Empty the window, until it is opened at another position."""
+        self._added.clear()
+        self._bytes = 0
+        self.end = None
+
+    def add(self, chunk: EventChunk) -> None:
+        """Add the next chunk, and drop the oldest ones that exceed the size limit, but never the new one."""
+        self._added.append(_Added(chunk, monotonic()))
+        self._bytes += chunk.size
+        self.end = chunk.end
+        while self._bytes > self._max_bytes and len(self._added) > 1:
+            self._drop_oldest()
+        self._drop_old()
+        self._notify()
+
+    def after(self, seq: int) -> EventChunk | None:
+        """Return the chunk with the change that follows the number `seq`, which is not before `first`.
+
+        Returns:
+            None if there is no such change yet.
+        """
+        index = bisect_right(self._added, seq, key=lambda added: added.chunk.end.seq)
+        return self._added[index].chunk if index < len(self._added) else None
+
+    async def wait(self, seconds: float) -> bool:
+        """Wait until the window changes, at most `seconds`; return False if it did not."""
+        return await wait_for_event(self._changed, seconds)
+
+    def _drop_old(self) -> None:
+        while self._added and monotonic() - self._added[0].at > self._max_seconds:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        self._bytes -= self._added.popleft().chunk.size
+
+    def _notify(self) -> None:
+        """Wake up everybody who waits now."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class JetstreamReader:
+    """Follows the change log while there are subscribers.
+
+    Attributes:
+        window: The newest events.
+        stage: The progress of the stage.
+        subscribers: The number of subscribers.
+    """
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+        self.window = EventWindow()
+        self.stage = StageProgress("jetstream reader")
+        self.subscribers = 0
+        self._wanted = asyncio.Event()
+        self._signal: ChangeSignal | None = None
+
+    @contextmanager
+    def subscriber(self) -> Iterator[None]:
+        """Follow the log during the block."""
+        self.subscribers += 1
+        self._wanted.set()
+        if self._signal is not None and self.window.end is None:
+            self._signal.notify()  # open the window now, and not after the next change
+        try:
+            yield
+        finally:
+            self.subscribers -= 1
+            if not self.subscribers:
+                self._wanted.clear()
+                self.window.close()  # also in an outage: the next subscriber begins with new events
+
+    async def run(self) -> NoReturn:
+        """Fill the window while there are subscribers. After a database error, continue at the same position."""
+        while True:
+            await self._wanted.wait()
+            with DatabaseAttempt(self.stage):
+                async with self._db.changes.signal() as signal:
+                    await self._follow(signal)
+            if self._wanted.is_set():
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def _follow(self, signal: ChangeSignal) -> None:
+        """Fill the window until there are no subscribers."""
+        self._signal = signal
+        try:
+            while self._wanted.is_set():
+                try:
+                    await self._read_available()
+                except LogTrimmedError as error:
+                    log.warning("jetstream.log-trimmed", error=str(error), subscribers=self.subscribers)
+                    self.window.close()
+                    continue
+                self.stage.idle()
+                await signal.wait()
+        finally:
+            self._signal = None
+            if not self._wanted.is_set():
+                self.window.close()
+
+    async def _read_available(self) -> None:
+        """Add the events of all entries of the log that are not in the window yet, until the window is closed."""
+        self.stage.begin()
+        if self.window.end is None:
+            self.window.open(LogPosition(await self._db.changes.latest_seq()))
+        while (end := self.window.end) is not None and (chunk := await load_chunk(self._db, end)):
+            if self.window.end is not end:
+                return  # the last subscriber left during the read
+            self.window.add(chunk)
+            self.stage.moved()
+            await asyncio.sleep(0)  # subscribers send this chunk before the next one is read
+
+
+class ReplayPages:
+    """Loads the pages of replays, one at a time, so that any number of replays uses one database connection.
+
+    The networks of the clients take turns. Pages end at multiples of `PAGE_CHANGES`. So subscribers that replay the
+    same part of the log, as all do after a restart, soon ask for the same pages.
+    """
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+        self._turns = Turns()
+        self._pages: OrderedDict[int, tuple[float, EventChunk]] = OrderedDict()
+
+    async def start(self, network: str, cursor: int) -> LogPosition:
+        """Return the position from which a subscriber with this cursor continues: the oldest one if it is before that.
+
+        Args:
+            network: The network of the client.
+            cursor: Microseconds since the Unix epoch.
+
+        Raises:
+            DatabaseError: The database is unavailable.
+        """
+        async with self._turns.turn(network):
+            batch = await self._db.changes.find_batch(cursor)
+            if batch is None:
+                trimmed = await self._db.changes.trimmed_seq()
+                if trimmed:
+                    log.debug("jetstream.cursor-too-old", cursor=cursor, seq=trimmed)
+                return LogPosition(trimmed)
+        return position_before(cursor, batch)
+
+    async def load(self, network: str, position: LogPosition, events: EventFilter) -> EventChunk | None:
+        """Return the events of the next entries of the log; None if there are no entries yet.
+
+        Args:
+            network: The network of the client.
+            position: The position before the entries.
+            events: The chunk may lack the events that this filter does not select.
+
+        Raises:
+            DatabaseError: The database is unavailable.
+            LogTrimmedError: Later entries have been trimmed.
+        """
+        async with self._turns.turn(network):
+            while self._pages and monotonic() - next(iter(self._pages.values()))[0] > CACHE_SECONDS:
+                self._pages.popitem(last=False)
+            if position.seq in self._pages:
+                chunk = self._pages[position.seq][1]
+                if not any(_is_wanted(events, change) for change in chunk.skipped):
+                    return chunk
+                del self._pages[position.seq]
+            max_changes = PAGE_CHANGES - position.seq % PAGE_CHANGES
+            loaded = await load_chunk(self._db, position, max_changes, events)
+            if loaded is not None and loaded.end.seq % PAGE_CHANGES == 0:  # otherwise, the log may go on here
+                self._pages[position.seq] = monotonic(), loaded
+            while len(self._pages) > CACHED_PAGES:
+                self._pages.popitem(last=False)
+        return loaded

@@ -1,1 +1,0 @@
-"""Links between records, derived from the change log."""
