@@ -11,8 +11,8 @@ import asyncpg
 
 from benchmarks.harness import TIMEOUT_SECONDS, BenchmarkError, DaemonProcess
 from benchmarks.workload import SEQ_OFFSET, Workload
-from indexer.db.placement import load_placement
-from indexer.sync.shard import Placement, Shard
+from indexer.db.layout import load_layout
+from indexer.sync.shard import Layout, Shard
 
 CHANNEL = "atproto_changes"
 POLL_SECONDS = 0.05
@@ -26,11 +26,11 @@ class ArrivalWatch:
         notified: Set by each notification.
     """
 
-    def __init__(self, workload: Workload, daemons: Sequence[DaemonProcess], placement: Placement) -> None:
+    def __init__(self, workload: Workload, daemons: Sequence[DaemonProcess], layout: Layout) -> None:
         self.visible_at: dict[int, float] = {}
         self.notified = asyncio.Event()
         self._daemons = daemons
-        shards = [Shard(index, len(daemons), placement) for index in range(len(daemons))]
+        shards = [Shard(index, len(daemons), layout) for index in range(len(daemons))]
         self._commits_of = {
             str(shard): sorted(
                 number for account in workload.accounts if shard.owns(account.did) for number in account.commits
@@ -82,7 +82,7 @@ class ArrivalWatch:
 async def watch_arrivals(dsn: str, workload: Workload, daemons: Sequence[DaemonProcess]) -> AsyncIterator[ArrivalWatch]:
     """Watch the database until the end of the block."""
     connection = await asyncpg.connect(dsn)
-    watch = ArrivalWatch(workload, daemons, await load_placement(connection))
+    watch = ArrivalWatch(workload, daemons, await load_layout(connection))
     await connection.add_listener(CHANNEL, lambda *_: watch.notified.set())
     reading = asyncio.create_task(watch.read_cursors(connection))
     try:

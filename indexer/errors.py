@@ -5,7 +5,7 @@ IndexerError
 ├── UnavailableError         a check or a fetch was not possible now: try again later
 ├── RefusedWriteError        the database cannot store these values: store less of them, then continue
 ├── BrokenInvariantError     this program broke one of its own rules: stop the process
-├── PlacementChangedError    the database was distributed meanwhile: stop the process, which starts again
+├── LayoutChangedError       the database was distributed meanwhile: stop the process, which starts again
 ├── InvalidScopeError        the caller asked for a scope that cannot be: show the message, change nothing
 └── SettingsError            the operator has to correct something: one line, exit code 2
     └── SchemaVersionError   the operator has to migrate the database
@@ -60,7 +60,7 @@ class BrokenInvariantError(IndexerError):
     """This program broke one of its own rules. Continuing could store wrong data, so the process stops."""
 
 
-class PlacementChangedError(IndexerError):
+class LayoutChangedError(IndexerError):
     """The database was distributed while this process ran, so that its shard has other buckets now."""
 
     def __init__(self) -> None:

@@ -4,7 +4,6 @@ import asyncpg
 
 from indexer.cluster.change_numbering import ChangeNumbering
 from indexer.db import Database
-from indexer.sync.shard import Placement
 from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metrics import Metrics
 from tests.waiting import until
@@ -17,5 +16,5 @@ async def number_changes(db: Database, sql: asyncpg.Connection) -> None:
         await ChangeNumbering(db, Metrics(), Conditions()).finish()
         return not await sql.fetch("select from indexer.unnumbered_batch")
 
-    if db.placement is Placement.DISTRIBUTED:
+    if not db.layout.commit_numbers:
         await until(all_are_numbered)

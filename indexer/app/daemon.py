@@ -32,6 +32,7 @@ from indexer.app.settings import Settings
 from indexer.app.stages import Drain, Task, all_stages
 from indexer.app.status import DaemonCounts, DaemonProbe, SampledHistory, StatusReader
 from indexer.app.tuning import Tuning
+from indexer.cluster import tuning as cluster
 from indexer.cluster.change_numbering import ChangeNumbering
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.core import Core
@@ -41,7 +42,7 @@ from indexer.db.current_scope import CurrentScope
 from indexer.db.open_gaps import OpenGaps
 from indexer.db.process_reports import ProcessReport
 from indexer.live.account_limits import AccountLimits
-from indexer.live.batch_writer import BATCH_SIZE, CLUSTER_BATCH_SIZE, BatchWriter
+from indexer.live.batch_writer import BATCH_SIZE, BatchWriter
 from indexer.live.firehose_consumer import FirehoseConsumer
 from indexer.live.inbox import Inbox, StreamPosition
 from indexer.live.key_lookups import KeyLookups
@@ -64,14 +65,13 @@ from indexer.readers.tap.routes import TapRoutes
 from indexer.readers.tap.webhook import Webhook
 from indexer.resync.apply import LARGE_TURNS, TURNS, Applies
 from indexer.resync.fetch import ResyncAttempts
-from indexer.resync.pool import CLUSTER_GATHERING_TIME, OTHER_TIME, WorkerPool
+from indexer.resync.pool import OTHER_TIME, WorkerPool
 from indexer.resync.queue import QueueMaintenance
 from indexer.serve.database_monitor import DatabaseMonitor
 from indexer.serve.health import Listener, not_ready_reasons, serve_health
 from indexer.serve.status_page import status_routes
 from indexer.sync.repo import StreamPoint
 from indexer.sync.scope import Track
-from indexer.sync.shard import Placement
 from indexer.tasks.discover import SignalDiscovery
 from indexer.tasks.erasure import AccountErasure
 from indexer.tasks.handles import HandleChecks
@@ -178,7 +178,7 @@ class Daemon:
     def __post_init__(self) -> None:
         """Build the stages."""
         settings, db = self.settings, self.db
-        self._shard = settings.shard.placed(db.placement)
+        self._shard = settings.shard.placed(db.layout)
         self.hosts = self.outbound.hosts
         self.conditions = Conditions()
         self.started_at = monotonic()
@@ -254,7 +254,7 @@ class Daemon:
             replace(
                 tuning.writer,
                 shard=shard,
-                batch_size=BATCH_SIZE if self.db.shards == 1 else CLUSTER_BATCH_SIZE,
+                batch_size=cluster.BATCH_SIZE if self.db.layout.parts > 1 else BATCH_SIZE,
                 batch_window=settings.batch_window,
             ),
             self.metrics,
@@ -272,7 +272,12 @@ class Daemon:
             self.db,
             self.identities,
             ResyncAttempts(
-                Applies(self.db, self.metrics, self.conditions),
+                Applies(
+                    self.db,
+                    self.metrics,
+                    self.conditions,
+                    cluster.RESYNC_TURNS if self.db.layout.parts > 1 else TURNS,
+                ),
                 self.identities,
                 self.pds,
                 lambda: self.scope.policy,
@@ -288,7 +293,7 @@ class Daemon:
                 self.tuning.pool,
                 workers=settings.resync_workers,
                 attempt_timeout=OTHER_TIME + 2 * settings.export_time,  # of a relay, and then of the PDS
-                gathering_time=CLUSTER_GATHERING_TIME if self.db.shards > 1 else 0.0,
+                gathering_time=cluster.GATHERING_SECONDS if self.db.layout.parts > 1 else 0.0,
             ),
             self.new_accounts,
         )
@@ -323,7 +328,7 @@ class Daemon:
         )
         self.change_notifier = ChangeNotifier(self.db, self.metrics, self.conditions)
         self.change_numbering: ChangeNumbering | None = None
-        if self.db.placement is Placement.DISTRIBUTED:  # on a plain database, COMMIT numbers changes
+        if not self.db.layout.commit_numbers:
             self.change_numbering = ChangeNumbering(self.db, self.metrics, self.conditions)
         self.handle_checks: HandleChecks | None = None
         if settings.handle_rate:

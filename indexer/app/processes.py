@@ -33,6 +33,7 @@ from indexer.app.process_setup import (
 )
 from indexer.app.settings import Settings, variable
 from indexer.app.tuning import Tuning
+from indexer.cluster.tables import on_all_nodes
 from indexer.db import DatabaseError
 from indexer.db.prepare_database import prepare_database, start_pause
 from indexer.embedded import database, postgres_stage
@@ -103,7 +104,7 @@ async def _open_when_available(
 ) -> Daemon | None:
     """Return the daemon, opened as soon as its database is prepared and answers; None if `stop` ended the wait."""
     attempt = 0
-    while await prepare_database(dsn, stop, migrate_first=migrate_first):
+    while await prepare_database(dsn, stop, migrate_first=migrate_first, changing=on_all_nodes):
         attempt += 1
         try:
             return await stack.enter_async_context(opened())
@@ -131,7 +132,7 @@ async def run_several(settings: Settings, processes: int, config: Path | None, *
     url = settings.database_url.get_secret_value() if settings.database_url else None
     with stop_on_signals(stop, settings.stop_timeout):
         async with database(url, settings.data_dir) as dsn:
-            if not await prepare_database(dsn, stop, migrate_first=migrate_first):
+            if not await prepare_database(dsn, stop, migrate_first=migrate_first, changing=on_all_nodes):
                 return 0
             stop.step = "wait for the daemon processes"
             environments = [process_environment(settings, index, processes) for index in range(processes)]

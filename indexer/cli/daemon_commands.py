@@ -7,6 +7,7 @@ from indexer.cli.arguments import LISTEN_ADDRESS, Number, WholeNumber
 from indexer.cli.command import ExitCode, command, config_file, json_option
 from indexer.cli.output import echo_result, progress_console
 from indexer.cli.progress_bars import show_progress
+from indexer.cluster.tables import on_all_nodes
 from indexer.telemetry.log import configure_logging
 
 
@@ -42,7 +43,11 @@ async def migrate_command(settings: Settings, *, as_json: bool) -> int:
 
     async with open_database(settings) as dsn:
         with show_progress("versions of the schema", None, progress_console()) as progress:
-            await migrate(dsn, on_version=lambda applied, total: progress.update(applied, total=total))
+            await migrate(
+                dsn,
+                on_version=lambda applied, total: progress.update(applied, total=total),
+                changing=on_all_nodes,
+            )
         version = (await schema_state(dsn)).database
     echo_result({"version": version}, f"The database schema is current: version {version}.", as_json=as_json)
     return ExitCode.OK

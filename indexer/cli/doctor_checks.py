@@ -27,7 +27,7 @@ from indexer.net.http.checked_connector import DnsResolver, resolve_with_system
 from indexer.net.identity import HandleVerifier
 from indexer.net.relay.seek import first_event
 from indexer.sync.events import InfoEvent, StreamError
-from indexer.sync.shard import Placement
+from indexer.sync.shard import Layout
 
 MIN_FREE_BYTES, FEW_FREE_BYTES = 10**9, 10 * 10**9
 """Free space of the data directory, in bytes. Less than the first is a failure, less than the second a warning."""
@@ -309,14 +309,14 @@ def _size(name: str, sizes: Any, minimum: int, action: str) -> Finding:
     return Finding(name, Level.OK, found) if sizes[name] >= minimum else Finding(name, Level.WARN, found, action)
 
 
-def _daemon_connections(settings: Settings, placement: Placement) -> int:
+def _daemon_connections(settings: Settings, layout: Layout) -> int:
     """Return how many database connections a daemon opens at most: its pool, and those of single stages."""
     single = [
         True,  # the check that the database answers
         "live" in settings.roles,  # the shard lock
         "feed" in settings.roles,  # the ownership of the feed
         "feed" in settings.roles,  # the signal of new changes, for Jetstream clients
-        placement is Placement.DISTRIBUTED,  # the numbering of changes
+        not layout.commit_numbers,  # the numbering of changes
     ]
     return CONNECTIONS + sum(single)
 
@@ -325,7 +325,7 @@ def _connections_finding(facts: ServerFacts, settings: Settings) -> Finding:
     """Compare the connections that all shards need with the ones that the server allows for ordinary roles."""
     values = facts.settings
     allowed = int(values["max_connections"]) - int(values["superuser_reserved_connections"])
-    of_process = _daemon_connections(settings, facts.placement)
+    of_process = _daemon_connections(settings, facts.layout)
     shards = settings.shard.count
     found = f"{allowed} for ordinary roles; a process needs {of_process}"
     action = "Raise max_connections."

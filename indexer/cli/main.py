@@ -16,7 +16,7 @@ from click.exceptions import NoArgsIsHelpError
 
 from indexer import __version__
 from indexer.cli.command import ExitCode, config_option, report_error
-from indexer.errors import PlacementChangedError, SettingsError, UnavailableError
+from indexer.errors import LayoutChangedError, SettingsError, UnavailableError
 
 NATIVE_CORE = "atproto-indexer-native"
 """The distribution of the native core, which is optional."""
@@ -140,7 +140,7 @@ def exit_code(run: Callable[[], Any]) -> int:
         # The reader of the output closed the pipe. The interpreter must not fail when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.FAILED
-    except (UnavailableError, PlacementChangedError, OSError) as error:
+    except (UnavailableError, LayoutChangedError, OSError) as error:
         return report_error(str(error), ExitCode.FAILED)
     except (click.Abort, KeyboardInterrupt):
         return ExitCode.INTERRUPTED

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from time import monotonic
 
+from indexer.cluster.numbering import ClusterNode, NumberingSession, Prepared, QueueStart, numbering_session
 from indexer.concurrency.event_wait import wait_for_event
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Database, DatabaseError
-from indexer.db.numbering import ClusterNode, NumberingSession, Prepared, QueueStart, numbering_session
 from indexer.db.periodic import DatabaseAttempt
 from indexer.telemetry.conditions import CLUSTER_NODE_UNAVAILABLE, TRANSACTIONS_IN_DOUBT, Conditions
 from indexer.telemetry.metrics import Metrics
@@ -28,7 +28,7 @@ FINISH_SECONDS = 1.0
 
 
 class ChangeNumbering:
-    """Numbers changes after their commit, as `indexer.db.numbering` describes. All processes do this.
+    """Numbers changes after their commit, as `indexer.cluster.numbering` describes. All processes do this.
 
     If the nodes do not answer together, each is asked alone until it answers. Meanwhile, changes of transactions that
     wrote such a node wait, and those of others do not.

@@ -14,7 +14,7 @@ Each step looks at what is stored, and does the rest. So the command can be kill
 database that is distributed it changes nothing.
 
 No process uses the database meanwhile. The command owns all buckets, and after the first step there is no other session
-of this program. A process that starts later reads the row, and ends (`indexer.db.placement.require_complete`).
+of this program. A process that starts later reads the row, and ends (`indexer.db.layout.require_complete`).
 """
 
 import asyncio
@@ -34,9 +34,7 @@ from indexer.cluster.nodes import (
     load_nodes,
     notices,
 )
-from indexer.db.columns import Connection
-from indexer.db.database_errors import CONNECT_TIMEOUT, opening, unusable
-from indexer.db.distributed_tables import (
+from indexer.cluster.tables import (
     DISTRIBUTED,
     FIRST,
     delete_local_rows,
@@ -44,12 +42,14 @@ from indexer.db.distributed_tables import (
     use_two_phases,
     waiting_tables,
 )
+from indexer.db.columns import Connection
+from indexer.db.database_errors import CONNECT_TIMEOUT, opening, unusable
 from indexer.db.gaps import load_cursors, open_gap
-from indexer.db.placement import load_placement
+from indexer.db.layout import load_layout
 from indexer.db.schema_version import require_current_schema, require_ownership
 from indexer.db.shard_lock import FEED, open_lock, session_name
 from indexer.reasons import GapReason
-from indexer.sync.shard import BUCKETS, HASH_ORDER, Shard
+from indexer.sync.shard import BUCKETS, Shard
 from indexer.sync.stream import Gap, merged
 
 SHARDS_PER_NODE = 2
@@ -167,6 +167,7 @@ _SHARD_SIZES = """
     where logicalrelid = any($1::text[]::regclass[]) group by 1
 """
 _HASHES = "select bucket, worker_hash(bucket::smallint) from generate_series(0, $1 - 1) bucket order by 2"
+_ORDER = "select indexer.hash_order()"
 _SPLIT = "select citus_split_shard_by_split_points($1, $2::text[], $3::int[], 'block_writes')"
 
 
@@ -272,7 +273,7 @@ async def _owning_everything(connection: asyncpg.Connection) -> AsyncIterator[No
         UnsuitableClusterError: A daemon or another command uses the database.
     """
     await _wait_until_alone(connection)
-    async with open_lock(connection, EVERYTHING, await load_placement(connection)) as lock:
+    async with open_lock(connection, EVERYTHING, await load_layout(connection)) as lock:
         while not await lock.claim():  # noqa: ASYNC110 - asks another process
             await asyncio.sleep(WAIT_SECONDS)
         yield
@@ -346,7 +347,7 @@ async def _plan_cuts(
     if len(groups) >= shards:
         return []
     order, hashes = zip(*await connection.fetch(_HASHES, BUCKETS), strict=True)
-    if order != HASH_ORDER:
+    if list(order) != await connection.fetchval(_ORDER):
         raise UnsuitableClusterError("this version of Citus orders the buckets in another way than this program")
     ends = [hashes[number * BUCKETS // shards - 1] for number in range(1, shards)]
     tables = [f"indexer.{table}" for table in DISTRIBUTED]

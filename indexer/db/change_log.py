@@ -15,7 +15,7 @@ The lock is released after the commit is visible. So the next transaction gets h
 a number shows all smaller ones. A consumer therefore needs one number to store its position. See
 docs/decisions/0005-number-changes-at-commit.md.
 
-On a distributed database, the numbers are assigned after the commit (`indexer.db.numbering`).
+On a cluster, the numbers are assigned after the commit (`indexer.cluster.numbering`).
 """
 
 from collections.abc import Iterable, Sequence

@@ -17,10 +17,10 @@ from indexer.db.database_errors import (
     opening,
     without_password,
 )
-from indexer.db.placement import divide_by_shard, load_placement, load_shards, require_complete
+from indexer.db.layout import load_layout, require_complete
 from indexer.errors import RefusedWriteError
 from indexer.reasons import FetchFailure
-from indexer.sync.shard import Placement
+from indexer.sync.shard import PLAIN
 
 STATEMENT_TIMEOUT = 60.0
 """Seconds after which a statement is cancelled."""
@@ -31,8 +31,10 @@ ENDS_STATEMENT = (CancelledError, TimeoutError)
 RESERVED_CONNECTIONS = 3
 """Connections that resyncs leave to the live path, to lease heartbeats, and to reports."""
 MAX_SIDE_BY_SIDE = 2
-"""Statements of pages that run at the same time on a distributed database, each for one shard: less than
-`RESERVED_CONNECTIONS`, so that the live path has a connection."""
+"""Statements of pages that run at the same time, each for one part of the layout: less than `RESERVED_CONNECTIONS`, so
+that the live path has a connection."""
+MIN_DIVIDED = 10
+"""The least mean number of accounts for a part of the layout with which each part gets a statement of its own."""
 SERVER_SETTINGS = {
     "application_name": "indexer",
     "jit": "off",  # compiling costs more than executing any of these statements
@@ -50,7 +52,7 @@ _EMPTY_BATCH = """
     end $$
 """
 _READ_ALL_NODES = "select count(*) from indexer.resync_queue where priority = 0"
-"""The table has one such row for each bucket, so that a part of it is on each node of a cluster."""
+"""The table has one such row for each bucket, so that each part of the layout has some."""
 
 T = TypeVar("T")
 
@@ -59,8 +61,7 @@ class Connections:
     """A pool of database connections, and connections outside it.
 
     Attributes:
-        placement: The placement of the database when it was opened.
-        shards: The number of shards of each table of a distributed database; 1 on a plain one.
+        layout: The layout of the database when it was opened.
         committed: Set after each transaction that may have written changes.
         numbered: Set when changes may have got their numbers.
         failed_operations: How many operations ended with a `DatabaseError`.
@@ -68,8 +69,7 @@ class Connections:
     """
 
     def __init__(self, pool: asyncpg.Pool, connections: int, dsn: str) -> None:
-        self.placement = Placement.PLAIN
-        self.shards = 1
+        self.layout = PLAIN
         self._pool = pool
         self.dsn = dsn
         self.resync_connections = Semaphore(max(1, connections - RESERVED_CONNECTIONS))
@@ -104,7 +104,7 @@ class Connections:
             )
             opened = cls(pool, connections, dsn)
             try:
-                opened.placement, opened.shards = await load_placement(pool), await load_shards(pool)
+                opened.layout = await load_layout(pool)
                 await require_complete(pool, dsn)
             except BaseException:
                 pool.terminate()
@@ -155,12 +155,12 @@ class Connections:
     async def accepts_writes(self) -> bool:
         """Return True if the database commits an empty change batch, so that another write that fails is the cause.
 
-        All nodes of a cluster have to answer.
+        All servers that have parts of the layout have to answer.
         """
         try:
             async with self.transaction() as connection:
                 await connection.fetchval(_READ_ALL_NODES)
-                if self.placement is Placement.PLAIN:
+                if self.layout.commit_numbers:
                     await connection.execute(_EMPTY_BATCH)
         except (DatabaseError, asyncpg.PostgresError):
             return False
@@ -189,20 +189,20 @@ class Connections:
     def note_commit(self) -> None:
         """Wake those who wait for changes."""
         self.committed.set()
-        if self.placement is Placement.PLAIN:
+        if self.layout.commit_numbers:
             self.numbered.set()
 
     async def divided(self, dids: Sequence[str], work: Callable[[list[str]], Awaitable[T]]) -> list[T]:
-        """Call `work` with the DIDs of each shard, several calls side by side; return the results.
+        """Call `work` with the DIDs of each part of the layout, several calls side by side; return the results.
 
-        It is called once if there is one shard, or if the DIDs are few. An error is raised when all calls have ended.
+        It is called once if there is one part, or if the DIDs are few. An error is raised when all calls have ended.
         """
 
         async def limited(part: list[str]) -> T:
             async with self._side_by_side:
                 return await work(part)
 
-        parts = divide_by_shard(dids, self.shards)
+        parts = self.layout.divide(dids, str, MIN_DIVIDED)
         results = await gather(*[limited(part) for part in parts], return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):

@@ -10,8 +10,7 @@ from asyncpg import Record as Row
 from indexer.crash_points import crash_point
 from indexer.db import gaps
 from indexer.db.columns import Connection, buckets_of, of_buckets, unnest
-from indexer.db.connections import Area
-from indexer.db.placement import divide_by_shard
+from indexer.db.connections import MIN_DIVIDED, Area
 from indexer.db.repos import Repos, add_listed
 from indexer.db.write import write
 from indexer.sync.changes import Batch, RepoWrite
@@ -152,8 +151,9 @@ class Crawls(Area):
 
         If the scope has changed, no more repos are added. The progress is stored, with those that were added before.
 
-        On a distributed database, the repos of each shard are added in a transaction of their own, before the progress
-        is stored. A process that ends in between reads the page again: repos that exist are not added or counted twice.
+        On a database of several parts, the repos of each part are added in a transaction of their own, before the
+        progress is stored. A process that ends in between reads the page again: repos that exist are not added or
+        counted twice.
 
         Args:
             dids: The accounts of the page that may be unknown.
@@ -161,7 +161,7 @@ class Crawls(Area):
             scope: The scope that wants the repos; None if a command does.
             close_gaps: Close the gaps that were open when the crawl began, if the page was the last one.
         """
-        found, rest = await self._add_by_shard(dids, scope, by_signal=False)
+        found, rest = await self._add_by_part(dids, scope, by_signal=False)
         async with self._pool.transaction() as connection:
             added = await add_listed(connection, rest, scope, by_signal=False)
             return await _save_page(connection, progress, found + (added or 0), close_gaps=close_gaps)
@@ -172,18 +172,18 @@ class Crawls(Area):
         The scope also wants those of them that are tracked already. Return None if it has changed: the progress is not
         stored, because a list counts only for the scope that it was read for.
         """
-        found, rest = await self._add_by_shard(dids, scope, by_signal=True)
+        found, rest = await self._add_by_part(dids, scope, by_signal=True)
         async with self._pool.transaction() as connection:
             added = await add_listed(connection, rest, scope, by_signal=True)
             if added is None:
                 return None
             return await _save_page(connection, progress, found + added)
 
-    async def _add_by_shard(
+    async def _add_by_part(
         self, dids: Sequence[str], scope: Scope | None, *, by_signal: bool
     ) -> tuple[int, Sequence[str]]:
-        """Add repos in a transaction for each shard, if they are many; return how many, and those that are left."""
-        if len(divide_by_shard(dids, self._pool.shards)) <= 1:
+        """Add repos in a transaction for each part of the layout, if they are many; return how many, and the rest."""
+        if self._pool.layout.parts == 1 or len(dids) < MIN_DIVIDED * self._pool.layout.parts:
             return 0, dids
 
         async def add(part: Sequence[str]) -> int | None:

@@ -68,7 +68,7 @@ class Database(Connections):
         async with self.refusals_checked():
             with refused_writes():
                 async with self.transaction() as connection:
-                    written = await write(connection, batch, shards=self.shards)
+                    written = await write(connection, batch, layout=self.layout)
                     crash_point("batch.written")
         return written
 

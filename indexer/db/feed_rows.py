@@ -26,8 +26,8 @@ from indexer.db.feed_delivery import (
     StoredRecord,
 )
 from indexer.db.feed_page import LogTrimmedError, load_changes, load_latest_seq
+from indexer.db.layout import estimate_rows
 from indexer.db.shard_lock import FEED, ShardLock, open_lock
-from indexer.db.table_parts import estimate_rows
 from indexer.sync.shard import bucket_of
 
 FEED_CONSUMER = "tap-feed"
@@ -337,7 +337,7 @@ class Feed(Area):
         """Open the session of the feed, on a connection of its own. It does not own the feed yet."""
         async with (
             self._pool.own_connection(SERVER_SETTINGS | {"application_name": "indexer feed"}) as connection,
-            open_lock(connection, FEED, self._pool.placement) as lock,
+            open_lock(connection, FEED, self._pool.layout) as lock,
         ):
             yield FeedSession(connection, lock)
 

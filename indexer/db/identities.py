@@ -16,7 +16,7 @@ MAX_LOCK_WAIT = 10
 each postponement of a refresh."""
 
 MAX_INSERTED = 20
-"""The largest number of identities that are inserted one by one on a distributed database."""
+"""The largest number of identities that are inserted one by one if the layout has several parts."""
 
 
 def _is_postponed(now: str) -> str:
@@ -138,7 +138,7 @@ CLAIM_HANDLES = f"""
 """Takes buckets, count, the present time, the end of the lease, and the buckets again.
 
 The handles that became due last come first, so that new handles do not wait for a backlog. Rows are locked in the order
-of DIDs, as in all statements (on a distributed database, within each shard). Of two concurrent claims the second one
+of DIDs, as in all statements (within each part of the layout). Of two concurrent claims the second one
 finds that `handle_due_at` changed. IS NOT DISTINCT, because no index supports it: thousands of rows may share one time.
 """
 
@@ -210,7 +210,7 @@ class Identities(Area):
 
         Logs a change for each account that has another PDS or another handle.
 
-        On a distributed database, a few new identities are inserted one by one, and rows of several shards are not
+        If the layout has several parts, a few new identities are inserted one by one, and rows of several parts are not
         locked in the order of DIDs. If several processes save the same identities at once, this may be a deadlock. Then
         one of the transactions fails, and `IdentityCache` saves its identities one by one.
         """
@@ -232,7 +232,7 @@ class Identities(Area):
                 )
                 for did, identity in sorted(latest.items())
             ]
-            if self._pool.shards > 1 and len(rows) <= MAX_INSERTED:
+            if self._pool.layout.parts > 1 and len(rows) <= MAX_INSERTED:
                 rows = [row for row in rows if await connection.fetchval(_INSERT_NEW, *row) is None]
             saved = await connection.fetch(_SAVE, *columns_of(rows, _COLUMNS), time()) if rows else []
             changes: list[ChangeLogEntry] = []

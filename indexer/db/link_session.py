@@ -315,7 +315,7 @@ class Links(Area):
         """Open the session of links, on a connection of its own. It does not own the links yet."""
         async with (
             self._pool.own_connection(SERVER_SETTINGS | {"application_name": "indexer links"}) as connection,
-            open_lock(connection, LINKS, self._pool.placement) as lock,
+            open_lock(connection, LINKS, self._pool.layout) as lock,
         ):
             yield LinkSession(connection, lock, await listen_on(connection))
 

@@ -7,7 +7,7 @@ stand, and counts as upgraded to the latest version. A database with an older sc
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from enum import Enum, auto
 from itertools import count
 from pathlib import Path
@@ -27,13 +27,10 @@ from sqlalchemy.pool import NullPool
 from indexer.crash_points import COMMITTED, crash_point
 from indexer.db import schema_version
 from indexer.db.database_errors import DatabaseError, connect, opening, unusable, without_password
-from indexer.db.distributed_tables import adapt, use_sequential_changes
 from indexer.db.migration_locks import LOCK_TIMES, LockTimes, MigrationLocks
-from indexer.db.placement import load_placement
 from indexer.db.requirements import missing_roles, missing_to_migrate
 from indexer.reasons import FetchFailure
 from indexer.sync.backoff import backoff_seconds
-from indexer.sync.shard import Placement
 
 MAX_ATTEMPTS = 50
 """Attempts to migrate a database while other databases of the same server are migrated."""
@@ -49,9 +46,17 @@ def _ignore(_applied: int, _total: int) -> None:
     """Report no progress."""
 
 
+SchemaChange = Callable[[asyncpg.Connection], AbstractAsyncContextManager[None]]
+"""Surrounds the changes of the schema in the transaction of a migration."""
+
+
+def on_one_server(_connection: asyncpg.Connection) -> AbstractAsyncContextManager[None]:
+    """Change the schema of a plain database, which needs nothing besides."""
+    return nullcontext()
+
+
 _alembic_lock = threading.Lock()
 _HAS_LEXICONS = "select to_regprocedure('indexer.recreate_lexicon_views()') is not null"
-_HAS_PLACEMENT = "select to_regclass('indexer.distribution') is not null"
 # `indexer distribute` creates on the other nodes what they need. Citus would copy everything there, which needs the
 # rights of a superuser: for a function that reads pg_roles, Citus replaces this view of Postgres on the nodes. If the
 # nodes know the schema, the tables are distributed, or an earlier release has copied functions, which must stay equal.
@@ -95,7 +100,12 @@ _CREATE_LOCK = """
 _LOCK = "lock table indexer.migration_lock in exclusive mode"
 
 
-async def migrate(dsn: str, on_version: OnVersion = _ignore, times: LockTimes = LOCK_TIMES) -> None:
+async def migrate(
+    dsn: str,
+    on_version: OnVersion = _ignore,
+    times: LockTimes = LOCK_TIMES,
+    changing: SchemaChange = on_one_server,
+) -> None:
     """Create or upgrade the schema in one transaction. Waits for another process that does the same.
 
     The transaction is repeated if a concurrent migration of another database of the server fails it, because roles
@@ -105,6 +115,7 @@ async def migrate(dsn: str, on_version: OnVersion = _ignore, times: LockTimes = 
         dsn: The database.
         on_version: Called when the migration begins, and after each version that is applied.
         times: How long it waits for locks.
+        changing: Surrounds the changes of the schema, and does what the layout of the database needs besides.
 
     Raises:
         SchemaVersionError: This release can neither use nor upgrade the schema.
@@ -117,7 +128,7 @@ async def migrate(dsn: str, on_version: OnVersion = _ignore, times: LockTimes = 
     while conflicts < MAX_ATTEMPTS:
         with opening(dsn):
             async with _only_migration_of_this_process():
-                obstacle = await _upgrade(dsn, on_version, locks)
+                obstacle = await _upgrade(dsn, on_version, locks, changing)
             if obstacle is None:
                 return
             if obstacle is _Obstacle.LOCK:
@@ -148,7 +159,7 @@ async def _only_migration_of_this_process() -> AsyncIterator[None]:
         _alembic_lock.release()
 
 
-async def _upgrade(dsn: str, on_version: OnVersion, locks: MigrationLocks) -> _Obstacle | None:
+async def _upgrade(dsn: str, on_version: OnVersion, locks: MigrationLocks, changing: SchemaChange) -> _Obstacle | None:
     """Upgrade the schema; return why the transaction has to be repeated, or None."""
     try:
         async with _transaction(dsn) as (connection, driver):
@@ -160,7 +171,7 @@ async def _upgrade(dsn: str, on_version: OnVersion, locks: MigrationLocks) -> _O
             if not await schema_version.is_old(driver):  # another process has migrated it
                 return None
             database = await schema_version.database_version(driver)
-            async with _on_all_nodes(driver), locks.limited(driver, database):
+            async with changing(driver), locks.limited(driver, database):
                 await connection.run_sync(_apply_versions, database, on_version)
                 if await driver.fetchval(_HAS_LEXICONS):
                     await driver.execute(_RECREATE_VIEWS)
@@ -200,18 +211,6 @@ def _apply_versions(connection: Connection, database: str | None, on_version: On
     command.upgrade(config, target)
     config.attributes["on_version_apply"] = []
     command.stamp(config, "head")  # the files have the effects of all later versions
-
-
-@asynccontextmanager
-async def _on_all_nodes(driver: asyncpg.Connection) -> AsyncIterator[None]:
-    """Let the block change the schema, also if the database is distributed over several nodes."""
-    has_placement = await driver.fetchval(_HAS_PLACEMENT)
-    if not has_placement or await load_placement(driver) is Placement.PLAIN:
-        yield
-        return
-    await use_sequential_changes(driver)
-    yield
-    await adapt(driver)
 
 
 def _in_use(error: exceptions.DependentObjectsStillExistError) -> str:

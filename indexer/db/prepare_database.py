@@ -1,9 +1,12 @@
 """Prepare the database at the start of the daemon: wait until it answers, then migrate or check it."""
 
 import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from itertools import count
 from time import monotonic
 
+import asyncpg
 import structlog
 
 from indexer.db.database_errors import DatabaseError, without_password
@@ -15,22 +18,25 @@ FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.4, 12.0
 FIRST_LINE_SECONDS, LINE_SECONDS = 2.0, 10.0
 """Time until the first line about a migration that lasts, and the interval of the following ones."""
 
+SchemaChange = Callable[[asyncpg.Connection], AbstractAsyncContextManager[None]]
+
 log = structlog.get_logger(__name__)
 
 
-async def prepare_database(dsn: str, stop: asyncio.Event, *, migrate_first: bool) -> bool:
+async def prepare_database(dsn: str, stop: asyncio.Event, *, migrate_first: bool, changing: SchemaChange) -> bool:
     """Wait until the database answers, and migrate it or check its version; return False if `stop` ended this.
 
     Args:
         dsn: The database.
         stop: Set it to end the wait. A migration that has begun is rolled back.
         migrate_first: Upgrade the schema. Otherwise this release must be able to use it as it is.
+        changing: See `indexer.db.migrate.migrate`.
 
     Raises:
         SchemaVersionError: The schema is too old and `migrate_first` is False, or it is too new for this release.
         SettingsError: The operator has to correct the URL, the password, a privilege, or the contents of the database.
     """
-    prepared = asyncio.create_task(_prepare(dsn, migrate_first=migrate_first), name="prepare database")
+    prepared = asyncio.create_task(_prepare(dsn, changing if migrate_first else None), name="prepare database")
     stopped = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([prepared, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -43,14 +49,14 @@ async def prepare_database(dsn: str, stop: asyncio.Event, *, migrate_first: bool
         await asyncio.gather(prepared, stopped, return_exceptions=True)
 
 
-async def _prepare(dsn: str, *, migrate_first: bool) -> None:
+async def _prepare(dsn: str, changing: SchemaChange | None) -> None:
     address = without_password(dsn)
     for attempt in count(1):
         try:
-            if not migrate_first:
+            if changing is None:
                 await require_current_schema(dsn)
             elif await needs_upgrade(dsn):
-                await _migrate(dsn)
+                await _migrate(dsn, changing)
             await require_privileges(dsn)
         except DatabaseError as error:
             if attempt == 1:
@@ -67,7 +73,7 @@ def start_pause(attempt: int, dsn: str) -> float:
     return backoff_seconds(attempt, without_password(dsn), first=FIRST_PAUSE_SECONDS, maximum=MAX_PAUSE_SECONDS)
 
 
-async def _migrate(dsn: str) -> None:
+async def _migrate(dsn: str, changing: SchemaChange) -> None:
     """Upgrade the schema. Log how far it is while it lasts, and its end."""
     from indexer.db.migrate import migrate  # noqa: PLC0415 - loads SQLAlchemy and Alembic
 
@@ -87,7 +93,7 @@ async def _migrate(dsn: str) -> None:
 
     progress = asyncio.create_task(log_progress(), name="log the progress of the migration")
     try:
-        await migrate(dsn, on_version=on_version)
+        await migrate(dsn, on_version=on_version, changing=changing)
     finally:
         progress.cancel()
         await asyncio.gather(progress, return_exceptions=True)

@@ -20,11 +20,11 @@ from indexer.db.database_errors import DatabaseError
 from indexer.db.feed_rows import count_refused
 from indexer.db.gaps import load_open as load_open_gaps
 from indexer.db.hosts import load_paused
+from indexer.db.layout import TablePart, estimate_rows, load_parts
 from indexer.db.link_progress import LinkProgress, load_progress
 from indexer.db.process_reports import ProcessReport
 from indexer.db.shard_lock import ShardLocks, ShardSession
 from indexer.db.status_queries import DeliveryState
-from indexer.db.table_parts import TablePart, estimate_rows, load_parts
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import HostState
 from indexer.sync.repo import SyncStatus

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from indexer.db import scope_row
 from indexer.db.columns import Connection, buckets_of, repo_columns, repo_of
 from indexer.db.connections import Area
-from indexer.db.table_parts import estimate_rows
+from indexer.db.layout import estimate_rows
 from indexer.db.write import write
 from indexer.sync.changes import Batch, RepoWrite
 from indexer.sync.repo import CHOSEN, OUT_OF_SCOPE, Repo, SyncStatus, named

@@ -16,7 +16,6 @@ from indexer.db.change_log import log_changes
 from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
 from indexer.db.connections import Area
 from indexer.db.database_errors import database_errors, refused_writes
-from indexer.db.placement import shard_of
 from indexer.db.resync_transaction import NewReposTransaction, ResyncTransaction
 from indexer.db.write import write
 from indexer.reasons import Desync, FetchFailure
@@ -56,7 +55,7 @@ DUE = f"""
     order by q.priority, q.bucket_order, due.at limit $1
 """
 
-# The buckets of one shard, because a distributed database locks rows of only one shard at a time. SKIP LOCKED, because
+# The buckets of one part of the layout, because Citus locks rows of only one shard at a time. SKIP LOCKED, because
 # a row may stay locked for long. IS NOT DISTINCT keeps the planner from scanning the index of due repos for each DID.
 CLAIM = f"""
     with locked as materialized (
@@ -160,7 +159,7 @@ HIDDEN = f"""
     order by r.bucket limit $3
 """
 
-# One bucket per statement, because a distributed database locks rows of only one shard at a time. SKIP LOCKED, because
+# One bucket per statement, because Citus locks rows of only one shard at a time. SKIP LOCKED, because
 # a row may stay locked for long.
 _FORGET = f"""
     with locked as materialized (
@@ -192,23 +191,22 @@ class Resyncs(Area):
     async def claim(self, count: int, buckets: Sequence[int], lease_seconds: float, now: float) -> list[Repo]:
         """Claim at most `count` repos of the buckets that are due at `now`, with leases of `lease_seconds`.
 
-        On a distributed database, the repos of a random shard are claimed, if there are enough, because each further
-        shard costs as much. So the order of the queue holds within a shard.
+        If the layout has several parts, the repos of a random part are claimed, if there are enough, because each
+        further part costs as much. So the order of the queue holds within a part.
         """
-        until, shards = now + lease_seconds, self._pool.shards
+        until, layout = now + lease_seconds, self._pool.layout
         async with self._pool.transaction() as connection:
             first = choice(buckets)  # noqa: S311 - spreads the load
-            shard = shard_of(first, shards)
-            one_shard = buckets if shards == 1 else [bucket for bucket in buckets if shard_of(bucket, shards) == shard]
-            due = await connection.fetch(DUE, count, list(one_shard), now, first)
-            if len(due) < count and len(one_shard) < len(buckets):
+            part = layout.part_of(first)
+            of_part = [bucket for bucket in buckets if layout.part_of(bucket) == part]
+            due = await connection.fetch(DUE, count, list(of_part), now, first)
+            if len(due) < count and len(of_part) < len(buckets):
                 due = await connection.fetch(DUE, count, list(buckets), now, first)
             claimed: list[Repo] = []
-            for shard in range(shards):
-                if dids := [did for did, bucket in due if shard_of(bucket, shards) == shard]:
-                    rows = await connection.fetch(CLAIM, buckets_of(dids), dids, now, until, time())
-                    claimed += [repo_of(row) for row in rows]
-                    crash_point("claim.written")
+            for dids in layout.divide([did for did, _ in due], str, 0):
+                rows = await connection.fetch(CLAIM, buckets_of(dids), dids, now, until, time())
+                claimed += [repo_of(row) for row in rows]
+                crash_point("claim.written")
             return claimed
 
     async def renew(self, did: str, lease: int, seconds: float) -> bool:

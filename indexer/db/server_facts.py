@@ -7,9 +7,9 @@ from time import time
 
 from indexer.db.database_errors import connect, opening, without_password
 from indexer.db.gaps import load_cursors
-from indexer.db.placement import load_placement
+from indexer.db.layout import load_layout
 from indexer.db.schema_version import SchemaState, schema_state
-from indexer.sync.shard import Placement
+from indexer.sync.shard import PLAIN, Layout
 from indexer.sync.stream import merged
 
 SETTINGS = (
@@ -45,7 +45,7 @@ class ServerFacts:
         schema: The version of the schema, and a privilege that the role lacks.
         cursors: The position in the stream of each relay up to which all buckets were processed; empty if the schema is
             not current.
-        placement: The placement of the database; `PLAIN` if the schema is not current.
+        layout: The layout of the database; `PLAIN` if the schema is not current.
     """
 
     address: str
@@ -54,7 +54,7 @@ class ServerFacts:
     clock_ahead: float
     schema: SchemaState
     cursors: Mapping[str, int]
-    placement: Placement
+    layout: Layout
 
 
 async def load_server_facts(dsn: str) -> ServerFacts:
@@ -73,7 +73,7 @@ async def load_server_facts(dsn: str) -> ServerFacts:
             answered_at = time()
             readable = schema.is_current and schema.missing is None
             cursors = await load_cursors(connection) if readable else []
-            placement = await load_placement(connection) if readable else Placement.PLAIN
+            layout = await load_layout(connection) if readable else PLAIN
         finally:
             await connection.close()
     return ServerFacts(
@@ -86,5 +86,5 @@ async def load_server_facts(dsn: str) -> ServerFacts:
             relay: merged([cursor for cursor in cursors if cursor.relay == relay])[0].seq
             for relay in {cursor.relay for cursor in cursors}
         },
-        placement,
+        layout,
     )

@@ -1,6 +1,6 @@
 """Ownership of buckets by database sessions, so that each bucket has one live process at a time. So has the feed.
 
-A process owns a range of positions of the placement (`indexer.sync.shard`). On a plain database, these are the numbers
+A process owns a range of positions of the layout (`indexer.sync.shard`). On a plain database, these are the numbers
 of its buckets. A row of the private table `shard_owner` names the session of each owner. It is valid as long as the
 session exists, so ownership ends with the session, however that ends. Neither locks nor an open transaction last for
 that time. Advisory locks would not do, because any role could take them.
@@ -19,9 +19,9 @@ import asyncpg
 from indexer.db.blocking_sessions import END_WHEN_STOPPED
 from indexer.db.columns import Connection
 from indexer.db.connections import Area
-from indexer.db.placement import load_placement
-from indexer.errors import PlacementChangedError
-from indexer.sync.shard import BUCKETS, Placement
+from indexer.db.layout import load_layout
+from indexer.errors import LayoutChangedError
+from indexer.sync.shard import BUCKETS, Layout
 
 SESSION_NAME = "indexer buckets "
 """The application name of a session of a lock, before its positions."""
@@ -88,25 +88,25 @@ class ShardLock:
         lost: Set when the session has ended, and the ownership with it.
     """
 
-    def __init__(self, connection: asyncpg.Connection, positions: range, placement: Placement) -> None:
+    def __init__(self, connection: asyncpg.Connection, positions: range, layout: Layout) -> None:
         self.lost = asyncio.Event()
         self._connection = connection
         self._positions = positions
-        self._placement = placement
+        self._layout = layout
 
     async def claim(self) -> bool:
         """Own the positions until the session ends; return False if another session owns one of them.
 
         Raises:
-            PlacementChangedError: The database has another placement now.
+            LayoutChangedError: The database has another layout now.
         """
         async with self._connection.transaction():
             await self._connection.execute(_ONE_AT_A_TIME)
             await self._connection.execute(_FORGET_ENDED)
             claimed = await self._connection.fetchval(_CLAIM, self._positions[0], self._positions[-1]) is True
-            # The placement changes only while one session owns all positions, so it is read after the claim.
-            if claimed and await load_placement(self._connection) is not self._placement:
-                raise PlacementChangedError
+            # The layout changes only while one session owns all positions, so it is read after the claim.
+            if claimed and await load_layout(self._connection) != self._layout:
+                raise LayoutChangedError
             return claimed
 
 
@@ -124,15 +124,15 @@ class ShardLocks(Area):
         """Open the lock of these positions, on a connection of its own; release it at the end of the block."""
         async with (
             self._pool.own_connection({"application_name": session_name(positions)}) as connection,
-            open_lock(connection, positions, self._pool.placement) as lock,
+            open_lock(connection, positions, self._pool.layout) as lock,
         ):
             yield lock
 
 
 @asynccontextmanager
-async def open_lock(connection: asyncpg.Connection, positions: range, placement: Placement) -> AsyncIterator[ShardLock]:
+async def open_lock(connection: asyncpg.Connection, positions: range, layout: Layout) -> AsyncIterator[ShardLock]:
     """Yield the lock of these positions, which is not claimed yet. It is released at the end of the block."""
-    lock = ShardLock(connection, positions, placement)
+    lock = ShardLock(connection, positions, layout)
 
     def on_termination(_connection: Connection) -> None:
         lock.lost.set()

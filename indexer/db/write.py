@@ -39,7 +39,6 @@ from indexer.db.columns import (
     storable,
     unnest,
 )
-from indexer.db.placement import shard_of
 from indexer.sync.changes import (
     Action,
     Batch,
@@ -52,7 +51,7 @@ from indexer.sync.changes import (
 )
 from indexer.sync.export import ColumnLayout, RecordChunk
 from indexer.sync.repo import Repo, SyncStatus
-from indexer.sync.shard import bucket_of
+from indexer.sync.shard import PLAIN, Layout, bucket_of
 from indexer.sync.stream import Cursor
 
 STATEMENT_BYTES = 8 << 20
@@ -63,7 +62,10 @@ MIN_COPIED = 50
 """The least number of new records that are written by COPY. Below, its savepoint costs more than an upsert."""
 
 MIN_SPLIT = 10
-"""The least mean number of rows for a shard with which each shard gets a statement of its own."""
+"""The least mean number of rows for a part of the layout with which each part gets a statement of its own.
+
+Citus sends all arrays to each of the shards that a statement is for. For many rows that costs more than a statement for
+each shard."""
 
 _VALUES = repo_values("w")
 
@@ -201,7 +203,7 @@ class _WrittenRecords(NamedTuple):
     as_planned: bool
 
 
-async def write(connection: Connection, batch: Batch, *, shards: int = 1) -> WrittenBatch:
+async def write(connection: Connection, batch: Batch, *, layout: Layout = PLAIN) -> WrittenBatch:
     """Write the batch within the open transaction.
 
     A write is skipped, together with the dead letters of its DID, if the row of the repo is no longer at the version
@@ -210,12 +212,12 @@ async def write(connection: Connection, batch: Batch, *, shards: int = 1) -> Wri
     Args:
         connection: The connection.
         batch: The batch.
-        shards: The number of shards of each table, if it is a distributed database.
+        layout: The layout of the database.
 
     Raises:
         DeadLetterGoneError: The dead letter that the batch resolves does not exist.
     """
-    done = await _write_repos(connection, batch.writes, shards)
+    done = await _write_repos(connection, batch.writes, layout)
     writes = [write for write in batch.writes if write.repo.did in done]
     skipped = frozenset([write.repo.did for write in batch.writes]) - done
     changes = [(write.repo.did, change) for write in writes for change in write.changes]
@@ -275,33 +277,22 @@ def _as_it_happened(write: RepoWrite, stored: set[RecordKey]) -> RepoWrite:
     return write if changes == write.changes else write._replace(changes=changes)  # a copy costs 3 µs
 
 
-async def _write_repos(connection: Connection, writes: Sequence[RepoWrite], shards: int) -> set[str]:
+async def _write_repos(connection: Connection, writes: Sequence[RepoWrite], layout: Layout) -> set[str]:
     """Write the rows that are at the expected version; return their DIDs."""
     ordered = sorted(writes, key=lambda write: write.repo.did)
     written: list[Row] = []
     if new := [write.repo for write in ordered if not write.before.known]:
         written += await connection.fetch(_INSERT_REPOS, *repo_arrays(new))
     known = [write for write in ordered if write.before.known]
-    for advanced in _by_shard([write for write in known if write.advances], shards):
+    for advanced in layout.divide([write for write in known if write.advances], _did, MIN_SPLIT):
         written += await connection.fetch(ADVANCE_REPOS, *_update_arguments(advanced, head_arrays))
     if others := [write for write in known if not write.advances]:
         written += await connection.fetch(UPDATE_REPOS, *_update_arguments(others, repo_arrays))
     return {did for (did,) in written}
 
 
-def _by_shard(writes: Sequence[RepoWrite], shards: int) -> Iterator[Sequence[RepoWrite]]:
-    """Yield the writes together, or those of each shard if they are many.
-
-    Citus sends all arrays to each of the shards that a statement is for. For many rows that costs more than a statement
-    for each shard.
-    """
-    if shards == 1 or len(writes) < MIN_SPLIT * shards:
-        yield from [writes] if writes else []
-        return
-    parts: list[list[RepoWrite]] = [[] for _ in range(shards)]
-    for write in writes:
-        parts[shard_of(bucket_of(write.repo.did), shards)].append(write)
-    yield from filter(None, parts)
+def _did(write: RepoWrite) -> str:
+    return write.repo.did
 
 
 def _update_arguments(

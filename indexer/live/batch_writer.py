@@ -35,9 +35,7 @@ from indexer.telemetry.conditions import MESSAGES_REFUSED, Conditions
 from indexer.telemetry.metrics import Metrics
 
 BATCH_SIZE = 500
-"""The maximum number of messages in a batch on one Postgres."""
-CLUSTER_BATCH_SIZE = 1_000
-"""The same on a distributed database, where statements and commits wait for several nodes."""
+"""The maximum number of messages in a batch."""
 
 BATCH_WINDOW = 0.02
 """Seconds from the beginning of one batch to that of the next, unless it is full."""

@@ -6,8 +6,8 @@ were buffered meanwhile, and the new row of the repo. Consumers see the old stat
 
 The records of a repo of which nothing is stored are not compared. If it is small as well, it shares a transaction with
 others. There is no fixed wait: while one transaction runs, repos that become ready wait until it ends, and the next one
-writes all of them. So the transactions become larger with the load. On a distributed database, only repos of the same
-shard share a transaction, so that it writes one node besides the change log.
+writes all of them. So the transactions become larger with the load. Only repos of the same part of the layout share a
+transaction.
 """
 
 import asyncio
@@ -33,7 +33,6 @@ from indexer.db import (
     RecordsExistError,
     ResyncTransaction,
 )
-from indexer.db.placement import shard_of
 from indexer.errors import BrokenInvariantError, RefusedWriteError, UnavailableError
 from indexer.net.pds import LARGE_BYTES
 from indexer.reasons import FetchFailure
@@ -51,8 +50,6 @@ from indexer.telemetry.metrics import Metrics
 
 TURNS = 8
 """Exports that are written at a time, or that wait for a shared transaction with their converted records in memory."""
-CLUSTER_TURNS = 32
-"""The same on a distributed database, where more repos share the transactions of more shards."""
 LARGE_TURNS = 2
 """Large exports that are written at a time besides: each may take minutes."""
 SHARED_BYTES = 1 << 20
@@ -62,8 +59,8 @@ SHARED_RECORDS = 5_000
 SHARED_RECORD_BYTES = 4 << 20
 """Bytes of records of a shared transaction, unless its first repo has more."""
 MAX_SIDE_BY_SIDE = 2
-"""Shared transactions that run side by side on a distributed database. More of them would have fewer repos each, and
-each transaction costs some milliseconds of CPU besides those of its records."""
+"""Shared transactions that run side by side, each for one part of the layout. More of them would have fewer repos each,
+and each transaction costs some milliseconds of CPU besides those of its records."""
 LOCKED_BYTES = 256 << 10
 """Frames of buffered events, in bytes, that are planned and written while the row of the repo is locked. One batch of
 the live path may add more just before the lock."""
@@ -137,7 +134,7 @@ class _Differences:
 class Applies:
     """Verifies exports in threads, and writes them."""
 
-    def __init__(self, db: Database, metrics: Metrics, conditions: Conditions) -> None:
+    def __init__(self, db: Database, metrics: Metrics, conditions: Conditions, turns: int = TURNS) -> None:
         self._db = db
         self._metrics = metrics
         self._conditions = conditions
@@ -146,10 +143,10 @@ class Applies:
         # not wait for them.
         self._thread = ThreadPoolExecutor(1, "resync")
         self._large_thread = ThreadPoolExecutor(1, "resync of a large repo")
-        self._turns = asyncio.Semaphore(TURNS if db.shards == 1 else CLUSTER_TURNS)
+        self._turns = asyncio.Semaphore(turns)
         self._large_turns = asyncio.Semaphore(LARGE_TURNS)
         running = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
-        self._shared = [SharedCalls(self._write_group, _may_share, running) for _ in range(db.shards)]
+        self._shared = [SharedCalls(self._write_group, _may_share, running) for _ in range(db.layout.parts)]
 
     async def verify(self, did: str, reader: ExportReader, key: PublicKey, limits: Limits) -> VerifiedExport:
         """Verify an export; raise as `ExportReader.verify` does."""
@@ -183,7 +180,7 @@ class Applies:
 
     async def write_shared(self, repo: NewRepo) -> Batch | None:
         """Write the repo together with others; return its batch, or None if it needs a transaction of its own."""
-        calls = self._shared[shard_of(bucket_of(repo.claimed.did), len(self._shared))]
+        calls = self._shared[self._db.layout.part_of(bucket_of(repo.claimed.did))]
         return (await calls.add([repo])).get(repo)
 
     async def _write_group(self, group: Sequence[NewRepo]) -> dict[NewRepo, Batch]:

@@ -29,8 +29,6 @@ from indexer.telemetry.conditions import NEW_ACCOUNTS_LIMITED, RESYNCS_FAILING, 
 from indexer.telemetry.metrics import Metrics
 
 MAX_CLAIM = 256
-CLUSTER_GATHERING_TIME = 0.1
-"""The `gathering_time` on a distributed database, in seconds."""
 OTHER_TIME = 2_400.0
 """Seconds of an attempt besides the downloads: to verify and write a large repo."""
 _REPORTED_BY_HOST = frozenset({FetchFailure.HOST_PAUSED, FetchFailure.THROTTLED})

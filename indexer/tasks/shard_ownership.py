@@ -47,7 +47,7 @@ class ShardOwnership:
         """Acquire and hold the locks forever. Only an exception that is a bug ends it.
 
         Raises:
-            PlacementChangedError: The database was distributed while this process did not hold the locks.
+            LayoutChangedError: The database was distributed while this process did not hold the locks.
         """
         while True:
             with DatabaseAttempt(self.stage) as attempt:

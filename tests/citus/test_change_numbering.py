@@ -13,10 +13,10 @@ import asyncpg
 import pytest
 
 from indexer.cluster.change_numbering import ChangeNumbering
+from indexer.cluster.numbering import numbering_session
 from indexer.db import Database
 from indexer.db.change_log import log_changes
 from indexer.db.change_log_segments import TrimPlan, trim
-from indexer.db.numbering import numbering_session
 from indexer.sync.shard import bucket_of
 from indexer.telemetry.conditions import CLUSTER_NODE_UNAVAILABLE, TRANSACTIONS_IN_DOUBT, Conditions
 from indexer.telemetry.metrics import Metrics

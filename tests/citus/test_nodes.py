@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from indexer.cluster.distribute import distribute
-from indexer.db.distributed_tables import DISTRIBUTED
+from indexer.cluster.tables import DISTRIBUTED
 from indexer.db.migrate import migrate
 from indexer.demo.local_network import LocalNetwork
 from indexer.demo.scenario import Scenario

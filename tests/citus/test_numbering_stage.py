@@ -7,8 +7,8 @@ import asyncpg
 import pytest
 
 from indexer.cluster.change_numbering import IN_DOUBT_SECONDS, ChangeNumbering
+from indexer.cluster.numbering import numbering_session
 from indexer.db import Database
-from indexer.db.numbering import numbering_session
 from indexer.demo.local_network import LocalNetwork
 from indexer.telemetry.conditions import TRANSACTIONS_IN_DOUBT, Conditions
 from indexer.telemetry.metrics import Metrics

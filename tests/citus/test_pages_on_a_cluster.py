@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from indexer.db import Database, DatabaseError, crawls, repos
+from indexer.db.connections import MIN_DIVIDED
 from indexer.db.crawls import CrawlProgress, ListDifferences
-from indexer.db.placement import divide_by_shard, shard_of
 from indexer.reasons import FetchFailure
 from indexer.sync.scope import Scope, Track
-from indexer.sync.shard import bucket_of
+from indexer.sync.shard import PLAIN, Layout, bucket_of
 from tests.db.repo_rows import did, head, insert, synchronized
 
 pytestmark = pytest.mark.proof("cluster")
@@ -35,8 +35,8 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return parts
 
 
-def shards_of(dids: Sequence[str], shards: int) -> set[int]:
-    return {shard_of(bucket_of(account), shards) for account in dids}
+def parts_of(dids: Sequence[str], layout: Layout) -> set[int]:
+    return {layout.part_of(bucket_of(account)) for account in dids}
 
 
 async def test_a_page_is_compared_with_a_statement_for_each_shard(
@@ -44,10 +44,10 @@ async def test_a_page_is_compared_with_a_statement_for_each_shard(
 ) -> None:
     await insert(db, *[synchronized(number, head=head(OLD)) for number in range(100)])
     revs = dict.fromkeys(DIDS, NEWER)
-    divided = divide_by_shard(DIDS, db.shards)
-    assert all(len(shards_of(part, db.shards)) == 1 for part in divided)
+    divided = db.layout.divide(DIDS, str, MIN_DIVIDED)
+    assert all(len(parts_of(part, db.layout)) == 1 for part in divided)
     found = await db.crawls.find_differences(revs)
-    monkeypatch.setattr(db, "shards", 1)
+    monkeypatch.setattr(db, "layout", PLAIN)
     whole = await db.crawls.find_differences(revs)
     assert ListDifferences(*map(sorted, found)) == ListDifferences(*map(sorted, whole))
     assert sorted(found.behind) == sorted(DIDS[:100])
@@ -59,8 +59,8 @@ async def test_repos_of_a_page_are_added_in_a_transaction_for_each_shard(db: Dat
     assert await db.crawls.progress("sweep", PROGRESS.source) == stored
     assert len(await db.repos.load(DIDS)) == len(DIDS)
     *added, last = parts
-    assert len(added) == db.shards > 1
-    assert all(len(shards_of(part, db.shards)) == 1 for part in added)
+    assert len(added) == db.layout.parts > 1
+    assert all(len(parts_of(part, db.layout)) == 1 for part in added)
     assert last == [], "the progress is stored after all repos"
 
 
@@ -96,7 +96,7 @@ async def test_progress_of_a_page_is_stored_only_if_all_its_repos_are(
 
     async def fail_in_the_first_shard(connection: Any, dids: Sequence[str], *args: Any, **kwargs: Any) -> int | None:
         added = await add_listed(connection, dids, *args, **kwargs)
-        if shards_of(dids, db.shards) == {0}:
+        if parts_of(dids, db.layout) == {0}:
             raise DatabaseError(FetchFailure.UNREACHABLE, "the node is gone")
         return added
 
@@ -105,7 +105,7 @@ async def test_progress_of_a_page_is_stored_only_if_all_its_repos_are(
         with pytest.raises(DatabaseError, match="the node is gone"):
             await db.crawls.add_listed(DIDS, PROGRESS)
     assert await db.crawls.progress("sweep", PROGRESS.source) is None
-    missing = [account for account in DIDS if shards_of([account], db.shards) == {0}]
+    missing = [account for account in DIDS if parts_of([account], db.layout) == {0}]
     assert (await db.repos.load(DIDS)).keys() == set(DIDS) - set(missing)
     stored = await db.crawls.add_listed(DIDS, PROGRESS)
     assert stored.found == len(missing)

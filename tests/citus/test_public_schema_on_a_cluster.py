@@ -11,8 +11,8 @@ import pytest
 
 from docs.generate import VIEWS
 from indexer.atproto.syntax import CollectionFilter
+from indexer.cluster.numbering import numbering_session
 from indexer.db import Database
-from indexer.db.numbering import numbering_session
 from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import bucket_of
 from tests.citus_server import SHARDS

@@ -4,7 +4,7 @@ import asyncpg
 import pytest
 
 from indexer.db import Database, feed_rows, report_queries, status_queries
-from indexer.db.table_parts import load_parts
+from indexer.db.layout import load_parts
 from indexer.sync.repo import SyncStatus
 from indexer.sync.shard import BUCKETS, bucket_of
 from tests.citus.test_public_schema_on_a_cluster import plan_of, tasks_of

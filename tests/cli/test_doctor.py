@@ -37,7 +37,7 @@ from indexer.demo.local_network import LocalNetwork
 from indexer.errors import SettingsError
 from indexer.sync.changes import Batch
 from indexer.sync.events import InfoEvent, StreamError
-from indexer.sync.shard import Placement
+from indexer.sync.shard import PLAIN, Layout
 from indexer.sync.stream import Cursor
 from tests.cli.command_line import Session
 from tests.daemon_harness import settings_for
@@ -83,12 +83,10 @@ async def silent_server() -> AsyncIterator[str]:
             connection.close()
 
 
-def facts(
-    settings: Mapping[str, str] | None = None, placement: Placement = Placement.PLAIN, **sizes: Any
-) -> ServerFacts:
+def facts(settings: Mapping[str, str] | None = None, layout: Layout = PLAIN, **sizes: Any) -> ServerFacts:
     all_sizes = {"shared_buffers": 2**30, "max_wal_size": 4 * 2**30} | sizes
     schema = SchemaState("0019", "0019", None)
-    return ServerFacts("postgresql:///any", GOOD | dict(settings or {}), all_sizes, 0.0, schema, {}, placement)
+    return ServerFacts("postgresql:///any", GOOD | dict(settings or {}), all_sizes, 0.0, schema, {}, layout)
 
 
 @pytest.mark.slow
@@ -252,18 +250,18 @@ def test_setting_of_postgres_that_matters_is_reported(
 
 
 @pytest.mark.parametrize(
-    ("roles", "placement", "connections"),
+    ("roles", "layout", "connections"),
     [
-        ("live,resync", Placement.PLAIN, 15),
-        ("resync", Placement.PLAIN, 14),
-        ("live,resync,feed", Placement.DISTRIBUTED, 18),
+        ("live,resync", PLAIN, 15),
+        ("resync", PLAIN, 14),
+        ("live,resync,feed", Layout(parts=8, commit_numbers=False), 18),
     ],
 )
-def test_needed_connections_depend_on_roles_and_placement(roles: str, placement: Placement, connections: int) -> None:
+def test_needed_connections_depend_on_roles_and_layout(roles: str, layout: Layout, connections: int) -> None:
     levels = []
     for allowed in (connections, connections - 1):
         limits = {"max_connections": str(allowed + 3), "superuser_reserved_connections": "3"}
-        found = database_setting_findings(facts(limits, placement), Settings(roles=roles))
+        found = database_setting_findings(facts(limits, layout), Settings(roles=roles))
         levels += [finding.level for finding in found if finding.check == "max_connections"]
     assert levels == [Level.OK, Level.FAIL]
 

@@ -6,10 +6,9 @@ import asyncpg
 import pytest
 
 from indexer.cluster.distribute import distribute
-from indexer.db.placement import load_placement
+from indexer.db.layout import load_layout
 from indexer.demo.local_network import LocalNetwork
 from indexer.demo.scenario import Scenario
-from indexer.sync.shard import Placement
 from tests.daemon_process import daemon_process
 from tests.database_checks import wait_until_equal
 from tests.db.test_migrate import GRANTS, role, with_user
@@ -21,7 +20,7 @@ STEPS = 40
 async def test_daemon_runs_with_the_documented_grants(database: str, sql: asyncpg.Connection, tmp_path: Path) -> None:
     async with LocalNetwork() as network, role(database) as name:
         await sql.execute(GRANTS.format(role=name))
-        if await load_placement(sql) is Placement.DISTRIBUTED:
+        if not (await load_layout(sql)).commit_numbers:
             await distribute(database, None, lambda *_: None)
         scenario = Scenario(network, seed=5)
         async with daemon_process(network, with_user(database, name), tmp_path):

@@ -19,7 +19,7 @@ from indexer.embedded import database as embedded_database
 from indexer.embedded import postgres_stage
 from indexer.resync.queue import MaintenanceSettings
 from indexer.sync.scope import Track
-from indexer.sync.shard import BUCKETS, Placement
+from indexer.sync.shard import BUCKETS
 from tests.daemon.health_checks import HealthChecks, health_checks
 from tests.daemon.running_daemon import LIKE, POST, RunningDaemon, post, running_daemon
 from tests.net.identity.name_server import NameServer
@@ -265,8 +265,8 @@ async def world_of(dsn: str | None, directory: Path) -> AsyncIterator[tuple[Worl
 async def assert_stalls_are_visible(dsn: str | None, directory: Path, stages: Iterable[str]) -> None:
     """Stall these stages of a daemon in turn; assert that its health check names each one until it continues."""
     async with world_of(dsn, directory) as (world, checks):
-        watched, placement = world.daemon.stages.probe.stages, world.daemon.db.placement
-        stalls = STALLS | (STALLS_ON_A_CLUSTER if placement is Placement.DISTRIBUTED else {})
+        watched, layout = world.daemon.stages.probe.stages, world.daemon.db.layout
+        stalls = STALLS | ({} if layout.commit_numbers else STALLS_ON_A_CLUSTER)
         assert watched.keys() == stalls.keys(), "the daemon watches each stage of the table"
         await checks.wait_until_healthy()
         for stage in stages:

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from indexer.cluster.distribute import Distribution, distribute
+from indexer.cluster.tables import DISTRIBUTED
 from indexer.db import Database
-from indexer.db.distributed_tables import DISTRIBUTED
+from indexer.db.layout import load_layout
 from indexer.db.migrate import migrate
 from indexer.errors import SettingsError
-from indexer.sync.shard import Placement
+from indexer.sync.shard import Layout
 from tests.citus_server import CitusServer
 from tests.cli.command_line import environment_without_settings, error_line, run_indexer
 from tests.db.change_log_helpers import connected
@@ -149,7 +150,13 @@ async def test_nothing_is_lost_and_a_second_call_changes_nothing(plain: str) -> 
         ports = [row[-1] for row in ranges]
         assert len(ports) == 8
         assert ports == [ports[0]] * 4 + [ports[-1]] * 4
-    assert buckets == [Placement.DISTRIBUTED.buckets(range(start, start + 32)) for start in range(0, 256, 32)]
+    layout = await layout_of(plain)
+    assert buckets == [layout.buckets(range(start, start + 32)) for start in range(0, 256, 32)]
+
+
+async def layout_of(dsn: str) -> Layout:
+    async with connected(dsn) as sql:
+        return await load_layout(sql)
 
 
 async def test_shards_are_split_by_a_later_call(plain: str) -> None:
@@ -164,12 +171,13 @@ async def test_shards_are_split_by_a_later_call(plain: str) -> None:
     for table in DISTRIBUTED:
         ports = [tuple(row)[-1] for row in places if row["name"] == f"indexer.{table}"]
         assert ports == [ports[0]] * 4 + [ports[-1]] * 4, "the parts of a shard stay on its node"
-    assert buckets == [Placement.DISTRIBUTED.buckets(range(start, start + 32)) for start in range(0, 256, 32)]
+    layout = await layout_of(plain)
+    assert buckets == [layout.buckets(range(start, start + 32)) for start in range(0, 256, 32)]
     again = await distributed(plain, 8)
     assert (again.shards, again.was_complete, again.split_from) == (8, True, None)
     db = await Database.open(plain)
     try:
-        assert (db.shards, db.placement) == (8, Placement.DISTRIBUTED)
+        assert (db.layout.parts, db.layout.commit_numbers) == (8, False)
         repos = [synchronized(number) for number in range(20)]
         await insert(db, *repos, changes=(put("app.test/a"),))
         assert len(await db.repos.load([repo.did for repo in repos])) == 20

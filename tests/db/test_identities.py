@@ -11,6 +11,7 @@ import pytest
 from indexer.db import Database
 from indexer.sync.changes import Batch
 from indexer.sync.identity import INVALID_HANDLE, HandleCheck, HandleClaim, StoredIdentity
+from indexer.sync.shard import PLAIN, Layout
 from tests.db.change_log_helpers import connected
 from tests.db.repo_rows import did, insert, synchronized, waiting_for_locks
 from tests.waiting import until
@@ -57,14 +58,14 @@ async def test_identities_are_read_as_saved_and_the_latest_reading_stays(db: Dat
 
 
 @pytest.mark.slow
-async def test_new_identities_are_saved_in_the_same_way_on_a_distributed_database(
+async def test_new_identities_are_saved_in_the_same_way_if_the_layout_has_several_parts(
     db: Database, sql: asyncpg.Connection
 ) -> None:
     before, after = identity("known", "before.test", 4.0), identity("known", "after.test", 5.0)
     others = [identity("new", "alice.test"), StoredIdentity(did("empty"), None, None, None, 5.5, True, "none", 1, 3.0)]
     saved = []
-    for shards in (1, 4):
-        db.shards = shards
+    for layout in (PLAIN, Layout(parts=4)):
+        db.layout = layout
         await db.identities.save([before])
         await db.identities.save([after, *others])
         rows = await sql.fetch("select i.*, handle_due_at = 'epoch' as due from indexer.identity i order by did")

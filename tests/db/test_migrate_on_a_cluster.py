@@ -9,8 +9,10 @@ from urllib.parse import urlsplit
 import pytest
 from structlog.testing import capture_logs
 
+from indexer.cluster import tables
 from indexer.cluster.distribute import distribute
-from indexer.db import Database, distributed_tables
+from indexer.cluster.tables import on_all_nodes
+from indexer.db import Database
 from indexer.db.migrate import migrate
 from indexer.db.schema_version import migrations_folder, schema_is_current
 from tests.citus_cluster import WORKERS
@@ -108,7 +110,7 @@ def later(full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = folder / "versions" / "9999_later.py"
     file.write_text(LATER.replace("{latest}", latest))
     monkeypatch.setattr("indexer.db.schema_version.migrations_folder", lambda: folder)
-    monkeypatch.setattr(distributed_tables, "DISTRIBUTED", (*distributed_tables.DISTRIBUTED, "later"))
+    monkeypatch.setattr(tables, "DISTRIBUTED", (*tables.DISTRIBUTED, "later"))
     return file
 
 
@@ -117,7 +119,7 @@ async def test_a_later_migration_changes_all_nodes(full: str) -> None:
     async with connected(full) as sql:
         indexes = await sql.fetch(INDEXES)
         assert not await schema_is_current(full)
-        await migrate(full)
+        await migrate(full, changing=on_all_nodes)
         assert await schema_is_current(full)
         assert await sql.fetch(INDEXES) == indexes  # one was created, one dropped
         assert await sql.fetchval("select count(*) from indexer.later") == REPOS
@@ -136,7 +138,7 @@ async def test_a_later_migration_changes_all_nodes(full: str) -> None:
 async def test_a_migration_that_fails_changes_no_node(full: str, later: Path) -> None:
     later.write_text(later.read_text().replace('"drop index', '"select 1 / 0", "drop index'))
     with pytest.raises(Exception, match="division by zero"):
-        await migrate(full)
+        await migrate(full, changing=on_all_nodes)
     async with connected(full) as sql:
         assert await sql.fetchval("select to_regclass('indexer.later')") is None
         assert await sql.fetchval(COLUMNS_ON_SHARDS) == 0
@@ -156,7 +158,7 @@ async def test_a_migration_does_not_hold_its_locks_while_it_waits_for_one_on_a_n
         shard = await sql.fetchval(SHARD_OF_NODE, citus.cluster.ports[WORKERS[0]])
         await node.execute(f"begin; select from {shard} limit 0")
         with capture_logs() as lines:
-            migration = asyncio.create_task(migrate(full))
+            migration = asyncio.create_task(migrate(full, changing=on_all_nodes))
             await until(lambda: migration.done() or bool(lines), lambda: lines)
             assert not migration.done()
             assert await reader.fetchval("select count(*) from indexer.repo") == REPOS

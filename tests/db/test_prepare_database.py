@@ -10,6 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from indexer.db import prepare_database as prepare_module
+from indexer.db.migrate import on_one_server
 from indexer.db.prepare_database import prepare_database
 from indexer.db.schema_version import schema_is_current
 from indexer.errors import SchemaVersionError, SettingsError
@@ -59,7 +60,9 @@ async def test_daemon_waits_until_the_database_answers_and_says_so(empty_databas
         dsn, stop = proxy.dsn.replace("//postgres@", "//postgres:hunter2@"), asyncio.Event()
         for stopped in (True, False):
             with capture_logs() as lines:
-                waiting = asyncio.create_task(prepare_database(dsn, stop, migrate_first=not stopped))
+                waiting = asyncio.create_task(
+                    prepare_database(dsn, stop, migrate_first=not stopped, changing=on_one_server)
+                )
                 await until(lambda: [line["event"] for line in lines] == ["database.waiting"])
                 if stopped:
                     stop.set()
@@ -82,7 +85,7 @@ async def test_stop_ends_a_start_on_a_server_that_hangs(empty_database: str, sta
     """While it connects, checks the version, and migrates."""
     stop, proxy = asyncio.Event(), HangsAtStatement(empty_database, statement)
     async with proxy.serve():
-        waiting = asyncio.create_task(prepare_database(proxy.dsn, stop, migrate_first=True))
+        waiting = asyncio.create_task(prepare_database(proxy.dsn, stop, migrate_first=True, changing=on_one_server))
         await proxy.hangs.wait()
         stop.set()
         async with asyncio.timeout(MAX_STOP_SECONDS):
@@ -94,7 +97,9 @@ async def test_stop_ends_the_wait_for_a_migration_of_another_process(empty_datab
     # A transaction sees one snapshot of pg_stat_activity, so the one that blocks cannot watch.
     async with connected(empty_database) as other, connected(empty_database) as watcher:
         await other.execute("begin; create schema indexer")
-        waiting = asyncio.create_task(prepare_database(empty_database, stop, migrate_first=True))
+        waiting = asyncio.create_task(
+            prepare_database(empty_database, stop, migrate_first=True, changing=on_one_server)
+        )
 
         async def waits_for_the_lock() -> bool:
             return bool(await watcher.fetchval(WAITING))
@@ -120,7 +125,9 @@ async def test_daemon_says_how_far_a_migration_is_while_it_lasts(
         with capture_logs() as lines:
             await other.execute("begin; lock table indexer.migration_lock in exclusive mode")
             await reader.execute("begin; lock table indexer.cursor in access share mode")
-            preparing = asyncio.create_task(prepare_database(database, asyncio.Event(), migrate_first=True))
+            preparing = asyncio.create_task(
+                prepare_database(database, asyncio.Event(), migrate_first=True, changing=on_one_server)
+            )
             await until(lambda: latest() == ("database.migrating", 0, None))
             await other.execute("rollback")
             await until(lambda: latest()[:2] == ("database.migrating", 0) and latest()[2] is not None)
@@ -130,12 +137,12 @@ async def test_daemon_says_how_far_a_migration_is_while_it_lasts(
     assert latest()[0] == "database.migrated"
     assert lines[-1]["versions"] == versions
     with capture_logs() as lines:
-        assert await prepare_database(database, asyncio.Event(), migrate_first=True)
+        assert await prepare_database(database, asyncio.Event(), migrate_first=True, changing=on_one_server)
     assert {line["event"] for line in lines} <= {"database.migrating"}, "nothing was migrated"
 
 
 async def test_errors_that_the_operator_has_to_correct_end_the_start_at_once(empty_database: str) -> None:
-    prepare = partial(prepare_database, stop=asyncio.Event(), migrate_first=False)
+    prepare = partial(prepare_database, stop=asyncio.Event(), migrate_first=False, changing=on_one_server)
     with pytest.raises(SettingsError, match=r'INDEXER_DATABASE_URL: .*: database "none" does not exist$'):
         await prepare(empty_database.replace(urlsplit(empty_database).path, "/none"))
     with pytest.raises(SettingsError, match=r'INDEXER_DATABASE_URL: .*: role "nobody" does not exist$'):

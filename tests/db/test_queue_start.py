@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from indexer.db.numbering import Queue, QueueStart
+from indexer.cluster.numbering import Queue, QueueStart
 
 
 class Log:

@@ -11,7 +11,7 @@ import pytest
 from indexer.atproto.cid import cid_text
 from indexer.atproto.syntax import CollectionFilter
 from indexer.db import Database, DatabaseError, report_queries, status_queries
-from indexer.db.table_parts import estimate_rows, load_parts
+from indexer.db.layout import estimate_rows, load_parts
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.changes import Batch, DeadLetter
 from indexer.sync.identity import HandleCheck, HandleClaim, StoredIdentity

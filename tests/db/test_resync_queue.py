@@ -11,11 +11,10 @@ import pytest
 
 from indexer.atproto.record import Problem
 from indexer.db import Database
-from indexer.db.placement import shard_of
 from indexer.db.resync_queue import DUE
 from indexer.reasons import Desync, FetchFailure
 from indexer.sync.repo import PARKED, Repo, SyncStatus
-from indexer.sync.shard import Placement, Shard, bucket_of
+from indexer.sync.shard import BUCKETS, PLAIN, Layout, Shard, bucket_of
 from tests.db.change_log_helpers import connected
 from tests.db.repo_rows import buffer_event, did, head, in_progress, insert, put, synchronized, waiting_for_locks
 from tests.waiting import until
@@ -65,13 +64,13 @@ async def test_claims_prefer_repos_with_records_then_the_repo_that_was_due_first
 
 @pytest.mark.slow
 async def test_on_a_cluster_a_claim_is_from_one_shard_if_that_has_enough_repos(db: Database) -> None:
-    db.shards = 8
+    db.layout = Layout(parts=8)
     every = [waiting(name_in_bucket(bucket, prefix)) for bucket in ALL for prefix in ("one", "two")]
     await insert(db, *every)
     for _ in range(10):
         claimed = await db.resyncs.claim(5, ALL, 10.0, 100.0)
         assert len(claimed) == 5
-        assert len({shard_of(bucket_of(repo.did), 8) for repo in claimed}) == 1
+        assert len({db.layout.part_of(bucket_of(repo.did)) for repo in claimed}) == 1
     rest = [repo for _ in range(3) for repo in await db.resyncs.claim(len(every), ALL, 10.0, 100.0)]
     assert len({repo.did for repo in rest}) == len(rest) == len(every) - 50
 
@@ -123,10 +122,10 @@ async def test_a_repo_is_claimed_by_one_worker_only(db: Database, sql: asyncpg.C
 
 @pytest.mark.slow
 async def test_a_shard_claims_repos_of_its_buckets(db: Database) -> None:
-    for placement in Placement:
-        dids = {did((placement, n)) for n in range(40)}
+    for layout in (PLAIN, Layout(tuple(reversed(range(BUCKETS))))):
+        dids = {did((layout.order[0], n)) for n in range(40)}
         await insert(db, *[Repo(name, version=1) for name in dids])
-        for shard in [Shard(index, 3, placement) for index in range(3)]:
+        for shard in [Shard(index, 3, layout) for index in range(3)]:
             claimed = await db.resyncs.claim(100, shard.buckets, 10.0, 100.0)
             assert {repo.did for repo in claimed} == {name for name in dids if shard.owns(name)}
 

@@ -14,7 +14,7 @@ from indexer import crash_points
 from indexer.db import Database, DatabaseError, RetentionPolicy
 from indexer.db.shard_lock import ShardLock, open_lock
 from indexer.sync.changes import Batch, RepoWrite
-from indexer.sync.shard import Placement, Shard
+from indexer.sync.shard import PLAIN, Shard
 from indexer.sync.stream import Cursor
 from tests.db.change_log_helpers import connected, fill_segments, rkeys
 from tests.db.repo_rows import head, insert, put, synchronized
@@ -45,10 +45,10 @@ class StoppedConnection:
 async def test_process_that_is_stopped_while_it_claims_a_shard_keeps_no_other_from_starting(database: str) -> None:
     async with connected(database) as first, connected(database) as second:
         connection: Any = StoppedConnection(first)
-        stopped = ShardLock(connection, Shard(0, 2).positions, Placement.PLAIN)
+        stopped = ShardLock(connection, Shard(0, 2).positions, PLAIN)
         claim = asyncio.create_task(stopped.claim())
         await connection.is_stopped.wait()
-        async with asyncio.timeout(TIMEOUT), open_lock(second, Shard(1, 2).positions, Placement.PLAIN) as lock:
+        async with asyncio.timeout(TIMEOUT), open_lock(second, Shard(1, 2).positions, PLAIN) as lock:
             assert await lock.claim()
         claim.cancel()
         await asyncio.gather(claim, return_exceptions=True)

@@ -14,7 +14,7 @@ from indexer.sync.events import CommitEvent, OtherShardEvent, decode_frame
 from indexer.sync.policy import KeyState, PlanContext, Policy
 from indexer.sync.repo import Head, Repo, SyncStatus
 from indexer.sync.scope import Scope
-from indexer.sync.shard import Placement, Shard
+from indexer.sync.shard import BUCKETS, Layout, Shard
 from tests.fuzz.outcome_counts import OutcomeCounts
 from tests.sync.signing_account import CONTEXT, SigningAccount
 
@@ -42,7 +42,7 @@ SMALL_FRAMES = replace(DEFAULT_LIMITS, frame_bytes=4_096, frame_items=60, commit
 DECODERS = (
     *((context.policy.limits, Shard()) for context in CONTEXTS[1:3]),
     (DEFAULT_LIMITS, Shard(0, 2)),
-    (SMALL_FRAMES, Shard(1, 3, Placement.DISTRIBUTED)),
+    (SMALL_FRAMES, Shard(1, 3, Layout(tuple(reversed(range(BUCKETS)))))),
 )
 """The limits and shards for which each frame is decoded."""
 

@@ -258,7 +258,7 @@ class SteppedDatabase:
         self._db = db
         self._step = step
         self.resyncs = self
-        self.shards = db.shards
+        self.layout = db.layout
 
     def transaction(self, claimed: Repo, scope_version: int) -> AbstractAsyncContextManager["SteppedTransaction"]:
         return self._stepped(self._db.resyncs.transaction(claimed, scope_version))

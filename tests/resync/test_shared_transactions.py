@@ -13,7 +13,6 @@ import pytest
 
 from indexer.atproto.record import Problem
 from indexer.db import Database, NewReposTransaction
-from indexer.db.placement import shard_of
 from indexer.demo.local_repo import Write
 from indexer.net.identity import CachedIdentity
 from indexer.resync.apply import MAX_SIDE_BY_SIDE, Applies, NewRepo
@@ -23,7 +22,7 @@ from indexer.sync.changes import Batch, RecordChange
 from indexer.sync.export import RecordChunk
 from indexer.sync.policy import KeyState
 from indexer.sync.repo import Repo, SyncStatus
-from indexer.sync.shard import bucket_of
+from indexer.sync.shard import PLAIN, Layout, bucket_of
 from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metrics import Metrics
 from tests.db.repo_rows import did, head, put
@@ -76,7 +75,7 @@ class ComparingDatabase:
     def __init__(self, db: Database) -> None:
         self._db = db
         self.resyncs = self
-        self.shards = db.shards
+        self.layout = db.layout
 
     @asynccontextmanager
     async def transaction(self, claimed: Repo, scope_version: int) -> AsyncIterator[ComparingTransaction]:
@@ -171,10 +170,10 @@ def new_repo(claimed: Repo, *changes: RecordChange) -> NewRepo:
 class StoppedDatabase:
     """A database whose shared transactions wait before they begin, until `go` is set."""
 
-    def __init__(self, db: Database, shards: int = 1) -> None:
+    def __init__(self, db: Database, layout: Layout = PLAIN) -> None:
         self._db = db
         self.resyncs = self
-        self.shards = shards
+        self.layout = layout
         self.go = asyncio.Event()
         self.begun = asyncio.Event()
         self.waiting = 0
@@ -238,9 +237,10 @@ async def test_repos_that_wait_share_a_transaction(db: Database, sql: asyncpg.Co
 async def test_on_a_cluster_only_repos_of_one_shard_share_a_transaction(db: Database) -> None:
     """The transactions of two shards run side by side. Repos of the others wait, and share the next ones."""
     claimed = {repo.did: repo for repo in await claim(db, *map(did, range(12)))}
-    shards = {owner: shard_of(bucket_of(owner), 4) for owner in claimed}
+    layout = Layout(parts=4)
+    shards = {owner: layout.part_of(bucket_of(owner)) for owner in claimed}
     assert len(set(shards.values())) > MAX_SIDE_BY_SIDE
-    stopped = StoppedDatabase(db, shards=4)
+    stopped = StoppedDatabase(db, layout)
     writes = await waiting_writes(stopped, [new_repo(repo, put("app.test/a")) for repo in claimed.values()])
     await until(lambda: stopped.waiting == MAX_SIDE_BY_SIDE)
     for _ in range(20):

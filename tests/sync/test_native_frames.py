@@ -18,7 +18,7 @@ from indexer.core.core import PYTHON_CORE, with_native
 from indexer.demo import dag_cbor
 from indexer.demo.local_repo import Write
 from indexer.sync.events import MAX_SEQ, CommitEvent, Event, MalformedEvent, OtherShardEvent, RepoOp, decode_frame
-from indexer.sync.shard import Placement, Shard
+from indexer.sync.shard import BUCKETS, PLAIN, Layout, Shard
 from tests.native_module import CountingCore, native_module, shared_core
 from tests.profiles import scaled
 from tests.sync import published_frames
@@ -192,19 +192,22 @@ def test_commit_that_is_not_canonical_is_left_to_the_reference() -> None:
         assert not decoded(other)
 
 
-@pytest.mark.parametrize("placement", Placement)
+REVERSED = Layout(tuple(reversed(range(BUCKETS))))
+
+
+@pytest.mark.parametrize("layout", [PLAIN, REVERSED], ids=["plain", "reversed"])
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 256])
-def test_commit_of_another_shard_is_recognized_by_its_did(count: int, placement: Placement) -> None:
+def test_commit_of_another_shard_is_recognized_by_its_did(count: int, layout: Layout) -> None:
     kinds = set()
     for number in range(50 if count < 256 else 5):
         frame = frame_with(repo=f"did:web:a{number}.example")
-        for shard in (Shard(index, count, placement) for index in range(count)):
+        for shard in (Shard(index, count, layout) for index in range(count)):
             assert decoded(frame, shard=shard)
             kinds.add(type(reference(frame, shard=shard)))
     assert kinds == ({CommitEvent} if count == 1 else {CommitEvent, OtherShardEvent})
 
 
-@pytest.mark.parametrize("shard", [ALL, Shard(0, 2), Shard(1, 2), Shard(1, 2, Placement.DISTRIBUTED)], ids=repr)
+@pytest.mark.parametrize("shard", [ALL, Shard(0, 2), Shard(1, 2), Shard(1, 2, REVERSED)], ids=repr)
 def test_decoder_returns_the_event_of_any_frame_with_and_without_the_native_core(shard: Shard) -> None:
     account = SigningAccount()
     frames = [

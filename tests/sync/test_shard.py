@@ -1,37 +1,41 @@
-from collections.abc import Sequence
 from hashlib import sha256
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.sync.shard import BUCKETS, HASH_ORDER, Placement, Shard, bucket_of, bucket_of_target
+from indexer.sync.shard import BUCKETS, Layout, Shard, bucket_of, bucket_of_target
 
-PLACEMENTS = st.sampled_from(Placement)
+LAYOUTS = st.builds(Layout, st.permutations(range(BUCKETS)).map(tuple), st.sampled_from([1, 4, 32]))
 COUNTS = st.integers(1, BUCKETS)
-SHARDS = COUNTS.flatmap(lambda count: st.builds(Shard, st.integers(0, count - 1), st.just(count), PLACEMENTS))
+SHARDS = COUNTS.flatmap(lambda count: st.builds(Shard, st.integers(0, count - 1), st.just(count), LAYOUTS))
 DIDS = st.integers(0, 10**9).map(lambda number: f"did:plc:{number:024}")
 
 
-def buckets_in_order(placement: Placement) -> Sequence[int]:
-    return HASH_ORDER if placement is Placement.DISTRIBUTED else range(BUCKETS)
+@given(LAYOUTS)
+def test_each_bucket_has_its_position_in_the_order(layout: Layout) -> None:
+    assert [layout.position(bucket) for bucket in layout.order] == list(range(BUCKETS))
 
 
-def test_the_order_of_hashes_has_every_bucket_once() -> None:
-    assert sorted(HASH_ORDER) == list(range(BUCKETS))
-
-
-@pytest.mark.parametrize("placement", Placement)
-def test_each_bucket_has_its_position_in_the_order(placement: Placement) -> None:
-    assert [placement.position(bucket) for bucket in buckets_in_order(placement)] == list(range(BUCKETS))
+@given(LAYOUTS, st.lists(DIDS, max_size=40), st.integers(0, 3))
+def test_dids_are_divided_by_the_parts_of_their_buckets(layout: Layout, dids: list[str], min_mean: int) -> None:
+    divided = layout.divide(dids, str, min_mean)
+    assert sorted(did for part in divided for did in part) == sorted(dids)
+    if layout.parts == 1 or len(dids) < min_mean * layout.parts:
+        assert divided == ([dids] if dids else [])
+        return
+    size = BUCKETS // layout.parts
+    parts = [{layout.order.index(bucket_of(did)) // size for did in part} for part in divided]
+    assert all(len(part) == 1 for part in parts)
+    assert len(set.union(set(), *parts)) == len(parts)
 
 
 @given(SHARDS)
 def test_a_shard_has_the_buckets_at_its_positions(shard: Shard) -> None:
     first, end = shard.index * BUCKETS // shard.count, (shard.index + 1) * BUCKETS // shard.count
     assert shard.positions == range(first, end)
-    assert list(shard.buckets) == sorted(buckets_in_order(shard.placement)[first:end])
-    assert Shard.parse(str(shard)).placed(shard.placement) == shard
+    assert list(shard.buckets) == sorted(shard.layout.order[first:end])
+    assert Shard.parse(str(shard)).placed(shard.layout) == shard
 
 
 @given(SHARDS, DIDS)
@@ -39,9 +43,9 @@ def test_a_shard_owns_the_dids_of_its_buckets(shard: Shard, did: str) -> None:
     assert shard.owns(did) == (sha256(did.encode()).digest()[0] in shard.buckets)
 
 
-@given(COUNTS, PLACEMENTS)
-def test_shards_cover_every_bucket_once(count: int, placement: Placement) -> None:
-    shards = [Shard(index, count).placed(placement) for index in range(count)]
+@given(COUNTS, LAYOUTS)
+def test_shards_cover_every_bucket_once(count: int, layout: Layout) -> None:
+    shards = [Shard(index, count).placed(layout) for index in range(count)]
     assert sorted(bucket for shard in shards for bucket in shard.buckets) == list(range(BUCKETS))
     sizes = {len(shard.buckets) for shard in shards}
     assert max(sizes) - min(sizes) <= 1
@@ -65,11 +69,9 @@ def test_an_impossible_shard_is_rejected(index: int, count: int) -> None:
         Shard(index, count)
 
 
-@given(
-    st.integers(1, 16).flatmap(lambda n: st.tuples(st.integers(0, n - 1), st.just(n))), st.integers(1, 16), PLACEMENTS
-)
-def test_subshards_cover_the_positions_of_their_shard(whole: tuple[int, int], count: int, placement: Placement) -> None:
-    shard = Shard(*whole, placement)
+@given(st.integers(1, 16).flatmap(lambda n: st.tuples(st.integers(0, n - 1), st.just(n))), st.integers(1, 16), LAYOUTS)
+def test_subshards_cover_the_positions_of_their_shard(whole: tuple[int, int], count: int, layout: Layout) -> None:
+    shard = Shard(*whole, layout)
     parts = [shard.subshard(index, count) for index in range(count)]
     assert [position for part in parts for position in part.positions] == list(shard.positions)
     assert sorted(bucket for part in parts for bucket in part.buckets) == list(shard.buckets)

@@ -10,7 +10,7 @@ from indexer.cli.command import ExitCode
 from indexer.cli.status_report import Sample, status_of
 from indexer.db import Database, shard_lock
 from indexer.demo.local_network import LocalNetwork
-from indexer.sync.shard import Placement, Shard
+from indexer.sync.shard import PLAIN, Shard
 from indexer.tasks.shard_ownership import ShardOwnership
 from tests.daemon.running_daemon import POST, post, running_daemon
 from tests.daemon_process import daemon_process, log_tail
@@ -78,7 +78,7 @@ async def test_a_waiting_process_ends_when_the_database_was_distributed(
     database: str, sql: asyncpg.Connection, tmp_path: Path
 ) -> None:
     """With its old shard it would write buckets of other processes, and pass messages of its own ones."""
-    async with LocalNetwork() as network, shard_lock.open_lock(sql, Shard().positions, Placement.PLAIN) as lock:
+    async with LocalNetwork() as network, shard_lock.open_lock(sql, Shard().positions, PLAIN) as lock:
         assert await lock.claim()
         async with daemon_process(network, database, tmp_path) as process:
             await until(lambda: "shard-lock.waiting" in log_tail(tmp_path), lambda: log_tail(tmp_path))
@@ -96,7 +96,7 @@ async def test_nothing_is_written_while_another_process_holds_the_buckets(
     async with running_daemon(database, tmp_path, tuning=replace(QUICK, retry=2.0)) as daemon:
         account = daemon.create_account("ada.test")
         await daemon.wait_until_equal()
-        async with shard_lock.open_lock(sql, range(7, 8), daemon.db.placement) as lock:
+        async with shard_lock.open_lock(sql, range(7, 8), daemon.db.layout) as lock:
             [holder] = await daemon.execute(OWNERS)
             await daemon.execute(END_SESSION, holder["pid"])
             await until(lock.claim)

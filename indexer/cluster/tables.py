@@ -12,12 +12,18 @@ which write comes first. If a process or a node is killed during the commit, the
 coordinator decides whether the other nodes commit. `schema/11_cluster.sql` has the function. A test compares the
 triggers with the tables, and another one watches what Citus sends for each kind of transaction.
 
-**New tables.** `adapt` does for the tables of a later migration what `indexer distribute` does for the present ones.
-`migrate` calls it.
+**New tables.** `on_all_nodes` does for the tables of a later migration what `indexer distribute` does for the present
+ones.
 """
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import asyncpg
+
+from indexer.cluster.numbering import number_after_commit
 from indexer.db.columns import Connection
-from indexer.db.numbering import number_after_commit
+from indexer.db.layout import load_layout
 
 FIRST = "resync_queue"
 """The table that is distributed first, because it never has more than a few rows for each bucket.
@@ -54,6 +60,7 @@ _ADD_TRIGGER = """
     create trigger use_two_phases before insert or update or delete on {table}
     for each statement execute function indexer.use_two_phases()
 """
+_EXISTS = f"select to_regclass('indexer.{METADATA}') is not null"
 _SEQUENTIAL = "set local citus.multi_shard_modify_mode = 'sequential'"
 _SETTINGS_OF_NODES = "set local citus.propagate_set_commands = 'local'"
 _HAS_LOCAL_ROWS = "select pg_relation_size($1::text::regclass) > 0"
@@ -104,9 +111,21 @@ async def delete_local_rows(connection: Connection, table: str) -> None:
 async def use_two_phases(connection: Connection) -> None:
     """Let every transaction that writes a table of the coordinator commit in two phases.
 
-    COMMIT does not number changes any more (`indexer.db.numbering`).
+    COMMIT does not number changes any more (`indexer.cluster.numbering`).
     """
     await connection.execute(_ADD_METADATA)
     for (table,) in await connection.fetch(_WITHOUT_TRIGGER):
         await connection.execute(_ADD_TRIGGER.format(table=table))
     await number_after_commit(connection)
+
+
+@asynccontextmanager
+async def on_all_nodes(connection: asyncpg.Connection) -> AsyncIterator[None]:
+    """Let the block change the schema, also if the database is distributed over several nodes: see `migrate`."""
+    exists = await connection.fetchval(_EXISTS)
+    if not exists or (await load_layout(connection)).commit_numbers:
+        yield
+        return
+    await use_sequential_changes(connection)
+    yield
+    await adapt(connection)
