@@ -85,6 +85,8 @@ from indexer.tasks.shard_ownership import ShardOwnership
 from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metrics import Metrics, Reading
 
+PDS_MESSAGE_TIMEOUT = 1_800.0
+"""Seconds without any message, before the connection to a PDS is closed: its accounts may do nothing for a while."""
 FRAME_SIZE_MARGIN = 4
 """Frames up to this multiple of the limit are received and rejected, so that the connection stays
 open. A larger frame ends the connection."""
@@ -203,8 +205,11 @@ class Daemon:
         self.new_accounts = NewAccounts(new_accounts)
         self.shard_ownership = ShardOwnership(self.db, shard, retry=tuning.retry)
         self.inbox = Inbox(INBOX_BYTES)
+        connection = tuning.connection
+        if settings.upstream == "pds":
+            connection = replace(connection, message_timeout=PDS_MESSAGE_TIMEOUT)
         self.subscription = Subscription(
-            settings.relays, FRAME_SIZE_MARGIN * settings.limits.frame_bytes, settings.user_agent, tuning.connection
+            settings.relays, FRAME_SIZE_MARGIN * settings.limits.frame_bytes, settings.user_agent, connection
         )
         self.stream_position = StreamPosition(
             lambda: self.stream_continuity.is_known, upstream_is_pds=settings.upstream == "pds"

@@ -14,9 +14,9 @@ from indexer.cli.arguments import START
 from indexer.cli.command import ExitCode, command, config_option, confirm, json_option, report_error
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result, literal_text, result_console, to_json
-from indexer.net.relay.seek import live_position
+from indexer.net.relay.seek import first_event
 from indexer.serve.readiness import describe_gap
-from indexer.sync.events import event_seconds
+from indexer.sync.events import InfoEvent, MalformedEvent, StreamError, UnknownEvent, event_seconds
 from indexer.sync.shard import BUCKETS, Shard
 from indexer.sync.stream import OpenGap, Position, StoredCursor
 
@@ -111,7 +111,11 @@ async def _position(settings: Settings, relay: str, target: Literal["live", "old
         return Position(target, None)
     if target == "oldest":
         return Position(0, None)
-    return await live_position(relay, settings.limits, settings.user_agent)
+    limits, user_agent = settings.limits, settings.user_agent
+    event = await first_event(relay, None, limits, user_agent, connect_timeout=15.0, message_timeout=30.0)
+    if event is None or isinstance(event, InfoEvent | StreamError | UnknownEvent | MalformedEvent):
+        return None
+    return Position(event.seq, event.time)
 
 
 def _cursor_row(cursor: StoredCursor, now: float) -> dict[str, Any]:

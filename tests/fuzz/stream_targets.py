@@ -3,15 +3,14 @@
 import asyncio
 from random import Random
 
-from indexer.net.relay.seek import TIMES_PER_SIGHTING, Sighting, seek
+from indexer.net.relay.seek import MAX_PROBES, TIMES_PER_SIGHTING, Sighting, seek
 from indexer.sync.events import MAX_SEQ, event_seconds
 from tests.fuzz.comparison import DifferenceError
 from tests.fuzz.fuzz_target import Choices, FuzzTarget, TextTarget, text_of
 from tests.fuzz.outcome_counts import OutcomeCounts
 from tests.fuzz.seed_files import published_lines, some_of
 
-MAX_PROBES = 60
-RESOLUTIONS = (1, 100, 1_000)
+FIRST_DISTANCES = (1, 100, 1_000)
 DATETIMES = ("2026-11-28T01:02:03.456Z", "2026-11-28T01:02:03+01:00", "2026-11-28", "0001-01-01T00:00:00+23:59", "now")
 
 
@@ -38,23 +37,23 @@ class StreamSeeks(FuzzTarget):
         """Search once. Raises `DifferenceError`."""
         self.counts.executions += 1
         choices = Choices(data)
-        honest, resolution = choices.number(2) == 0, choices.of(RESOLUTIONS)
+        honest, first_distance = choices.number(2) == 0, choices.of(FIRST_DISTANCES)
         first, events, target = (_large(choices) for _ in range(3))
         probes = 0
 
-        async def probe(cursor: int) -> Sighting | None:
+        async def probe(cursor: int | None) -> Sighting | None:
             nonlocal probes
             probes += 1
             if honest:
-                start = max(first, cursor + 1)
+                start = first + max(events - 1, 0) if cursor is None else max(first, cursor + 1)
                 times = range(start, min(first + events, start + TIMES_PER_SIGHTING))
                 return Sighting(times.start, tuple(map(float, times))) if times else None
             if choices.number(4) == 0:
                 return None
-            seq = min(cursor + _large(choices), MAX_SEQ)
+            seq = min((cursor or 0) + _large(choices), MAX_SEQ)
             return Sighting(seq, tuple(float(_large(choices)) for _ in range(choices.number(TIMES_PER_SIGHTING + 1))))
 
-        entry = self._loop.run_until_complete(seek(float(target), probe, resolution=resolution, max_probes=MAX_PROBES))
+        entry = self._loop.run_until_complete(seek(float(target), probe, first_distance=first_distance))
         if probes > MAX_PROBES or not 0 <= (entry.cursor or 0) <= MAX_SEQ:
             raise DifferenceError(f"{entry} after {probes} probes")
         if honest and entry.cursor and entry.cursor >= target:

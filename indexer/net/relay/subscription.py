@@ -28,12 +28,11 @@ class ConnectionSettings:
         connect_timeout: For the TCP connection and the handshakes.
         ping_interval: Without any bytes, before a ping is sent. If nothing arrives in half of that time after the ping,
             the connection is closed.
-        message_timeout: Without any message, before the connection is closed. It doubles, up to `max_message_timeout`,
-            while reconnections bring nothing new.
+        message_timeout: Without any message, before the connection is closed. The next connection is to the next relay.
         first_delay: Before the first reconnection. The delay doubles each time that all relays have failed.
         max_delay: The upper bound of the delay, before the jitter of 25 %.
-        stable_after: A connection that lasted this long resets the delay, and the next one is to the first relay. A
-            second silent connection in a row does neither: the next one is to the next relay.
+        stable_after: A connection that lasted this long, and was not silent at its end, resets the delay, and the next
+            one is to the first relay.
         max_skips: How many sequence numbers are skipped for a message over the size limit. After that, the relay counts
             as failed.
     """
@@ -41,7 +40,6 @@ class ConnectionSettings:
     connect_timeout: float = 15.0
     ping_interval: float = 30.0
     message_timeout: float = 90.0
-    max_message_timeout: float = 1_800.0
     first_delay: float = 1.0
     max_delay: float = 12.0
     stable_after: float = 60.0
@@ -88,19 +86,6 @@ class _OversizedMessage:
 
 
 @dataclass(slots=True)
-class _Silence:
-    """The time that a relay may be silent. Few accounts are active on a small relay or PDS, and most of the time none.
-
-    Attributes:
-        cursor: The cursor of the last connection.
-        timeout: Seconds without a message after which the connection is closed.
-    """
-
-    cursor: int | None
-    timeout: float
-
-
-@dataclass(slots=True)
 class Subscription:
     """Receives frames from the first of `relays` that works.
 
@@ -120,7 +105,6 @@ class Subscription:
     connection: Connection | None = field(default=None, init=False)
     disconnected_since: float = field(default_factory=monotonic, init=False)
     last_error: str | None = field(default=None, init=False)
-    _silences: dict[str, _Silence] = field(default_factory=dict, init=False)
     _socket: StreamSocket | None = field(default=None, init=False)
     _failed_attempts: int = field(default=0, init=False)
     _same_relay_next: bool = field(default=False, init=False)
@@ -159,8 +143,9 @@ class Subscription:
                         yield frame
             except OSError as error:
                 self._log_lost(relay, error)
-                silent = self._is_silent_again(relay, error)
-                if oversized is not None and is_too_large(error):
+                ending = error.ending if isinstance(error, StreamSocketError) else None
+                silent = ending is Ending.CLOSED_HERE
+                if oversized is not None and ending is Ending.TOO_LARGE:
                     oversized.skips += 1
                     oversized_by_relay[relay] = oversized
             finally:
@@ -190,14 +175,14 @@ class Subscription:
     async def _frames_of(self, relay: str, cursor: int | None, skips: int) -> AsyncGenerator[bytes, None]:
         cursor = None if cursor is None else cursor + skips
         log.debug("relay.connecting", relay=relay, cursor=cursor)
-        async with self._open_stream(relay, cursor) as socket:
+        async with open_stream(relay, cursor, self.max_bytes, self.user_agent, self.settings) as socket:
             self._socket = socket
             self.connection = Connection(relay, cursor, skips)
             self.last_error = None
             self._failed_attempts = 0
             log.info("relay.connected", relay=relay, cursor=cursor)
-            timeout = self._message_timeout(relay, cursor)
-            silence = asyncio.create_task(_close_when_silent(socket, self.connection, timeout))
+            closing = _close_when_silent(socket, self.connection, self.settings.message_timeout)
+            silence = asyncio.create_task(closing)
             try:
                 while True:
                     frame = await socket.receive()
@@ -213,22 +198,6 @@ class Subscription:
                 self._socket = None
                 if not silence.cancelled():
                     silence.result()
-
-    def _message_timeout(self, relay: str, cursor: int | None) -> float:
-        """Return twice the last timeout of the relay if its last connection brought nothing new."""
-        last, timeout = self._silences.get(relay), self.settings.message_timeout
-        if last is not None and last.cursor == cursor:
-            timeout = min(2 * last.timeout, self.settings.max_message_timeout)
-        self._silences[relay] = _Silence(cursor, timeout)
-        return timeout
-
-    def _is_silent_again(self, relay: str, error: OSError) -> bool:
-        """Return True if the connection was closed because of silence, and the one before it brought nothing new."""
-        closed_here = isinstance(error, StreamSocketError) and error.ending is Ending.CLOSED_HERE
-        return closed_here and self._silences[relay].timeout > self.settings.message_timeout
-
-    def _open_stream(self, relay: str, cursor: int | None) -> AbstractAsyncContextManager[StreamSocket]:
-        return open_stream(relay, cursor, self.max_bytes, self.user_agent, self.settings)
 
     def _log_lost(self, relay: str, error: OSError) -> None:
         self.last_error = f"{type(error).__name__}: {error}"[:300]
@@ -252,11 +221,6 @@ async def _close_when_silent(socket: StreamSocket, connection: Connection, secon
         frames = connection.frames
         await asyncio.sleep(seconds)
     await socket.close(f"no message for {seconds:g} s")
-
-
-def is_too_large(error: OSError) -> bool:
-    """Return True if this side closed the connection because of a message over the size limit."""
-    return isinstance(error, StreamSocketError) and error.ending is Ending.TOO_LARGE
 
 
 def open_stream(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.net.relay.seek import TIMES_PER_SIGHTING, Entry, Sighting, seek
+from indexer.net.relay.seek import MAX_PROBES, TIMES_PER_SIGHTING, Entry, Sighting, seek
 
 NOISE = 30.0
 """The greatest error of the time of an honest event, in seconds."""
@@ -25,14 +25,16 @@ class StreamedEvent:
 
 @dataclass
 class StreamInMemory:
-    """The probe of a relay. A cursor after the newest event is in the future, or has nothing after it."""
+    """The probe of a relay. Without a cursor, it sends the newest event as if it had just arrived."""
 
     events: Sequence[StreamedEvent]
     inclusive: bool = False
-    probed: list[int] = field(default_factory=list)
+    probed: list[int | None] = field(default_factory=list)
 
-    async def __call__(self, cursor: int) -> Sighting | None:
+    async def __call__(self, cursor: int | None) -> Sighting | None:
         self.probed.append(cursor)
+        if cursor is None:
+            return Sighting(self.events[-1].seq, (self.events[-1].written_time,)) if self.events else None
         first = cursor if self.inclusive else cursor + 1
         sent = [event for event in self.events if event.seq >= first][:TIMES_PER_SIGHTING]
         return Sighting(sent[0].seq, tuple(event.written_time for event in sent)) if sent else None
@@ -77,27 +79,28 @@ def streams(draw: st.DrawFn) -> list[StreamedEvent]:
 
 
 @pytest.mark.slow
-@given(streams(), st.floats(0, 5_000), st.sampled_from([1, 10, 1_000]), st.booleans(), st.integers(5, 60))
+@given(streams(), st.floats(0, 5_000), st.sampled_from([1, 10, 1_000]), st.booleans())
 async def test_no_event_since_the_target_lies_before_the_entry(
-    events: list[StreamedEvent], target: float, resolution: int, inclusive: bool, max_probes: int
+    events: list[StreamedEvent], target: float, first_distance: int, inclusive: bool
 ) -> None:
     probe = StreamInMemory(events, inclusive)
-    entry = await seek(target, probe, resolution=resolution, max_probes=max_probes)
+    entry = await seek(target, probe, first_distance=first_distance)
     assert lost(events, entry, target + NOISE) == []
-    assert len(probe.probed) <= max_probes
+    assert len(probe.probed) <= MAX_PROBES
 
 
 @pytest.mark.slow
 @given(streams(), st.floats(0, 5_000), st.sampled_from([1, 10, 1_000]), st.booleans())
 async def test_the_entry_is_close_to_the_target_if_all_times_are_correct(
-    drawn: list[StreamedEvent], target: float, resolution: int, inclusive: bool
+    drawn: list[StreamedEvent], target: float, first_distance: int, inclusive: bool
 ) -> None:
     events = [StreamedEvent(event.seq, event.true_time, event.true_time) for event in drawn]
-    entry = await seek(target, StreamInMemory(events, inclusive), resolution=resolution)
+    entry = await seek(target, StreamInMemory(events, inclusive), first_distance=first_distance)
     assert entry.cursor is not None
     last_before = sum(event.true_time < target for event in events) - 1
     provable = events[max(last_before - TIMES_PER_SIGHTING, 0)].seq
-    assert max(entry.cursor, events[0].seq) >= provable - 2 * resolution - 1
+    needed = max(events[-1].seq - provable + 1, first_distance)
+    assert max(entry.cursor, events[0].seq) >= events[-1].seq - 4 * needed
 
 
 async def test_the_whole_window_is_wanted_if_it_begins_after_the_target_or_no_time_is_readable() -> None:
@@ -106,26 +109,34 @@ async def test_the_whole_window_is_wanted_if_it_begins_after_the_target_or_no_ti
     assert await seek(-1.0, probe) == Entry(0, 1.0)
     assert probe.probed == [0]
 
-    async def without_times(cursor: int) -> Sighting:
-        return Sighting(cursor + 1, ())
+    async def without_times(cursor: int | None) -> Sighting:
+        return Sighting((cursor or 0) + 1, ())
 
     assert await seek(100.0, without_times) == Entry(0, None)
 
 
 async def test_a_window_of_a_large_relay_needs_few_probes() -> None:
-    first, rate = 30_000_000_000, 500  # three days at 500 events per second
+    first, rate, seconds = 30_000_000_000, 500, 3 * 86_400
 
-    async def probe(cursor: int) -> Sighting | None:
+    async def probe(cursor: int | None) -> Sighting | None:
         probed.append(cursor)
-        seq = max(cursor + 1, first)
-        times = tuple((seq + n - first) / rate for n in range(TIMES_PER_SIGHTING))
-        return Sighting(seq, times) if times[-1] < 3 * 86_400 else None
+        seq = first + rate * seconds if cursor is None else max(cursor + 1, first)
+        return Sighting(seq, tuple((seq + n - first) / rate for n in range(TIMES_PER_SIGHTING)))
 
-    probed: list[int] = []
-    entry = await seek(200_000.0, probe)
+    probed: list[int | None] = []
+    entry = await seek(seconds - 1_200.0, probe)
     assert entry.cursor is not None
-    assert 0 < first + 200_000 * rate - entry.cursor < 3_000
-    assert len(probed) < 45
+    assert 1_200 * rate < first + seconds * rate - entry.cursor < 4 * 1_200 * rate
+    assert len(probed) < 35
+
+
+async def test_a_quiet_relay_is_entered_at_its_beginning() -> None:
+    stream = StreamInMemory(regular(500))
+
+    async def probe(cursor: int | None) -> Sighting | None:
+        return None if cursor is None else await stream(cursor)
+
+    assert await seek(400.0, probe, first_distance=10) == Entry(0, 1.0)
 
 
 @pytest.mark.slow
@@ -133,8 +144,8 @@ async def test_a_window_of_a_large_relay_needs_few_probes() -> None:
 async def test_a_row_of_events_with_old_times_does_not_move_the_entry_past_the_target(target: float) -> None:
     events = regular(20_000, seconds=0.05, seqs=10)
     undisturbed = StreamInMemory(events)
-    await seek(target, undisturbed, resolution=100)
-    past = {cursor for cursor in undisturbed.probed if cursor > 200 * (target + 20)}
+    await seek(target, undisturbed, first_distance=100)
+    past = {cursor for cursor in undisturbed.probed if cursor is not None and cursor > 200 * (target + 20)}
     assert past
     for cursor in past:
         # The backlog of one PDS: 40 events in a row, of which each is an hour old.
@@ -143,7 +154,7 @@ async def test_a_row_of_events_with_old_times_does_not_move_the_entry_past_the_t
             for event in events
         ]
         probe = StreamInMemory(disturbed)
-        entry = await seek(target, probe, resolution=100)
+        entry = await seek(target, probe, first_distance=100)
         assert cursor in probe.probed
         assert lost(disturbed, entry, target) == []
 
@@ -155,5 +166,5 @@ async def test_a_few_messages_at_the_end_of_a_stream_prove_no_position() -> None
     ]
     entry = await seek(92.0, StreamInMemory(events))
     assert entry.cursor is not None
-    assert entry.cursor > 80_000
+    assert entry.cursor > 60_000
     assert lost(events, entry, 92.0) == []
