@@ -196,15 +196,6 @@ class ScopeChanges(Area):
             rows = await connection.fetch(INCOMPLETE, list(buckets), scope.complete_from, max_waiting - waiting)
             return await _widen(connection, [repo_of(row) for row in rows])
 
-    async def request_listed(self, repos: Sequence[Repo], buckets: Sequence[int], max_waiting: int, now: float) -> int:
-        """Desynchronize these synchronized repos, while fewer than `max_waiting` are due; return how many.
-
-        Those that changed meanwhile stay as they are.
-        """
-        async with self._pool.transaction() as connection:
-            waiting = await connection.fetchval(WAITING, list(buckets), now, max_waiting)
-            return await _widen(connection, repos[: max(0, max_waiting - waiting)])
-
 
 async def _widen(connection: Connection, repos: Sequence[Repo]) -> int:
     writes = [RepoWrite(repo, widen(repo)) for repo in repos]

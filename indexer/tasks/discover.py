@@ -1,6 +1,7 @@
 """Discover accounts: read a host's repo list, or those of signal collections, and track the accounts in them."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic, time
 
@@ -28,6 +29,7 @@ RETRY_SECONDS = 300.0
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class Discovery:
     """Tracks listed accounts. The accounts of a page and the progress are saved in one transaction.
 
@@ -37,18 +39,19 @@ class Discovery:
         expected: How many accounts the last complete crawl listed; None if there was none.
     """
 
-    def __init__(self, db: Database, outbound: OutboundClient, stage: StageProgress | None = None) -> None:
-        self._db = db
-        self._outbound = outbound
-        self.stage = stage or StageProgress("discover")
+    db: Database
+    outbound: OutboundClient
+    stage: StageProgress = field(default_factory=lambda: StageProgress("discover"))
+    invalid_entries: int = field(default=0, init=False)
+    expected: int | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
         self._requests = self.stage.add()
-        self.invalid_entries = 0
-        self.expected: int | None = None
 
     async def begin(self, source: str, collection: str, purpose: Purpose = "discover") -> CrawlProgress:
         """Return the progress of the last crawl if it was interrupted, else that of a new crawl."""
         with self.stage.busy():
-            last = await self._db.crawls.progress(purpose, source, collection)
+            last = await self.db.crawls.progress(purpose, source, collection)
         if last is not None and last.finished_at is None:
             return last
         self.expected = None if last is None else last.listed
@@ -73,21 +76,21 @@ class Discovery:
             UnavailableError: The host or the database is unavailable. The progress so far is saved.
         """
         source, collection, cursor = progress.source, progress.collection, progress.cursor
-        async for page in repo_list_pages(self._outbound, source, collection, cursor, self._requests):
+        async for page in repo_list_pages(self.outbound, source, collection, cursor, self._requests):
             self.invalid_entries += page.invalid_entries
             dids = [account.did for account in page.accounts if account.active or not hides(account.status)]
             with self.stage.busy():
                 after_page = progress.after_page(page.cursor, len(page.accounts), 0, time())
                 stored = (
-                    await self._db.crawls.add_listed(dids, after_page)
+                    await self.db.crawls.add_listed(dids, after_page)
                     if signals is None
-                    else await self._db.crawls.add_signals(dids, after_page, signals)
+                    else await self.db.crawls.add_signals(dids, after_page, signals)
                 )
             if stored is None:
                 return progress
             for account in page.accounts:
                 if not account.active and not hides(account.status):
-                    await self._db.repos.update(account.did, partial(_withhold, status=account.status))
+                    await self.db.repos.update(account.did, partial(_withhold, status=account.status))
             progress = stored
             on_page(progress)
         return progress
@@ -98,6 +101,7 @@ def _withhold(repo: Repo, status: str | None) -> Repo:
     return plan_hidden(repo, status, time(), 0.0)
 
 
+@dataclass(eq=False)
 class SignalDiscovery:
     """Reads the list of each signal collection at the start, after a change, and after each reconciliation.
 
@@ -105,50 +109,35 @@ class SignalDiscovery:
     wants fewer repos, the lists are read half a minute later, because they decide which repos are untracked.
 
     Attributes:
+        sources: Returns the base URLs of the relays to ask; none if no stream is open.
+        reconciled_at: Returns when the last reconciliation of this process ended; None if none has.
+        interval: Pause between two checks of the scope, in seconds.
+        settle: Time from a change that wants fewer repos to the reading of the lists, in seconds.
+        retry: Pause before a list is read again that could not be read, in seconds.
         stage: Its progress. Each request, and the write of each page, is work.
     """
 
-    def __init__(
-        self,
-        db: Database,
-        outbound: OutboundClient,
-        scope: CurrentScope,
-        sources: Callable[[], Sequence[str]],
-        reconciled_at: Callable[[], float | None],
-        *,
-        interval: float = 1.0,
-        settle: float = SETTLE_SECONDS,
-        retry: float = RETRY_SECONDS,
-    ) -> None:
-        """Create the discovery.
+    db: Database
+    outbound: OutboundClient
+    scope: CurrentScope
+    sources: Callable[[], Sequence[str]]
+    reconciled_at: Callable[[], float | None]
+    interval: float = 1.0
+    settle: float = SETTLE_SECONDS
+    retry: float = RETRY_SECONDS
 
-        Args:
-            db: The database.
-            outbound: The client for requests to the sources.
-            scope: The scope with the signal collections.
-            sources: Returns the base URLs of the relays to ask; none if no stream is open.
-            reconciled_at: Returns when the last reconciliation of this process ended; None if none has.
-            interval: Pause between two checks of the scope, in seconds.
-            settle: Time from a change that wants fewer repos to the reading of the lists, in seconds.
-            retry: Pause before a list is read again that could not be read, in seconds.
-        """
+    def __post_init__(self) -> None:
         self.stage = StageProgress("signal discovery")
         self._checks = self.stage.add()
-        self._discovery = Discovery(db, outbound, self.stage)
-        self._scope = scope
-        self._sources = sources
-        self._reconciled_at = reconciled_at
-        self._interval = interval
-        self._settle = settle
-        self._retry = retry
+        self._discovery = Discovery(self.db, self.outbound, self.stage)
+        # What the lists are read for: the version of the scope, and the reconciliation before.
         self._due: tuple[int, float | None] | None = None
-        self._done: tuple[int, float | None] | None = None
         self._read: set[str] = set()
         self._retry_at = 0.0
 
     async def run(self) -> None:
         """Discover repos forever. Only an exception that is a bug ends it."""
-        await run_periodically(self.step, self._interval, self._checks)
+        await run_periodically(self.step, self.interval, self._checks)
 
     async def step(self) -> None:
         """Read the lists if they are due.
@@ -156,39 +145,33 @@ class SignalDiscovery:
         Raises:
             DatabaseError: The database is unavailable.
         """
-        scope = self._scope.scope
-        due = scope.version, self._reconciled_at()
-        if scope.signals is None or due == self._done or monotonic() < self._retry_at:
-            return
-        settled_at = self._scope.changed_at + (self._settle if scope.repos_narrowed_in else 0.0)
-        if monotonic() < settled_at or not (sources := self._sources()):
-            return
-        self._checks.idle()  # the requests and the writes are activities of `Discovery`
+        scope = self.scope.scope
+        due = scope.version, self.reconciled_at()
         if due != self._due:
             self._due, self._read = due, set()
-        collections = set(filter(is_nsid, scope.signals.patterns))
-        for collection in sorted(collections - self._read):
+        unread = set(filter(is_nsid, scope.signals.patterns)) - self._read if scope.signals is not None else set()
+        if not unread or monotonic() < self._retry_at:
+            return
+        settled_at = self.scope.changed_at + (self.settle if scope.repos_narrowed_in else 0.0)
+        if monotonic() < settled_at or not (sources := self.sources()):
+            return
+        self._checks.idle()  # the requests and the writes are activities of `Discovery`
+        for collection in sorted(unread):
             if await self._discover(sources, collection, scope):
                 self._read.add(collection)
-        if self._read >= collections:
-            self._done = due
-        else:
-            self._retry_at = monotonic() + self._retry
+        if not self._read >= unread:
+            self._retry_at = monotonic() + self.retry
 
     async def _discover(self, sources: Sequence[str], collection: str, scope: Scope) -> bool:
         """Read the list of the first relay that offers it; return False if that cannot be read, or none offers it.
 
         A list decides which repos are untracked, so a relay that only fails is not replaced by the next one.
         """
-
-        def ignore(_: CrawlProgress) -> None:
-            """Show no progress."""
-
         failure: UnavailableError | None = None
         for source in sources:
             try:
                 begun = await self._discovery.begin(source, collection, "signal")
-                progress = await self._discovery.run(begun, ignore, scope)
+                progress = await self._discovery.run(begun, lambda _: None, scope)
             except MethodNotOfferedError as error:
                 failure = error
                 continue
@@ -202,5 +185,5 @@ class SignalDiscovery:
                 log.info("scope.discovered", relay=source, collection=collection, listed=listed, added=added)
             return True
         event = "scope.signals-not-listed" if isinstance(failure, MethodNotOfferedError) else "scope.list-failed"
-        log.warning(event, collection=collection, error=str(failure), retry_seconds=self._retry)
+        log.warning(event, collection=collection, error=str(failure), retry_seconds=self.retry)
         return False

@@ -1,6 +1,7 @@
 """Erase the records of deleted accounts when their grace period is over, and the records of untracked repos."""
 
 import asyncio
+from dataclasses import dataclass
 from time import time
 
 import structlog
@@ -28,6 +29,7 @@ UNREACHABLE_SECONDS = 604_800.0
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class AccountErasure:
     """Looks for accounts that are due every `interval` seconds, and erases them in batches of records.
 
@@ -40,30 +42,21 @@ class AccountErasure:
         stage: Its progress. A search for accounts is work; it moves with each checked account and each erased batch.
     """
 
-    def __init__(
-        self,
-        db: Database,
-        identities: IdentityCache,
-        pds: PdsClient,
-        deletion_grace: float,
-        shard: Shard,
-        metrics: Metrics,
-        *,
-        interval: float = 60.0,
-    ) -> None:
-        self._db = db
-        self._identities = identities
-        self._pds = pds
-        self._deletion_grace = deletion_grace
-        self._shard = shard
-        self._metrics = metrics
-        self._interval = interval
+    db: Database
+    identities: IdentityCache
+    pds: PdsClient
+    deletion_grace: float
+    shard: Shard
+    metrics: Metrics
+    interval: float = 60.0
+
+    def __post_init__(self) -> None:
         self.stage = StageProgress("account erasure")
         self._accounts = self._records = self._postponed = 0
 
     async def run(self) -> None:
         """Erase accounts forever. Only an exception that is a bug ends it."""
-        await run_periodically(self._erase_all_due, self._interval, self.stage)
+        await run_periodically(self._erase_all_due, self.interval, self.stage)
 
     async def erase_batch(self) -> bool:
         """Erase one batch of records of one account; return False if no account is due.
@@ -71,7 +64,7 @@ class AccountErasure:
         Raises:
             DatabaseError: The database is unavailable.
         """
-        erased = await self._db.erasure.erase_batch(self._shard.buckets, time())
+        erased = await self.db.erasure.erase_batch(self.shard.buckets, time())
         if erased is not None:
             self._count(erased)
         return erased is not None
@@ -82,7 +75,7 @@ class AccountErasure:
         Raises:
             DatabaseError: The database is unavailable.
         """
-        dids = await self._db.erasure.due_gone(self._shard.buckets, CHECKS, time())
+        dids = await self.db.erasure.due_gone(self.shard.buckets, CHECKS, time())
         async with asyncio.TaskGroup() as group:
             for did in dids:
                 group.create_task(self._check_and_erase(did), name=f"erasure of {did}")
@@ -91,10 +84,6 @@ class AccountErasure:
         await self.check_gone()
         while await self.erase_batch():
             self.stage.moved()
-        self._log_done()
-
-    def _log_done(self) -> None:
-        """Log what was done since the last time, if anything was."""
         if self._accounts or self._postponed:
             log.info("erasure.done", accounts=self._accounts, records=self._records, postponed=self._postponed)
         self._accounts = self._records = self._postponed = 0
@@ -102,7 +91,7 @@ class AccountErasure:
     async def _check_and_erase(self, did: str) -> None:
         with DatabaseAttempt():
             if await self._confirm_gone(did):
-                erased = await self._db.erasure.erase_batch(self._shard.buckets, time(), did=did)
+                erased = await self.db.erasure.erase_batch(self.shard.buckets, time(), did=did)
                 if erased is not None:
                     self._count(erased)
         self.stage.moved()
@@ -113,7 +102,7 @@ class AccountErasure:
         Otherwise show the account again if the DID exists, or postpone its erasure.
         """
         try:
-            answer = await self._identities.refresh(did)
+            answer = await self.identities.refresh(did)
         except DatabaseError:
             raise
         except UnavailableError as error:
@@ -123,19 +112,19 @@ class AccountErasure:
             await self._postpone(did, RETRY_SECONDS, "the directory could not be asked")
             return False
         if not answer.gone:
-            grace = self._deletion_grace
-            await self._db.repos.update(did, lambda repo: plan_existence(repo, time(), grace, exists=True))
+            grace = self.deletion_grace
+            await self.db.repos.update(did, lambda repo: plan_existence(repo, time(), grace, exists=True))
             return False
-        stored = (await self._db.identities.load([did])).get(did)
+        stored = (await self.db.identities.load([did])).get(did)
         return stored is None or stored.pds is None or await self._host_denies(stored, stored.pds)
 
     async def _host_denies(self, identity: StoredIdentity, pds: str) -> bool:
         """Return True if the host denies the repo, or was unreachable for too long. Otherwise postpone the erasure."""
         try:
-            await self._pds.fetch_latest_commit(identity.did, pds)
+            await self.pds.fetch_latest_commit(identity.did, pds)
         except UnavailableError as error:
             # A permanent failure is a definite answer: the host does not have the repo, or does not publish it.
-            grace_ended = (identity.denied_at or 0.0) + self._deletion_grace
+            grace_ended = (identity.denied_at or 0.0) + self.deletion_grace
             if error.reason.is_permanent or time() >= grace_ended + UNREACHABLE_SECONDS:
                 return True
             await self._postpone(identity.did, RETRY_SECONDS, f"its host: {error}")
@@ -146,10 +135,10 @@ class AccountErasure:
     async def _postpone(self, did: str, seconds: float, reason: str) -> None:
         log.debug("repo.erasure-postponed", did=did, reason=reason, seconds=seconds)
         self._postponed += 1
-        await self._db.repos.update(did, lambda repo: plan_erasure_later(repo, time() + seconds))
+        await self.db.repos.update(did, lambda repo: plan_erasure_later(repo, time() + seconds))
 
     def _count(self, erased: ErasedBatch) -> None:
-        self._metrics.erased_records.inc(erased.records)
+        self.metrics.erased_records.inc(erased.records)
         self._records += erased.records
         if erased.finished:
             self._accounts += 1

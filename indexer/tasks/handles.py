@@ -57,6 +57,7 @@ class HandleCheckIntervals:
     max_retry: float = 86_400.0
 
 
+@dataclass(eq=False)
 class HandleChecks:
     """Verifies handles that are due, at most `rate` per second.
 
@@ -67,24 +68,18 @@ class HandleChecks:
         stage: Its progress. Each claim of handles, and each check of a handle, is an activity of its own.
     """
 
-    def __init__(
-        self,
-        db: Database,
-        handles: HandleVerifier,
-        shard: Shard,
-        *,
-        rate: float,
-        intervals: HandleCheckIntervals | None = None,
-    ) -> None:
-        self._db = db
-        self._handles = handles
-        self._shard = shard
-        self._intervals = intervals or HandleCheckIntervals()
-        self._limiter = AsyncLimiter(1, 1 / rate)
-        self._domain_interval = 1 / (rate * DOMAIN_SHARE)
+    db: Database
+    handles: HandleVerifier
+    shard: Shard
+    rate: float
+    intervals: HandleCheckIntervals = HandleCheckIntervals()
+
+    def __post_init__(self) -> None:
+        self._limiter = AsyncLimiter(1, 1 / self.rate)
+        self._domain_interval = 1 / (self.rate * DOMAIN_SHARE)
         self._next_due = BoundedDict[str, float](MAX_DOMAINS)
         # Enough slots to reach the rate although every check takes its longest duration.
-        self._concurrency = min(ceil(rate * self._intervals.check), MAX_CONCURRENCY)
+        self._concurrency = min(ceil(self.rate * self.intervals.check), MAX_CONCURRENCY)
         self.stage = StageProgress("handle checks")
         self._slots = asyncio.Semaphore(self._concurrency)
 
@@ -99,19 +94,19 @@ class HandleChecks:
                     task = group.create_task(self._check_and_save(claim), name=f"handle of {claim.did}")
                     task.add_done_callback(lambda _done: self._slots.release())
                 if not claims:
-                    await asyncio.sleep(self._intervals.idle)
+                    await asyncio.sleep(self.intervals.idle)
 
     async def _claim(self) -> list[HandleClaim]:
         """Claim the handles to check next, the domains in turn, and give the other ones back."""
         count, now, claims = self._concurrency * CLAIMS_PER_CHECK, time(), list[HandleClaim]()
         with DatabaseAttempt(self.stage):
-            claims = await self._db.identities.claim_handles(count, self._shard.buckets, self._intervals.lease, now)
+            claims = await self.db.identities.claim_handles(count, self.shard.buckets, self.intervals.lease, now)
         in_turn = _in_turn(claims)
         checked, others = in_turn[: self._concurrency], in_turn[self._concurrency :]
         is_alone = len({_domain(claim) for claim in claims}) == 1 and len(claims) < count
         due = [now if is_alone else self._schedule(_domain(claim), now) for claim in others]
         with DatabaseAttempt():  # if this fails, they are due again when their leases expire
-            await self._db.identities.postpone_handles(others, due, now + self._intervals.lease)
+            await self.db.identities.postpone_handles(others, due, now + self.intervals.lease)
         return checked
 
     def _schedule(self, domain: str, now: float) -> float:
@@ -124,21 +119,21 @@ class HandleChecks:
         with self.stage.task() as work:
             check = await self._check(claim)
             with DatabaseAttempt(work):  # if this fails, the handle is due again when the claim's lease expires
-                await self._db.identities.save_handle_check(check)
+                await self.db.identities.save_handle_check(check)
 
     async def _check(self, claim: HandleClaim) -> HandleCheck:
         if claim.claimed is None:
             return HandleCheck(claim, INVALID_HANDLE, 0, None)
         attempts = claim.attempts + 1
         try:
-            handle: str | None = await self._handles.verify_handle(claim.did, claim.claimed)
+            handle: str | None = await self.handles.verify_handle(claim.did, claim.claimed)
         except UnavailableError as error:
             log.debug("handle.check-failed", did=claim.did, handle=claim.claimed, error=str(error))
             handle = claim.known if attempts < MAX_ATTEMPTS else None
         else:
             if handle == claim.claimed:
-                return HandleCheck(claim, handle, 0, time() + self._intervals.valid)
-        first, maximum = self._intervals.first_retry, self._intervals.max_retry
+                return HandleCheck(claim, handle, 0, time() + self.intervals.valid)
+        first, maximum = self.intervals.first_retry, self.intervals.max_retry
         pause = backoff_seconds(attempts, claim.did, first=first, maximum=maximum)
         return HandleCheck(claim, handle, attempts, time() + pause)
 

@@ -6,7 +6,7 @@ another one.
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from time import time
 from typing import NamedTuple
@@ -25,10 +25,8 @@ from indexer.sync.account import plan_active, plan_hidden, plan_status_unknown
 from indexer.sync.repo import Repo, StreamPoint, SyncStatus, hides
 from indexer.telemetry.metrics import Metrics
 
-MAX_ATTEMPTS = 4
-"""Requests for the status of one account in one reconciliation."""
 MAX_FAILED = 10_000
-"""Accounts whose requests failed, and that wait for the next attempt."""
+"""Accounts whose requests failed, and that wait for the second attempt."""
 _HOSTING = attrgetter("active", "hosting_status", "hosting_relay", "hosting_epoch", "hosting_seq")
 
 log = structlog.get_logger(__name__)
@@ -51,60 +49,34 @@ class ListReport(NamedTuple):
 UNLISTED = ListReport()
 
 
-@dataclass(frozen=True, slots=True)
-class _FailedRequest:
-    """The last failure for an account, and what the list says about it."""
-
-    listed: ListReport
-    attempts: int
-    error: UnavailableError
-
-
+@dataclass(eq=False)
 class HostingStatusChecks:
     """Follows the hosting status of accounts on the sources of reconciliations.
 
     A request that fails because of its account does not end the reconciliation: it is repeated at the end of the list.
-    After `MAX_ATTEMPTS`, an account that is hidden stays so, and one that is shown is desynchronized: it may be
-    deleted, and its own host knows. So is one that is shown if the source says nothing about it.
+    If it fails again, an account that is hidden stays so, and one that is shown is desynchronized: it may be deleted,
+    and its own host knows. So is one that is shown if the source says nothing about it.
+
+    Attributes:
+        scope: The policy says when the records of a deleted account are erased.
+        stage: Each request is progress of it.
+        identities: The identities of accounts, which name their hosts; None: no host is asked.
+        stream_point: Returns the last stored message of the source's stream; None if that is not known or not open.
+            An answer that is requested afterwards is at least as new.
+        sources_are_hosts: True if the sources are PDSes, False if they are relays.
+        first_retry: Seconds before the failed requests are repeated.
     """
 
-    def __init__(
-        self,
-        db: Database,
-        outbound: OutboundClient,
-        metrics: Metrics,
-        scope: CurrentScope,
-        stage: Work,
-        identities: IdentityCache | None,
-        stream_point: Callable[[str], StreamPoint | None],
-        *,
-        sources_are_hosts: bool,
-        first_retry: float,
-    ) -> None:
-        """Create the checks.
-
-        Args:
-            db: The database.
-            outbound: The client for requests to the sources.
-            metrics: Counts the repos that are fetched again.
-            scope: The policy says when the records of a deleted account are erased.
-            stage: Each request is progress of it.
-            identities: The identities of accounts, which name their hosts; None: no host is asked.
-            stream_point: Returns the last stored message of the source's stream; None if that is not known or not open.
-                An answer that is requested afterwards is at least as new.
-            sources_are_hosts: True if the sources are PDSes, False if they are relays.
-            first_retry: Seconds before the failed requests are repeated; it doubles each time.
-        """
-        self._db = db
-        self._outbound = outbound
-        self._metrics = metrics
-        self._scope = scope
-        self._stage = stage
-        self._identities = identities
-        self._stream_point = stream_point
-        self._sources_are_hosts = sources_are_hosts
-        self._first_retry = first_retry
-        self._failed: dict[str, dict[str, _FailedRequest]] = {}
+    db: Database
+    outbound: OutboundClient
+    metrics: Metrics
+    scope: CurrentScope
+    stage: Work
+    identities: IdentityCache | None
+    stream_point: Callable[[str], StreamPoint | None]
+    sources_are_hosts: bool
+    first_retry: float
+    _failed: dict[str, dict[str, tuple[ListReport, UnavailableError]]] = field(default_factory=dict, init=False)
 
     async def follow(self, source: str, did: str, listed: ListReport) -> bool:
         """Show, hide or withhold the account as the source and its host say; return True if the row changed.
@@ -115,22 +87,20 @@ class HostingStatusChecks:
         Raises:
             UnavailableError: The source answers no requests at the moment, or the database is unavailable.
         """
-        before = (await self._db.repos.load([did])).get(did)
+        before = (await self.db.repos.load([did])).get(did)
         if before is None:
             self._failed.get(source, {}).pop(did, None)
             return False
-        point = self._stream_point(source)
+        point = self.stream_point(source)
         answer = await self._fetch_status(source, did, listed)
         plan = await self._weigh(before, listed, answer, point) if answer is not None else None
         if plan is None:
             return False
-        after = await self._db.repos.update(
-            did, lambda repo: plan(repo) if _HOSTING(repo) == _HOSTING(before) else repo
-        )
+        after = await self.db.repos.update(did, lambda repo: plan(repo) if _HOSTING(repo) == _HOSTING(before) else repo)
         if after is None:
             return False
         if after.active and after.sync_reason is not None and before.sync_status is not SyncStatus.DESYNCHRONIZED:
-            self._metrics.desynchronized[after.sync_reason].inc()
+            self.metrics.desynchronized[after.sync_reason].inc()
         return True
 
     async def _weigh(
@@ -154,7 +124,7 @@ class HostingStatusChecks:
             answer, point = RepoStatus(listed.active is not False, listed.status, None), listed.point
         if is_shown and answer.active:
             return None
-        if not before.active and answer.active and not self._sources_are_hosts:
+        if not before.active and answer.active and not self.sources_are_hosts:
             host = await self._ask_host(before.did)
             if host is None and is_silent_source:
                 return None
@@ -162,7 +132,7 @@ class HostingStatusChecks:
                 answer = host
         if answer.active:
             return lambda repo: plan_active(repo, time(), point)
-        return lambda repo: plan_hidden(repo, answer.status, time(), self._scope.policy.deletion_grace, point)
+        return lambda repo: plan_hidden(repo, answer.status, time(), self.scope.policy.deletion_grace, point)
 
     async def repeat_failed(self, source: str) -> int:
         """Repeat the failed requests of this source; return how many rows changed.
@@ -171,25 +141,24 @@ class HostingStatusChecks:
             UnavailableError: The source answers no requests at the moment, or the database is unavailable. The next
                 call continues.
         """
-        failed, changed = self._failed.setdefault(source, {}), 0
-        while left := {did: last for did, last in failed.items() if last.attempts < MAX_ATTEMPTS}:
-            attempts = min(last.attempts for last in left.values())
-            self._stage.idle()
-            await asyncio.sleep(self._first_retry * 2.0 ** (attempts - 1))
-            changed += sum([await self.follow(source, did, last.listed) for did, last in left.items()])
+        failed, changed, unknown, last = self._failed.setdefault(source, {}), 0, 0, None
         if failed:
-            first = next(iter(failed.values()))
-            log.warning("reconciliation.status-unknown", relay=source, accounts=len(failed), error=str(first.error))
-            fetched_again = sum(
-                [await self._fetch_again(did) for did, last in failed.items() if last.listed.active is not True]
-            )
-            self._metrics.desynchronized[Desync.STATUS_UNKNOWN].inc(fetched_again)
-            changed += fetched_again
-        del self._failed[source]
+            self.stage.idle()
+            await asyncio.sleep(self.first_retry)
+        for did, (listed, _) in list(failed.items()):
+            changed += await self.follow(source, did, listed)
+            if did not in failed:
+                continue
+            _, last = failed.pop(did)
+            unknown += 1
+            if listed.active is not True and await self.db.repos.update(
+                did, lambda repo: plan_status_unknown(repo, time())
+            ):
+                self.metrics.desynchronized[Desync.STATUS_UNKNOWN].inc()
+                changed += 1
+        if unknown:
+            log.warning("reconciliation.status-unknown", relay=source, accounts=unknown, error=str(last))
         return changed
-
-    async def _fetch_again(self, did: str) -> bool:
-        return await self._db.repos.update(did, lambda repo: plan_status_unknown(repo, time())) is not None
 
     async def _fetch_status(self, source: str, did: str, listed: ListReport) -> RepoStatus | UnavailableError | None:
         """Return the hosting status of an account on the source; the error if the source says nothing about it.
@@ -200,22 +169,19 @@ class HostingStatusChecks:
             UnavailableError: The source answers no requests at the moment, or too many have failed.
         """
         failed = self._failed.setdefault(source, {})
-        attempts = failed[did].attempts if did in failed else 0
-        if attempts >= MAX_ATTEMPTS:
-            return None
-        self._stage.moved()
+        self.stage.moved()
         answer: RepoStatus | UnavailableError
         try:
-            answer = await fetch_repo_status(self._outbound, source, did)
+            answer = await fetch_repo_status(self.outbound, source, did)
         except UnavailableError as error:
             if not is_silent(error):
                 if not error.reason.counts_as_attempt or (did not in failed and len(failed) >= MAX_FAILED):
                     raise
-                failed[did] = _FailedRequest(listed, attempts + 1, error)
+                failed[did] = listed, error
                 return None
             answer = error
         failed.pop(did, None)
-        if not self._sources_are_hosts:
+        if not self.sources_are_hosts:
             return answer
         moved = isinstance(answer, UnavailableError) and answer.reason is FetchFailure.REPO_NOT_FOUND
         return answer if not moved and await self._is_host(source, did) else None
@@ -226,10 +192,10 @@ class HostingStatusChecks:
         The cache returns an older identity if its limits do not allow a lookup, or if the lookup fails. Then the next
         reconciliation asks again.
         """
-        if self._identities is None:
+        if self.identities is None:
             return True
         try:
-            identity = await self._identities.lookup(did, refresh=True)  # a former PDS sends no `#identity`
+            identity = await self.identities.lookup(did, refresh=True)  # a former PDS sends no `#identity`
         except UnavailableError:
             return False
         return identity.is_recent(time()) and identity.host == host_of(source)
@@ -239,13 +205,13 @@ class HostingStatusChecks:
 
         That the account is not active counts only if it is certain that it has not moved to another host.
         """
-        if self._identities is None:
+        if self.identities is None:
             return None
         try:
-            identity = await self._identities.lookup(did)
+            identity = await self.identities.lookup(did)
             if identity.pds is None:
                 return None
-            status = await fetch_host_status(self._outbound, identity.pds, did)
+            status = await fetch_host_status(self.outbound, identity.pds, did)
         except UnavailableError:
             return None
         return status if status.active or await self._is_host(identity.pds, did) else None

@@ -3,9 +3,9 @@
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from time import time
-from urllib.parse import unquote
 
 import structlog
 
@@ -13,8 +13,8 @@ from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Database, DatabaseError
 from indexer.db.periodic import DatabaseAttempt, run_periodically
 from indexer.errors import UnavailableError
-from indexer.net.http import host_of
-from indexer.net.identity import METHODS, IdentityCache, Method
+from indexer.net.http import host_of, registered_domain
+from indexer.net.identity import METHODS, IdentityCache, Method, web_host
 from indexer.sync.account import plan_existence
 from indexer.sync.backoff import backoff_seconds
 from indexer.sync.identity import DueIdentity
@@ -33,6 +33,7 @@ LIMITED_SECONDS = 30.0
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class IdentityRefresh:
     """Refreshes identities that are due, in batches with a pause of `interval` seconds between two of them.
 
@@ -43,14 +44,13 @@ class IdentityRefresh:
         stage: Its progress. Each batch is work; it moves with each identity.
     """
 
-    def __init__(
-        self, db: Database, identities: IdentityCache, deletion_grace: float, shard: Shard, *, interval: float = 10.0
-    ) -> None:
-        self._db = db
-        self._identities = identities
-        self._deletion_grace = deletion_grace
-        self._shard = shard
-        self._interval = interval
+    db: Database
+    identities: IdentityCache
+    deletion_grace: float
+    shard: Shard
+    interval: float = 10.0
+
+    def __post_init__(self) -> None:
         self.stage = StageProgress("identity refresh")
         self._batches = {method: self.stage.add() for method in METHODS}
 
@@ -59,7 +59,7 @@ class IdentityRefresh:
         async with asyncio.TaskGroup() as group:
             for method in METHODS:
                 work = partial(self.refresh_batch, method)
-                batches = run_periodically(work, self._interval, self._batches[method])
+                batches = run_periodically(work, self.interval, self._batches[method])
                 group.create_task(batches, name=f"identity refresh of did:{method}")
 
     async def refresh(self, did: str, failures: int = 0) -> None:
@@ -73,19 +73,19 @@ class IdentityRefresh:
             DatabaseError: The database is unavailable.
         """
         try:
-            identity = await self._identities.refresh(did)
+            identity = await self.identities.refresh(did)
         except DatabaseError:
             raise
         except UnavailableError as error:
             failures += 1
             log.debug("identity.refresh-postponed", did=did, failures=failures, error=str(error))
-            await self._db.identities.postpone_refresh(did, time() + backoff_seconds(failures, did), failures)
+            await self.db.identities.postpone_refresh(did, time() + backoff_seconds(failures, did), failures)
             return
         if identity is None:
-            await self._db.identities.postpone_refresh(did, time() + LIMITED_SECONDS, failures)
+            await self.db.identities.postpone_refresh(did, time() + LIMITED_SECONDS, failures)
         elif not (identity.stale or identity.doubtful):
-            exists, grace = not identity.gone, self._deletion_grace
-            await self._db.repos.update(did, lambda repo: plan_existence(repo, time(), grace, exists=exists))
+            exists, grace = not identity.gone, self.deletion_grace
+            await self.db.repos.update(did, lambda repo: plan_existence(repo, time(), grace, exists=exists))
 
     async def refresh_batch(self, method: Method) -> None:
         """Refresh identities of one DID method that are due, several at a time.
@@ -93,7 +93,7 @@ class IdentityRefresh:
         Raises:
             DatabaseError: The database is unavailable.
         """
-        due = await self._db.identities.due(self._shard.buckets, WINDOW, time(), web=method == "web")
+        due = await self.db.identities.due(self.shard.buckets, WINDOW, time(), web=method == "web")
         slots = asyncio.Semaphore(CONCURRENCY)
 
         async def refresh(identity: DueIdentity) -> None:
@@ -110,8 +110,7 @@ class IdentityRefresh:
 def fair_batch(due: Sequence[DueIdentity]) -> list[DueIdentity]:
     """Return at most `BATCH_SIZE` of the identities: the first one of each host, then the second one of each host, ….
 
-    For a did:web, the host is the last two labels of its name, because the owner of a domain can create any number of
-    subdomains.
+    For a did:web, the host is its registered domain, because the owner of a domain can create any number of subdomains.
     """
     position, turns = Counter[str](), list[tuple[int, DueIdentity]]()
     for identity in due:
@@ -124,6 +123,5 @@ def fair_batch(due: Sequence[DueIdentity]) -> list[DueIdentity]:
 
 
 def _host(identity: DueIdentity) -> str:
-    if identity.did.startswith("did:web:"):
-        return ".".join(unquote(identity.did.removeprefix("did:web:")).split(".")[-2:])
-    return (identity.pds and host_of(identity.pds)) or ""
+    host = web_host(identity.did)
+    return host_of(identity.pds or "") if host is None else registered_domain(host)

@@ -9,6 +9,7 @@ A session that leaves a snapshot open keeps the old versions of cursors and repo
 """
 
 import asyncio
+from dataclasses import dataclass
 from time import monotonic
 from typing import NoReturn
 
@@ -34,6 +35,7 @@ MAX_DEAD_CURSORS = 200_000
 make the next one about 3 ms slower, and about 8 ms more for a repo that all of them have written."""
 
 
+@dataclass(eq=False)
 class ChangeNotifier:
     """Notifies the channel `atproto_changes`, and watches the queue of notifications and the dead rows.
 
@@ -41,23 +43,15 @@ class ChangeNotifier:
         stage: Its progress. Each notification is work.
     """
 
-    def __init__(
-        self,
-        db: Database,
-        metrics: Metrics,
-        conditions: Conditions,
-        *,
-        max_transaction_seconds: float = MAX_TRANSACTION_SECONDS,
-        max_dead_cursors: int = MAX_DEAD_CURSORS,
-    ) -> None:
-        self._db = db
-        self._max_transaction_seconds = max_transaction_seconds
-        self._max_dead_cursors = max_dead_cursors
-        self._metrics = metrics
-        self._conditions = conditions
+    db: Database
+    metrics: Metrics
+    conditions: Conditions
+    max_transaction_seconds: float = MAX_TRANSACTION_SECONDS
+    max_dead_cursors: int = MAX_DEAD_CURSORS
+
+    def __post_init__(self) -> None:
         self._seq = 0
-        self._next_check = 0.0
-        self._next_snapshot_check = 0.0
+        self._next_check = self._next_snapshot_check = 0.0
         self.stage = StageProgress("change notifier")
 
     async def run(self) -> NoReturn:
@@ -69,7 +63,7 @@ class ChangeNotifier:
                     self._next_snapshot_check = monotonic() + SNAPSHOT_CHECK_SECONDS
                     await self.check_snapshots()
             await asyncio.sleep(SPACING_SECONDS)
-            await wait_for_event(self._db.numbered, POLL_SECONDS)
+            await wait_for_event(self.db.numbered, POLL_SECONDS)
 
     async def notify(self) -> None:
         """Notify the listeners if there are changes since the last call; report a queue that fills.
@@ -77,16 +71,16 @@ class ChangeNotifier:
         Raises:
             DatabaseError: The database is unavailable.
         """
-        self._db.numbered.clear()
-        notified = await self._db.changes.notify(self._seq)
+        self.db.numbered.clear()
+        notified = await self.db.changes.notify(self._seq)
         if notified.seq is not None:
             self._seq = notified.seq
         if notified.queue_usage < FULL_SHARE:
-            self._conditions.end(NOTIFICATION_QUEUE_FILLS)
+            self.conditions.end(NOTIFICATION_QUEUE_FILLS)
         elif monotonic() >= self._next_check:
             self._next_check = monotonic() + POLL_SECONDS
             await self._report(notified.queue_usage)
-        self._metrics.notification_queue_ratio.set(notified.queue_usage)
+        self.metrics.notification_queue_ratio.set(notified.queue_usage)
 
     async def check_snapshots(self) -> None:
         """Report the snapshots that keep many dead rows, and end those of consumers.
@@ -94,22 +88,20 @@ class ChangeNotifier:
         Raises:
             DatabaseError: The database is unavailable.
         """
-        found = await self._db.blocking_sessions.end_old_snapshots(
-            self._max_dead_cursors, self._max_transaction_seconds
-        )
-        if found.dead_cursors < self._max_dead_cursors:
-            self._conditions.end(DEAD_ROWS_KEPT)
+        found = await self.db.blocking_sessions.end_old_snapshots(self.max_dead_cursors, self.max_transaction_seconds)
+        if found.dead_cursors < self.max_dead_cursors:
+            self.conditions.end(DEAD_ROWS_KEPT)
             return
         text = "; ".join([*map(_describe, found.sessions), *found.others]) or "nothing that is visible"
         message = f"{found.dead_cursors} old versions of the cursor cannot be removed; they are kept by {text}"
-        self._conditions.report(DEAD_ROWS_KEPT, message=message, value=found.dead_cursors)
+        self.conditions.report(DEAD_ROWS_KEPT, message=message, value=found.dead_cursors)
 
     async def _report(self, usage: float) -> None:
-        limit = self._max_transaction_seconds if usage >= END_SHARE else float("inf")
-        sessions = await self._db.blocking_sessions.end_oldest_transaction(limit)
+        limit = self.max_transaction_seconds if usage >= END_SHARE else float("inf")
+        sessions = await self.db.blocking_sessions.end_oldest_transaction(limit)
         text = "; ".join(map(_describe, sessions)) or "none is visible"
         message = f"the queue of notifications of the Postgres server is {usage:.0%} full; oldest transactions: {text}"
-        self._conditions.report(NOTIFICATION_QUEUE_FILLS, message=message, value=round(usage, 3))
+        self.conditions.report(NOTIFICATION_QUEUE_FILLS, message=message, value=round(usage, 3))
 
 
 def _describe(session: BlockingSession) -> str:

@@ -11,7 +11,7 @@ relay whose stream is open: what the list does not contain yet, that stream deli
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from time import monotonic, time
@@ -38,10 +38,6 @@ from indexer.tasks.hosting_status import UNLISTED, HostingStatusChecks, ListRepo
 from indexer.tasks.repo_list_pages import ListedAccounts, repo_list_pages
 from indexer.telemetry.metrics import Metrics
 
-MAX_PENDING_PAGES = 100
-"""Pages that wait for their second comparison, each with at most a thousand repos."""
-MAX_UNLISTED = 10_000
-"""Accounts missing in the list whose hosting status one reconciliation asks for. The next one continues after them."""
 _PAGE_SIZE = 5_000
 MAX_RESUME_SECONDS = 86_400.0
 """An interrupted reconciliation that began longer ago starts again."""
@@ -58,10 +54,11 @@ class ReconciliationSettings:
         interval: Between two reconciliations; 0: only while a gap is open.
         settle: How long the stream may take to deliver events that the list already includes.
         poll: How often to look for a connected relay, an open gap and the end of the interval.
-        first_retry: Pause after the first failure; it doubles with each one, up to `max_retry`. Failed
-            requests for the hosting status of single accounts are repeated after the same pauses.
-        max_pending_pages: Pages that wait for their second comparison.
-        max_unlisted: Accounts that one reconciliation asks for because the list lacks them.
+        first_retry: Pause after the first failure; it doubles with each one, up to `max_retry`. Failed requests for
+            the hosting status of single accounts are repeated once, after the same pause.
+        max_pending_pages: Pages that wait for their second comparison, each with at most a thousand repos.
+        max_unlisted: Accounts that one reconciliation asks for because the list lacks them. The next one continues
+            after them.
     """
 
     shard: Shard = Shard()  # noqa: RUF009 - immutable
@@ -70,8 +67,8 @@ class ReconciliationSettings:
     poll: float = 5.0
     first_retry: float = 5.0
     max_retry: float = 600.0
-    max_pending_pages: int = MAX_PENDING_PAGES
-    max_unlisted: int = MAX_UNLISTED
+    max_pending_pages: int = 100
+    max_unlisted: int = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,75 +112,53 @@ class _ListedSoFar:
     accounts: ListedAccounts
     asked_until: str
 
-    def belongs_to(self, progress: CrawlProgress) -> bool:
-        # The database rounds times to microseconds.
-        return self.source == progress.source and abs(self.began_at - progress.began_at) < 0.001  # noqa: PLR2004
 
-
+@dataclass(eq=False)
 class Reconciliation:
     """Reconciles the database with a relay's repo list at each interval, and while a gap is open.
 
     Attributes:
+        gaps: The open gaps of the shard.
+        sources: Returns the base URLs of the relays to ask: the one whose stream is open, then the others in the order
+            of preference; none if no stream is open.
+        stream_point: Returns the last stored message of a source's stream; None if that is not known or not open.
+        scope: If the present scope wants all repos, listed accounts that are unknown are tracked.
+        identities: The identities of accounts, which name their hosts; None: no host is asked.
+        sources_are_hosts: True if the sources are PDSes, False if they are relays.
         stage: Its progress. Each request for a page, and each comparison of a page, is work.
         crawl_progress: The progress of the last reconciliation of this process.
         last_error: Why the last reconciliation failed, with its source; None if it did not fail.
         waits_until: The end of the wait before a page is compared again (monotonic seconds); None if there is no wait.
     """
 
-    def __init__(
-        self,
-        db: Database,
-        outbound: OutboundClient,
-        metrics: Metrics,
-        gaps: OpenGaps,
-        sources: Callable[[], Sequence[str]],
-        stream_point: Callable[[str], StreamPoint | None],
-        scope: CurrentScope,
-        settings: ReconciliationSettings,
-        identities: IdentityCache | None = None,
-        *,
-        sources_are_hosts: bool = False,
-    ) -> None:
-        """Create a reconciliation.
+    db: Database
+    outbound: OutboundClient
+    metrics: Metrics
+    gaps: OpenGaps
+    sources: Callable[[], Sequence[str]]
+    stream_point: Callable[[str], StreamPoint | None]
+    scope: CurrentScope
+    settings: ReconciliationSettings
+    identities: IdentityCache | None = None
+    sources_are_hosts: bool = False
+    crawl_progress: CrawlProgress | None = field(default=None, init=False)
+    last_error: str | None = field(default=None, init=False)
+    waits_until: float | None = field(default=None, init=False)
 
-        Args:
-            db: The database.
-            outbound: The client for requests to the sources.
-            metrics: Counts the repos that were found.
-            gaps: The open gaps of the shard.
-            sources: Returns the base URLs of the relays to ask: the one whose stream is open, then the others in the
-                order of preference; none if no stream is open.
-            stream_point: Returns the last stored message of a source's stream; None if that is not known or not open.
-            scope: If the present scope wants all repos, listed accounts that are unknown are tracked.
-            settings: The settings.
-            identities: The identities of accounts, which name their hosts; None: no host is asked.
-            sources_are_hosts: True if the sources are PDSes, False if they are relays.
-        """
-        self._db = db
-        self._outbound = outbound
-        self._metrics = metrics
-        self._gaps = gaps
-        self._sources = sources
-        self._scope = scope
-        self._settings = settings
-        self._buckets = settings.shard.buckets
+    def __post_init__(self) -> None:
         self.stage = StageProgress("reconciliation")
-        self._statuses = HostingStatusChecks(
-            db,
-            outbound,
-            metrics,
-            scope,
-            self.stage,
-            identities,
-            stream_point,
-            sources_are_hosts=sources_are_hosts,
-            first_retry=settings.first_retry,
-        )
-        self._stream_point = stream_point
         self._requests = self.stage.add()
-        self.crawl_progress: CrawlProgress | None = None
-        self.last_error: str | None = None
-        self.waits_until: float | None = None
+        self._statuses = HostingStatusChecks(
+            self.db,
+            self.outbound,
+            self.metrics,
+            self.scope,
+            self.stage,
+            self.identities,
+            self.stream_point,
+            self.sources_are_hosts,
+            self.settings.first_retry,
+        )
         # By source: the newest gap when its last complete reconciliation began, and when it ended (monotonic seconds).
         self._compared: dict[str, tuple[int, float]] = {}
         self._listed: _ListedSoFar | None = None
@@ -208,11 +183,14 @@ class Reconciliation:
             with self.stage.busy():
                 failures = 0 if await self._reconcile_with_first_available() else failures + 1
             if failures:
-                pause = self._settings.first_retry * 2.0 ** min(failures - 1, 16)
-                await asyncio.sleep(min(pause, self._settings.max_retry))
+                pause = self.settings.first_retry * 2.0 ** min(failures - 1, 16)
+                await asyncio.sleep(min(pause, self.settings.max_retry))
 
     async def reconcile(
-        self, source: str, on_page: Callable[[CrawlProgress], None], may_close_gaps: Callable[[], bool] = lambda: False
+        self,
+        source: str,
+        on_page: Callable[[CrawlProgress], None] = lambda _: None,
+        may_close_gaps: Callable[[], bool] = lambda: False,
     ) -> CrawlProgress:
         """Compare the whole list, or the rest of it if a recent reconciliation was interrupted; return the progress.
 
@@ -227,46 +205,51 @@ class Reconciliation:
         progress = await self._begin(source)
         pending: deque[_PendingPage] = deque()
         self.stage.idle()
-        point = self._stream_point(source)
-        async for page in repo_list_pages(self._outbound, source, "", progress.cursor, self._requests):
+        point = self.stream_point(source)
+        async for page in repo_list_pages(self.outbound, source, "", progress.cursor, self._requests):
             self.stage.moved()
             pending.append(await self._compare(page, point, self._listed_so_far(progress)))
             while pending and (
                 page.cursor is None
-                or len(pending) > self._settings.max_pending_pages
+                or len(pending) > self.settings.max_pending_pages
                 or pending[0].due_at <= monotonic()
             ):
-                await self._wait_until(pending[0].due_at)
+                self.waits_until = pending[0].due_at
+                self.stage.idle()
+                await asyncio.sleep(max(0.0, self.waits_until - monotonic()))
+                self.stage.moved()
+                self.waits_until = None
                 progress = await self._compare_again(progress, pending.popleft(), may_close_gaps)
+                self.crawl_progress = progress
                 on_page(progress)
             self.stage.idle()
-            point = self._stream_point(source)
+            point = self.stream_point(source)
         return progress
 
     async def _wait_until_due(self) -> None:
         """Wait until a stream is open and, besides, a gap is open or the interval is over."""
         while True:
             with DatabaseAttempt(self.stage):
-                sources = self._sources()
-                if sources and (self._gaps.gaps or await self._seconds_until_due(sources) <= 0):
+                sources = self.sources()
+                if sources and (self.gaps.gaps or await self._seconds_until_due(sources) <= 0):
                     return
-            await self._gaps.wait_until_opened(self._settings.poll)
-            if not self._sources():
-                await asyncio.sleep(self._settings.poll)
+            await self.gaps.wait_until_opened(self.settings.poll)
+            if not self.sources():
+                await asyncio.sleep(self.settings.poll)
 
     async def _seconds_until_due(self, sources: Sequence[str]) -> float:
         """Return the time until the next reconciliation. The first one is due one interval after the first start."""
-        if not self._settings.interval:
+        if not self.settings.interval:
             return inf
-        shard, now = str(self._settings.shard), time()
-        rows = [await self._db.crawls.progress("sweep", source, shard=shard) for source in sources]
+        shard, now = str(self.settings.shard), time()
+        rows = [await self.db.crawls.progress("sweep", source, shard=shard) for source in sources]
         if rows[0] is not None and rows[0].finished_at is None:
             return 0.0
         finished = [row.finished_at for row in rows if row is not None and row.finished_at is not None]
         finished = [at for at in finished if at <= now]  # later ones are from before the clock was set back
         if not finished:
-            await self._db.crawls.save(CrawlProgress("sweep", sources[0], began_at=now, finished_at=now, shard=shard))
-        return max(finished, default=now) + self._settings.interval - now
+            await self.db.crawls.save(CrawlProgress("sweep", sources[0], began_at=now, finished_at=now, shard=shard))
+        return max(finished, default=now) + self.settings.interval - now
 
     async def _reconcile_with_first_available(self) -> bool:
         """Reconcile with the first source that answers; return True if it was the relay whose stream is open.
@@ -274,12 +257,12 @@ class Reconciliation:
         Another source finds repos that are behind, but cannot close a gap. So it is asked only once for each gap, and
         once in each interval.
         """
-        for source in self._sources():
+        for source in self.sources():
             if not self._is_open(source) and self._was_compared(source):
                 continue
             try:
-                progress = await self.reconcile(source, self._save_progress, partial(self._is_open, source))
-                await self._gaps.refresh()
+                progress = await self.reconcile(source, may_close_gaps=partial(self._is_open, source))
+                await self.gaps.refresh()
             except UnavailableError as error:
                 self.last_error = f"{source}: {error}"
                 log.warning("reconciliation.failed", relay=source, error=str(error))
@@ -295,44 +278,39 @@ class Reconciliation:
     def _was_compared(self, source: str) -> bool:
         """Return True if this source was compared since the newest gap was opened and in the present interval."""
         last_gap, compared_at = self._compared.get(source, (-1, 0.0))
-        is_recent = monotonic() - compared_at < (self._settings.interval or inf)
-        return is_recent and last_gap == self._gaps.newest
+        is_recent = monotonic() - compared_at < (self.settings.interval or inf)
+        return is_recent and last_gap == self.gaps.newest
 
     def _is_open(self, source: str) -> bool:
         """Return True if the stream of this relay is open."""
-        return list(self._sources()[:1]) == [source]
+        return list(self.sources()[:1]) == [source]
 
     async def _begin(self, source: str) -> CrawlProgress:
         """Return the progress of a recent reconciliation that was interrupted, else that of a new one.
 
         It is not continued if a gap was opened since it began, or if a gap is open and another process began it.
         """
-        shard, now = str(self._settings.shard), time()
-        last = await self._db.crawls.progress("sweep", source, shard=shard)
+        shard, now = str(self.settings.shard), round(time(), 3)  # the database stores only microseconds
+        last = await self.db.crawls.progress("sweep", source, shard=shard)
         if (
             last is not None
             and last.finished_at is None
             and now - last.began_at < MAX_RESUME_SECONDS
-            and last.last_gap >= self._gaps.newest
-            and (not self._gaps.newest or self._listed_so_far(last) is not None)
+            and last.last_gap >= self.gaps.newest
+            and (not self.gaps.newest or self._listed_so_far(last) is not None)
         ):
             return last
-        progress = CrawlProgress("sweep", source, began_at=now, shard=shard, last_gap=self._gaps.newest)
-        await self._db.crawls.save(progress)
-        stored = sum((await self._db.reports.counts()).statuses.values())
+        progress = CrawlProgress("sweep", source, began_at=now, shard=shard, last_gap=self.gaps.newest)
+        await self.db.crawls.save(progress)
+        stored = sum((await self.db.reports.counts()).statuses.values())
         self._listed = _ListedSoFar(source, now, ListedAccounts(2 * stored), self._unlisted_after)
         return progress
 
     def _listed_so_far(self, progress: CrawlProgress) -> _ListedSoFar | None:
         """Return the accounts listed so far; None if another process read the first pages."""
-        return self._listed if self._listed is not None and self._listed.belongs_to(progress) else None
-
-    async def _wait_until(self, due_at: float) -> None:
-        self.waits_until = due_at
-        self.stage.idle()
-        await asyncio.sleep(max(0.0, due_at - monotonic()))
-        self.stage.moved()
-        self.waits_until = None
+        listed = self._listed
+        is_same = listed is not None and (listed.source, listed.began_at) == (progress.source, progress.began_at)
+        return listed if is_same else None
 
     async def _compare(
         self, page: RepoListPage, point: StreamPoint | None, listed: _ListedSoFar | None
@@ -341,8 +319,8 @@ class Reconciliation:
 
         A listed rev too far in the future is ignored. An account without a rev is not behind.
         """
-        max_micros = (time() + self._scope.policy.limits.clock_drift_seconds) * 1_000_000
-        shard = self._settings.shard
+        max_micros = (time() + self.scope.policy.limits.clock_drift_seconds) * 1_000_000
+        shard = self.settings.shard
         revs = {
             account.did: account.rev or ""
             for account in page.accounts
@@ -350,16 +328,20 @@ class Reconciliation:
             and (account.rev is None or tid_micros(account.rev) <= max_micros)
             and shard.owns(account.did)
         }
-        behind, hidden, unknown, only_from_stream = await self._db.crawls.find_differences(revs)
+        behind, hidden, unknown, only_from_stream = await self.db.crawls.find_differences(revs)
         behind = [did for did in behind if revs[did]]
-        inactive = await self._listed_as_inactive(page, unknown)
+        # Those that are shown here, and those that are added.
+        reported = {one.did: one.status for one in page.accounts if not one.active and shard.owns(one.did)}
+        repos = await self.db.repos.load(list(reported)) if reported else {}
+        shown = {did for did, repo in repos.items() if repo.active}.union(unknown)
+        inactive = {did: status for did, status in reported.items() if did in shown}
         if listed is not None:
             # Unknown accounts and those of other shards would fill the set.
             owned = {account.did for account in page.accounts if account.active and shard.owns(account.did)}
             for did in owned.union(inactive).difference(unknown):
                 listed.accounts.add(did)
-        unknown = unknown if self._scope.scope.track is Track.ALL else []
-        due_at = monotonic() + (self._settings.settle if behind or unknown else 0.0)
+        unknown = unknown if self.scope.scope.track is Track.ALL else []
+        due_at = monotonic() + (self.settings.settle if behind or unknown else 0.0)
         return _PendingPage(
             due_at=due_at,
             cursor=page.cursor,
@@ -372,23 +354,13 @@ class Reconciliation:
             only_from_stream=only_from_stream,
         )
 
-    async def _listed_as_inactive(self, page: RepoListPage, unknown: Sequence[str]) -> dict[str, str | None]:
-        """Return why accounts are listed as inactive, by DID: those that are shown here, and those that are added."""
-        owns = self._settings.shard.owns
-        inactive = {
-            account.did: account.status for account in page.accounts if not account.active and owns(account.did)
-        }
-        repos = await self._db.repos.load(list(inactive)) if inactive else {}
-        differ = {did for did, repo in repos.items() if repo.active}
-        return {did: status for did, status in inactive.items() if did in differ or did in unknown}
-
     async def _compare_again(
         self, progress: CrawlProgress, page: _PendingPage, may_close_gaps: Callable[[], bool]
     ) -> CrawlProgress:
         """Desynchronize repos that are still behind, track unknown ones, show accounts, and save the progress."""
-        behind = await self._db.crawls.desynchronize_behind(page.revs, time()) if page.revs else 0
+        behind = await self.db.crawls.desynchronize_behind(page.revs, time()) if page.revs else 0
         crash_point("reconciliation.compared")
-        self._metrics.desynchronized[Desync.BEHIND].inc(behind)
+        self.metrics.desynchronized[Desync.BEHIND].inc(behind)
         listed = ListReport(active=True, point=page.point)
         followed = sum([await self._statuses.follow(progress.source, did, listed) for did in page.hidden])
         known = [did for did in page.inactive if did not in page.unknown]
@@ -396,11 +368,11 @@ class Reconciliation:
         if page.cursor is None:
             followed += await self._hide_unlisted(progress) + await self._statuses.repeat_failed(progress.source)
         after_page = progress.after_page(page.cursor, page.listed, behind + followed, time())
-        scope, close_gaps = self._scope.scope, may_close_gaps()
+        scope, close_gaps = self.scope.scope, may_close_gaps()
         unknown = [*(page.unknown if scope.track is Track.ALL else ()), *page.only_from_stream]
         # If the scope changes meanwhile, the next reconciliation adds what it wants.
-        stored = await self._db.crawls.add_listed(unknown, after_page, scope=scope, close_gaps=close_gaps)
-        self._metrics.desynchronized[Desync.NEW].inc(stored.found - after_page.found)
+        stored = await self.db.crawls.add_listed(unknown, after_page, scope=scope, close_gaps=close_gaps)
+        self.metrics.desynchronized[Desync.NEW].inc(stored.found - after_page.found)
         added = [did for did in page.inactive if did in page.unknown]
         await self._follow_inactive(progress.source, page, added)
         return stored
@@ -414,10 +386,10 @@ class Reconciliation:
         """Follow the status of accounts that the whole list did not contain; return how many rows changed."""
         listed, hidden, asked = self._listed_so_far(progress), 0, 0
         while listed is not None and (
-            page := await self._db.crawls.active_repos(listed.asked_until, self._buckets, _PAGE_SIZE)
+            page := await self.db.crawls.active_repos(listed.asked_until, self.settings.shard.buckets, _PAGE_SIZE)
         ):
             for did in [did for did in page if did not in listed.accounts]:
-                if asked >= self._settings.max_unlisted:
+                if asked >= self.settings.max_unlisted:
                     log.warning("reconciliation.many-unlisted", relay=progress.source, asked=asked)
                     self._unlisted_after = listed.asked_until
                     return hidden
@@ -426,6 +398,3 @@ class Reconciliation:
             listed.asked_until = page[-1]
         self._unlisted_after = ""
         return hidden
-
-    def _save_progress(self, progress: CrawlProgress) -> None:
-        self.crawl_progress = progress

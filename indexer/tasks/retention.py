@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import nlargest
 from math import inf
 from time import monotonic, time
@@ -20,6 +21,7 @@ LAG_ALARM_SECONDS = 3_600.0
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class ChangeLogRetention:
     """Applies the retention policy. All processes do this; the work is done only once.
 
@@ -35,26 +37,16 @@ class ChangeLogRetention:
         lagging: The names of the consumers that lagged at the last report.
     """
 
-    def __init__(
-        self,
-        db: Database,
-        policy: RetentionPolicy,
-        metrics: Metrics,
-        *,
-        lag_alarm: float = LAG_ALARM_SECONDS,
-        interval: float = 60.0,
-        retry: float = RETRY_SECONDS,
-        max_transaction_seconds: float = 60.0,
-    ) -> None:
-        self._db = db
-        self._policy = policy
-        self._metrics = metrics
-        self._lag_alarm = lag_alarm
-        self._interval = interval
-        self._retry = retry
-        self._max_transaction_seconds = max_transaction_seconds
-        self._next_report = -inf
-        self._next_retry = -inf
+    db: Database
+    policy: RetentionPolicy
+    metrics: Metrics
+    lag_alarm: float = LAG_ALARM_SECONDS
+    interval: float = 60.0
+    retry: float = RETRY_SECONDS
+    max_transaction_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        self._next_report = self._next_retry = -inf
         self._trimmed_size = 0
         self._removed_age: float | None = None
         self.stage = StageProgress("change log retention")
@@ -66,7 +58,7 @@ class ChangeLogRetention:
         while True:
             with DatabaseAttempt(self.stage) as attempt:
                 await self._trim_if_due()
-            await asyncio.sleep(self._retry if attempt.error else self._policy.check_seconds)
+            await asyncio.sleep(self.retry if attempt.error else self.policy.check_seconds)
 
     async def trim(self) -> None:
         """Apply the retention policy once, report its result, and update the metrics.
@@ -82,11 +74,11 @@ class ChangeLogRetention:
         self._report_lagging(following, now)
         self._report_size_limit()
         self._measure(before, following, now)
-        self._next_report = monotonic() + self._interval
+        self._next_report = monotonic() + self.interval
 
     def _measure(self, state: ChangeLogState, following: Sequence[ConsumerState], now: float) -> None:
         """Set the gauges. `following` are the consumers that were not disconnected."""
-        metrics, lags = self._metrics, {consumer: consumer.lag(now) for consumer in following}
+        metrics, lags = self.metrics, {consumer: consumer.lag(now) for consumer in following}
         metrics.change_log_bytes.set(state.bytes)
         metrics.consumer_lag_seconds.set(max(lags.values(), default=0.0))
         metrics.consumers["following"].set(len(following))
@@ -98,20 +90,20 @@ class ChangeLogRetention:
             metrics.consumer_behind_changes.labels(consumer.name).set(consumer.behind)
 
     async def _trim_if_due(self) -> None:
-        size = await self._db.segments.size()
+        size = await self.db.segments.size()
         self._trimmed_size = min(self._trimmed_size, size)  # another process may have trimmed the log
         if monotonic() >= self._next_report:
             await self.trim()
-        elif size - self._trimmed_size >= self._policy.segment_bytes / 2 or self._retries(size):
+        elif size - self._trimmed_size >= self.policy.segment_bytes / 2 or self._retries(size):
             await self._trim(time())
 
     def _retries(self, size: int) -> bool:
         """Return True if a log of this size is above its limit, and the last trim was long enough ago."""
-        return size > self._policy.max_bytes and monotonic() >= self._next_retry
+        return size > self.policy.max_bytes and monotonic() >= self._next_retry
 
     async def _trim(self, now: float) -> tuple[ChangeLogState, TrimPlan]:
-        self._next_retry = monotonic() + self._retry
-        before, plan = await self._db.segments.trim(self._policy, now)
+        self._next_retry = monotonic() + self.retry
+        before, plan = await self.db.segments.trim(self.policy, now)
         for consumer in before.consumers:
             if consumer.name in plan.disconnect:
                 log.error("consumer.disconnected", reader=consumer.name, seq=consumer.seq, behind=consumer.behind)
@@ -120,14 +112,14 @@ class ChangeLogRetention:
                 log.info("change-log.trimmed", seq=segment.last_seq, bytes=segment.bytes)
                 age = now - segment.last_time
                 self._removed_age = age if self._removed_age is None else min(self._removed_age, age)
-        if plan.locked and self._policy.is_overfull(before.bytes):
+        if plan.locked and self.policy.is_overfull(before.bytes):
             await self._end_blocking_sessions(plan.locked)
         # A segment that was locked is tried again at the next check.
-        self._trimmed_size = 0 if plan.locked else await self._db.segments.size()
+        self._trimmed_size = 0 if plan.locked else await self.db.segments.size()
         return before, plan
 
     async def _end_blocking_sessions(self, segments: tuple[int, ...]) -> None:
-        sessions = await self._db.blocking_sessions.end_users_of_segments(segments, self._max_transaction_seconds)
+        sessions = await self.db.blocking_sessions.end_users_of_segments(segments, self.max_transaction_seconds)
         reported, self._blocked = self._blocked, {session.pid for session in sessions if not session.ended}
         for session in sessions:
             seconds = None if session.seconds is None else round(session.seconds)
@@ -137,7 +129,7 @@ class ChangeLogRetention:
                 log.error("change-log.blocked", role=session.role, pid=session.pid, seconds=seconds)
 
     def _report_lagging(self, consumers: list[ConsumerState], now: float) -> None:
-        lagging = [consumer for consumer in consumers if consumer.lag(now) > self._lag_alarm]
+        lagging = [consumer for consumer in consumers if consumer.lag(now) > self.lag_alarm]
         before, self.lagging = self.lagging, [consumer.name for consumer in lagging]
         for consumer in consumers:
             if consumer.name in before and consumer.name not in self.lagging:
@@ -151,10 +143,10 @@ class ChangeLogRetention:
     def _report_size_limit(self) -> None:
         """Warn if changes were trimmed since the last report because of the size of the log, before their time."""
         age, self._removed_age = self._removed_age, None
-        if age is not None and age < self._policy.max_age:
+        if age is not None and age < self.policy.max_age:
             log.warning(
                 "change-log.size-limit",
                 seconds=round(age),
-                retention=round(self._policy.max_age),
-                limit=self._policy.max_bytes,
+                retention=round(self.policy.max_age),
+                limit=self.policy.max_bytes,
             )

@@ -1,5 +1,6 @@
 """Apply a narrowed scope: delete the records, and untrack the repos, that it does not select any more."""
 
+from dataclasses import dataclass
 from time import monotonic
 
 import structlog
@@ -24,6 +25,7 @@ RETRY_SECONDS = 600.0
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class ScopeNarrowing:
     """Looks for records out of scope at the start and after each change, and deletes them.
 
@@ -34,29 +36,21 @@ class ScopeNarrowing:
         stage: Its progress. A search is work; it moves with each batch.
     """
 
-    def __init__(
-        self,
-        db: Database,
-        scope: CurrentScope,
-        shard: Shard,
-        metrics: Metrics,
-        *,
-        interval: float = 1.0,
-        batch_size: int = NARROWING_BATCH,
-    ) -> None:
-        self._db = db
-        self._scope = scope
-        self._buckets = shard.buckets
-        self._metrics = metrics
-        self._interval = interval
-        self._batch_size = batch_size
+    db: Database
+    scope: CurrentScope
+    shard: Shard
+    metrics: Metrics
+    interval: float = 1.0
+    batch_size: int = NARROWING_BATCH
+
+    def __post_init__(self) -> None:
         self._clean_version = -1
         self._clean_since = 0.0
         self.stage = StageProgress("scope narrowing")
 
     async def run(self) -> None:
         """Delete records forever. Only an exception that is a bug ends it."""
-        await run_periodically(self.narrow, self._interval, self.stage)
+        await run_periodically(self.narrow, self.interval, self.stage)
 
     async def narrow(self) -> None:
         """Delete the records that the present scope does not select, unless a search has just found none.
@@ -64,13 +58,13 @@ class ScopeNarrowing:
         Raises:
             DatabaseError: The database is unavailable. What was deleted stays deleted.
         """
-        scope, now = self._scope.scope, monotonic()
+        scope, now = self.scope.scope, monotonic()
         if self._clean_version == scope.version and now - self._clean_since < SEARCH_SECONDS:
             return
-        if not self._scope.only_in_use(scope.version):
+        if not self.scope.only_in_use(scope.version):
             return
         deleted, complete, collection = 0, True, ""
-        while (found := await self._db.scope_changes.next_collection(collection)) is not None:
+        while (found := await self.db.scope_changes.next_collection(collection)) is not None:
             collection = found
             if not scope.collections.matches(collection):
                 count, finished = await self._delete(scope, collection)
@@ -85,18 +79,19 @@ class ScopeNarrowing:
         """Delete the records of a collection; return how many, and False if some remain."""
         deleted, complete, after = 0, True, None
         while True:
-            page = await self._db.scope_changes.delete_unselected(
-                scope, collection, self._buckets, after, self._batch_size
+            page = await self.db.scope_changes.delete_unselected(
+                scope, collection, self.shard.buckets, after, self.batch_size
             )
             if page is None:
                 return deleted, False
-            self._metrics.record_changes["delete", "true"].inc(page.deleted)
+            self.metrics.record_changes["delete", "true"].inc(page.deleted)
             self.stage.moved()
             deleted, complete, after = deleted + page.deleted, complete and not page.skipped, page.last
             if after is None:
                 return deleted, complete
 
 
+@dataclass(eq=False)
 class ScopeUntracking:
     """Looks for repos of a shard that are out of scope, once after each change that wants fewer repos.
 
@@ -108,29 +103,21 @@ class ScopeUntracking:
         stage: Its progress. A search is work; it moves with each batch.
     """
 
-    def __init__(
-        self,
-        db: Database,
-        scope: CurrentScope,
-        shard: Shard,
-        *,
-        interval: float = 1.0,
-        retry: float = RETRY_SECONDS,
-        batch_size: int = UNTRACKING_BATCH,
-    ) -> None:
-        self._db = db
-        self._scope = scope
-        self._shard = shard
-        self._interval = interval
-        self._retry = retry
-        self._batch_size = batch_size
+    db: Database
+    scope: CurrentScope
+    shard: Shard
+    interval: float = 1.0
+    retry: float = RETRY_SECONDS
+    batch_size: int = UNTRACKING_BATCH
+
+    def __post_init__(self) -> None:
         self._done_version = 0
         self._retry_at = 0.0
         self.stage = StageProgress("scope untracking")
 
     async def run(self) -> None:
         """Untrack repos forever. Only an exception that is a bug ends it."""
-        await run_periodically(self.step, self._interval, self.stage)
+        await run_periodically(self.step, self.interval, self.stage)
 
     async def step(self) -> None:
         """Untrack the repos that are out of scope, unless a search for them has ended.
@@ -138,26 +125,26 @@ class ScopeUntracking:
         Raises:
             DatabaseError: The database is unavailable. What was untracked stays untracked.
         """
-        scope = self._scope.scope
+        scope = self.scope.scope
         if not scope.repos_narrowed_in or self._done_version == scope.version or monotonic() < self._retry_at:
             return
-        if not self._scope.only_in_use(scope.version):
+        if not self.scope.only_in_use(scope.version):
             return
         if unlisted := scope.unlisted_signals:
             log.warning("scope.not-untracked", version=scope.version, signal_collections=",".join(unlisted))
             self._done_version = scope.version
             return
-        progress, untracked = await self._db.out_of_scope.begin(self._shard), 0
-        if progress.finished_at is None and scope.signals and await self._db.out_of_scope.unread_lists(scope):
+        progress, untracked = await self.db.out_of_scope.begin(self.shard), 0
+        if progress.finished_at is None and scope.signals and await self.db.out_of_scope.unread_lists(scope):
             return
         while progress.finished_at is None:
-            page = await self._db.out_of_scope.untrack_page(scope, self._shard, progress, self._batch_size)
+            page = await self.db.out_of_scope.untrack_page(scope, self.shard, progress, self.batch_size)
             if page is None:
                 return
             progress, untracked = page.progress, untracked + page.untracked
             self.stage.moved()
             if progress.cursor is None and progress.finished_at is None:
-                self._retry_at = monotonic() + self._retry
+                self._retry_at = monotonic() + self.retry
                 break
         else:
             self._done_version = scope.version

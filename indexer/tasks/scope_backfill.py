@@ -9,8 +9,8 @@ comes.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from time import monotonic, time
 from typing import NamedTuple
 
@@ -54,22 +54,6 @@ PAGE_SIZE = 2_000
 log = structlog.get_logger(__name__)
 
 
-@dataclass(slots=True)
-class _ReadLists:
-    """The lists of added collections that were read so far, if others could not be read yet.
-
-    Attributes:
-        version: The version of the scope; 0: none.
-        began_at: When the reading of the first one began (Unix seconds).
-        requested_until: The DID up to which repos were compared with them, to request resyncs.
-    """
-
-    version: int
-    began_at: float
-    lists: dict[str, ListedAccounts | None] = field(default_factory=dict)
-    requested_until: str = ""
-
-
 class _Failures(NamedTuple):
     """The failures of a list: their number, when the first one was, and when to read it again (monotonic seconds)."""
 
@@ -78,87 +62,46 @@ class _Failures(NamedTuple):
     retry_at: float
 
 
-class _Retries:
-    """When to read lists again that could not be read, by collection."""
-
-    def __init__(self, first: float) -> None:
-        self._first = first
-        self._failed: dict[str, _Failures] = {}
-
-    def are_due(self, collection: str) -> bool:
-        """Return True if the list did not fail, or if its pause is over."""
-        return collection not in self._failed or monotonic() >= self._failed[collection].retry_at
-
-    def failed(self, collection: str, error: UnavailableError) -> float:
-        """Note and log that the list could not be read; return for how many seconds that has been so."""
-        now = monotonic()
-        failures = self._failed.get(collection, _Failures(0, now, now))
-        pause = min(self._first * 2.0 ** min(failures.number, 16), MAX_RETRY_SECONDS)
-        self._failed[collection] = _Failures(failures.number + 1, failures.since, now + pause)
-        log.warning("scope.list-failed", collection=collection, error=str(error), retry_seconds=pause)
-        return now - failures.since
-
-    def succeeded(self, collection: str) -> None:
-        """Note that the list was read."""
-        self._failed.pop(collection, None)
-
-
 Lists = Mapping[str, ListedAccounts | None]
 """The repos that have records of a collection, by pattern; None if no host lists them."""
 
 
+@dataclass(eq=False)
 class ScopeBackfill:
     """Completes the repos of a shard after collections were added.
 
     Attributes:
+        sources: Returns the base URLs of the relays to ask; none if no stream is open.
         stage: Its progress. Requests, and the comparison with lists, are work.
     """
 
-    def __init__(
-        self,
-        db: Database,
-        outbound: OutboundClient,
-        scope: CurrentScope,
-        sources: Callable[[], Sequence[str]],
-        shard: Shard,
-        metrics: Metrics,
-        *,
-        interval: float = 1.0,
-        settle: float = SETTLE_SECONDS,
-        recheck: Sequence[float] = RECHECK_SECONDS,
-        recheck_poll: float = RECHECK_POLL_SECONDS,
-        first_retry: float = RETRY_SECONDS,
-        give_up: float = GIVE_UP_SECONDS,
-        max_waiting: int = MAX_WAITING,
-        page_size: int = PAGE_SIZE,
-    ) -> None:
-        """Create the backfill. `sources` returns the base URLs of the relays to ask; none if no stream is open."""
-        self._db = db
-        self._outbound = outbound
-        self._scope = scope
-        self._sources = sources
-        self._shard = shard
-        self._buckets = shard.buckets
-        self._metrics = metrics
-        self._interval = interval
-        self._settle = settle
-        self._recheck = recheck
-        self._recheck_poll = recheck_poll
-        self._give_up = give_up
-        self._max_waiting = max_waiting
-        self._page_size = page_size
-        self._recheck_at = 0.0
+    db: Database
+    outbound: OutboundClient
+    scope: CurrentScope
+    sources: Callable[[], Sequence[str]]
+    shard: Shard
+    metrics: Metrics
+    interval: float = 1.0
+    settle: float = SETTLE_SECONDS
+    recheck: Sequence[float] = RECHECK_SECONDS
+    recheck_poll: float = RECHECK_POLL_SECONDS
+    first_retry: float = RETRY_SECONDS
+    give_up: float = GIVE_UP_SECONDS
+    max_waiting: int = MAX_WAITING
+    page_size: int = PAGE_SIZE
+
+    def __post_init__(self) -> None:
+        self._recheck_at = self._search_at = 0.0
         self._compared = 0
-        self._search_at = 0.0
-        self._read = _ReadLists(0, 0.0)
-        self._retries = _Retries(first_retry)
-        self._recheck_retries = _Retries(first_retry)
+        # The lists that were read so far, for which version of the scope, and since when (Unix seconds).
+        self._read: tuple[int, float, dict[str, ListedAccounts | None]] = 0, 0.0, {}
+        self._failed: dict[str, _Failures] = {}
         self.stage = StageProgress("scope backfill")
         self._requests = self.stage.add()
 
     async def run(self) -> None:
         """Request resyncs forever. Only an exception that is a bug ends it."""
-        await run_periodically(self.step, self._interval, self.stage)
+        await run_periodically(self.step, self.interval, self.stage)
 
     async def step(self) -> None:
         """Request the next resyncs, after the lists were read.
@@ -166,106 +109,93 @@ class ScopeBackfill:
         Raises:
             DatabaseError: The database is unavailable.
         """
-        scope = self._scope.scope
-        if not scope.complete_from or not self._scope.only_in_use(scope.version):
+        scope = self.scope.scope
+        if not scope.complete_from or not self.scope.only_in_use(scope.version):
             return
         is_compared = scope.complete_from <= self._compared or await self._compare_with_lists(scope)
         if is_compared and self._compared != scope.complete_from:
             self._compared, self._search_at = scope.complete_from, 0.0
         if monotonic() >= self._recheck_at:
-            self._recheck_at = monotonic() + self._recheck_poll
+            self._recheck_at = monotonic() + self.recheck_poll
             await self._compare_again(scope)
-        requested = await self._request_incomplete(scope) if is_compared else await self._request_listed(scope)
-        self._metrics.desynchronized[Desync.SCOPE_WIDENED].inc(requested)
-
-    async def _request_incomplete(self, scope: Scope) -> int:
-        """Request resyncs of incomplete repos, unless a search that took long has found none just before."""
         began_at = monotonic()
-        if began_at < self._search_at:
-            return 0
-        requested = await self._db.scope_changes.request_incomplete(scope, self._buckets, self._max_waiting, time())
+        if not is_compared or began_at < self._search_at:  # a search that took long has found none just before
+            return
+        requested = await self.db.scope_changes.request_incomplete(scope, self.shard.buckets, self.max_waiting, time())
         if not requested:
             self._search_at = began_at + (monotonic() - began_at) / MAX_SEARCH_SHARE
-        return requested
-
-    async def _request_listed(self, scope: Scope) -> int:
-        """Request resyncs of repos that lack records whatever the lists contain that could not be read yet."""
-        read = self._read
-        if read.version != scope.version:
-            return 0
-        page = await self._db.scope_changes.incomplete_repos(
-            scope, self._buckets, read.requested_until, self._page_size
-        )
-        unread = {pattern for pattern in scope.added_after(0) if is_nsid(pattern) and pattern not in read.lists}
-        lacking = [repo for repo in page if may_lack(repo, scope, read.lists, unread)]
-        requested = (
-            await self._db.scope_changes.request_listed(lacking, self._buckets, self._max_waiting, time())
-            if lacking
-            else 0
-        )
-        if requested == len(lacking):
-            read.requested_until = page[-1].did if page else ""
-        return requested
+        self.metrics.desynchronized[Desync.SCOPE_WIDENED].inc(requested)
 
     async def _compare_with_lists(self, scope: Scope) -> bool:
         """Mark repos that have no records of the added collections as complete; return False to try again later."""
-        first = await self._db.scope_changes.incomplete_repos(scope, self._buckets, "", 1)
+        first = await self.db.scope_changes.incomplete_repos(scope, self.shard.buckets, "", 1)
         listable = [pattern for pattern in scope.added_after(0) if is_nsid(pattern)]
         if not first or not listable:
             return True
-        if not (sources := self._sources()) or monotonic() < self._scope.changed_at + self._settle:
+        if not (sources := self.sources()) or monotonic() < self.scope.changed_at + self.settle:
             return False
-        if self._read.version != scope.version:
-            self._read = _ReadLists(scope.version, time())
-        lists, began_at = self._read.lists, self._read.began_at
+        if self._read[0] != scope.version:
+            self._read = scope.version, time(), {}
+        _, began_at, lists = self._read
         for pattern in listable:
-            if pattern not in lists and self._retries.are_due(pattern):
+            if pattern not in lists and self._may_read(pattern):
                 try:
                     lists[pattern] = await self._read_list(sources, pattern)
-                    self._retries.succeeded(pattern)
+                    self._failed.pop(pattern, None)
                 except DatabaseError:
                     raise
                 except UnavailableError as error:
-                    if self._retries.failed(pattern, error) >= self._give_up:
+                    if self._note_failure(pattern, error) >= self.give_up:
                         log.warning("scope.list-given-up", collection=pattern)
                         lists[pattern] = None
-        if self._scope.scope.version != scope.version or len(lists) < len(listable):
+        if self.scope.scope.version != scope.version or len(lists) < len(listable):
             return False
         # First, so that a process that is killed before it has marked all repos compares them again, too.
         for pattern in [pattern for pattern in listable if lists[pattern] is not None]:
-            recheck = CrawlProgress("recheck", "", pattern, began_at=began_at, shard=str(self._shard))
-            await self._db.crawls.save(recheck)
+            recheck = CrawlProgress("recheck", "", pattern, began_at=began_at, shard=str(self.shard))
+            await self.db.crawls.save(recheck)
             crash_point("scope.recheck-planned")
         complete = await self._mark_complete(scope, lists)
-        self._read = _ReadLists(0, 0.0)
+        self._read = 0, 0.0, {}
         log.info("scope.compared", version=scope.version, complete=complete)
         return True
 
     async def _compare_again(self, scope: Scope) -> None:
         """Compare the lists again that are due, and mark repos that lack records after all."""
         added_in = dict(zip(scope.collections.patterns, scope.added_in, strict=True))
-        if not (sources := self._sources()):
+        if not (sources := self.sources()):
             return
-        for recheck in await self._db.crawls.rechecks(self._shard):
+        for recheck in await self.db.crawls.rechecks(self.shard):
             if recheck.collection not in added_in:
-                await self._db.crawls.save(replace(recheck, finished_at=time()))
+                await self.db.crawls.save(replace(recheck, finished_at=time()))
             elif recheck.began_at > time():  # before the clock was set back
-                await self._db.crawls.save(replace(recheck, began_at=time()))
-            elif time() >= recheck.began_at + self._recheck[recheck.found] and self._recheck_retries.are_due(
-                recheck.collection
-            ):
+                await self.db.crawls.save(replace(recheck, began_at=time()))
+            elif time() >= recheck.began_at + self.recheck[recheck.found] and self._may_read(recheck.collection):
                 try:
                     found = await self._find_incomplete(sources, recheck, added_in[recheck.collection])
                 except DatabaseError:
                     raise
                 except UnavailableError as error:
-                    self._recheck_retries.failed(recheck.collection, error)
+                    self._note_failure(recheck.collection, error)
                     continue
-                self._recheck_retries.succeeded(recheck.collection)
+                self._failed.pop(recheck.collection, None)
                 self._search_at = 0.0
-                done, ended = recheck.found + 1, time() if recheck.found + 1 >= len(self._recheck) else None
-                await self._db.crawls.save(replace(recheck, found=done, finished_at=ended))
+                done, ended = recheck.found + 1, time() if recheck.found + 1 >= len(self.recheck) else None
+                await self.db.crawls.save(replace(recheck, found=done, finished_at=ended))
                 log.info("scope.compared-again", collection=recheck.collection, incomplete=found)
+
+    def _may_read(self, collection: str) -> bool:
+        """Return True if the list did not fail, or if its pause is over."""
+        return collection not in self._failed or monotonic() >= self._failed[collection].retry_at
+
+    def _note_failure(self, collection: str, error: UnavailableError) -> float:
+        """Note and log that the list could not be read; return for how many seconds that has been so."""
+        now = monotonic()
+        failures = self._failed.get(collection, _Failures(0, now, now))
+        pause = min(self.first_retry * 2.0 ** min(failures.number, 16), MAX_RETRY_SECONDS)
+        self._failed[collection] = _Failures(failures.number + 1, failures.since, now + pause)
+        log.warning("scope.list-failed", collection=collection, error=str(error), retry_seconds=pause)
+        return now - failures.since
 
     async def _find_incomplete(self, sources: Sequence[str], recheck: CrawlProgress, added_in: int) -> int:
         """Mark listed repos that lack records of the collection; return how many.
@@ -275,8 +205,8 @@ class ScopeBackfill:
         """
         incomplete, collection, read_to_the_end = 0, recheck.collection, False
         async for page in self._pages(sources, collection):
-            dids = [account.did for account in page.accounts if self._shard.owns(account.did)]
-            incomplete += await self._db.scope_changes.mark_incomplete(dids, collection, added_in, recheck.began_at)
+            dids = [account.did for account in page.accounts if self.shard.owns(account.did)]
+            incomplete += await self.db.scope_changes.mark_incomplete(dids, collection, added_in, recheck.began_at)
             read_to_the_end = page.cursor is None
         if not read_to_the_end:
             raise UnavailableError(FetchFailure.HTTP_STATUS, "no relay offers the list any more")
@@ -288,7 +218,7 @@ class ScopeBackfill:
         Raises:
             UnavailableError: A relay that may offer it does not answer, or the database does not.
         """
-        stored = sum((await self._db.reports.counts()).statuses.values())
+        stored = sum((await self.db.reports.counts()).statuses.values())
         listed, read_to_the_end = ListedAccounts(2 * stored), False
         async for page in self._pages(sources, collection):
             for did in await self._stored(page):
@@ -298,8 +228,8 @@ class ScopeBackfill:
 
     async def _stored(self, page: RepoListPage) -> set[str]:
         """Return the accounts of a page that are stored in this shard. The others would fill the set."""
-        owned = {account.did for account in page.accounts if self._shard.owns(account.did)}
-        differences = await self._db.crawls.find_differences(dict.fromkeys(owned, ""))
+        owned = {account.did for account in page.accounts if self.shard.owns(account.did)}
+        differences = await self.db.crawls.find_differences(dict.fromkeys(owned, ""))
         return owned.difference(differences.unknown)
 
     async def _pages(self, sources: Sequence[str], collection: str) -> AsyncIterator[RepoListPage]:
@@ -314,7 +244,7 @@ class ScopeBackfill:
         try:
             for source in sources:
                 try:
-                    async for page in repo_list_pages(self._outbound, source, collection, None, self._requests):
+                    async for page in repo_list_pages(self.outbound, source, collection, None, self._requests):
                         self.stage.moved()
                         yield page
                         self.stage.idle()
@@ -328,22 +258,16 @@ class ScopeBackfill:
     async def _mark_complete(self, scope: Scope, lists: Lists) -> int:
         """Mark all repos that lack no records; return how many. Repos that change meanwhile are fetched."""
         after, complete = "", 0
-        while page := await self._db.scope_changes.incomplete_repos(scope, self._buckets, after, self._page_size):
+        while page := await self.db.scope_changes.incomplete_repos(scope, self.shard.buckets, after, self.page_size):
             after = page[-1].did
             lacking_none = [repo for repo in page if not may_lack(repo, scope, lists)]
-            complete += await self._db.scope_changes.mark_complete(lacking_none, scope)
+            complete += await self.db.scope_changes.mark_complete(lacking_none, scope)
             self.stage.moved()
             await asyncio.sleep(0)
         return complete
 
 
-def may_lack(repo: Repo, scope: Scope, lists: Lists, unread: Container[str] = ()) -> bool:
-    """Return False if the lists show that the repo has no records of the collections added since it was complete.
-
-    The collections whose list is still `unread` are left out.
-    """
-    for pattern in scope.added_after(repo.scope_version):
-        listed = lists.get(pattern)
-        if pattern not in unread and (listed is None or repo.did in listed):
-            return True
-    return False
+def may_lack(repo: Repo, scope: Scope, lists: Lists) -> bool:
+    """Return False if the lists show that the repo has no records of the collections added since it was complete."""
+    added = [lists.get(pattern) for pattern in scope.added_after(repo.scope_version)]
+    return any(listed is None or repo.did in listed for listed in added)

@@ -1,6 +1,7 @@
 """Hold the shard lock, so that at most one process writes the repos of a bucket."""
 
 import asyncio
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from time import monotonic
 
@@ -18,12 +19,14 @@ RETRY_SECONDS = 1.0
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class ShardOwnership:
     """Acquires the locks of all buckets of a shard, and acquires them again if they are lost.
 
     Processes with overlapping shards wait for each other.
 
     Attributes:
+        retry: Pause between two attempts, in seconds.
         stage: Its progress. An attempt to acquire the locks is work until the database answers.
         owned: Set while this process holds the locks.
         owned_since: When it acquired them (monotonic seconds); None while it does not hold them.
@@ -31,17 +34,17 @@ class ShardOwnership:
         last_error: Why it does not hold them; None if it does.
     """
 
-    def __init__(self, db: Database, shard: Shard, *, retry: float = RETRY_SECONDS) -> None:
-        """Create the stage. `retry` is the pause between two attempts, in seconds."""
-        self._db = db
-        self._shard = shard
-        self._retry = retry
+    db: Database
+    shard: Shard
+    retry: float = RETRY_SECONDS
+    owned: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    owned_since: float | None = field(default=None, init=False)
+    waits_since: float = field(default_factory=monotonic, init=False)
+    last_error: str | None = field(default=None, init=False)
+    _lost: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
         self.stage = StageProgress("shard lock")
-        self.owned = asyncio.Event()
-        self.owned_since: float | None = None
-        self.waits_since = monotonic()
-        self.last_error: str | None = None
-        self._lost = False
 
     async def run(self) -> None:
         """Acquire and hold the locks forever. Only an exception that is a bug ends it.
@@ -53,21 +56,21 @@ class ShardOwnership:
             with DatabaseAttempt(self.stage) as attempt:
                 await self._acquire_and_hold()
             self.last_error = attempt.error or self.last_error
-            await asyncio.sleep(self._retry)
+            await asyncio.sleep(self.retry)
 
     async def _acquire_and_hold(self) -> None:
         """Wait until no other process holds a bucket of the shard; then hold the locks until the session ends."""
-        async with self._db.shard_locks.open(self._shard.positions) as lock:
+        async with self.db.shard_locks.open(self.shard.positions) as lock:
             waited = False
             while not await self._claim(lock):
                 holders = "; ".join(map(_description, await self._other_owners()))
                 if not waited:
-                    log.warning("shard-lock.waiting", shard=str(self._shard), holders=holders)
+                    log.warning("shard-lock.waiting", shard=str(self.shard), holders=holders)
                     waited = True
-                self.last_error = f"another process holds buckets of shard {self._shard}, and this one waits: {holders}"
-                await asyncio.sleep(self._retry)
+                self.last_error = f"another process holds buckets of shard {self.shard}, and this one waits: {holders}"
+                await asyncio.sleep(self.retry)
             if waited or self._lost:
-                log.info("shard-lock.acquired", shard=str(self._shard))
+                log.info("shard-lock.acquired", shard=str(self.shard))
             self.last_error = None
             self._lost = False
             self.owned.set()
@@ -75,8 +78,8 @@ class ShardOwnership:
             await lock.lost.wait()
             self.owned.clear()
             self.owned_since, self.waits_since = None, monotonic()
-            self.last_error = f"the session that held the locks of shard {self._shard} has ended"
-            log.warning("shard-lock.lost", shard=str(self._shard))
+            self.last_error = f"the session that held the locks of shard {self.shard} has ended"
+            log.warning("shard-lock.lost", shard=str(self.shard))
             self._lost = True
 
     async def _claim(self, lock: ShardLock) -> bool:
@@ -90,10 +93,10 @@ class ShardOwnership:
 
     async def _other_owners(self) -> list[ShardSession]:
         """Return the sessions that own a bucket of the shard."""
-        positions = self._shard.positions
+        positions = self.shard.positions
         return [
             session
-            for session in await self._db.shard_locks.sessions()
+            for session in await self.db.shard_locks.sessions()
             if session.owns and session.positions[0] <= positions[-1] and positions[0] <= session.positions[1]
         ]
 

@@ -23,7 +23,7 @@ from indexer.sync.identity import StoredIdentity
 from indexer.sync.repo import Repo, StreamPoint, SyncStatus
 from indexer.sync.scope import Track
 from indexer.sync.shard import Shard
-from indexer.tasks.hosting_status import MAX_ATTEMPTS, UNLISTED, HostingStatusChecks
+from indexer.tasks.hosting_status import UNLISTED, HostingStatusChecks
 from indexer.telemetry.metrics import Metrics
 from tests.db.repo_rows import did, insert
 from tests.net.http.scripted_host import ScriptedHost, http_response
@@ -367,7 +367,7 @@ async def test_account_of_which_the_relay_never_tells_the_status_is_fetched_agai
     assert progress.finished_at is not None
     rows = await crawl.sql.fetch("select did, sync_reason from indexer.repo where active")
     assert [tuple(row) for row in rows] == [(did(names[1]), "status-unknown")]
-    assert [crawl.requests_for(name) for name in names] == [1, MAX_ATTEMPTS, 2]
+    assert [crawl.requests_for(name) for name in names] == [1, 2, 2]
     [logged] = [line for line in lines if line["event"] == "reconciliation.status-unknown"]
     assert (logged["accounts"], logged["error"]) == (1, "http-status: 500")
 
@@ -381,7 +381,7 @@ async def test_hidden_account_of_which_the_relay_never_tells_the_status_stays_hi
     assert (await crawl.reconcile()).found == 2
     assert await crawl.inactive() == [did("unknown")]
     assert await crawl.behind() == {did("behind"): NEWER}
-    assert crawl.requests_for("unknown") == MAX_ATTEMPTS
+    assert crawl.requests_for("unknown") == 2
 
 
 async def test_accounts_without_a_status_do_not_use_up_their_attempts_while_the_relay_is_paused(crawl: Crawl) -> None:

@@ -191,49 +191,22 @@ async def test_repetition_counts_only_if_a_list_was_read_to_its_end(crawl: Crawl
     assert await widened(crawl, ["lacking"]) == ["lacking"]
 
 
-@pytest.mark.parametrize("failing", [LIKE, FOLLOW])
-async def test_listed_repos_are_fetched_although_the_list_of_another_collection_fails(
-    crawl: Crawl, failing: str
-) -> None:
-    """Repos that the failing list may name wait for it, synchronized. The other list is read only once."""
-    readable = FOLLOW if failing == LIKE else LIKE
+async def test_repos_wait_for_all_lists_and_each_list_is_read_only_once(crawl: Crawl) -> None:
     backfill = await backfill_of(crawl, LIKE, FOLLOW)
-    names = ["listed", "in the failing list", "without", "inactive"]
-    await insert_incomplete(crawl, *names[:3])
-    await insert_incomplete(crawl, "inactive", active=False)
-    crawl.host.pages[list_path(readable)] = list_of("listed", "inactive")
-    crawl.host.pages[list_path(failing)] = http_response(status=403)
+    names = ["listed", "in the failing list", "without"]
+    await insert_incomplete(crawl, *names)
+    crawl.host.pages[LIST] = list_of("listed")
+    crawl.host.pages[list_path(FOLLOW)] = http_response(status=403)
     with without_retries():
         for _ in range(3):
             await backfill.step()
-    assert await widened(crawl, names) == ["listed"]
+    assert await widened(crawl, names) == []
     assert await crawl.db.crawls.rechecks(Shard()) == []
-    crawl.host.pages[list_path(failing)] = list_of("in the failing list")
+    crawl.host.pages[list_path(FOLLOW)] = list_of("in the failing list")
     await backfill.step()
     assert await widened(crawl, names) == ["listed", "in the failing list"]
-    assert [list_path(readable).lower() in request for request in crawl.host.requests].count(True) == 1
+    assert [LIST.lower() in request for request in crawl.host.requests].count(True) == 1
     assert [recheck.collection for recheck in await crawl.db.crawls.rechecks(Shard())] == [LIKE, FOLLOW]
-
-
-async def test_all_listed_repos_are_fetched_in_turn_although_the_list_of_another_collection_fails(
-    crawl: Crawl,
-) -> None:
-    backfill, fetched = await backfill_of(crawl, LIKE, FOLLOW, max_waiting=2, page_size=3), list[str]()
-    names = list(map(str, range(8)))
-    await insert_incomplete(crawl, *names)
-    crawl.host.pages[list_path(LIKE)] = list_of(*names[1:])
-    crawl.host.pages[list_path(FOLLOW)] = http_response(status=403)
-    with without_retries():
-        for _ in range(20):
-            await backfill.step()
-            due = await widened(crawl, names)
-            assert len(due) <= 2
-            fetched += due
-            await crawl.sql.execute(  # the requested resyncs succeed
-                "update indexer.repo set version = version + 1, sync_status = 'synchronized', sync_reason = null, "
-                "scope_version = 3 where sync_reason is not null"
-            )
-    assert sorted(fetched) == names[1:]
 
 
 @pytest.mark.parametrize("listed", [False, True])
