@@ -16,7 +16,8 @@ from indexer.atproto.lexicon import Lexicon, has_levels, parse_lexicon, referenc
 from indexer.atproto.limits import Limits
 from indexer.atproto.record import decode_record
 from indexer.errors import UnavailableError, UpstreamError
-from indexer.net.identity import DidResolver, DnsRecords
+from indexer.net.http.checked_connector import DnsResolver
+from indexer.net.identity import DidResolver, dids_in_dns
 from indexer.net.pds import PdsClient
 from indexer.sync.verify import verify_record
 
@@ -80,7 +81,7 @@ def read_directory(path: Path) -> LexiconDirectory:
 class LexiconResolver:
     """Resolves NSIDs to published lexicons, and verifies them like all records."""
 
-    def __init__(self, dns: DnsRecords, dids: DidResolver, pds: PdsClient, limits: Limits) -> None:
+    def __init__(self, dns: DnsResolver, dids: DidResolver, pds: PdsClient, limits: Limits) -> None:
         self._dns = dns
         self._dids = dids
         self._pds = pds
@@ -114,7 +115,7 @@ class LexiconResolver:
         domain = ".".join(reversed(nsid.split(".")[:-1]))
         name = f"_lexicon.{domain}"
         try:
-            dids = await self._dns.dids(name)
+            dids = await dids_in_dns(self._dns, name)
         except UnavailableError as error:
             raise UnavailableError(error.reason, f"{nsid}: the TXT record of {name}: {error.detail}") from None
         if len(dids) != 1:
@@ -137,7 +138,7 @@ async def open_resolver(settings: Settings) -> AsyncIterator[LexiconResolver]:
     """Open a resolver with the clients that the settings describe."""
     async with open_outbound_client(settings) as outbound:
         yield LexiconResolver(
-            DnsRecords(settings.dns_servers),
+            DnsResolver(settings.dns_servers),
             make_did_resolver(settings, outbound),
             await asyncio.to_thread(make_pds_client, settings, outbound),
             settings.limits,

@@ -113,7 +113,7 @@ class HandleCheck:
 MAX_HOSTS = 16_384
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HostState:
     """The state of a host that is stored across restarts. Times are Unix seconds.
 

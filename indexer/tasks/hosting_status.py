@@ -121,7 +121,7 @@ class HostingStatusChecks:
                 return lambda repo: plan_status_unknown(repo, time())
             if _is_newer(before, listed.point):
                 return None
-            answer, point = RepoStatus(listed.active is not False, listed.status, None), listed.point
+            answer, point = RepoStatus(listed.active is not False, listed.status), listed.point
         if is_shown and answer.active:
             return None
         if not before.active and answer.active and not self.sources_are_hosts:

@@ -32,7 +32,6 @@ INSTRUMENTED = [
     "indexer.net.identity",
     "indexer.net.http.content_decoding",
     "indexer.net.http.checked_connector",
-    "indexer.net.http.registered_domain",
     "indexer.net.http.host_limits",
     "indexer.net.pds.pds_client",
     "indexer.net.pds.repo_list",

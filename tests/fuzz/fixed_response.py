@@ -3,17 +3,18 @@
 import asyncio
 from collections.abc import Sequence
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 from indexer.errors import UnavailableError
+from indexer.net.http import Response
 from indexer.reasons import FetchFailure
 from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes
 from tests.fuzz.json_mutation import mutate_json
 
 
-class Response(NamedTuple):
-    status: int
-    body: bytes
+def response_with(status: int, body: bytes) -> Response:
+    """Return a response without headers."""
+    return Response(status, {}, body, "")
 
 
 class FixedResponse:
@@ -25,7 +26,7 @@ class FixedResponse:
     """
 
     def __init__(self) -> None:
-        self.response = Response(404, b"")
+        self.response = response_with(404, b"")
         self.asked = ""
 
     async def get(
@@ -65,5 +66,5 @@ class HostAnswers(FuzzTarget):
     def answer(self, data: bytes) -> int:
         """Answer requests with an input from now on; return the status."""
         status = self._statuses[data[0] % len(self._statuses)] if data else 200
-        self._http.response = Response(status, data[1:])
+        self._http.response = response_with(status, data[1:])
         return status

@@ -17,9 +17,8 @@ from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.core.spool import Spool
 from indexer.errors import UnavailableError
 from indexer.net.http.checked_connector import is_public, network_of
-from indexer.net.http.content_decoding import make_decoder
-from indexer.net.http.host_limits import MAX_RETRY_AFTER, retry_after_seconds
-from indexer.net.http.registered_domain import registered_domain
+from indexer.net.http.content_decoding import Decoder
+from indexer.net.http.host_limits import MAX_RETRY_AFTER, registered_domain, retry_after_seconds
 from indexer.net.pds.pds_client import PdsClient
 from indexer.net.pds.repo_list import ListedAccount, RepoStatus, fetch_repo_status, list_repos
 from indexer.reasons import FetchFailure
@@ -190,7 +189,7 @@ class RepoStates(HostAnswers):
             self._count(error, status)
         else:
             body = json.loads(data[1:].decode("utf-8-sig", "replace"))
-            expected = _state(body) if status == 200 else RepoStatus(False, HIDING_ERRORS.get(body["error"]), None)
+            expected = _state(body) if status == 200 else RepoStatus(False, HIDING_ERRORS.get(body["error"]))
             long = len(state.status or "") > MAX_STATUS_CHARACTERS
             if state != expected or long:
                 raise DifferenceError(f"reference: {expected}\nfound: {state}")
@@ -212,7 +211,7 @@ class RepoStates(HostAnswers):
 
 
 def _state(body: dict[str, Any]) -> RepoStatus:
-    return RepoStatus(body["active"], hosting_status(body), _rev(body))
+    return RepoStatus(body["active"], hosting_status(body))
 
 
 def _error(name: str) -> dict[str, str]:
@@ -306,7 +305,7 @@ class Bodies(FuzzTarget):
         """Return the first `MAX_BODY` bytes of a text, or the failure."""
         text = bytearray()
         try:
-            decoder = make_decoder(self.ENCODINGS[encoding])
+            decoder = Decoder(self.ENCODINGS[encoding])
             for chunk in chunks:
                 for piece in decoder.feed(chunk):
                     text += piece

@@ -25,7 +25,7 @@ from tests.atproto.plc_operations import current_form, document_of
 from tests.fuzz import syntax_reference as reference
 from tests.fuzz.comparison import DifferenceError
 from tests.fuzz.examples import DID, HANDLE
-from tests.fuzz.fixed_response import FixedResponse, HostAnswers, Response
+from tests.fuzz.fixed_response import FixedResponse, HostAnswers, response_with
 from tests.fuzz.fuzz_target import FuzzTarget, TextTarget, text_of
 from tests.fuzz.outcome_counts import OutcomeCounts
 from tests.fuzz.seed_files import published_lines, seed_files, some_of
@@ -221,7 +221,7 @@ class Handles(FuzzTarget):
         """Verify the handle with this answer. Raises `DifferenceError`."""
         self.counts.executions += 1
         kind, rest = (data[0] if data else 0), data[1:]
-        self._http.response = Response(STATUSES[kind % len(STATUSES)], rest if kind < HTTP_KINDS else b"")
+        self._http.response = response_with(STATUSES[kind % len(STATUSES)], rest if kind < HTTP_KINDS else b"")
         self._server.answer(b"" if kind < HTTP_KINDS else rest, raw=kind >= RAW_KINDS)
         try:
             found = self._loop.run_until_complete(self._verifier.verify_handle(DID, HANDLE))

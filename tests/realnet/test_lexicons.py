@@ -11,7 +11,8 @@ from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.cli.lexicon_sources import COLLECTION, LexiconResolver
 from indexer.core.spool import Spool
 from indexer.net.http import OutboundClient, OutboundSettings, RateLimits
-from indexer.net.identity import DidResolver, DnsRecords
+from indexer.net.http.checked_connector import DnsResolver
+from indexer.net.identity import DidResolver
 from indexer.net.pds import PdsClient
 from tests.lexicons.samples import REVIEW, REVIEW_DOCUMENT
 from tests.net.identity.name_server import NameServer
@@ -36,7 +37,7 @@ async def test_lexicon_on_a_real_pds_is_resolved_and_verified(tmp_path: Path) ->
         async with NameServer() as dns, OutboundClient(settings) as outbound:
             dns.texts["_lexicon.example.com"] = [f'"did={account.did}"']
             resolver = LexiconResolver(
-                DnsRecords([dns.address]),
+                DnsResolver([dns.address]),
                 DidResolver(outbound, [network.plc_url], plc_rate=100, allow_private_hosts=True, clock=time),
                 PdsClient(outbound, DEFAULT_LIMITS, tmp_path, Spool),
                 DEFAULT_LIMITS,

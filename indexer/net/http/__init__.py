@@ -1,8 +1,7 @@
 """HTTP requests to other hosts, limited in address, size, time and rate (docs/protocol.md#outbound-requests)."""
 
-from indexer.net.http.host_limits import HostLimits, HostPauses, RateLimits
+from indexer.net.http.host_limits import HostLimits, HostPauses, RateLimits, registered_domain
 from indexer.net.http.http_client import OutboundClient, OutboundSettings, Response, ResponseStream, Timeouts, host_of
-from indexer.net.http.registered_domain import registered_domain
 
 __all__ = [
     "HostLimits",

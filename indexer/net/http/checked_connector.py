@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from itertools import zip_longest
 from time import monotonic
+from typing import Any
 
 import aiohttp
 import dns.asyncresolver
@@ -29,7 +30,8 @@ from indexer.reasons import FetchFailure
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """Return the addresses of a host name and port, as IP literals in the order to try them.
 
-Raises `UnavailableError(NO_SUCH_HOST)` if the name does not exist or has no address, OSError if that is unknown.
+Raises `UnavailableError`: NO_SUCH_HOST if the name does not exist or has no address, others (or OSError) if that is
+unknown.
 """
 
 _MAX_ADDRESSES = 4
@@ -62,26 +64,29 @@ class DnsResolver:
         if literal := _literal(host):
             return [literal]
         # Some name servers answer queries for AAAA with an error, or not at all (RFC 4074). Then A alone counts.
-        answers = await asyncio.gather(*[self._query(host, type_) for type_ in (A, AAAA)], return_exceptions=True)
+        answers = await asyncio.gather(*[self.query(host, type_) for type_ in (A, AAAA)], return_exceptions=True)
         families = [answer for answer in answers if not isinstance(answer, BaseException)]
-        if addresses := [address for pair in zip_longest(*families) for address in pair if address]:
+        if addresses := [record.address for pair in zip_longest(*families) for record in pair if record]:
             return addresses
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
         raise UnavailableError(FetchFailure.NO_SUCH_HOST, host[:253])
 
-    async def _query(self, host: str, type_: RdataType) -> list[str]:
-        """Return the addresses of one record type; none if the name does not exist or has no such record."""
+    async def query(self, name: str, type_: RdataType) -> list[Any]:
+        """Return the records of one type; none if the name does not exist or has no such record.
+
+        Raises:
+            UnavailableError: TIMEOUT or UNREACHABLE if there is no definite answer.
+        """
         try:
-            answer = await self._dns.resolve(dns.name.from_text(host), type_, search=False)
+            return list(await self._dns.resolve(dns.name.from_text(name), type_, search=False))
         except (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer):
             return []
         except dns.exception.Timeout as error:
-            raise TimeoutError(str(error)) from None
+            raise UnavailableError(FetchFailure.TIMEOUT, f"{error!s:.200}") from None
         except dns.exception.DNSException as error:
-            raise OSError(str(error) or type(error).__name__) from None
-        return [record.address for record in answer]
+            raise UnavailableError(FetchFailure.UNREACHABLE, f"{type(error).__name__} {error!s:.200}") from None
 
 
 def _literal(host: str) -> str | None:
@@ -135,7 +140,7 @@ class CheckedResolver(AbstractResolver):
         """Return the allowed addresses of `host`. They are remembered for a few seconds.
 
         Raises:
-            UnavailableError: NO_SUCH_HOST, or REFUSED_ADDRESS if no address is allowed.
+            UnavailableError: As `Resolve` raises it, or REFUSED_ADDRESS if no address is allowed.
             OSError: The name could not be resolved; TimeoutError if that took too long.
         """
         expires_at, cached = self._cache.get((host, port), (0.0, []))
@@ -151,7 +156,14 @@ class CheckedResolver(AbstractResolver):
         allowed = addresses if self._allow_private else [address for address in addresses if is_public(address)]
         if not allowed:
             raise UnavailableError(FetchFailure.REFUSED_ADDRESS, f"{host[:253]}: {', '.join(addresses[:4])}")
-        results = [_result(host, address, port) for address in allowed[:_MAX_ADDRESSES]]
+        results = [
+            ResolveResult(
+                hostname=host, host=address, port=port, proto=0,
+                family=socket.AF_INET6 if ":" in address else socket.AF_INET,
+                flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
+            )
+            for address in allowed[:_MAX_ADDRESSES]
+        ]  # fmt: skip
         self._cache[host, port] = monotonic() + _CACHE_SECONDS, results
         return results
 
@@ -162,12 +174,6 @@ class CheckedResolver(AbstractResolver):
 def server_of(address: str, port: int) -> str:
     """Return the name of a server in limits, from a network address and a port."""
     return f"{network_of(address)}:{port}"
-
-
-def _result(host: str, address: str, port: int) -> ResolveResult:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
-    return ResolveResult(hostname=host, host=address, port=port, family=family, proto=0, flags=flags)
 
 
 def public_socket(address: AddrInfoType) -> socket.socket:
@@ -195,31 +201,14 @@ def checked_connector(resolver: CheckedResolver, tls: ssl.SSLContext, *, allow_p
 
 
 # The standard library's `is_global` does not cover all of these, and its coverage depends on the patch release.
-_REFUSED_V4 = tuple(
-    map(
-        IPv4Network,
-        (
-            "0.0.0.0/8",
-            "10.0.0.0/8",
-            "100.64.0.0/10",
-            "127.0.0.0/8",
-            "168.63.129.16/32",  # the metadata server of Azure has a public address
-            "169.254.0.0/16",
-            "172.16.0.0/12",
-            "192.0.0.0/24",
-            "192.0.2.0/24",
-            "192.88.99.0/24",
-            "192.168.0.0/16",
-            "198.18.0.0/15",
-            "198.51.100.0/24",
-            "203.0.113.0/24",
-            "224.0.0.0/4",
-            "240.0.0.0/4",
-        ),
-    )
-)
+_REFUSED_V4 = tuple(map(IPv4Network, (
+    "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24",
+    "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24",
+    "224.0.0.0/4", "240.0.0.0/4",
+    "168.63.129.16/32",  # the metadata server of Azure has a public address
+)))  # fmt: skip
 _UNICAST_V6 = IPv6Network("2000::/3")
-_REFUSED_V6 = tuple(map(IPv6Network, ("2001::/23", "2001:db8::/32", "3fff::/20")))
+_REFUSED_V6 = [IPv6Network(network) for network in ("2001::/23", "2001:db8::/32", "3fff::/20")]
 _NAT64 = IPv6Network("64:ff9b::/96")
 _ISATAP, _ISATAP_MASK = 0x0000_5EFE, 0xFCFF_FFFF  # the third quarter of the address; the mask ignores two flag bits
 

@@ -14,22 +14,20 @@ import math
 from asyncio import Semaphore
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
+from functools import cache, lru_cache
 from http import HTTPStatus
-from typing import TypeVar
 
 from aiolimiter import AsyncLimiter
+from publicsuffixlist import PublicSuffixList
 
 from indexer.concurrency.bounded_dict import BoundedDict
 from indexer.errors import UnavailableError
-from indexer.net.http.registered_domain import registered_domain
 from indexer.reasons import FetchFailure
 from indexer.sync.backoff import backoff_seconds
 from indexer.sync.identity import MAX_HOSTS, HostState
-
-T = TypeVar("T", float, None)
 
 MAX_SHARED_LIMITS = 4_096
 """Network addresses, and registered domains, whose limits are tracked."""
@@ -97,45 +95,47 @@ class RequestSlot:
             raise
 
 
+class _Limit:
+    """Limits requests per second, and concurrent requests."""
+
+    def __init__(self, rate: float, concurrency: int) -> None:
+        burst = max(rate, 1.0)  # the bucket must hold at least one request, also below one per second
+        self._rate = AsyncLimiter(burst, burst / rate)
+        self._slots = Semaphore(concurrency)
+
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[None]:
+        async with self._slots:
+            await self._rate.acquire()
+            yield
+
+
 @dataclass(slots=True)
 class _Host:
-    name: str
-    rate: AsyncLimiter
-    slots: Semaphore
+    """A host in memory.
+
+    Attributes:
+        state: Its requests and failures are those since the state was last saved.
+        users: The number of requests that wait or run.
+        answers_from: The network address and port of its last successful answer.
+    """
+
+    state: HostState
+    limit: _Limit
     first_pause: float
     max_pause: float
     users: int = 0
     probing: bool = False
-    requests: int = 0
-    failures: int = 0
-    consecutive_failures: int = 0
-    paused_until: float = 0.0
-    pause_reason: FetchFailure | None = None
-    last_error: str | None = None
-    last_success: float | None = None
     answers_from: str | None = None
-
-    @property
-    def state(self) -> HostState:
-        return HostState(
-            self.name,
-            self.requests,
-            self.failures,
-            self.consecutive_failures,
-            self.paused_until or None,
-            self.pause_reason,
-            self.last_error,
-            self.last_success,
-        )
 
     def pause_left(self, now: float) -> float:
         """Return the seconds until the pause ends; zero or less without a pause."""
-        if self.paused_until > now + LONGEST_PAUSE:
-            self.paused_until = 0.0
-        return self.paused_until - now
+        if (self.state.paused_until or 0.0) > now + LONGEST_PAUSE:
+            self.state.paused_until = None
+        return (self.state.paused_until or 0.0) - now
 
     def record(self, slot: RequestSlot, now: float) -> None:
-        self.requests += 1
+        self.state.requests += 1
         if slot.error is not None and slot.may_fail:
             self._record_failure(slot.error, now)
         elif slot.error is None and slot.result not in _NO_RESPONSE and (slot.pause is None or slot.may_pause):
@@ -144,36 +144,29 @@ class _Host:
                 self.answers_from = slot.server
 
     def _record_failure(self, error: str, now: float) -> None:
-        self.failures += 1
-        self.last_error = error[:300]
+        state = self.state
+        state.failures += 1
+        state.last_error = error[:300]
         if self.pause_left(now) > 0:  # the request was sent before the pause began: it must not make the pause longer
             return
-        self.consecutive_failures += 1
-        excess = self.consecutive_failures - FAILURE_THRESHOLD
+        state.consecutive_failures += 1
+        excess = state.consecutive_failures - FAILURE_THRESHOLD
         if excess >= 0:
-            pause = backoff_seconds(excess + 1, self.name, first=self.first_pause, maximum=self.max_pause)
+            pause = backoff_seconds(excess + 1, state.host, first=self.first_pause, maximum=self.max_pause)
             self._pause(FetchFailure.HOST_PAUSED, now + pause)
 
     def _record_response(self, pause: float | None, now: float) -> None:
-        self.consecutive_failures = 0
-        if self.pause_reason is FetchFailure.HOST_PAUSED:
-            self.paused_until = 0.0
+        self.state.consecutive_failures = 0
+        if self.state.pause_reason is FetchFailure.HOST_PAUSED:
+            self.state.paused_until = None
         if pause is None:
-            self.last_success = now
+            self.state.last_success = now
         else:
             self._pause(FetchFailure.THROTTLED, now + pause)
 
     def _pause(self, reason: FetchFailure, until: float) -> None:
-        if until > self.paused_until:
-            self.paused_until, self.pause_reason = until, reason
-
-
-@dataclass(frozen=True, slots=True)
-class _SharedLimit:
-    """The limits of several names together."""
-
-    rate: AsyncLimiter
-    slots: Semaphore
+        if until > (self.state.paused_until or 0.0):
+            self.state.paused_until, self.state.pause_reason = until, reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +213,9 @@ class HostLimits:
         self._rates = rates
         self._clock = clock
         self._on_request = on_request
-        self._total_rate = _limiter(rates.total)
-        self._total_slots = Semaphore(rates.total_concurrency)
+        self._total = _Limit(rates.total, rates.total_concurrency)
         self._hosts: OrderedDict[str, _Host] = OrderedDict()
-        self._shared = BoundedDict[str, _SharedLimit](MAX_SHARED_LIMITS)
+        self._shared = BoundedDict[str, _Limit](MAX_SHARED_LIMITS)
 
     def __len__(self) -> int:
         """Return the number of tracked hosts."""
@@ -252,12 +244,10 @@ class HostLimits:
         host.users += 1
         try:
             self._refuse_if_paused(host)
-            async with host.slots, AsyncExitStack() as shared:
-                await host.rate.acquire()
+            async with host.limit.hold(), AsyncExitStack() as shared:
                 if resolve is not None and name not in self._rates.configured_hosts:
                     await self._acquire_shared(shared, host, redirected_by, resolve)
-                await self._total_rate.acquire()
-                async with self._total_slots:
+                async with self._total.hold():
                     with self._admit(host, redirected_by) as slot:
                         yield slot
         finally:
@@ -272,7 +262,7 @@ class HostLimits:
     ) -> None:
         """Wait for the limits that the host shares with other names, until `shared` is closed."""
         if host.answers_from is None:
-            await shared.enter_async_context(self._shared_limit(f"domain {registered_domain(host.name)}"))
+            await shared.enter_async_context(self._shared_limit(f"domain {registered_domain(host.state.host)}"))
         try:
             servers = await resolve()
         except UnavailableError:
@@ -284,55 +274,48 @@ class HostLimits:
         for server in sorted(set(servers)):  # in one order, so that no two requests wait for each other
             await shared.enter_async_context(self._shared_limit(f"leads to {server}"))
 
-    @asynccontextmanager
-    async def _shared_limit(self, name: str) -> AsyncIterator[None]:
-        limit = self._shared.get(name) or _SharedLimit(
-            _limiter(self._rates.host), Semaphore(self._rates.host_concurrency)
-        )
+    def _shared_limit(self, name: str) -> AbstractAsyncContextManager[None]:
+        limit = self._shared.get(name) or _Limit(self._rates.host, self._rates.host_concurrency)
         self._shared[name] = limit  # so that the least recently used one is dropped
-        async with limit.slots:
-            await limit.rate.acquire()
-            yield
+        return limit.hold()
 
     def restore(self, states: Iterable[HostState]) -> None:
         """Restore the states that an earlier process saved."""
         for state in states:
-            host = self._host(state.host)
-            host.consecutive_failures = state.consecutive_failures
-            host.last_error, host.last_success = state.last_error, state.last_success
-            host.paused_until, host.pause_reason = state.paused_until or 0.0, state.pause_reason
+            self._host(state.host).state = replace(state, requests=0, failures=0)
 
     def unsaved(self) -> list[HostState]:
         """Return the hosts that had requests since the last `mark_saved`."""
-        return [host.state for host in self._hosts.values() if host.requests]
+        return [replace(host.state) for host in self._hosts.values() if host.state.requests]
 
     def mark_saved(self, states: Iterable[HostState]) -> None:
         """Subtract the counts that were saved. Requests that ended meanwhile stay unsaved."""
         for state in states:
-            if (host := self._hosts.get(state.host)) is not None:
-                host.requests = max(0, host.requests - state.requests)  # the host may have been evicted and added again
-                host.failures = max(0, host.failures - state.failures)
+            if (host := self._hosts.get(state.host)) is not None:  # it may have been evicted and added again
+                host.state.requests = max(0, host.state.requests - state.requests)
+                host.state.failures = max(0, host.state.failures - state.failures)
 
     def paused(self) -> list[HostState]:
         """Return the hosts that are paused now, the longest pause first."""
         now = self._clock()
-        paused = [host for host in self._hosts.values() if host.pause_left(now) > 0]
-        return [host.state for host in sorted(paused, key=lambda host: -host.paused_until)]
+        paused = [replace(host.state) for host in self._hosts.values() if host.pause_left(now) > 0]
+        return sorted(paused, key=lambda state: -(state.paused_until or 0.0))
 
     def failing(self) -> list[HostState]:
         """Return the hosts to which the last `FAILURE_THRESHOLD` requests failed, also between two pauses.
 
         Those with the most consecutive failures are first.
         """
-        failing = [host for host in self._hosts.values() if host.consecutive_failures >= FAILURE_THRESHOLD]
-        return [host.state for host in sorted(failing, key=lambda host: -host.consecutive_failures)]
+        states = [replace(host.state) for host in self._hosts.values()]
+        failing = [state for state in states if state.consecutive_failures >= FAILURE_THRESHOLD]
+        return sorted(failing, key=lambda state: -state.consecutive_failures)
 
     @contextmanager
     def _admit(self, host: _Host, redirected_by: str | None) -> Iterator[RequestSlot]:
         self._refuse_if_paused(host)
         trusted = redirected_by is None or redirected_by in self._rates.configured_hosts
         slot = RequestSlot(may_fail=redirected_by is None, may_pause=trusted)
-        is_probe = trusted and host.consecutive_failures >= FAILURE_THRESHOLD
+        is_probe = trusted and host.state.consecutive_failures >= FAILURE_THRESHOLD
         host.probing |= is_probe
         try:
             yield slot
@@ -342,25 +325,26 @@ class HostLimits:
             self._on_request(slot.result)
 
     def _refuse_if_paused(self, host: _Host) -> None:
-        left = host.pause_left(self._clock())
+        left, state = host.pause_left(self._clock()), host.state
         if left <= 0 and not host.probing:
             return
-        if left > 0 and host.pause_reason is FetchFailure.THROTTLED:
-            reason, detail = FetchFailure.THROTTLED, f"{host.name} asked for a pause"
+        if left > 0 and state.pause_reason is FetchFailure.THROTTLED:
+            reason, detail = FetchFailure.THROTTLED, f"{state.host} asked for a pause"
         else:
             reason = FetchFailure.HOST_PAUSED
-            detail = f"{host.name} failed {host.consecutive_failures} times, {host.last_error}"
+            detail = f"{state.host} failed {state.consecutive_failures} times, {state.last_error}"
         self._on_request(reason)
-        raise UnavailableError(reason, detail, retry_after=left if left > 0 else host.first_pause, host=host.name)
+        raise UnavailableError(reason, detail, retry_after=left if left > 0 else host.first_pause, host=state.host)
 
     def _host(self, name: str) -> _Host:
         host = self._hosts.get(name)
         if host is None:
             self._evict()
-            rate, slots = self._rates.configured_hosts.get(name), Semaphore(self._rates.host_concurrency)
-            pauses = self._rates.pauses
+            rate, pauses = self._rates.configured_hosts.get(name), self._rates.pauses
+            limit = _Limit(rate or self._rates.host, self._rates.host_concurrency)
             max_pause = pauses.maximum if rate is None else pauses.max_configured
-            host = self._hosts[name] = _Host(name, _limiter(rate or self._rates.host), slots, pauses.first, max_pause)
+            state = HostState(name, 0, 0, 0, None, None, None, None)
+            host = self._hosts[name] = _Host(state, limit, pauses.first, max_pause)
         self._hosts.move_to_end(name)
         return host
 
@@ -376,12 +360,7 @@ class HostLimits:
         idle = [host for host in self._hosts.values() if not host.users]
         idle.sort(key=lambda host: max(host.pause_left(now), 0.0))
         for host in idle[:_EVICTION_BATCH]:
-            del self._hosts[host.name]
-
-
-def _limiter(rate: float) -> AsyncLimiter:
-    burst = max(rate, 1.0)  # the bucket must hold at least one request, also below one per second
-    return AsyncLimiter(burst, burst / rate)
+            del self._hosts[host.state.host]
 
 
 def retry_after_seconds(status: int, headers: Mapping[str, str], now: float) -> float | None:
@@ -394,7 +373,7 @@ def retry_after_seconds(status: int, headers: Mapping[str, str], now: float) -> 
     """
     if status not in {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}:
         return None
-    now = _unix_time(headers.get("date", ""), now)
+    now = _unix_time(headers.get("date", "")) or now
     seconds = _seconds(headers.get("retry-after", ""), now)
     if seconds is None and status == HTTPStatus.TOO_MANY_REQUESTS:
         seconds = _seconds(headers.get("ratelimit-reset", ""), now)
@@ -406,15 +385,32 @@ def _seconds(text: str, now: float) -> float | None:
     try:
         number = float(text)
     except ValueError:
-        date = _unix_time(text, None)
+        date = _unix_time(text)
         return None if date is None else date - now
     if not math.isfinite(number):
         return None
     return number - now if number > _EPOCH else number
 
 
-def _unix_time(date: str, default: T) -> float | T:
+def _unix_time(date: str) -> float | None:
     try:
         return parsedate_to_datetime(date).timestamp()
     except (ValueError, OverflowError, TypeError):
-        return default
+        return None
+
+
+_suffix_list = cache(PublicSuffixList)
+"""Returns the list that is part of the library. It is read once."""
+
+
+@lru_cache(maxsize=16_384)
+def registered_domain(host: str) -> str:
+    """Return the registered domain of a host name, as of `host_of`; the host itself if it has none.
+
+    The Public Suffix List decides, including its private suffixes: names directly below one have different owners, too.
+    An IP address, or a name without a dot, counts as a domain of its own, and so does each of its ports.
+    """
+    name = host.rpartition(":")[0] or host
+    if name.rpartition(".")[2].isdecimal() or ":" in name:
+        return host
+    return _suffix_list().privatesuffix(name) or host

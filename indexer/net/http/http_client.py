@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from http import HTTPStatus
 from time import time
-from types import TracebackType
 from typing import Self
 
 import aiohttp
@@ -25,7 +24,7 @@ from indexer.net.http.checked_connector import (
     resolve_with_system,
     server_of,
 )
-from indexer.net.http.content_decoding import ACCEPT_ENCODING, make_decoder
+from indexer.net.http.content_decoding import ACCEPT_ENCODING, Decoder
 from indexer.net.http.host_limits import HostLimits, RateLimits, RequestSlot, retry_after_seconds
 from indexer.reasons import FetchFailure
 
@@ -33,6 +32,7 @@ _MAX_REQUESTS = 4  # the first one and three redirects
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _CHUNK_BYTES = 65_536
 _ERROR_BODY_BYTES = 16_384  # enough for the name and message of an error
+_MAX_ERROR_BYTES = _ERROR_BODY_BYTES + _CHUNK_BYTES
 _HTTPS_PORT = 443
 _CONNECTION_CLOSED = "Connection closed."
 """The text of the `RuntimeError` that aiohttp raises if the connection ended before the body did, for some reasons."""
@@ -136,9 +136,7 @@ class OutboundClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -169,17 +167,7 @@ class OutboundClient:
 
         The body of the response is not needed. Up to 16 KiB are read, so that the connection can be used again.
         """
-        target = self._allowed_url(url)
-        host = target.host_port_subcomponent or ""
-        async with (
-            self.hosts.slot(host, None, partial(self._servers, target)) as slot,
-            self._request(target, timeout, slot, headers, body) as stream,
-        ):
-            pause = retry_after_seconds(stream.status, stream.headers, time())
-            slot.record_response(stream.status, pause)
-            slot.server = stream.server
-            if pause is not None:
-                raise _throttled(host, stream.status, pause, None)
+        async with self._request(self._allowed_url(url), timeout, headers, body=body) as stream:
             with suppress(UnavailableError):  # a body that is too long or malformed does not change the status
                 await stream.read()
             return stream.status
@@ -195,22 +183,14 @@ class OutboundClient:
         accept: str,
     ) -> AsyncIterator["ResponseStream"]:
         """Open a response like `get`, with the body in chunks, at `min_rate` received bytes per second or more."""
-        target = self._allowed_url(url)
-        first = target.host_port_subcomponent or ""
+        target, headers = self._allowed_url(url), {"Accept": accept}
+        first = target.host_port_subcomponent
         for _ in range(_MAX_REQUESTS):
-            host = target.host_port_subcomponent or ""
-            redirected_by = None if host == first else first
-            async with (
-                self.hosts.slot(host, redirected_by, partial(self._servers, target)) as slot,
-                self._request(target, timeout, slot, {"Accept": accept}) as stream,
-            ):
-                pause = retry_after_seconds(stream.status, stream.headers, time())
-                slot.record_response(stream.status, pause)
-                slot.server = stream.server
-                if pause is not None:
-                    raise _throttled(host, stream.status, pause, None if slot.may_pause else redirected_by)
+            redirected_by = None if target.host_port_subcomponent == first else first
+            async with self._request(
+                target, timeout, headers, redirected_by, max_bytes=max_bytes, min_rate=min_rate
+            ) as stream:
                 if stream.status not in _REDIRECTS:
-                    stream.set_limits(max_bytes, min_rate)
                     yield stream
                     return
                 await stream.read()  # so that the connection can be reused
@@ -224,18 +204,45 @@ class OutboundClient:
 
     @asynccontextmanager
     async def _request(
-        self, url: URL, seconds: float, slot: RequestSlot, headers: Mapping[str, str], body: bytes | None = None
+        self,
+        url: URL,
+        seconds: float,
+        headers: Mapping[str, str],
+        redirected_by: str | None = None,
+        *,
+        body: bytes | None = None,
+        max_bytes: int = _MAX_ERROR_BYTES,
+        min_rate: float = 0.0,
     ) -> AsyncIterator["ResponseStream"]:
-        """Send a GET request, or with a body a POST request."""
-        deadline = asyncio.get_running_loop().time() + seconds
-        with slot.record_errors(), _transport_errors(url):
-            async with asyncio.timeout_at(deadline):
-                method = "GET" if body is None else "POST"
-                response = await self._session.request(method, url, data=body, headers=headers, allow_redirects=False)
-        try:
-            yield ResponseStream(url, response, deadline, self._timeouts, slot)
-        finally:
-            response.release()
+        """Send a GET request, or with a body a POST request, when the limits of the host allow it.
+
+        Raises:
+            UnavailableError: As `OutboundClient` describes, also if the host asks for a pause. If `redirected_by` is
+                not trusted, the pause counts only for the caller.
+        """
+        host = url.host_port_subcomponent or ""
+        async with self.hosts.slot(host, redirected_by, partial(self._servers, url)) as slot:
+            deadline = asyncio.get_running_loop().time() + seconds
+            with slot.record_errors(), _transport_errors(url):
+                async with asyncio.timeout_at(deadline):
+                    method = "GET" if body is None else "POST"
+                    response = await self._session.request(
+                        method, url, data=body, headers=headers, allow_redirects=False
+                    )
+            try:
+                stream = ResponseStream(url, response, deadline, self._timeouts, slot, max_bytes, min_rate)
+                pause = retry_after_seconds(stream.status, stream.headers, time())
+                slot.record_response(stream.status, pause)
+                slot.server = stream.server
+                if pause is not None and slot.may_pause:
+                    detail = f"{host}: {stream.status}"
+                    raise UnavailableError(FetchFailure.THROTTLED, detail, retry_after=pause, host=host)
+                if pause is not None:
+                    detail = f"{host}: {stream.status}, redirected by {redirected_by}"
+                    raise UnavailableError(FetchFailure.HTTP_STATUS, detail, retry_after=pause)
+                yield stream
+            finally:
+                response.release()
 
     def _redirect_target(self, url: URL, stream: "ResponseStream") -> URL:
         location = stream.headers.get("location")
@@ -287,8 +294,16 @@ class ResponseStream:
     """
 
     def __init__(
-        self, url: URL, response: aiohttp.ClientResponse, deadline: float, timeouts: Timeouts, slot: RequestSlot
+        self,
+        url: URL,
+        response: aiohttp.ClientResponse,
+        deadline: float,
+        timeouts: Timeouts,
+        slot: RequestSlot,
+        max_bytes: int,
+        min_rate: float,
     ) -> None:
+        """Take the limits of a successful response. Other bodies have a small limit."""
         self.status = response.status
         self.headers = response.headers
         self.url = str(url)
@@ -299,15 +314,9 @@ class ResponseStream:
         self._deadline = deadline
         self._timeouts = timeouts
         self._slot = slot
-        self._max_bytes = _ERROR_BODY_BYTES + _CHUNK_BYTES
-        self._min_rate = 0.0
+        self._max_bytes, self._min_rate = (max_bytes, min_rate) if self._success else (_MAX_ERROR_BYTES, 0.0)
         self._received = 0
         self._waited = 0.0
-
-    def set_limits(self, max_bytes: int, min_rate: float) -> None:
-        """Set the limits of a successful response. Other bodies keep a small limit."""
-        if self._success:
-            self._max_bytes, self._min_rate = max_bytes, min_rate
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Yield the decompressed body, at most 64 KiB at a time.
@@ -316,7 +325,7 @@ class ResponseStream:
             UnavailableError: The body is too large, too slow, malformed or cut off, see `OutboundClient`.
         """
         with self._slot.record_errors():
-            decoder = make_decoder(", ".join(self.headers.getall("content-encoding", ())))
+            decoder = Decoder(", ".join(self.headers.getall("content-encoding", ())))
             decoded = 0
             while received := await self._receive():
                 for chunk in decoder.feed(received):
@@ -349,7 +358,12 @@ class ResponseStream:
         latest = min(self._deadline, started + self._timeouts.read)
         with _transport_errors(self._target):
             async with asyncio.timeout_at(latest):
-                received = await self._read_piece()
+                try:
+                    received = await self._body.read(_CHUNK_BYTES)
+                except RuntimeError as error:
+                    if str(error) != _CONNECTION_CLOSED:
+                        raise
+                    raise aiohttp.ClientConnectionError("the connection ended within the body") from error
         self._waited += clock() - started
         self._received += len(received)
         self._check_size(self._received - _CHUNK_BYTES)  # compression can make a body slightly longer
@@ -359,28 +373,9 @@ class ResponseStream:
             )
         return received
 
-    async def _read_piece(self) -> bytes:
-        try:
-            return await self._body.read(_CHUNK_BYTES)
-        except RuntimeError as error:
-            if str(error) != _CONNECTION_CLOSED:
-                raise
-            raise aiohttp.ClientConnectionError("the connection ended within the body") from error
-
     def _check_size(self, size: int) -> None:
         if size > self._max_bytes:
             raise UnavailableError(FetchFailure.TOO_LARGE, f"{_shown(self._target)}: over {self._max_bytes} bytes")
-
-
-def _throttled(host: str, status: int, pause: float, redirected_by: str | None) -> UnavailableError:
-    """Return the failure of a request to a host that asks for a pause.
-
-    If `redirected_by` redirected the request, the failure counts only for the caller, and the host is not paused.
-    """
-    if redirected_by is None:
-        return UnavailableError(FetchFailure.THROTTLED, f"{host}: {status}", retry_after=pause, host=host)
-    detail = f"{host}: {status}, redirected by {redirected_by}"
-    return UnavailableError(FetchFailure.HTTP_STATUS, detail, retry_after=pause)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Identities: resolve DIDs to signing keys, hosts and handles, and verify handles (docs/protocol.md#identity)."""
 
 from indexer.net.identity.did_resolver import METHODS, DidResolver, Method, method_of, web_host
-from indexer.net.identity.handle_verifier import DnsRecords, HandleVerifier
+from indexer.net.identity.handle_verifier import HandleVerifier, dids_in_dns
 from indexer.net.identity.identity_cache import (
     CachedIdentity,
     IdentityCache,
@@ -13,12 +13,12 @@ __all__ = [
     "METHODS",
     "CachedIdentity",
     "DidResolver",
-    "DnsRecords",
     "HandleVerifier",
     "IdentityCache",
     "IdentityLifetimes",
     "LookupTotals",
     "Method",
+    "dids_in_dns",
     "method_of",
     "web_host",
 ]

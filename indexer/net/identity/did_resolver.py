@@ -8,13 +8,14 @@ import json
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, Protocol
 from urllib.parse import unquote
 
 from indexer.atproto.did_document import DidDocument, parse_did_document
 from indexer.atproto.syntax import is_handle, is_resolvable
 from indexer.errors import UnavailableError, UpstreamError
+from indexer.net.http import Response
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import CERTAIN_DENIALS, StoredIdentity
 
@@ -23,7 +24,7 @@ REQUEST_TIMEOUT = 10.0
 ACCEPT = "application/did+ld+json, application/json"
 BURST_SECONDS = 1.0
 MAX_NEW = 96
-"""Lookups of new DIDs that wait for a turn. If there is one more, the lookup in the middle of the queue ends."""
+"""Lookups of new DIDs that wait for a turn. If there is one more, the oldest one ends."""
 Method = Literal["plc", "web"]
 METHODS: tuple[Method, ...] = ("plc", "web")
 GONE = "not registered, or tombstoned"
@@ -48,48 +49,33 @@ def web_host(did: str) -> str | None:
     return unquote(did.removeprefix("did:web:").partition(":")[0]).lower()
 
 
-class HttpResponse(Protocol):
-    """An HTTP response."""
-
-    @property
-    def status(self) -> int:
-        """The status code."""
-        ...
-
-    @property
-    def body(self) -> bytes:
-        """The decoded body."""
-        ...
-
-
 class HttpGetter(Protocol):
     """The method of `OutboundClient` that this package uses."""
 
-    async def get(self, url: str, *, max_bytes: int, timeout: float, accept: str) -> HttpResponse:  # noqa: ASYNC109
+    async def get(self, url: str, *, max_bytes: int, timeout: float, accept: str) -> Response:  # noqa: ASYNC109
         """Return the response; raise `UnavailableError` if there is none."""
         ...
 
 
+@dataclass(eq=False)
 class DidResolver:
-    """Fetches DID documents. The `plc_urls` are tried in order until one responds."""
+    """Fetches DID documents. The `plc_urls` are tried in order until one responds.
 
-    def __init__(
-        self,
-        outbound: HttpGetter,
-        plc_urls: Sequence[str],
-        *,
-        plc_rate: float,
-        allow_private_hosts: bool,
-        clock: Callable[[], float],
-        request_timeout: float = REQUEST_TIMEOUT,
-    ) -> None:
-        """Send at most `plc_rate` requests per second to directories. `clock` returns Unix seconds."""
-        self._outbound = outbound
-        self._plc_urls = plc_urls
-        self._turns = DirectoryTurns(plc_rate)
-        self._allow_private_hosts = allow_private_hosts
-        self._clock = clock
-        self._request_timeout = request_timeout
+    Attributes:
+        plc_rate: Maximum requests per second to directories.
+        clock: Returns Unix seconds.
+    """
+
+    outbound: HttpGetter
+    plc_urls: Sequence[str]
+    _: KW_ONLY
+    plc_rate: float
+    allow_private_hosts: bool
+    clock: Callable[[], float]
+    request_timeout: float = REQUEST_TIMEOUT
+
+    def __post_init__(self) -> None:
+        self._turns = DirectoryTurns(self.plc_rate)
 
     async def resolve(self, did: str, *, known: bool = True) -> StoredIdentity:
         """Return the identity. Its `problem` says why the DID definitely has no key or no PDS.
@@ -103,11 +89,11 @@ class DidResolver:
             return await self._resolve_plc(did, known=known)
         if method_of(did) == "web":
             return await self._resolve_web(did)
-        return _missing(did, "the DID is malformed, or its method is not supported", self._clock())
+        return _missing(did, "the DID is malformed, or its method is not supported", self.clock())
 
     async def _resolve_plc(self, did: str, *, known: bool) -> StoredIdentity:
         failures = []
-        for url in self._plc_urls:
+        for url in self.plc_urls:
             if not await self._turns.wait(known=known):
                 raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, "too many new DIDs wait for a lookup")
             try:
@@ -117,10 +103,10 @@ class DidResolver:
         raise _unavailable(failures)
 
     async def _resolve_web(self, did: str) -> StoredIdentity:
-        name, asked_at = did.removeprefix("did:web:"), self._clock()
-        if self._allow_private_hosts and _LOCAL(unquote(name)):
+        name, asked_at = did.removeprefix("did:web:"), self.clock()
+        if self.allow_private_hosts and _LOCAL(unquote(name)):
             base = f"http://{unquote(name)}"
-        elif is_handle(name) and is_resolvable(name, local=self._allow_private_hosts):
+        elif is_handle(name) and is_resolvable(name, local=self.allow_private_hosts):
             base = f"https://{name.lower()}"
         else:
             return _missing(did, "the did:web is not only a public host name", asked_at)
@@ -132,15 +118,15 @@ class DidResolver:
             raise _unavailable([error]) from None
 
     async def _fetch(self, did: str, url: str) -> StoredIdentity:
-        asked_at = self._clock()
-        response = await self._outbound.get(url, max_bytes=DOCUMENT_BYTES, timeout=self._request_timeout, accept=ACCEPT)
+        asked_at = self.clock()
+        response = await self.outbound.get(url, max_bytes=DOCUMENT_BYTES, timeout=self.request_timeout, accept=ACCEPT)
         if response.status in {_NOT_FOUND, _TOMBSTONED}:
             return _denied(did, response.status, asked_at)
         if response.status != _OK:
             raise UnavailableError(FetchFailure.HTTP_STATUS, f"{response.status} from {url}")
         try:
             raw: Any = json.loads(response.body.decode("utf-8-sig", "replace"))
-            document = parse_did_document(raw, did, allow_http=self._allow_private_hosts)
+            document = parse_did_document(raw, did, allow_http=self.allow_private_hosts)
         except (ValueError, RecursionError, UpstreamError) as error:
             raise UnavailableError(FetchFailure.BAD_ANSWER, f"{url}: {error!s:.200}") from None
         return _found(document, asked_at)
@@ -181,9 +167,8 @@ class DirectoryTurns:
     """Allows `rate` requests per second. Lookups of known identities come first.
 
     Anyone can invent DIDs. So a lookup of a new DID gets a turn only if no known identity waits for one; the budgets of
-    `IdentityCache` leave at least a quarter of the rate. New DIDs get their turns alternately: the one
-    that has waited for the shortest time, then the one that has waited for the longest time. So most lookups are fast
-    again right after a flood of made-up DIDs, and none waits forever.
+    `IdentityCache` leave at least a quarter of the rate. The newest lookup of a new DID comes first, so that most are
+    fast again right after a flood of made-up DIDs. None waits forever: if too many wait, the wait of the oldest ends.
     """
 
     def __init__(self, rate: float) -> None:
@@ -192,7 +177,6 @@ class DirectoryTurns:
         self._next_turn = 0.0
         self._known: deque[asyncio.Future[bool]] = deque()
         self._new: deque[asyncio.Future[bool]] = deque()
-        self._newest_is_next = True
         self._timer: asyncio.TimerHandle | None = None
 
     async def wait(self, *, known: bool) -> bool:
@@ -202,7 +186,9 @@ class DirectoryTurns:
         waiting.append(turn)
         self._hand_out()
         if len(self._new) > MAX_NEW:
-            self._end_wait_of_middle()
+            oldest = self._new.popleft()
+            if not oldest.done():
+                oldest.set_result(False)
         try:
             return await turn
         finally:
@@ -212,10 +198,9 @@ class DirectoryTurns:
     def _hand_out(self) -> None:
         """Hand out the turns that the rate allows now. A timer calls this again if lookups still wait."""
         loop = asyncio.get_running_loop()
-        now = loop.time()
-        self._next_turn = max(self._next_turn, now - self._burst)
-        while (self._known or self._new) and self._next_turn <= now:
-            turn = self._take()
+        self._next_turn = max(self._next_turn, loop.time() - self._burst)
+        while (self._known or self._new) and self._next_turn <= loop.time():
+            turn = self._known.popleft() if self._known else self._new.pop()
             if not turn.done():
                 turn.set_result(True)
                 self._next_turn += self._interval
@@ -225,15 +210,3 @@ class DirectoryTurns:
     def _continue(self) -> None:
         self._timer = None
         self._hand_out()
-
-    def _end_wait_of_middle(self) -> None:
-        middle = self._new[len(self._new) // 2]
-        del self._new[len(self._new) // 2]
-        if not middle.done():
-            middle.set_result(False)
-
-    def _take(self) -> asyncio.Future[bool]:
-        if self._known:
-            return self._known.popleft()
-        self._newest_is_next = not self._newest_is_next
-        return self._new.popleft() if self._newest_is_next else self._new.pop()

@@ -11,7 +11,7 @@ registered domain, get only a share. The rest of the directory's rate limit rema
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import lru_cache
 from typing import NoReturn, Protocol
 
@@ -25,7 +25,6 @@ from indexer.crash_points import crash_point
 from indexer.errors import UnavailableError
 from indexer.net.http import host_of, registered_domain
 from indexer.net.identity.did_resolver import METHODS, Method, method_of, web_host
-from indexer.net.identity.refresh_budget import RefreshBudget
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import StoredIdentity, add_denial
 from indexer.sync.policy import MAX_IDENTITY_AGE
@@ -43,6 +42,15 @@ BACKGROUND_SHARE = 0.5
 
 MAX_SHARED = 500
 """Identities that lookups save in one transaction, or load in one query, because they ended or began together."""
+
+BURST_SECONDS = 10.0
+SHARES = 5
+"""The number of equal shares of the rate. A host gets at most one of them."""
+SHARES_OF_DOMAIN = 4
+"""The shares that all hosts of one registered domain get together: its owner can give any account a host of its own."""
+
+MAX_IDLE_USERS = 16_384
+"""Above this number of hosts and domains, those whose share is unused are forgotten."""
 
 log = structlog.get_logger(__name__)
 
@@ -90,19 +98,16 @@ class IdentityTable(Protocol):
         """Return the stored identities by DID."""
         ...
 
-    async def save(self, stored: Sequence[StoredIdentity]) -> None:
+    async def save(self, identities: Sequence[StoredIdentity]) -> None:
         """Write identities, unless newer ones are stored."""
         ...
 
 
 class IdentitySource(Protocol):
-    """The source of new identities, see `DidResolver`."""
+    """The source of new identities: `DidResolver`, or a directory of a test."""
 
     async def resolve(self, did: str, *, known: bool) -> StoredIdentity:
-        """Return the identity; raise `UnavailableError` if there is no definite result now.
-
-        Lookups of `known` identities come before lookups of DIDs that may not exist.
-        """
+        """Return the identity, see `DidResolver.resolve`."""
         ...
 
 
@@ -140,7 +145,18 @@ class LookupTotals:
     last_error: str | None = None
 
 
-InFlightLookup = asyncio.Task[CachedIdentity | UnavailableError]
+@dataclass(slots=True)
+class _Lookup:
+    """A lookup in flight.
+
+    Attributes:
+        known: The identity was known when the lookup began.
+        changed: A change was announced since then, so the result may be from before the change.
+    """
+
+    task: asyncio.Task[CachedIdentity | UnavailableError]
+    known: bool
+    changed: bool = False
 
 
 @dataclass(slots=True)
@@ -156,43 +172,74 @@ class _Entry:
     unsaved: bool = False
 
 
+@dataclass(slots=True)
+class RefreshBudget:
+    """Allows `rate` actions per second in total, a fifth of that to each host, and four fifths to each domain.
+
+    The unused budget of the last ten seconds can be spent at once.
+    """
+
+    rate: float
+    _full_at: dict[str, float] = field(default_factory=dict)  # when the unused share is complete again
+    _total_full_at: float = 0.0
+
+    def spend(self, host: str, domain: str, now: float) -> bool:
+        """Count one action for a host at `now` (seconds) and return True; return False if the budget is spent."""
+        share = self.rate / SHARES
+        of_host, of_domain = f"host {host}", f"domain {domain}"
+        total_full_at = _after_spending(self._total_full_at, self.rate, now)
+        host_full_at = _after_spending(self._full_at.get(of_host, 0.0), share, now)
+        domain_full_at = _after_spending(self._full_at.get(of_domain, 0.0), share * SHARES_OF_DOMAIN, now)
+        if total_full_at is None or host_full_at is None or domain_full_at is None:
+            return False
+        self._total_full_at = total_full_at
+        self._full_at[of_host], self._full_at[of_domain] = host_full_at, domain_full_at
+        if len(self._full_at) > MAX_IDLE_USERS:
+            self._full_at = {name: at for name, at in self._full_at.items() if at > now}
+        return True
+
+    def __len__(self) -> int:
+        """Return the number of hosts and domains in memory."""
+        return len(self._full_at)
+
+
+def _after_spending(full_at: float, rate: float, now: float) -> float | None:
+    """Return when the budget is complete again after one more action at `now`; None if it is spent."""
+    limit = now + max(BURST_SECONDS, 1 / rate)
+    # A later time was computed before the clock was set back.
+    after = (full_at if now < full_at <= limit else now) + 1 / rate
+    return after if after <= limit else None
+
+
+@dataclass(eq=False)
 class IdentityCache:
     """Identities of the accounts on the stream, with at most one in-flight lookup per DID.
 
     Attributes:
+        clock: Returns Unix seconds.
+        refresh_rate: Maximum lookups of known identities per second.
+        max_entries: Maximum identities in memory.
         lookups: The lookups of each DID method.
     """
 
-    def __init__(
-        self,
-        source: IdentitySource,
-        table: IdentityTable,
-        metrics: Metrics,
-        *,
-        clock: Callable[[], float],
-        refresh_rate: float,
-        lifetimes: IdentityLifetimes | None = None,
-        max_entries: int = 200_000,
-    ) -> None:
-        """Keep at most `max_entries` identities in memory.
+    source: IdentitySource
+    table: IdentityTable
+    metrics: Metrics
+    _: KW_ONLY
+    clock: Callable[[], float]
+    refresh_rate: float
+    lifetimes: IdentityLifetimes = IdentityLifetimes()
+    max_entries: int = 200_000
 
-        `clock` returns Unix seconds. `refresh_rate` limits lookups of known identities per second.
-        """
-        self._source = source
-        self._table = table
-        self._loads = SharedCalls(table.load, _may_share)
-        self._saves = SharedCalls(self._save_all, _may_share)
-        self._metrics = metrics
-        self._clock = clock
-        self._refresh_budget = RefreshBudget(refresh_rate)
-        self._background_budget = RefreshBudget(refresh_rate * BACKGROUND_SHARE)
-        self._lifetimes = lifetimes or IdentityLifetimes()
-        self._memory = BoundedDict[str, _Entry](max_entries)
-        self._in_flight: dict[Method, dict[str, InFlightLookup]] = {method: {} for method in METHODS}
-        self._new_in_flight: dict[Method, set[str]] = {method: set() for method in METHODS}
-        self._changed_in_flight: set[str] = set()
-        self.lookups: dict[Method, LookupTotals] = {method: LookupTotals() for method in METHODS}
+    def __post_init__(self) -> None:
+        self._loads = SharedCalls(self.table.load, lambda dids: len(dids) <= MAX_SHARED)
+        self._saves = SharedCalls(self._save_all, lambda identities: len(identities) <= MAX_SHARED)
+        self._refresh_budget = RefreshBudget(self.refresh_rate)
+        self._background_budget = RefreshBudget(self.refresh_rate * BACKGROUND_SHARE)
+        self._memory = BoundedDict[str, _Entry](self.max_entries)
+        self._in_flight: dict[str, _Lookup] = {}
         self._tasks = BackgroundTasks()
+        self.lookups: dict[Method, LookupTotals] = {method: LookupTotals() for method in METHODS}
 
     async def run(self) -> NoReturn:
         """Wait until a lookup fails because of a bug in this program, and raise its exception."""
@@ -223,10 +270,10 @@ class IdentityCache:
     def refresh_delay(self, did: str, *, refresh: bool = False) -> float:
         """Return the seconds to wait until `lookup` can fetch a newer identity; 0 if waiting has no use."""
         entry = self._memory.get(did)
-        if entry is None or did in self._in_flight[method_of(did)] or self._cause(entry, refresh=refresh) is None:
+        if entry is None or did in self._in_flight or self._cause(entry, refresh=refresh) is None:
             return 0.0
         left = self._wait(entry)
-        return left if left <= self._lifetimes.changed_interval else 0.0
+        return left if left <= self.lifetimes.changed_interval else 0.0
 
     async def preload(self, dids: Iterable[str]) -> None:
         """Load identities from the database into memory, in one query, and refresh old ones in the background.
@@ -240,11 +287,11 @@ class IdentityCache:
         stored = {did: loaded[did] for did in missing if did in loaded}
         for did, identity in stored.items():
             if did not in self._memory:  # otherwise it was fetched meanwhile and is newer
-                self._remember(did, _cached(identity), self._clock())
-        self._metrics.identity_cache["memory"].inc(len(dids) - len(missing))
-        self._metrics.identity_cache["database"].inc(len(stored))
-        self._metrics.identity_cache["nowhere"].inc(len(missing) - len(stored))
-        oldest = self._clock() - self._lifetimes.max_age
+                self._memory[did] = _Entry(_cached(identity), self.clock())
+        self.metrics.identity_cache["memory"].inc(len(dids) - len(missing))
+        self.metrics.identity_cache["database"].inc(len(stored))
+        self.metrics.identity_cache["nowhere"].inc(len(missing) - len(stored))
+        oldest = self.clock() - self.lifetimes.max_age
         for did in dids:
             if (entry := self._memory.get(did)) is not None:
                 self._memory.move_to_end(did)
@@ -266,17 +313,17 @@ class IdentityCache:
             log.debug("identity.load-failed", did=did, error=str(error))
         entry = self._memory.get(did)
         if entry is None:
-            return await _result(self._start_lookup(did, MAX_LOOKUPS))
+            return await _result(self._start_lookup(did))
         cause = self._cause(entry, refresh=refresh)
         if cause is None or not self._may_refresh(did, entry, cause):
             return _usable(entry.identity)
-        in_flight = self._start_lookup(did, MAX_LOOKUPS)
+        in_flight = self._start_lookup(did)
         if entry.identity.key is None:
             return await _result(in_flight)
         if in_flight is None:
             return entry.identity  # not marked as stale: the cause is the load, not this identity
         try:
-            async with asyncio.timeout(self._lifetimes.timeout):
+            async with asyncio.timeout(self.lifetimes.timeout):
                 return await _result(in_flight)
         except (UnavailableError, TimeoutError) as error:
             log.debug("identity.refresh-failed", did=did, error=str(error) or "no response in time")
@@ -292,7 +339,7 @@ class IdentityCache:
         entry = self._memory.get(did)
         if entry is not None and not self._may_refresh(did, entry, "change"):
             return None
-        in_flight = self._start_lookup(did, MAX_LOOKUPS)
+        in_flight = self._start_lookup(did)
         return None if in_flight is None else await _result(in_flight)
 
     def mark_stale(self, dids: Iterable[str]) -> None:
@@ -300,10 +347,10 @@ class IdentityCache:
 
         This changes only the memory; the batch that applies the change also marks the rows in the database.
         """
-        next_lookup = self._clock() + self._lifetimes.changed_interval
+        next_lookup = self.clock() + self.lifetimes.changed_interval
         for did in dids:
-            if did in self._in_flight[method_of(did)]:
-                self._changed_in_flight.add(did)  # its result may be from before the change
+            if (lookup := self._in_flight.get(did)) is not None:
+                lookup.changed = True
             if (entry := self._memory.get(did)) is not None:
                 entry.identity = replace(entry.identity, stale=True)
                 entry.next_lookup = min(entry.next_lookup, next_lookup)
@@ -312,7 +359,7 @@ class IdentityCache:
         identity = entry.identity
         if identity.stale or identity.problem is None:
             return identity.stale
-        recent = 0 <= self._clock() - identity.fetched_at < self._lifetimes.missing_max_age
+        recent = 0 <= self.clock() - identity.fetched_at < self.lifetimes.missing_max_age
         return not recent and not self._wait(entry)
 
     def _wait(self, entry: _Entry) -> float:
@@ -320,8 +367,8 @@ class IdentityCache:
 
         A wait longer than any interval began before the clock was set back, and is over.
         """
-        left = entry.next_lookup - self._clock()
-        return left if 0 < left <= max(self._lifetimes.refresh_interval, self._lifetimes.changed_interval) else 0.0
+        left = entry.next_lookup - self.clock()
+        return left if 0 < left <= max(self.lifetimes.refresh_interval, self.lifetimes.changed_interval) else 0.0
 
     def _cause(self, entry: _Entry, *, refresh: bool) -> RefreshCause | None:
         if entry.identity.stale:
@@ -332,45 +379,45 @@ class IdentityCache:
 
     def _may_refresh(self, did: str, entry: _Entry, cause: RefreshCause) -> bool:
         """Return True if a lookup is in flight or the limits allow one."""
-        if did in self._in_flight[method_of(did)]:
+        if did in self._in_flight:
             return True
-        now = self._clock()
+        now = self.clock()
         if self._wait(entry):
             result = "too-soon"
         elif not _spend(self._refresh_budget, entry.identity, now):
             result = "over-budget"
         else:
             result = "asked"
-        self._metrics.identity_refreshes[cause, result].inc()
+        self.metrics.identity_refreshes[cause, result].inc()
         return result == "asked"
 
     def _refresh_in_background(self, did: str, entry: _Entry) -> None:
         """Look up an identity that reached its maximum age or was not saved, if few other lookups are in flight."""
-        now, in_flight = self._clock(), self._in_flight[method_of(did)]
-        if self._wait(entry) or did in in_flight or len(in_flight) >= MAX_LOOKUPS_IN_BACKGROUND:
+        in_flight = sum(self._in_flight_of(method_of(did), known=known) for known in (True, False))
+        if self._wait(entry) or did in self._in_flight or in_flight >= MAX_LOOKUPS_IN_BACKGROUND:
             return
-        if _spend(self._background_budget, entry.identity, now):
-            self._metrics.identity_refreshes["age", "asked"].inc()
-            self._start_lookup(did, MAX_LOOKUPS_IN_BACKGROUND)
+        if _spend(self._background_budget, entry.identity, self.clock()):
+            self.metrics.identity_refreshes["age", "asked"].inc()
+            self._start_lookup(did)
 
-    def _start_lookup(self, did: str, max_lookups: int) -> InFlightLookup | None:
-        """Return the in-flight lookup of this DID, or a new one; None if there are `max_lookups` others.
+    def _start_lookup(self, did: str) -> asyncio.Task[CachedIdentity | UnavailableError] | None:
+        """Return the in-flight lookup of this DID, or a new one; None if there are too many others.
 
         Lookups of known identities and of new DIDs are counted apart.
         """
-        in_flight, new = self._in_flight[method_of(did)], self._new_in_flight[method_of(did)]
+        if (lookup := self._in_flight.get(did)) is not None:
+            return lookup.task
         known = self.knows(did)
-        if did not in in_flight and (len(in_flight) - len(new) if known else len(new)) < max_lookups:
-            if not known:
-                new.add(did)
-            in_flight[did] = self._tasks.start(self._fetch(did, known=known), f"identity of {did}")
-            in_flight[did].add_done_callback(lambda _done: self._end_lookup(did))
-        return in_flight.get(did)
+        if self._in_flight_of(method_of(did), known=known) >= MAX_LOOKUPS:
+            return None
+        task = self._tasks.start(self._fetch(did, known=known), f"identity of {did}")
+        self._in_flight[did] = _Lookup(task, known)
+        task.add_done_callback(lambda _done: self._in_flight.pop(did))
+        return task
 
-    def _end_lookup(self, did: str) -> None:
-        del self._in_flight[method_of(did)][did]
-        self._new_in_flight[method_of(did)].discard(did)
-        self._changed_in_flight.discard(did)
+    def _in_flight_of(self, method: Method, *, known: bool) -> int:
+        lookups = self._in_flight.items()
+        return sum(lookup.known is known and method_of(did) == method for did, lookup in lookups)
 
     async def _fetch(self, did: str, *, known: bool) -> CachedIdentity | UnavailableError:
         totals = self.lookups[method_of(did)]
@@ -378,17 +425,17 @@ class IdentityCache:
             found, before = await self._resolve(did, known=known)
         except UnavailableError as error:
             totals.failed, totals.last_error = totals.failed + 1, str(error)
-            self._metrics.identity_lookups[method_of(did), error.reason].inc()
+            self.metrics.identity_lookups[method_of(did), error.reason].inc()
             if (entry := self._memory.get(did)) is not None:
-                entry.next_lookup = self._clock() + self._interval(entry)
+                entry.next_lookup = self.clock() + self._interval(entry)
             return error
         totals.answered += 1
-        self._metrics.identity_lookups[method_of(did), "found" if found.problem is None else "missing"].inc()
-        stored = replace(found, stale=did in self._changed_in_flight)
+        self.metrics.identity_lookups[method_of(did), "found" if found.problem is None else "missing"].inc()
+        stored = replace(found, stale=self._in_flight[did].changed)
         if before is not None and found.denials:
             stored = add_denial(before, stored)
         identity = _cached(stored)
-        self._remember(did, identity, self._clock() + self._interval(self._memory.get(did)))
+        self._memory[did] = _Entry(identity, self.clock() + self._interval(self._memory.get(did)))
         if before is None and not _has_content(found):
             return identity  # nothing is stored about a DID that may be made up
         crash_point("identity.resolved")
@@ -400,21 +447,21 @@ class IdentityCache:
 
         If it is not saved, a later message of the account causes a refresh in the background, which saves it.
         """
-        unsaved = await self._saves.add([identity])
-        if unsaved > 1:
-            unsaved = await self._save_all([identity])
-        if unsaved and (entry := self._memory.get(identity.did)) is not None:
+        saved, count = await self._saves.add([identity])
+        if not saved and count > 1:
+            saved, _ = await self._save_all([identity])
+        if not saved and (entry := self._memory.get(identity.did)) is not None:
             entry.unsaved = True
 
-    async def _save_all(self, identities: Sequence[StoredIdentity]) -> int:
-        """Save identities in one transaction; return how many could not be saved: all of them, or 0."""
+    async def _save_all(self, identities: Sequence[StoredIdentity]) -> tuple[bool, int]:
+        """Save identities in one transaction; return whether that succeeded, and their number."""
         try:
-            await self._table.save(identities)
+            await self.table.save(identities)
         except UnavailableError as error:
             for identity in identities:
                 log.debug("identity.save-failed", did=identity.did, error=str(error))
-            return len(identities)
-        return 0
+            return False, len(identities)
+        return True, len(identities)
 
     async def _resolve(self, did: str, *, known: bool) -> tuple[StoredIdentity, StoredIdentity | None]:
         """Return the answer of the network, and if it has no content, the stored identity.
@@ -422,7 +469,7 @@ class IdentityCache:
         Raises:
             UnavailableError: There is no answer, or the database is unavailable and the answer has no content.
         """
-        answer = await self._source.resolve(did, known=known)
+        answer = await self.source.resolve(did, known=known)
         if _has_content(answer):
             return answer, None
         return answer, (await self._loads.add([did])).get(did)
@@ -432,10 +479,7 @@ class IdentityCache:
         if entry is None:
             return 0.0  # the identity may change right after the first lookup
         # A directory may respond before it knows the change. If a signature shows that, one early retry is allowed.
-        return self._lifetimes.changed_interval if entry.identity.stale else self._lifetimes.refresh_interval
-
-    def _remember(self, did: str, identity: CachedIdentity, next_lookup: float) -> None:
-        self._memory[did] = _Entry(identity, next_lookup)
+        return self.lifetimes.changed_interval if entry.identity.stale else self.lifetimes.refresh_interval
 
 
 def _spend(budget: RefreshBudget, identity: CachedIdentity, now: float) -> bool:
@@ -450,7 +494,7 @@ def _usable(identity: CachedIdentity) -> CachedIdentity:
     return identity
 
 
-async def _result(in_flight: InFlightLookup | None) -> CachedIdentity:
+async def _result(in_flight: asyncio.Task[CachedIdentity | UnavailableError] | None) -> CachedIdentity:
     """Wait for a lookup. If the caller is cancelled, the lookup continues for other callers."""
     if in_flight is None:
         raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, "too many lookups are in flight")
@@ -458,10 +502,6 @@ async def _result(in_flight: InFlightLookup | None) -> CachedIdentity:
     if isinstance(result, UnavailableError):
         raise UnavailableError(result.reason, result.detail, retry_after=result.retry_after)
     return result
-
-
-def _may_share(items: Sequence[object]) -> bool:
-    return len(items) <= MAX_SHARED
 
 
 def _has_content(identity: StoredIdentity) -> bool:

@@ -1,16 +1,18 @@
 """Fetch exports and latest commits from a PDS, or from a relay that redirects to it (docs/protocol.md#exports)."""
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
+from time import monotonic
 
 from indexer.atproto.cid import parse_cid
 from indexer.atproto.limits import Limits
 from indexer.atproto.syntax import is_tid
-from indexer.errors import UnavailableError
+from indexer.crash_points import crash_point
+from indexer.errors import UnavailableError, UpstreamError
 from indexer.net.http import OutboundClient
-from indexer.net.pds.export_download import CAR_TYPE, ExportDownload
 from indexer.net.pds.xrpc import query, xrpc_error, xrpc_url
 from indexer.reasons import FetchFailure
 from indexer.sync.export import ExportReader
@@ -18,6 +20,10 @@ from indexer.sync.export import ExportReader
 LARGE_BYTES = 32 * 1024 * 1024
 """Size above which an export is large. About one repo in a thousand is."""
 
+CAR_TYPE = "application/vnd.ipld.car"
+_CAR_TYPES = frozenset({CAR_TYPE, "application/octet-stream", ""})
+"""Usual media types of exports. Proxies send the other two."""
+_MIN_SECONDS = 0.001
 _QUERY_TIMEOUT = 20.0
 _QUERY_BYTES = 65_536
 
@@ -25,35 +31,99 @@ ReaderFactory = Callable[[Path, Limits], ExportReader]
 """Returns a reader that may write a file in a directory. It raises `UnavailableError` (SPOOL_FULL)."""
 
 
+@dataclass(slots=True)
+class ExportDownload:
+    """An export whose body is read on demand, so that the caller decides whether a large one goes on.
+
+    `PdsClient.open_export` opens and closes it.
+
+    Attributes:
+        reader: Every block received so far, hashed. Nothing in it is proven yet.
+        server: The network address that sends the export; None if it is unknown.
+        content_type: As the host names it.
+        received: Bytes received so far.
+    """
+
+    reader: ExportReader
+    _chunks: AsyncIterator[bytes]
+    _connection: AsyncExitStack
+    server: str | None = None
+    content_type: str = CAR_TYPE
+    received: int = field(default=0, init=False)
+    _opened_at: float = field(default_factory=monotonic, init=False)
+    _completed_at: float | None = field(default=None, init=False)
+
+    @property
+    def complete(self) -> bool:
+        """True if the host has sent the whole export: the file does not end within a block."""
+        return self._completed_at is not None
+
+    @property
+    def rate(self) -> float:
+        """The mean rate in bytes per second since the response began."""
+        until = monotonic() if self._completed_at is None else self._completed_at
+        return self.received / max(until - self._opened_at, _MIN_SECONDS)
+
+    async def fetch(self, max_bytes: int | None = None) -> bool:
+        """Read until the end, or until more than `max_bytes` have arrived; return True if the export is complete.
+
+        A complete download closes its connection, so that the host's request slot is free while the export is checked.
+
+        Raises:
+            UpstreamError: The file breaks a rule of the CAR format.
+            UnavailableError: The host failed, the disk is full or has an error, the file ends within a block
+                (EXPORT_INCOMPLETE), or it is not a CAR and has the media type of something else (BAD_ANSWER).
+        """
+        async for chunk in self._chunks:
+            self.received += len(chunk)
+            with self._format_errors():
+                self.reader.write(chunk)
+            crash_point("export.spooled")
+            if max_bytes is not None and self.received > max_bytes:
+                return False
+        with self._format_errors():
+            self.reader.finish()
+        self._completed_at = monotonic()
+        await self._connection.aclose()
+        return True
+
+    @contextmanager
+    def _format_errors(self) -> Iterator[None]:
+        """Let the content decide whether a body of another media type is an export: a CAR proves itself."""
+        try:
+            yield
+        except (UpstreamError, UnavailableError) as error:
+            of_host = isinstance(error, UpstreamError) or error.reason is FetchFailure.EXPORT_INCOMPLETE
+            media_type = self.content_type.partition(";")[0].strip().lower()
+            if not of_host or media_type in _CAR_TYPES:
+                raise
+            detail = f"media type {media_type[:80]!r} for an export, and no valid CAR: {error}"
+            raise UnavailableError(FetchFailure.BAD_ANSWER, detail) from None
+
+
+@dataclass(eq=False)
 class PdsClient:
     """Requests to hosts about single repos.
 
     `host` is a base URL of which only the origin is used. All failures of a request are `UnavailableError`: as
     `OutboundClient` raises it, from an XRPC error, or BAD_ANSWER.
+
+    Attributes:
+        spool_directory: Exports are written to files in it. It is created if it is missing.
+        reader: Makes the reader of each export.
+        export_timeout: Seconds within which an export must arrive.
+        export_min_rate: The minimum rate of an export in bytes per second.
     """
 
-    def __init__(
-        self,
-        outbound: OutboundClient,
-        limits: Limits,
-        spool_directory: Path,
-        reader: ReaderFactory,
-        *,
-        export_timeout: float = 600.0,
-        export_min_rate: float = 1_024.0,
-    ) -> None:
-        """Write exports to files in `spool_directory`, which is created if it is missing.
+    outbound: OutboundClient
+    limits: Limits
+    spool_directory: Path
+    reader: ReaderFactory
+    export_timeout: float = 600.0
+    export_min_rate: float = 1_024.0
 
-        An export must arrive within `export_timeout` seconds, at `export_min_rate` bytes per second or more. `reader`
-        makes the reader of each export.
-        """
-        self._outbound = outbound
-        self._limits = limits
-        self._spool_directory = spool_directory
-        self._export_timeout = export_timeout
-        self._export_min_rate = export_min_rate
-        self._reader = reader
-        spool_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    def __post_init__(self) -> None:
+        self.spool_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     @asynccontextmanager
     async def fetch_export(self, did: str, host: str) -> AsyncIterator[ExportReader]:
@@ -74,14 +144,14 @@ class PdsClient:
         Raises:
             UnavailableError: The request failed, or the spool directory cannot be used (SPOOL_FULL).
         """
-        with closing(self._reader(self._spool_directory, self._limits)) as reader:
+        with closing(self.reader(self.spool_directory, self.limits)) as reader:
             async with AsyncExitStack() as connection:
                 stream = await connection.enter_async_context(
-                    self._outbound.stream(
+                    self.outbound.stream(
                         xrpc_url(host, "com.atproto.sync.getRepo", {"did": did}),
-                        max_bytes=self._limits.repo_bytes,
-                        timeout=self._export_timeout,
-                        min_rate=self._export_min_rate,
+                        max_bytes=self.limits.repo_bytes,
+                        timeout=self.export_timeout,
+                        min_rate=self.export_min_rate,
                         accept=CAR_TYPE,
                     )
                 )
@@ -98,9 +168,9 @@ class PdsClient:
         """
         collection, _, rkey = path.partition("/")
         parameters = {"did": did, "collection": collection, "rkey": rkey}
-        response = await self._outbound.get(
+        response = await self.outbound.get(
             xrpc_url(host, "com.atproto.sync.getRecord", parameters),
-            max_bytes=self._limits.commit_blocks_bytes,
+            max_bytes=self.limits.commit_blocks_bytes,
             timeout=_QUERY_TIMEOUT,
             accept=CAR_TYPE,
         )
@@ -111,7 +181,7 @@ class PdsClient:
     async def fetch_latest_commit(self, did: str, host: str) -> tuple[bytes, str]:
         """Return the CID and the rev of the latest commit on the host (`getLatestCommit`)."""
         method = "com.atproto.sync.getLatestCommit"
-        body = await query(self._outbound, host, method, {"did": did}, max_bytes=_QUERY_BYTES, timeout=_QUERY_TIMEOUT)
+        body = await query(self.outbound, host, method, {"did": did}, max_bytes=_QUERY_BYTES, timeout=_QUERY_TIMEOUT)
         cid, rev = body.get("cid"), body.get("rev")
         if not (isinstance(cid, str) and isinstance(rev, str) and is_tid(rev)):
             raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: the response is not a commit")

@@ -54,19 +54,16 @@ class RepoListPage:
     first_invalid: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class RepoStatus:
+class RepoStatus(NamedTuple):
     """The hosting status of an account on one host.
 
     Attributes:
         status: Why the account is not active, as in `hosting_status`. If an odd one were refused, one account could
             keep a reconciliation from ending.
-        rev: The latest rev of an active account; None if there is none, or it is not valid.
     """
 
     active: bool
-    status: str | None
-    rev: str | None
+    status: str | None = None
 
 
 async def list_repos(outbound: OutboundClient, host: str, collection: str, cursor: str | None) -> RepoListPage:
@@ -114,10 +111,10 @@ async def fetch_repo_status(outbound: OutboundClient, host: str, did: str) -> Re
         body = await query(outbound, host, method, {"did": did}, max_bytes=_STATUS_BYTES, timeout=_STATUS_TIMEOUT)
     except UnavailableError as error:
         return _status_of(error)
-    active, rev = body.get("active"), body.get("rev")
+    active = body.get("active")
     if not isinstance(active, bool):
         raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: the response is not a repo status")
-    return RepoStatus(active, hosting_status(body), rev if isinstance(rev, str) and is_tid(rev) else None)
+    return RepoStatus(active, hosting_status(body))
 
 
 async def fetch_host_status(outbound: OutboundClient, host: str, did: str) -> RepoStatus:
@@ -136,7 +133,7 @@ async def fetch_host_status(outbound: OutboundClient, host: str, did: str) -> Re
         await query(outbound, host, method, {"did": did}, max_bytes=_STATUS_BYTES, timeout=_STATUS_TIMEOUT)
     except UnavailableError as error:
         return _status_of(error)
-    return RepoStatus(True, None, None)
+    return RepoStatus(True)
 
 
 def is_silent(error: UnavailableError) -> bool:
@@ -148,7 +145,7 @@ def _status_of(error: UnavailableError) -> RepoStatus:
     """Return the status that the name of an error means; raise the error if it means none."""
     if error.reason not in HOST_STATUSES:
         raise error
-    return RepoStatus(False, HOST_STATUSES[error.reason], None)
+    return RepoStatus(False, HOST_STATUSES[error.reason])
 
 
 def _account(entry: Any) -> tuple[ListedAccount | None, str | None]:

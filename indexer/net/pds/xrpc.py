@@ -32,57 +32,28 @@ class MissingMethodAnswer(NamedTuple):
     """The answer of a server to a method that it does not offer.
 
     Attributes:
+        server: A program, and the version that was run or read.
         name: The `error` of the body; "" if the body is not JSON.
         message: The beginning of the `message` of the body.
-        source: Where the answer was seen: in a run of the program, or in its source.
     """
 
     server: str
     status: int
     name: str
     message: str
-    source: str
 
 
 MISSING_METHOD_ANSWERS = (
-    MissingMethodAnswer(
-        "@atproto/pds without an AppView",
-        HTTPStatus.BAD_REQUEST,
-        "InvalidRequest",
-        "No service configured for",
-        "@atproto/pds 0.5.35, run",
-    ),
-    MissingMethodAnswer(
-        "@atproto/pds with an AppView",
-        HTTPStatus.UNAUTHORIZED,
-        "AuthMissing",
-        "Authentication Required",
-        "@atproto/pds 0.5.35, run",
-    ),
-    MissingMethodAnswer(
-        "@atproto/xrpc-server, @atproto/lex-server",
-        HTTPStatus.NOT_IMPLEMENTED,
-        "MethodNotImplemented",
-        "",
-        "bluesky-social/atproto d6296a1, packages/lex/lex-server/src/lex-router.ts",
-    ),
-    MissingMethodAnswer("arroba, lexrpc", HTTPStatus.NOT_IMPLEMENTED, "MethodNotImplemented", "", "lexrpc 3.0, run"),
-    MissingMethodAnswer("Bluesky's AppView", HTTPStatus.NOT_FOUND, "XRPCNotSupported", "", "@atproto/xrpc 0.8.16"),
-    MissingMethodAnswer("Bluesky's relay, rainbow", HTTPStatus.NOT_FOUND, "Not Found", "", "indigo af2fec9, run"),
-    MissingMethodAnswer(
-        "rsky-relay",
-        HTTPStatus.NOT_FOUND,
-        "NotFound",
-        "endpoint not found",
-        "blacksky-algorithms/rsky 7ebd21a, rsky-relay/src/server/server.rs",
-    ),
-    MissingMethodAnswer(
-        "cocoon", HTTPStatus.UNAUTHORIZED, "Unauthorized", "", "haileyok/cocoon 7c46b9b, server/middleware.go"
-    ),
-    MissingMethodAnswer("@atcute/xrpc-server", HTTPStatus.NOT_FOUND, "", "", "@atcute/xrpc-server 2.0.2, run"),
-    MissingMethodAnswer(
-        "millipds", HTTPStatus.NOT_FOUND, "", "", "DavidBuchanan314/millipds faf0c36, src/millipds/service.py"
-    ),
+    MissingMethodAnswer("@atproto/pds 0.5.35 without AppView", 400, "InvalidRequest", "No service configured for"),
+    MissingMethodAnswer("@atproto/pds 0.5.35 with an AppView", 401, "AuthMissing", "Authentication Required"),
+    MissingMethodAnswer("@atproto/lex-server (atproto d6296a1)", 501, "MethodNotImplemented", ""),
+    MissingMethodAnswer("arroba, lexrpc 3.0", 501, "MethodNotImplemented", ""),
+    MissingMethodAnswer("Bluesky's AppView (@atproto/xrpc 0.8.16)", 404, "XRPCNotSupported", ""),
+    MissingMethodAnswer("Bluesky's relay, rainbow (indigo af2fec9)", 404, "Not Found", ""),
+    MissingMethodAnswer("rsky-relay (rsky 7ebd21a)", 404, "NotFound", "endpoint not found"),
+    MissingMethodAnswer("cocoon 7c46b9b", 401, "Unauthorized", ""),
+    MissingMethodAnswer("@atcute/xrpc-server 2.0.2", 404, "", ""),
+    MissingMethodAnswer("millipds faf0c36", 404, "", ""),
 )
 """Answers of real servers (docs/protocol.md#methods-that-a-server-does-not-offer).
 
@@ -174,24 +145,17 @@ def xrpc_error(status: int, body: bytes) -> XrpcError:
     detail = " ".join(filter(None, (str(status), name, message)))[:200]
     if name in _FAILURES:
         return XrpcError(_FAILURES[name], detail, definite=_FAILURES[name].is_permanent)
-    if _is_missing_method(status, name, message):
+    if status in (HTTPStatus.NOT_FOUND, HTTPStatus.NOT_IMPLEMENTED) or any(
+        answer.name == name and message.startswith(answer.message)
+        for answer in MISSING_METHOD_ANSWERS
+        if answer.name and (status in (answer.status, HTTPStatus.BAD_REQUEST))
+    ):
         definite = bool(name) or status == HTTPStatus.NOT_IMPLEMENTED
         if definite:
             detail = f"the host does not offer this method: {detail}"
         return MethodNotOfferedError(FetchFailure.HTTP_STATUS, detail, definite=definite)
     definite = bool(name) and status // 100 == 4 and status not in _TEMPORARY_STATUSES  # noqa: PLR2004
     return XrpcError(FetchFailure.HTTP_STATUS, detail, definite=definite)
-
-
-def _is_missing_method(status: int, name: str, message: str) -> bool:
-    """Return True for an answer of `MISSING_METHOD_ANSWERS`, and for any other 404 or 501."""
-    if status in (HTTPStatus.NOT_FOUND, HTTPStatus.NOT_IMPLEMENTED):
-        return True
-    return any(
-        answer.name == name and message.startswith(answer.message)
-        for answer in MISSING_METHOD_ANSWERS
-        if answer.name and (status in (answer.status, HTTPStatus.BAD_REQUEST))
-    )
 
 
 def _name_and_message(body: bytes) -> tuple[str, str]:

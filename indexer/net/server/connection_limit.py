@@ -21,6 +21,7 @@ CLOSE_SECONDS = 2.0
 """Time in which a client must answer that its websocket is closed."""
 
 
+@dataclass(eq=False)
 class ConnectionLimit:
     """Makes the protocol object of each accepted connection, and closes connections above the limit.
 
@@ -29,35 +30,32 @@ class ConnectionLimit:
     `websockets` do not count: they have a limit of their own.
     """
 
-    def __init__(
-        self, server: web.Server, max_connections: int, conditions: Conditions, websockets: "Websockets"
-    ) -> None:
-        self._server = server
-        self._max_connections = max_connections
-        self._conditions = conditions
-        self._websockets = websockets
+    server: web.Server
+    max_connections: int
+    conditions: Conditions
+    websockets: "Websockets"
 
     def __call__(self) -> RequestHandler:
         """Return the protocol object of a new connection."""
         # Several connections may be accepted before the first of them is registered with the server.
         asyncio.get_running_loop().call_soon(self._close_oldest)
-        return self._server()
+        return self.server()
 
     def _close_oldest(self) -> None:
-        transports = [handler.transport for handler in self._server.connections]
+        transports = [handler.transport for handler in self.server.connections]
         alive = [
             transport
             for transport in transports
-            if transport is not None and not transport.is_closing() and transport not in self._websockets
+            if transport is not None and not transport.is_closing() and transport not in self.websockets
         ]
-        count = max(0, len(alive) + 1 - self._max_connections)
+        count = max(0, len(alive) + 1 - self.max_connections)
         for _ in range(count):
             networks = [_network_of_peer(transport) for transport in alive]
             [(most, _)] = Counter(networks).most_common(1)
             alive.pop(networks.index(most)).abort()
         if count:
-            message = f"more than {self._max_connections} connections are open; new ones close the oldest"
-            self._conditions.report(HTTP_CONNECTIONS_LIMITED, message=message, count=count)
+            message = f"more than {self.max_connections} connections are open; new ones close the oldest"
+            self.conditions.report(HTTP_CONNECTIONS_LIMITED, message=message, count=count)
 
 
 def _network_of_peer(transport: asyncio.Transport) -> str:
@@ -84,13 +82,13 @@ class HeldWebsocket:
     displaced: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+@dataclass(eq=False)
 class Websockets:
     """The open websockets of the HTTP server. They last for a long time, so that they need a limit of their own."""
 
-    def __init__(self, max_websockets: int, conditions: Conditions) -> None:
-        self._max_websockets = max_websockets
-        self._conditions = conditions
-        self._open: dict[asyncio.Transport, HeldWebsocket] = {}
+    max_websockets: int
+    conditions: Conditions
+    _open: dict[asyncio.Transport, HeldWebsocket] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
         """Return the number of open websockets."""
@@ -119,10 +117,10 @@ class Websockets:
         if (transport := request.transport) is None:
             raise web.HTTPServiceUnavailable  # the client has closed the connection
         network = client_network(request) if for_anyone else None
-        limit = self._max_websockets - (RESERVED_WEBSOCKETS if for_anyone else 0)
+        limit = self.max_websockets - (RESERVED_WEBSOCKETS if for_anyone else 0)
         if len(self._open) >= limit:
             message = f"{limit} websockets are open, which is the limit"
-            self._conditions.report(WEBSOCKETS_LIMITED, message=message)
+            self.conditions.report(WEBSOCKETS_LIMITED, message=message)
             if network is None or not self._displace(network):
                 raise web.HTTPServiceUnavailable(text=message)
         self._open[transport] = held = HeldWebsocket(websocket, network)

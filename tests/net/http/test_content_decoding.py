@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.errors import UnavailableError
-from indexer.net.http.content_decoding import MAX_MEMBERS, make_decoder
+from indexer.net.http.content_decoding import MAX_MEMBERS, Decoder
 from indexer.reasons import FetchFailure
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "zstd": zstd.compress}
@@ -16,7 +16,7 @@ both_encodings = pytest.mark.parametrize("encoding", ["gzip", "zstd"])
 
 
 def decode(encoding: str, pieces: list[bytes]) -> bytes:
-    decoder = make_decoder(encoding)
+    decoder = Decoder(encoding)
     decoded = b"".join(chunk for piece in pieces for chunk in decoder.feed(piece))
     decoder.close()
     return decoded
@@ -70,7 +70,7 @@ def test_value_that_names_no_encoding_does_not_hide_the_body(encoding: str) -> N
 def test_unsupported_encodings_are_refused() -> None:
     for encoding in ("br", "Deflate", "gzip, gzip", "gzip, zstd", "none,br"):
         with pytest.raises(UnavailableError) as failure:
-            make_decoder(encoding)
+            Decoder(encoding)
         assert failure.value.reason is FetchFailure.BAD_ANSWER
 
 
@@ -100,4 +100,4 @@ def test_zstd_window_above_the_http_maximum_is_refused() -> None:
 def test_each_member_is_a_piece_even_if_it_is_empty(encoding: str) -> None:
     """The caller lets other tasks run after each piece. 7,000 empty members in one chunk take 0.1 seconds."""
     body = COMPRESS[encoding](b"") * 3_000
-    assert list(make_decoder(encoding).feed(body)) == [b""] * 3_000
+    assert list(Decoder(encoding).feed(body)) == [b""] * 3_000

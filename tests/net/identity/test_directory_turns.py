@@ -1,4 +1,4 @@
-"""The rate limit of directories: known identities first, then new DIDs, the newest and the oldest alternately."""
+"""The rate limit of directories: known identities first, then new DIDs, the newest first."""
 
 import asyncio
 from contextlib import suppress
@@ -28,7 +28,7 @@ async def test_known_identities_come_before_new_dids() -> None:
     waiting = [await start(turns, served, f"new {number}", known=False) for number in range(6)]
     waiting += [await start(turns, served, f"known {number}", known=True) for number in range(2)]
     await asyncio.gather(*waiting)
-    assert served == ["known 0", "known 1", "new 5", "new 0", "new 4", "new 1", "new 3", "new 2"]
+    assert served == ["known 0", "known 1", "new 5", "new 4", "new 3", "new 2", "new 1", "new 0"]
 
 
 @pytest.mark.slow
@@ -39,9 +39,8 @@ async def test_the_queue_of_new_dids_is_bounded_and_takes_newcomers() -> None:
     waiting = [await start(turns, served, str(number), known=False) for number in range(10 * MAX_NEW)]
     await until(lambda: len(served) >= 4)
     assert sum(not task.done() for task in waiting) <= MAX_NEW, "the wait of the others has ended"
-    assert waiting[0].done(), "the oldest one had its turn"
-    assert waiting[-1].done(), "the newest one had its turn"
-    assert {"0", str(10 * MAX_NEW - 1)} <= set(served)
+    assert all(task.done() for task in waiting[: 9 * MAX_NEW]), "no lookup waits for long"
+    assert str(10 * MAX_NEW - 1) in served, "the newest one had its turn"
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)

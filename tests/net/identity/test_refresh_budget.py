@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.net.identity.refresh_budget import BURST_SECONDS, MAX_IDLE_USERS, SHARES, RefreshBudget
+from indexer.net.identity.identity_cache import BURST_SECONDS, MAX_IDLE_USERS, SHARES, RefreshBudget
 
 USERS = ["one", "two", "three", "four", "five", "six"]
 spendings = st.lists(st.tuples(st.sampled_from(USERS), st.floats(0, 3)), max_size=200)
