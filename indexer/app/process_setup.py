@@ -27,6 +27,7 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 """The quota of a container: microseconds of CPU time in each period, or `max`, and the length of the period."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, PARENT_ENDED)
 NO_SIGNAL = 0
+DELAY_INTERVAL_SECONDS = 0.05
 
 log = structlog.get_logger(__name__)
 
@@ -118,6 +119,18 @@ def tune_garbage_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+
+
+async def measure_delays(observe: Callable[[float], None]) -> NoReturn:
+    """Call `observe` again and again with the seconds by which the event loop ran a timer too late.
+
+    For this time, every other task waited, too.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + DELAY_INTERVAL_SECONDS
+        await asyncio.sleep(DELAY_INTERVAL_SECONDS)
+        observe(max(0.0, loop.time() - due))
 
 
 async def collect_garbage(interval: float) -> NoReturn:

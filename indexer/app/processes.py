@@ -13,7 +13,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -34,6 +34,7 @@ from indexer.app.process_setup import (
 from indexer.app.settings import Settings, variable
 from indexer.app.tuning import Tuning
 from indexer.cluster.tables import on_all_nodes
+from indexer.concurrency.event_wait import wait_for_event
 from indexer.db import DatabaseError
 from indexer.db.prepare_database import prepare_database, start_pause
 from indexer.embedded import database, postgres_stage
@@ -110,9 +111,7 @@ async def _open_when_available(
             return await stack.enter_async_context(opened())
         except DatabaseError as error:
             log.warning("database.waiting", error=error.detail)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(start_pause(attempt, dsn)):
-                await stop.wait()
+        await wait_for_event(stop, start_pause(attempt, dsn))
     return None
 
 
@@ -181,9 +180,7 @@ async def _supervise(index: int, environment: Mapping[str, str], config: Path | 
             stop.set()
         if not stop.is_set():
             log.error("process.ended", process=index, code=code, pause=pause)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await stop.wait()
+            await wait_for_event(stop, pause)
         if stop.is_set():
             return code
         pause = min(2 * pause, MAX_RESTART_SECONDS)

@@ -13,8 +13,7 @@ from itertools import islice
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from indexer.app.process_setup import collect_garbage
-from indexer.concurrency.event_loop_delay import measure_delays
+from indexer.app.process_setup import collect_garbage, measure_delays
 from indexer.concurrency.stage_progress import StageProgress, Work
 from indexer.db.periodic import DatabaseAttempt, run_periodically
 from indexer.live.batch_writer import BatchWriter
