@@ -24,8 +24,6 @@ class ServerResponse:
 
     Attributes:
         chunks: The body. A tuple is sent with its length, any other iterable with chunked transfer encoding.
-        status: The HTTP status code.
-        headers: Header fields of the response.
     """
 
     chunks: Iterable[bytes] = ()
@@ -39,11 +37,7 @@ def json_response(body: Any, status: int = 200, content_type: str = "application
 
 
 class XrpcError(Exception):
-    """Raised by a handler to end the request with an XRPC error.
-
-    Attributes:
-        response: The response to send.
-    """
+    """Raised by a handler to end the request with an XRPC error."""
 
     def __init__(self, error: str, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -59,8 +53,6 @@ class Fault:
         did: If given, the fault applies only to requests with this `did` parameter.
         times: How many requests the fault applies to; None: no limit.
         status: Send this status, with `headers` and `body`, instead of the real response.
-        headers: Header fields for `status`.
-        body: The body for `status`.
         hang: Never respond.
         cut: Break the connection after this many bytes of the body.
         sections: End the body cleanly after this many of its chunks (of a CAR: its header, then its sections).

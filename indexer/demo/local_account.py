@@ -10,14 +10,10 @@ from indexer.demo.local_repo import LocalChange, LocalRepo, Record, TidClock, Wr
 
 
 class LocalAccount:
-    """An account.
+    """An account. All its keys are derived from its DID.
 
     Attributes:
-        did: The DID. All keys of the account are derived from it.
-        handle: The handle.
-        pds: The current PDS.
         key: The key that signs commits. It differs from the key in the directory between `swap_key` and `publish_key`.
-        repo: The repo.
     """
 
     def __init__(self, did: str, handle: str, *, curve: Curve, pds: LocalPds, plc: LocalPlc, clock: TidClock) -> None:

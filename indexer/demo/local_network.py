@@ -29,9 +29,7 @@ class LocalNetwork:
 
     Attributes:
         clock: Makes the TIDs and timestamps of all accounts.
-        plc: The PLC directory.
-        pdses: The PDSes.
-        relays: The relays. Each one receives the events of all PDSes and numbers them in a sequence of its own.
+        relays: Each one receives the events of all PDSes and numbers them in a sequence of its own.
         relay: The first relay.
         accounts: The accounts by DID.
     """

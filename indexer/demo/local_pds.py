@@ -33,12 +33,9 @@ _STATUS_ERRORS = {
 
 @dataclass
 class HostedRepo:
-    """The state of one account on one PDS.
+    """The state of one account on one PDS. `apply_writes` makes a commit, for clients that write records.
 
     Attributes:
-        repo: The repo of the account.
-        handle: The handle for which the PDS serves `/.well-known/atproto-did`.
-        apply_writes: Makes a commit, for clients that write records.
         status: The hosting status; None: active.
     """
 

@@ -24,13 +24,7 @@ _DNS_TTL = 1
 
 @dataclass(frozen=True, slots=True)
 class LocalIdentity:
-    """The identity that the directory has for a DID.
-
-    Attributes:
-        handle: The handle, without `at://`.
-        key: The signing key as a did:key.
-        pds: The URL of the account's PDS.
-    """
+    """The identity that the directory has for a DID: `key` is a did:key, `pds` a URL."""
 
     handle: str
     key: str

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any
 
 from aiohttp import WSCloseCode, hdrs, web
 
@@ -47,11 +47,7 @@ def error_frame(error: str, message: str) -> bytes:
 
 
 class StreamError(Exception):
-    """Raised to end a subscription with an error frame.
-
-    Attributes:
-        error: The name of the error in the frame.
-    """
+    """Raised to end a subscription with an error frame of this name."""
 
     def __init__(self, error: str, message: str) -> None:
         super().__init__(message)
@@ -63,9 +59,8 @@ class SentMessage:
     """An entry of the relay's log.
 
     Attributes:
-        seq: The sequence number.
         kind: The message type (`#commit`, …), or `injected`.
-        did: The DID; None for an injected message.
+        did: None for an injected message.
         frame: The whole websocket message; str for a text message.
         payload: The payload without `seq`; None for an injected message.
     """
@@ -76,28 +71,10 @@ class SentMessage:
     frame: bytes | str
     payload: dict[str, Any] | None = None
 
-    @classmethod
-    def of_event(cls, seq: int, kind: str, did: str, payload: dict[str, Any]) -> Self:
-        """Return the entry of an event with the number `seq`."""
-        return cls(seq, kind, did, message_frame(kind, payload | {"seq": seq}), payload)
-
-    def renumbered(self, seq: int) -> Self:
-        """Return the same entry with another number. An injected message is sent as before."""
-        if self.payload is None or self.did is None:
-            return replace(self, seq=seq)
-        return self.of_event(seq, self.kind, self.did, self.payload)
-
 
 @dataclass
 class ListedAccount:
-    """The state of an account as its events show it to the relay.
-
-    Attributes:
-        head: The CID of the latest commit.
-        rev: The rev of the latest commit.
-        status: The hosting status; None: active.
-        collections: The collections of all operations so far.
-    """
+    """The state of an account as its events show it to the relay: `head` is the CID of the latest commit."""
 
     head: bytes | None = None
     rev: str | None = None
@@ -168,7 +145,8 @@ class LocalRelay(HttpServer):
             self.dropped[did] += 1
             return
         self._update_listing(did, kind, payload)
-        self._append(SentMessage.of_event(self.seq, kind, did, payload))
+        frame = message_frame(kind, payload | {"seq": self.seq})
+        self._append(SentMessage(self.seq, kind, did, frame, payload))
 
     def drop(self, did: str, events: int = 1) -> None:
         """Suppress the next `events` of `did`. Their sequence numbers stay unused."""
@@ -196,18 +174,13 @@ class LocalRelay(HttpServer):
         """Remove an account from the repo list."""
         self._listed.pop(did, None)
 
-    def restart_sequence(self, first_seq: int = 0, keep: int | None = None) -> None:
-        """Lose the sequence, as a relay does that lost its state, and break all connections.
+    def restart_sequence(self, first_seq: int = 0) -> None:
+        """Lose the log, as a relay does that lost its state, and break all connections. The repo list stays.
 
-        The repo list stays.
-
-        Args:
-            first_seq: The number before the first event of the new sequence.
-            keep: How many of the newest messages stay; they are numbered anew. None: none of them.
+        `first_seq` is the number before the first event of the new sequence.
         """
-        kept = self.log[-keep:] if keep else []
-        self.log = [sent.renumbered(seq) for seq, sent in enumerate(kept, first_seq + 1)]
-        self._first_seq, self.seq = first_seq, first_seq + len(kept)
+        self.log = []
+        self._first_seq = self.seq = first_seq
         self.abort_connections()
 
     def abort_connections(self) -> int:

@@ -38,13 +38,7 @@ Record = Mapping[str, Any] | bytes
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """One write of a batch.
-
-    Attributes:
-        action: The action.
-        path: The path of the record: collection and record key.
-        block: The DAG-CBOR of the record; None for a delete.
-    """
+    """One write of a batch. `block` is the DAG-CBOR of the record; None for a delete."""
 
     action: Literal["create", "update", "delete"]
     path: str
@@ -68,14 +62,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class LocalCommit:
-    """A signed commit.
-
-    Attributes:
-        rev: The rev.
-        data: The CID of the tree's root node.
-        cid: The CID of the commit.
-        block: The DAG-CBOR of the commit.
-    """
+    """A signed commit: `cid` and `block` are its own, `data` is the CID of the root of the tree."""
 
     rev: str
     data: bytes
@@ -85,15 +72,7 @@ class LocalCommit:
 
 @dataclass(frozen=True, slots=True)
 class LocalChange:
-    """A commit with the fields of its `#commit` event, as in the lexicon.
-
-    Attributes:
-        commit: The commit.
-        since: The rev of the commit before; None for the first commit.
-        prev_data: `data` of the commit before; None for the first commit.
-        ops: The operations.
-        blocks: The CAR slice.
-    """
+    """A commit with the fields of its `#commit` event, as in the lexicon. The first one follows no other."""
 
     commit: LocalCommit
     since: str | None
@@ -108,10 +87,8 @@ class LocalRepo:
     Commits replace the attributes and never change them in place, so a running export is not affected by a commit.
 
     Attributes:
-        did: The DID.
         records: The DAG-CBOR of the records by path.
-        tree: The tree of the latest commit.
-        head: The latest commit.
+        head: The latest commit, whose tree is `tree`.
         first: The first commit and its event.
     """
 

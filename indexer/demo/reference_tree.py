@@ -25,8 +25,6 @@ class ReferenceNode:
     """A node of the tree.
 
     Attributes:
-        cid: The CID of the node.
-        block: The DAG-CBOR of the node.
         keys: The paths in this node, ascending.
         children: The subtrees before, between and after the keys, one more than keys; None for an empty subtree.
     """

@@ -43,14 +43,7 @@ _STATUS_ACTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class ScenarioEvent:
-    """An account event of a scenario.
-
-    Attributes:
-        step: The step of the scenario.
-        kind: `rotate key`, `lose commit`, `deactivate` or `delete account`.
-        did: The account.
-        detail: The observed effect, as a sentence.
-    """
+    """An account event of a scenario: `rotate key`, `lose commit`, `deactivate` or `delete account`, and its effect."""
 
     step: int
     kind: str
@@ -60,14 +53,9 @@ class ScenarioEvent:
 
 @dataclass(slots=True)
 class ScenarioReport:
-    """The activity of a scenario so far.
+    """The activity of a scenario so far: operations by action, and commits by kind.
 
-    Attributes:
-        accounts: The number of accounts created.
-        commits: The number of commits by kind: `empty`, `one-op`, `multi-op`, or `twice-a-path` (several operations on
-            one path).
-        ops: The number of operations by action.
-        events: The account events.
+    The kinds are `empty`, `one-op`, `multi-op`, and `twice-a-path` (several operations on one path).
     """
 
     accounts: int = 0

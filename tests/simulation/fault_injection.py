@@ -213,7 +213,8 @@ def _repeat(world: World, fault: RepeatedMessages) -> int:
     for relay in world.relays:
         if fault.renumbered:
             for sent in relay.log[-fault.count :]:
-                relay.inject(sent.renumbered(relay.seq + 1).frame)
+                payload = sent.payload and sent.payload | {"seq": relay.seq + 1}
+                relay.inject(sent.frame if payload is None else message_frame(sent.kind, payload))
         else:
             relay.repeat(fault.count)
     return repeated

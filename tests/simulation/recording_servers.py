@@ -70,11 +70,11 @@ class RecordingRelay(LocalRelay):
         """Return the index of the sequence that a number belongs to."""
         return next((index for index, start in enumerate(self.starts) if seq > start), len(self.ended))
 
-    def restart_sequence(self, first_seq: int = 0, keep: int | None = None) -> None:
+    def restart_sequence(self, first_seq: int = 0) -> None:
         self.ended.append(self.log)
         self.starts.append(first_seq)
         self.newest = 0
-        super().restart_sequence(first_seq, keep)
+        super().restart_sequence(first_seq)
 
 
 class CountingPds(LocalPds):

@@ -266,7 +266,7 @@ class Deliveries:
             return
         for change in window.in_order():
             since = change.batch_time / 1_000_000
-            if time() - since < max_age or not (change.did in self._refusing or window.is_behind(change.did)):
+            if time() - since < max_age or not (change.did in self._refusing or change.did in window.behind):
                 return
             late = _Failure(0, 0, since, 0, f"it waited more than {max_age:g} seconds for other events of its repo")
             self._set_aside_refused(change, self._failures.get(change.seq, late))

@@ -76,6 +76,7 @@ class DeliveryWindow:
         is_slow: True after `make_room`, until little is in the window: new changes do not fill it again.
         read_to: The number of the newest change that was read.
         changed: Set when another repo may have a deliverable change, and when one is acknowledged or given back.
+        behind: Repos of which changes are left out, with the number of the first one, in the order of their turns.
         snapshot_read_to: The position of the last repo or record of the snapshot that was added; None if there is no
             snapshot, or if all of it is acknowledged.
     """
@@ -89,7 +90,7 @@ class DeliveryWindow:
         self._stored = progress
         self._undelivered = frozenset(progress.undelivered)
         self._behind_before = dict(progress.behind)
-        self._behind = dict(progress.behind)  # in the order of their turns
+        self.behind = dict(progress.behind)
         self._delivered_to = progress.delivered_to
         self._one_per_repo = one_per_repo
         self._changes: dict[int, LoggedChange] = {}
@@ -116,7 +117,7 @@ class DeliveryWindow:
     @property
     def room(self) -> int:
         """The number of changes of the log that may be added."""
-        return self.capacity - len(self) if len(self._behind) < MAX_BEHIND else 0
+        return self.capacity - len(self) if len(self.behind) < MAX_BEHIND else 0
 
     @property
     def oldest(self) -> LoggedChange | None:
@@ -126,15 +127,6 @@ class DeliveryWindow:
     def in_order(self) -> list[LoggedChange]:
         """Return the unacknowledged changes of the log."""
         return [self._changes[seq] for seq in sorted(self._changes)]
-
-    @property
-    def has_behind(self) -> bool:
-        """True if changes of any repo are left out."""
-        return bool(self._behind)
-
-    def is_behind(self, did: str) -> bool:
-        """Return True if changes of the repo are left out."""
-        return did in self._behind
 
     def get(self, seq: int) -> LoggedChange | None:
         """Return an unacknowledged change by its number or id."""
@@ -166,7 +158,7 @@ class DeliveryWindow:
         """Add the next changes of the log. Those that were delivered before, and that no client needs, are skipped."""
         for change in changes:
             self.read_to = change.seq
-            if change.seq < self._behind.get(change.did, inf):
+            if change.seq < self.behind.get(change.did, inf):
                 self._add_logged(change, self._share if self.is_slow else self._max_share)
 
     def next_behind(self) -> tuple[int, frozenset[str]] | None:
@@ -174,11 +166,11 @@ class DeliveryWindow:
 
         Repos take turns.
         """
-        may_read = [did for did, seq in self._behind.items() if seq <= self.read_to and self._has_room(did)]
+        may_read = [did for did, seq in self.behind.items() if seq <= self.read_to and self._has_room(did)]
         if not may_read:
             return None
-        seq = self._behind[may_read[0]]
-        return seq, frozenset(did for did in may_read if self._behind[did] >= seq)
+        seq = self.behind[may_read[0]]
+        return seq, frozenset(did for did in may_read if self.behind[did] >= seq)
 
     def _has_room(self, did: str) -> bool:
         """Return True if half of the share of a repo that is behind is free."""
@@ -191,14 +183,14 @@ class DeliveryWindow:
             dids: The repos.
             changes: All changes of the log from that number on, up to any one.
         """
-        behind = {did: self._behind.pop(did) for did in dids}
+        behind = {did: self.behind.pop(did) for did in dids}
         for change in changes:
-            is_next = behind.get(change.did, inf) <= change.seq < self._behind.get(change.did, inf)
+            is_next = behind.get(change.did, inf) <= change.seq < self.behind.get(change.did, inf)
             if is_next and change.seq <= self.read_to:
                 self._add_logged(change, self._share)
         if changes and changes[-1].seq < self.read_to:
             for did, seq in behind.items():
-                self._behind.setdefault(did, max(seq, changes[-1].seq + 1))
+                self.behind.setdefault(did, max(seq, changes[-1].seq + 1))
 
     @property
     def _share(self) -> int:
@@ -216,8 +208,8 @@ class DeliveryWindow:
         for did, repo in self._repos.items():
             after = max(repo.taken_to, self._stored.delivered_to)
             while len(repo) > share and repo.waiting and after < repo.waiting[-1].seq < FIRST_SNAPSHOT_ID:
-                self._behind[did] = repo.waiting.pop().seq
-                self._changes.pop(self._behind[did], None)
+                self.behind[did] = repo.waiting.pop().seq
+                self._changes.pop(self.behind[did], None)
 
     def _add_logged(self, change: LoggedChange, share: int) -> None:
         """Add a change of the log that a client needs, or leave it out if its repo has its share.
@@ -233,7 +225,7 @@ class DeliveryWindow:
         if has_room or change.seq in self._undelivered:
             self._add(change)
         else:
-            self._behind[change.did] = change.seq
+            self.behind[change.did] = change.seq
 
     def _add(self, change: LoggedChange) -> None:
         repo = self._repos.setdefault(change.did, _Repo())
@@ -327,13 +319,13 @@ class DeliveryWindow:
     def progress(self) -> DeliveryProgress:
         """Return what has been acknowledged."""
         oldest = min(self._changes, default=self.read_to + 1)
-        position = min([oldest, *self._behind.values()]) - 1
+        position = min([oldest, *self.behind.values()]) - 1
         delivered_to = max(position, self._delivered_to)
         snapshot = next(iter(self._snapshot_before.values()), self.snapshot_read_to)
         # Numbers that are stored as undelivered, but were not read again yet, are still undelivered.
         unread = (seq for seq in self._stored.undelivered if seq > self.read_to)
         undelivered = (*sorted(seq for seq in self._changes if seq <= delivered_to), *unread)
-        return DeliveryProgress(position, delivered_to, undelivered, snapshot, tuple(self._behind.items()))
+        return DeliveryProgress(position, delivered_to, undelivered, snapshot, tuple(self.behind.items()))
 
 
 def _path(change: LoggedChange) -> Path:

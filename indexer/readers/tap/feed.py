@@ -166,7 +166,7 @@ class TapFeed:
                 if not await self._save(session, deliveries) or last:
                     return
                 self.stage.idle()
-                reads = READS_BEHIND if deliveries.window.has_behind else 1
+                reads = READS_BEHIND if deliveries.window.behind else 1
                 for _ in range(reads):
                     await self._pause(POLL_SECONDS / reads)
                     if not await self._read_behind(session, deliveries):
