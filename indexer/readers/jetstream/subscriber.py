@@ -58,18 +58,11 @@ class Ending(NamedTuple):
     reason: str
 
 
-TOO_SLOW = Ending(
-    "too-slow",
-    WSCloseCode.POLICY_VIOLATION,
-    "too slow: the next events are no longer in memory; reconnect with a cursor",
-)
+_POLICY = WSCloseCode.POLICY_VIOLATION
+TOO_SLOW = Ending("too-slow", _POLICY, "too slow: the next events are no longer in memory; reconnect with a cursor")
 NOT_READING = Ending("not-reading", None, f"the subscriber has read nothing for {SEND_SECONDS:.0f} seconds")
-TRIMMED = Ending(
-    "log-trimmed",
-    WSCloseCode.POLICY_VIOLATION,
-    "the events after your position were trimmed from the change log; reconnect",
-)
-NO_HELLO = Ending("no-hello", WSCloseCode.POLICY_VIOLATION, "no options_update came in time after requireHello=true")
+TRIMMED = Ending("log-trimmed", _POLICY, "the events after your position were trimmed from the change log; reconnect")
+NO_HELLO = Ending("no-hello", _POLICY, "no options_update came in time after requireHello=true")
 DISPLACED = Ending(
     "displaced",
     WSCloseCode.TRY_AGAIN_LATER,

@@ -92,26 +92,25 @@ def value_refusal(value: Any) -> OmittedValue | None:
     """
     if not isinstance(value, dict) or not _SPECIAL_KEYS.isdisjoint(value):
         return OmittedValue.NOT_A_MAP
-    items: list[Any] = [value]
-    levels = 0
-    while items:
-        levels += 1
-        children: list[Any] = []
-        for item in items:
-            if isinstance(item, dict | list):
-                if levels > _LEVELS_OF_VALUE:
-                    return OmittedValue.LEVELS
-                if isinstance(item, dict) and (refusal := _map_refusal(item)):
-                    return refusal
-                children.extend(item.values() if isinstance(item, dict) else item)
-            elif isinstance(item, float) or (isinstance(item, int) and abs(item) > MAX_INTEGER):
-                return OmittedValue.NUMBER
-        items = children
-    return None
+    return _refusal(value, 1)
+
+
+def _refusal(item: Any, level: int) -> OmittedValue | None:
+    """Return why strict clients refuse a part of a value, at this level of it."""
+    if isinstance(item, float) or (isinstance(item, int) and abs(item) > MAX_INTEGER):
+        return OmittedValue.NUMBER
+    if not isinstance(item, dict | list):
+        return None
+    if level > _LEVELS_OF_VALUE:
+        return OmittedValue.LEVELS
+    if isinstance(item, dict) and (refusal := _map_refusal(item)):
+        return refusal
+    children = item.values() if isinstance(item, dict) else item
+    return next(filter(None, (_refusal(child, level + 1) for child in children)), None)
 
 
 def _map_refusal(item: Mapping[str, Any]) -> OmittedValue | None:
-    if "__proto__" in item or any(len(key) > MAX_KEY_BYTES // 4 and _is_long(key) for key in item):
+    if "__proto__" in item or any(len(key.encode()) > MAX_KEY_BYTES for key in item):
         return OmittedValue.KEY
     if "$link" in item:  # links and bytes were written from a decoded record, so they are valid
         return OmittedValue.LINK if len(item["$link"]) > MAX_CID_CHARACTERS else None
@@ -119,10 +118,6 @@ def _map_refusal(item: Mapping[str, Any]) -> OmittedValue | None:
     if type_ == "blob":
         return None if _is_blob(item) else OmittedValue.BLOB
     return None if isinstance(type_, str) and type_ else OmittedValue.TYPE
-
-
-def _is_long(key: str) -> bool:
-    return len(key.encode()) > MAX_KEY_BYTES
 
 
 def _is_blob(item: Mapping[str, Any]) -> bool:
