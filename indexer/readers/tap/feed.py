@@ -245,7 +245,7 @@ class TapFeed:
             self.stage.moved()
 
     async def _save(self, session: FeedSession, deliveries: Deliveries) -> bool:
-        """Database new acknowledgements; return False if the consumer was removed."""
+        """Store new acknowledgements; return False if the consumer was removed."""
         progress, set_aside = deliveries.window.progress(), deliveries.set_aside.changes()
         if progress == self._saved and not any(set_aside):
             return True

@@ -114,7 +114,7 @@ class TapRoutes:
 
 
 def repo_info(report: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a repo as tap describes it, from `Database.repo_report`."""
+    """Return the state of a repo as tap describes it, from `Reports.repo`."""
     return {
         "did": report["did"],
         "error": report["last_error"] or "",
