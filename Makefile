@@ -63,7 +63,7 @@ proof: venv ## Run everything that `make test` leaves out, for hours, or one par
 	@$(MAKE) --no-print-directory --keep-going $(addprefix proof-,$(or $(PART),$(PARTS)))
 
 # Tests that depend on the core: formats, planning, the live path, daemons, deaths, worlds and the demo.
-NATIVE_TESTS := tests/atproto tests/sync tests/net/pds tests/db/test_native_rows.py tests/live tests/daemon \
+NATIVE_TESTS := tests/atproto tests/sync tests/core tests/db/test_native_rows.py tests/live tests/daemon \
 	tests/crashes tests/simulation tests/cli/test_demo.py
 # Tests whose result may differ on a cluster.
 CLUSTER_TESTS := tests/crashes/test_crash_points.py tests/daemon tests/tasks/test_shard_ownership.py

@@ -5,8 +5,8 @@
 //! exactly what `indexer/sync/events.py`, `indexer/sync/verify.py` and `indexer/atproto/record.py` return. In every
 //! other case it returns `None`, and the caller asks the reference: for a malformed byte, a wrong hash or signature, a
 //! missing block, and also for anything valid that is rare. So there are no reasons and no messages in this crate, and
-//! it is correct if it never *accepts* something with another result. `tests/sync/test_native_core.py`,
-//! `tests/sync/test_native_frames.py` and `tests/net/pds/test_native_reader.py` compare the two.
+//! it is correct if it never *accepts* something with another result. `tests/core/test_native_core.py`,
+//! `tests/core/test_native_frames.py` and `tests/core/test_native_reader.py` compare the two.
 //!
 //! What comes from outside is bounded before it is used: sizes first, then counts, then depth. Nothing recurses
 //! without a limit on the depth, and there is no `unsafe`.

@@ -16,7 +16,7 @@ from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.core.spool import Spool, SpoolSizes
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.reasons import FetchFailure, Rejection
-from tests.net.pds.unreadable_file import make_unreadable, open_descriptors
+from tests.core.unreadable_file import make_unreadable, open_descriptors
 
 FOREIGN = b"\x01\x70\x12\x20" + bytes(32) + b"a block of another codec"
 

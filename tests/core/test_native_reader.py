@@ -26,10 +26,7 @@ from indexer.sync.policy import Policy
 from indexer.sync.scope import Scope
 from indexer.sync.shard import bucket_of
 from tests.atproto.mst import oracle
-from tests.demo.independent_decoder import decode_car
-from tests.fuzz.copy_format import changes_of
-from tests.native_module import native_module, native_reader
-from tests.net.pds.native_exports import (
+from tests.core.native_exports import (
     DID,
     EXAMPLES,
     KEYS,
@@ -43,6 +40,9 @@ from tests.net.pds.native_exports import (
     repo,
     signed,
 )
+from tests.demo.independent_decoder import decode_car
+from tests.fuzz.copy_format import changes_of
+from tests.native_module import native_module, native_reader
 from tests.sync.signing_account import STORE_ALL
 from tests.vectors import vectors
 

@@ -12,9 +12,9 @@ from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.demo.local_repo import car
 from indexer.errors import UnavailableError
 from indexer.reasons import FetchFailure
+from tests.core.native_exports import DID, KEYS, SMALL_BUFFERS, post, posts, repo
+from tests.core.unreadable_file import make_unreadable, open_descriptors
 from tests.native_module import native_module, native_reader
-from tests.net.pds.native_exports import DID, KEYS, SMALL_BUFFERS, post, posts, repo
-from tests.net.pds.unreadable_file import make_unreadable, open_descriptors
 from tests.sync.signing_account import STORE_ALL
 
 native_module()  # without it, the module is skipped
