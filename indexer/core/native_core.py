@@ -15,7 +15,7 @@ from indexer.atproto.limits import Limits
 from indexer.atproto.record import Problem
 from indexer.errors import SettingsError
 from indexer.sync import events, verify
-from indexer.sync.batch import PreparedCommits, prepared_commits
+from indexer.sync.batch import PreparedCommits
 from indexer.sync.events import CommitEvent, OtherShardEvent
 from indexer.sync.policy import Policy
 from indexer.sync.shard import Shard
@@ -45,7 +45,7 @@ class CommitsBeingVerified:
     def next_results(self, count: int = sys.maxsize) -> PreparedCommits:
         """Return the results of the next commits, at most `count`; none at the end. Wait for all of them."""
         results: list[VerifiedCommit | None] = self._running.next_results(count)
-        return prepared_commits(islice(self._waiting, len(results)), results)
+        return PreparedCommits(islice(self._waiting, len(results)), results)
 
 
 class NativeCore:

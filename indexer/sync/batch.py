@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
 from indexer.reasons import Desync, Rejection
-from indexer.sync.changes import BufferedEvent, DeadLetter, NeedsKey, Plan, RecordChange, RepoWrite, selected_path
+from indexer.sync.changes import BufferedEvent, DeadLetter, NeedsKey, RecordChange, RepoWrite, selected_path
 from indexer.sync.events import CommitEvent, MalformedEvent, RepoEvent, SyncEvent, UnknownEvent
 from indexer.sync.plan import key_to_verify, plan_event
 from indexer.sync.policy import KeyState, KeyStateOf, PlanContext, Policy
@@ -19,18 +19,17 @@ from indexer.sync.repo import Outcome, Repo, SyncStatus, Trigger, desynchronize,
 from indexer.sync.verify import VerifiedCommit, verify_commit
 
 
-class _Prepared(NamedTuple):
-    event: CommitEvent
-    key: PublicKey
-    commit: VerifiedCommit | None
-
-
 class PreparedCommits:
     """The results of the native core for some commits: a verified commit, or None if `verify_commit` has to decide."""
 
-    def __init__(self, prepared: Iterable[_Prepared] = ()) -> None:
+    def __init__(
+        self, commits: Iterable[tuple[CommitEvent, PublicKey]] = (), results: Iterable[VerifiedCommit | None] = ()
+    ) -> None:
+        """Take the results for these commits, in the same order."""
         # By identity, because hashing an event hashes its blocks. The results refer to the events, so no id is reused.
-        self._prepared = {id(item.event): item for item in prepared}
+        self._prepared = {
+            id(event): (event, key, commit) for (event, key), commit in zip(commits, results, strict=True)
+        }
 
     def __len__(self) -> int:
         """Return the number of commits that the native core was asked for."""
@@ -51,8 +50,8 @@ class PreparedCommits:
 
     def accepted(self, event: CommitEvent, key: PublicKey) -> VerifiedCommit | None:
         """Return the verified commit if the native core accepted it with this key, else None."""
-        prepared = self._prepared.get(id(event))
-        return prepared.commit if prepared is not None and (prepared.key is key or prepared.key == key) else None
+        _, verified_with, commit = self._prepared.get(id(event), (event, None, None))
+        return commit if verified_with is key or verified_with == key else None
 
     def has_all_of(self, event: CommitEvent, key: KeyState | None, policy: Policy) -> bool:
         """Return True if the native core accepted the commit with this key, and has converted each record to store."""
@@ -86,15 +85,6 @@ def commits_to_verify(
         if key is not None:
             worthwhile.append((event, key))
     return worthwhile
-
-
-def prepared_commits(
-    commits: Iterable[tuple[CommitEvent, PublicKey]], results: Iterable[VerifiedCommit | None]
-) -> PreparedCommits:
-    """Return these results of the native core for these commits, in the same order."""
-    return PreparedCommits(
-        [_Prepared(event, key, commit) for (event, key), commit in zip(commits, results, strict=True)]
-    )
 
 
 MAX_BATCH_BYTES = 16 << 20
@@ -276,14 +266,12 @@ def plan_refusal(received: ReceivedMessage, repo: Repo | None, detail: str, cont
     result = BatchPlan()
     _reject(result, received, received.event.kind, Rejection.STORE_FAILED, detail, context)
     if repo is not None:
-        result.drafts[repo.did] = _Draft(repo, _refused(repo, context.now))
+        if repo.sync_status is SyncStatus.DESYNCHRONIZED:
+            after = unparked(repo, context.now)
+        else:
+            after = desynchronize(repo, Trigger.REFUSED, Desync.STORE_FAILED, context.now)
+        result.drafts[repo.did] = _Draft(repo, after)
     return result
-
-
-def _refused(repo: Repo, now: float) -> Repo:
-    if repo.sync_status is SyncStatus.DESYNCHRONIZED:
-        return unparked(repo, now)
-    return desynchronize(repo, Trigger.REFUSED, Desync.STORE_FAILED, now)
 
 
 def _plan_one(
@@ -311,19 +299,15 @@ def _plan_one(
     if plan.outcome is Outcome.REJECTED and isinstance(plan.why, Rejection):
         _reject(result, received, event.kind, plan.why, plan.detail, context)
         return ()
-    _add_to_draft(draft, received.frame, event, plan, context)
-    result.settled.append(SettledMessage(received, plan.outcome, plan.why))
-    return plan.changes
-
-
-def _add_to_draft(draft: _Draft, frame: bytes, event: RepoEvent, plan: Plan, context: PlanContext) -> None:
     draft.after = plan.repo
     draft.changes.extend(plan.changes)
     draft.lenient_commits += plan.lenient
     if plan.buffer:
-        draft.buffered.append(BufferedEvent(plan.repo.did, context.relay, event.seq, frame))
+        draft.buffered.append(BufferedEvent(did, context.relay, event.seq, received.frame))
     elif plan.repo.sync_status is not SyncStatus.IN_PROGRESS:
         draft.buffered.clear()
+    result.settled.append(SettledMessage(received, plan.outcome, plan.why))
+    return plan.changes
 
 
 def _reject(

@@ -199,6 +199,8 @@ STABLE_SECONDS = 3_600.0
 MAX_UNPARK_SECONDS = 600.0
 """The longest time from the event that unparks a repo to its next attempt, apart from jitter."""
 
+_NO_BUFFER = {"buffered_events": 0, "buffered_bytes": 0}
+_NO_FAILURE: dict[str, Any] = {"last_failure": None, "last_error": None}
 UNPROVEN_REASONS = frozenset({Desync.REQUESTED, Desync.RECORD_MISSING, Desync.LENIENT_COMMIT})
 """Reasons under which the stored records themselves are in doubt: only a complete export settles them, not a head that
 equals the network's."""
@@ -245,65 +247,42 @@ class Trigger(StrEnum):
     WIDENED = "collections added to the scope"
 
 
-_D, _P, _S = SyncStatus.DESYNCHRONIZED, SyncStatus.IN_PROGRESS, SyncStatus.SYNCHRONIZED
+_D, _P, _S = SyncStatus
+_APPLIED, _REPLAYED, _BUFFERED, _IGNORED, _BROKEN, _REJECTED = Outcome
 
-TRANSITIONS: dict[SyncStatus, dict[Trigger, tuple[Outcome, SyncStatus]]] = {
-    _D: {
-        Trigger.EXTENDS: (Outcome.IGNORED, _D),
-        Trigger.BREAKS: (Outcome.IGNORED, _D),
-        Trigger.WHOLE: (Outcome.APPLIED, _S),
-        Trigger.NOT_NEWER: (Outcome.REPLAYED, _D),
-        Trigger.INVALID: (Outcome.REJECTED, _D),
-        Trigger.UNCHECKED: (Outcome.IGNORED, _D),
-        Trigger.SYNC_EQUAL: (Outcome.IGNORED, _D),
-        Trigger.SYNC_ADVANCES: (Outcome.IGNORED, _D),
-        Trigger.SYNC_DIFFERS: (Outcome.IGNORED, _D),
-        Trigger.REFUSED: (Outcome.REJECTED, _D),
-        Trigger.CLAIMED: (Outcome.APPLIED, _P),
-        Trigger.REQUESTED: (Outcome.APPLIED, _D),
-        Trigger.ERASED: (Outcome.APPLIED, _D),
-    },
-    _P: {
-        Trigger.EXTENDS: (Outcome.BUFFERED, _P),
-        Trigger.BREAKS: (Outcome.BUFFERED, _P),
-        Trigger.WHOLE: (Outcome.BUFFERED, _P),
-        Trigger.NOT_NEWER: (Outcome.REPLAYED, _P),
-        Trigger.INVALID: (Outcome.REJECTED, _P),
-        Trigger.UNCHECKED: (Outcome.BUFFERED, _P),
-        Trigger.SYNC_EQUAL: (Outcome.BUFFERED, _P),
-        Trigger.SYNC_ADVANCES: (Outcome.BUFFERED, _P),
-        Trigger.SYNC_DIFFERS: (Outcome.BUFFERED, _P),
-        Trigger.REFUSED: (Outcome.REJECTED, _D),
-        Trigger.OVERFLOWS: (Outcome.DESYNCHRONIZED, _D),
-        Trigger.COMPLETED: (Outcome.APPLIED, _S),
-        Trigger.FAILED: (Outcome.DESYNCHRONIZED, _D),
-        Trigger.RELEASED: (Outcome.APPLIED, _D),
-        Trigger.LEASE_EXPIRED: (Outcome.DESYNCHRONIZED, _D),
-        Trigger.REQUESTED: (Outcome.APPLIED, _D),
-        Trigger.REACTIVATED: (Outcome.APPLIED, _D),
-        Trigger.ERASED: (Outcome.APPLIED, _D),
-    },
-    _S: {
-        Trigger.EXTENDS: (Outcome.APPLIED, _S),
-        Trigger.BREAKS: (Outcome.DESYNCHRONIZED, _D),
-        Trigger.NOT_NEWER: (Outcome.REPLAYED, _S),
-        Trigger.INVALID: (Outcome.REJECTED, _S),
-        Trigger.UNCHECKED: (Outcome.DESYNCHRONIZED, _D),
-        Trigger.SYNC_EQUAL: (Outcome.IGNORED, _S),
-        Trigger.SYNC_ADVANCES: (Outcome.APPLIED, _S),
-        Trigger.SYNC_DIFFERS: (Outcome.DESYNCHRONIZED, _D),
-        Trigger.REFUSED: (Outcome.REJECTED, _D),
-        Trigger.BEHIND: (Outcome.DESYNCHRONIZED, _D),
-        Trigger.STATUS_UNKNOWN: (Outcome.DESYNCHRONIZED, _D),
-        Trigger.UNPROVEN: (Outcome.DESYNCHRONIZED, _D),
-        Trigger.WIDENED: (Outcome.DESYNCHRONIZED, _D),
-        Trigger.VALUES_MISSING: (Outcome.DESYNCHRONIZED, _D),
-        Trigger.REQUESTED: (Outcome.APPLIED, _D),
-        Trigger.REACTIVATED: (Outcome.APPLIED, _D),
-        Trigger.WITHHELD: (Outcome.APPLIED, _D),
-        Trigger.ERASED: (Outcome.APPLIED, _D),
-    },
+# The outcome and the next status of each trigger, for a repo that is desynchronized, in progress, and synchronized.
+_TABLE: dict[Trigger, tuple[tuple[Outcome, SyncStatus] | None, ...]] = {
+    Trigger.EXTENDS: ((_IGNORED, _D), (_BUFFERED, _P), (_APPLIED, _S)),
+    Trigger.BREAKS: ((_IGNORED, _D), (_BUFFERED, _P), (_BROKEN, _D)),
+    Trigger.WHOLE: ((_APPLIED, _S), (_BUFFERED, _P), None),
+    Trigger.NOT_NEWER: ((_REPLAYED, _D), (_REPLAYED, _P), (_REPLAYED, _S)),
+    Trigger.INVALID: ((_REJECTED, _D), (_REJECTED, _P), (_REJECTED, _S)),
+    Trigger.UNCHECKED: ((_IGNORED, _D), (_BUFFERED, _P), (_BROKEN, _D)),
+    Trigger.SYNC_EQUAL: ((_IGNORED, _D), (_BUFFERED, _P), (_IGNORED, _S)),
+    Trigger.SYNC_ADVANCES: ((_IGNORED, _D), (_BUFFERED, _P), (_APPLIED, _S)),
+    Trigger.SYNC_DIFFERS: ((_IGNORED, _D), (_BUFFERED, _P), (_BROKEN, _D)),
+    Trigger.REFUSED: ((_REJECTED, _D), (_REJECTED, _D), (_REJECTED, _D)),
+    Trigger.OVERFLOWS: (None, (_BROKEN, _D), None),
+    Trigger.CLAIMED: ((_APPLIED, _P), None, None),
+    Trigger.COMPLETED: (None, (_APPLIED, _S), None),
+    Trigger.FAILED: (None, (_BROKEN, _D), None),
+    Trigger.RELEASED: (None, (_APPLIED, _D), None),
+    Trigger.LEASE_EXPIRED: (None, (_BROKEN, _D), None),
+    Trigger.BEHIND: (None, None, (_BROKEN, _D)),
+    Trigger.STATUS_UNKNOWN: (None, None, (_BROKEN, _D)),
+    Trigger.UNPROVEN: (None, None, (_BROKEN, _D)),
+    Trigger.VALUES_MISSING: (None, None, (_BROKEN, _D)),
+    Trigger.REQUESTED: ((_APPLIED, _D), (_APPLIED, _D), (_APPLIED, _D)),
+    Trigger.REACTIVATED: (None, (_APPLIED, _D), (_APPLIED, _D)),
+    Trigger.WITHHELD: (None, None, (_APPLIED, _D)),
+    Trigger.ERASED: ((_APPLIED, _D), (_APPLIED, _D), (_APPLIED, _D)),
+    Trigger.WIDENED: (None, None, (_BROKEN, _D)),
 }
+TRANSITIONS: dict[SyncStatus, dict[Trigger, tuple[Outcome, SyncStatus]]] = {
+    status: {trigger: cell for trigger, cells in _TABLE.items() if (cell := cells[index])}
+    for index, status in enumerate(SyncStatus)
+}
+"""For each status the triggers that are possible in it, with the outcome and the next status."""
 
 
 def transition(status: SyncStatus, trigger: Trigger) -> tuple[Outcome, SyncStatus]:
@@ -343,8 +322,7 @@ def desynchronize(repo: Repo, trigger: Trigger, reason: Desync, now: float) -> R
         sync_reason=_keep_unproven(repo, reason),
         attempts=recent_breaks + 1,
         next_attempt_at=now + backoff_seconds(recent_breaks, repo.did) if recent_breaks else None,
-        buffered_events=0,
-        buffered_bytes=0,
+        **_NO_BUFFER,
     )
 
 
@@ -363,10 +341,8 @@ def synchronize(repo: Repo, trigger: Trigger, head: Head, now: float, scope_vers
         latest_unverified_rev=None,
         synchronized_at=now,
         next_attempt_at=None,
-        last_failure=None,
-        last_error=None,
-        buffered_events=0,
-        buffered_bytes=0,
+        **_NO_FAILURE,
+        **_NO_BUFFER,
         scope_version=scope_version,
     )
 
@@ -381,8 +357,7 @@ def track_again(repo: Repo, wanted_in: int, *, from_stream: bool) -> Repo:
         withheld_since=None,
         erase_at=None,
         next_attempt_at=None,
-        last_failure=None,
-        last_error=None,
+        **_NO_FAILURE,
         from_stream=from_stream,
         wanted_in=wanted_in,
     )
@@ -400,7 +375,7 @@ def named(repo: Repo, wanted_in: int, wanted_before: int) -> Repo:
     if repo.from_stream and repo.head is None:
         fields["from_stream"] = False
         if repo.waits_as_new:
-            fields |= {"next_attempt_at": None, "last_failure": None, "last_error": None}
+            fields |= {"next_attempt_at": None} | _NO_FAILURE
     if repo.tracked and repo.wanted_in < wanted_before:
         fields["wanted_in"] = wanted_in
     return amend(repo, **fields)
@@ -466,8 +441,7 @@ def erase(repo: Repo) -> Repo:
         attempts=0,
         next_attempt_at=PARKED,
         synchronized_at=None,
-        buffered_events=0,
-        buffered_bytes=0,
+        **_NO_BUFFER,
     )
 
 
@@ -480,8 +454,7 @@ def untrack(repo: Repo, status: str | None, now: float) -> Repo:
         withheld_since=None,
         latest_verified_rev=None,
         latest_unverified_rev=None,
-        last_failure=None,
-        last_error=None,
+        **_NO_FAILURE,
         erase_at=now,
         scope_version=0,
         wanted_in=0,
@@ -503,7 +476,7 @@ def unparked(repo: Repo, now: float) -> Repo:
 
 def _end_claim(repo: Repo, trigger: Trigger, **fields: Any) -> Repo:
     reason = repo.sync_reason or Desync.REQUESTED
-    return move(repo, trigger, sync_reason=reason, buffered_events=0, buffered_bytes=0, **fields)
+    return move(repo, trigger, sync_reason=reason, **_NO_BUFFER, **fields)
 
 
 def _keep_unproven(repo: Repo, reason: Desync) -> Desync:

@@ -9,7 +9,7 @@ from indexer.atproto.mst import EMPTY_TREE
 from indexer.atproto.syntax import CollectionFilter
 from indexer.core.native_core import NativeCore
 from indexer.errors import UpstreamError
-from indexer.sync.batch import BatchPlan, PreparedCommits, ReceivedMessage, plan_batch, prepared_commits
+from indexer.sync.batch import BatchPlan, PreparedCommits, ReceivedMessage, plan_batch
 from indexer.sync.events import CommitEvent, OtherShardEvent, decode_frame
 from indexer.sync.policy import KeyState, PlanContext, Policy
 from indexer.sync.repo import Head, Repo, SyncStatus
@@ -100,7 +100,7 @@ class Comparison:
         if verified is None:
             return
         self.counts.add("accepted")
-        found = self._plan(frame, event, context, prepared_commits([(event, key.key)], [verified]))
+        found = self._plan(frame, event, context, PreparedCommits([(event, key.key)], [verified]))
         if found != expected:
             raise DifferenceError(f"Python: {expected}\nnative: {found}")
 

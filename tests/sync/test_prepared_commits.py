@@ -10,7 +10,7 @@ from indexer.atproto.record import ConvertedRecord
 from indexer.atproto.syntax import CollectionFilter
 from indexer.demo.local_repo import Write
 from indexer.errors import UpstreamError
-from indexer.sync.batch import PreparedCommits, ReceivedMessage, commits_to_verify, is_quick, prepared_commits
+from indexer.sync.batch import PreparedCommits, ReceivedMessage, commits_to_verify, is_quick
 from indexer.sync.events import CommitEvent
 from indexer.sync.policy import KeyState, Policy
 from indexer.sync.repo import Repo
@@ -59,7 +59,7 @@ def test_a_batch_is_quick_if_the_core_has_verified_and_converted_all_of_it() -> 
     sync = received_message("sync", account.sync_event())
     events = [message.event for message in (commit, deletion, unusual) if isinstance(message.event, CommitEvent)]
     results = [result_of_core(event, account, converted=event is not unusual.event) for event in events]
-    known = prepared_commits([(event, account.key.public) for event in events], results)
+    known = PreparedCommits([(event, account.key.public) for event in events], results)
 
     def quick(
         *messages: ReceivedMessage,
@@ -73,7 +73,7 @@ def test_a_batch_is_quick_if_the_core_has_verified_and_converted_all_of_it() -> 
     assert not quick(commit, sync), "the signature of a #sync is verified when it is planned"
     assert not quick(commit, key=None)
     assert not quick(commit, key=other.key_state), "a lookup found another key meanwhile"
-    assert not quick(commit, known=prepared_commits([(events[0], account.key.public)], [None]))
+    assert not quick(commit, known=PreparedCommits([(events[0], account.key.public)], [None]))
     assert not quick(commit, known=PreparedCommits())
     assert not quick(unusual), "the reference has to convert it"
     assert quick(unusual, policy=LIKES)
@@ -85,7 +85,7 @@ def test_result_of_the_core_is_returned_for_its_commit_and_key_only() -> None:
     first, second = (decoded_event("commit", account.commit_post(rkey)) for rkey in "ab")
     key = account.key.public
     result = verify_commit(first, key, DEFAULT_LIMITS)._replace(detail="of the core")
-    known = prepared_commits([(first, key), (second, key)], [result, None])
+    known = PreparedCommits([(first, key), (second, key)], [result, None])
     for same in (key, parse_did_key(key.did_key())):
         assert known.verify(first, same, DEFAULT_LIMITS) is result
     assert known.verify(second, key, DEFAULT_LIMITS) == verify_commit(second, key, DEFAULT_LIMITS)
@@ -98,12 +98,12 @@ def test_results_of_some_commits_can_be_dropped_and_joined() -> None:
     account = SigningAccount()
     first, second, third = (decoded_event("commit", account.commit_post(rkey)) for rkey in "abc")
     key = account.key.public
-    known = prepared_commits([(first, key), (second, key)], [None, None])
+    known = PreparedCommits([(first, key), (second, key)], [None, None])
     assert (first in known, second in known, third in known, len(known)) == (True, True, False, 2)
     known.drop([first, third, "no commit"])
     assert (first in known, second in known, third in known, len(known)) == (False, True, False, 1)
-    known |= prepared_commits([(third, key)], [None])
+    known |= PreparedCommits([(third, key)], [None])
     assert (first in known, second in known, third in known, len(known)) == (False, True, True, 2)
     for number in (0, 2):
         with pytest.raises(ValueError, match="zip"):
-            prepared_commits([(first, key)], [None] * number)
+            PreparedCommits([(first, key)], [None] * number)
