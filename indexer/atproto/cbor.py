@@ -6,7 +6,6 @@
 | `decode_canonical` | libipld, else `decode_strict` | strict; a link is a `Link` |
 | `decode_json` | libipld | strict; a link is in its JSON form; leaves unusual objects to `decode_canonical` |
 | `count_items` | none | counts without decoding; accepts more than all decoders |
-| `explain`, `explain_frame` | cbor2 | diagnosis of rejected bytes, for people |
 
 libipld alone is not strict, and returns a link as plain bytes. But its encoder writes only canonical DAG-CBOR, and
 writes bytes as a link exactly if they are a CID. So if encoding the decoded value gives the original bytes, these are
@@ -19,27 +18,19 @@ libipld recurses on the native stack, up to the recursion limit of Python. The d
 import re
 from binascii import b2a_base64
 from collections.abc import Callable
-from io import BytesIO
 from math import isfinite
 from struct import unpack
 from typing import Any
 
-import cbor2
 import libipld
 import orjson
 
 from indexer.atproto.cid import MIN_LINK_BYTES, cid_text, is_cid, is_link
 
-MAX_EXPLAINED_BYTES = 10_000
-MAX_EXPLAINED_OBJECTS = 3
-MAX_EXPLAINED_KEYS = 8
 MAX_SHOWN_BYTES = 32
 MAX_SHOWN_CHARACTERS = 300
 MAX_SHOWN_LEVELS = 8
 _MAX_MESSAGE_CHARACTERS = 200
-# The tags to which cbor2 gives a meaning. To compile a regular expression (35) of 10 kB would take a minute.
-_MEANINGFUL_TAGS = (0, 1, 2, 3, 4, 5, 25, 28, 29, 30, 35, 36, 37, 52, 54, 100, 256, 258, 260, 261, 1004, 43000, 55799)
-_WITHOUT_MEANING = dict.fromkeys(_MEANINGFUL_TAGS, lambda value, *_: value)
 
 # Major types and additional information of RFC 8949.
 _UNSIGNED, _NEGATIVE, _BYTES, _TEXT, _ARRAY, _MAP, _TAG, _SIMPLE_OR_FLOAT = range(8)
@@ -292,38 +283,6 @@ class _Reader:
         return self._make_link(content[1:])
 
 
-def explain(data: bytes) -> str:
-    """Return a sentence for people that says why strict DAG-CBOR rejects the bytes; "" if it does not. Slow."""
-    try:
-        decode_canonical(data)
-    except CborError as error:
-        strict = str(error)
-    else:
-        return ""
-    try:
-        summary = _summary(_lenient_decoder(BytesIO(data)).decode())
-    except (cbor2.CBORDecodeError, ValueError, RecursionError) as error:  # ValueError: an integer too long to print
-        return f"not CBOR at all: {_message(error)}"
-    return f"CBOR ({summary}), but not strict DAG-CBOR: {strict}"
-
-
-def _lenient_decoder(stream: BytesIO) -> cbor2.CBORDecoder:
-    return cbor2.CBORDecoder(stream, semantic_decoders=_WITHOUT_MEANING)
-
-
-def explain_frame(data: bytes) -> str:
-    """Return a description for people of the objects in the first `MAX_EXPLAINED_BYTES` of a rejected frame. Slow."""
-    stream = BytesIO(data[:MAX_EXPLAINED_BYTES])
-    decoder = _lenient_decoder(stream)
-    found: list[str] = []
-    try:
-        while stream.tell() < min(len(data), MAX_EXPLAINED_BYTES) and len(found) < MAX_EXPLAINED_OBJECTS:
-            found.append(_summary(decoder.decode()))
-    except (cbor2.CBORDecodeError, ValueError, RecursionError) as error:
-        found.append(f"bytes that are not CBOR ({_message(error)})")
-    return ", then ".join(found) or "nothing"
-
-
 def abridged(value: Any, levels: int = MAX_SHOWN_LEVELS) -> Any:
     """Return a value of `decode` as short JSON for people.
 
@@ -406,10 +365,3 @@ def _has_float(value: Any) -> bool:
 def _message(error: BaseException) -> str:
     text = str(error).removeprefix("Failed to decode DAG-CBOR. ").strip()
     return text[:_MAX_MESSAGE_CHARACTERS] or type(error).__name__
-
-
-def _summary(value: Any) -> str:
-    if isinstance(value, dict):
-        keys = ", ".join(map(repr, list(value)[:MAX_EXPLAINED_KEYS]))
-        return f"a map with the keys {keys}"[:_MAX_MESSAGE_CHARACTERS]
-    return f"a {type(value).__name__}"

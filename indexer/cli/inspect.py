@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import click
 
 from indexer.app.settings import Settings
-from indexer.atproto.cbor import explain
+from indexer.atproto.cbor import CborError, decode_canonical
 from indexer.atproto.cid import cid_text
 from indexer.atproto.commit import Commit
 from indexer.atproto.crypto import PublicKey
@@ -64,7 +64,12 @@ class InspectedExport:
         if block is None:
             return Problem.MISSING
         problem = decode_record(block, split_path(path)[0], self.limits).problem
-        return f"{problem}: {explain(block)}" if problem is Problem.NOT_DAG_CBOR else problem or ""
+        if problem is Problem.NOT_DAG_CBOR:
+            try:
+                decode_canonical(block)
+            except CborError as error:
+                return f"{problem}: {error}"
+        return problem or ""
 
 
 @asynccontextmanager
@@ -86,36 +91,16 @@ async def open_export(
                 spool.write(chunk)
                 on_read(opened.tell())
         spool.finish()
-        blocks = _ObservedBlocks(spool)
-        try:
-            export = _verify(blocks, spool.root, key, limits)
-        except UpstreamError as error:
-            diagnosis = explain(blocks.last) if blocks.last else ""
-            raise UpstreamError(error.reason, "; ".join(filter(None, (error.detail, diagnosis)))) from None
-        yield export
+        yield _verify(spool.block, spool.root, key, limits)
 
 
-class _ObservedBlocks:
-    """The blocks of a spool. `last` is the block that was read last: the one at fault, if a block breaks a rule."""
-
-    def __init__(self, spool: Spool) -> None:
-        self._spool = spool
-        self.last = b""
-
-    def get(self, cid: bytes) -> bytes | None:
-        block = self._spool.block(cid)
-        if block is not None:
-            self.last = block
-        return block
-
-
-def _verify(blocks: _ObservedBlocks, root: bytes, key: PublicKey | None, limits: Limits) -> InspectedExport:
-    commit = verify_export_commit(root, blocks.get, key, did=None)
+def _verify(block_of: BlockOf, root: bytes, key: PublicKey | None, limits: Limits) -> InspectedExport:
+    commit = verify_export_commit(root, block_of, key, did=None)
     count = 0
-    for path, _ in walk(blocks.get, commit.data, limits):
+    for path, _ in walk(block_of, commit.data, limits):
         split_path(path.decode(errors="replace"))
         count += 1
-    return InspectedExport(commit, key is not None, count, blocks.get, limits)
+    return InspectedExport(commit, key is not None, count, block_of, limits)
 
 
 @command("inspect")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
-from indexer.atproto.cbor import CborError, abridged, count_items, decode_pair, explain_frame
+from indexer.atproto.cbor import CborError, abridged, count_items, decode_pair
 from indexer.atproto.cid import is_cid, is_link
 from indexer.atproto.limits import Limits
 from indexer.atproto.syntax import is_did, is_tid
@@ -221,7 +221,7 @@ def _split_frame(frame: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         header, payload = decode_pair(frame)
     except CborError as error:
-        raise UpstreamError(Rejection.FRAME_MALFORMED, f"{error}: {explain_frame(frame)}") from None
+        raise UpstreamError(Rejection.FRAME_MALFORMED, f"{error}: {len(frame)} bytes, {frame[:32].hex()}") from None
     if not isinstance(header, dict) or not isinstance(payload, dict):
         raise UpstreamError(Rejection.FRAME_MALFORMED, "header or payload is not a map")
     return header, payload

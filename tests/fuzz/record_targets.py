@@ -18,8 +18,6 @@ from indexer.atproto.cbor import (
     decode_canonical,
     decode_json,
     encode,
-    explain,
-    explain_frame,
 )
 from indexer.atproto.cid import MAX_LINK_BYTES, cid_text, is_link, link_size, parse_cid
 from indexer.atproto.commit import decode_commit
@@ -54,7 +52,7 @@ SHOWN_ITEMS = 1_000
 
 
 class DagCbor(FuzzTarget):
-    """DAG-CBOR: exactly the canonical objects are accepted, with the same value, and explained to people."""
+    """DAG-CBOR: exactly the canonical objects are accepted, with the same value."""
 
     def __init__(self) -> None:
         self.counts = OutcomeCounts("canonical", "not canonical", "as JSON")
@@ -78,16 +76,15 @@ class DagCbor(FuzzTarget):
     def compare(self, data: bytes) -> None:
         """Decode an object. Raises `DifferenceError`."""
         self.counts.executions += 1
-        explain_frame(data)
         try:
             found = decode_canonical(data)
         except CborError as error:
-            if canonical(data) is not None or data == b"\xf6" or not explain(data) or "\n" in str(error):
+            if canonical(data) is not None or data == b"\xf6" or "\n" in str(error):
                 raise
             self.counts.add("not canonical")
             return
         expected = canonical(data)
-        if repr(_with_links(expected)) != repr(found) or explain(data):  # equal values may have other types
+        if repr(_with_links(expected)) != repr(found):  # equal values may have other types
             raise DifferenceError(f"reference: {expected}\nfound: {found}")
         if count_items(data, SHOWN_ITEMS, 200) != (min(_items(expected), SHOWN_ITEMS + 1), False):
             raise DifferenceError(f"{_items(expected)} items instead of {count_items(data, SHOWN_ITEMS, 200)}")
