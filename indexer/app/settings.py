@@ -314,7 +314,9 @@ class Settings(BaseModel):
         description="PLC directories. If one does not answer, the next is asked. Put a mirror of yours first.",
     )
     dns_servers: DnsServers = Field(
-        (), description="DNS servers for handles and host names, if not those of the system."
+        (),
+        description="DNS servers for handles and host names, if those of the system are slow or answer no queries for "
+        "TXT records.",
     )
     resync_workers: UpToThousand = Field(
         32,
@@ -380,8 +382,9 @@ class Settings(BaseModel):
     )
     change_retention: Seconds = Field(
         604_800,
-        description="How long changes stay in the change log, unless it reaches `INDEXER_CHANGE_BYTES`. Consumers that "
-        "are further behind than twice this time, and an hour, are disconnected. `0`: no limit of time.",
+        description="How long changes stay in the change log, unless it reaches `INDEXER_CHANGE_BYTES`. Raise it to "
+        "let consumers be away longer: they are disconnected after twice this time, but not before "
+        "an hour. `0`: no limit of time.",
     )
     change_bytes: Annotated[Size, Field(ge=2**20), "a size of at least 1MiB, such as 5GB or 2GiB"] = Field(
         50 * 10**9,
