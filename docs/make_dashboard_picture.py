@@ -162,7 +162,7 @@ async def _act(daemon: RunningDaemon, prometheus: PrometheusServer, seconds: flo
         await network.relay.start()
         await scenario
         # The daemon counts with a small share of the time, so seldom if the database is slow.
-        await daemon.stages.repo_counts.count()
+        await daemon.stages.status_reading.count()
         acted.set()
 
 

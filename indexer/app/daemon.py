@@ -30,7 +30,7 @@ from indexer.app.monitor import DaemonMonitor
 from indexer.app.process_setup import StopRequest
 from indexer.app.settings import Settings
 from indexer.app.stages import Drain, Task, all_stages
-from indexer.app.status import DaemonCounts, DaemonProbe, SampledHistory, StatusReader
+from indexer.app.status import DaemonProbe, SampledHistory, StatusPage, StatusReading
 from indexer.app.tuning import Tuning
 from indexer.cluster import tuning as cluster
 from indexer.cluster.change_numbering import ChangeNumbering
@@ -193,8 +193,14 @@ class Daemon:
         stages = all_stages(self, self.others)
         self._stages = [stage for stage in stages if stage.role is None or stage.role in settings.roles]
         self.probe = DaemonProbe(self._stages, self.database_monitor, self.shard_ownership, self.started_at)
-        self.status = StatusReader(
-            db, self._stages, self.probe, self.database_monitor, str(self._shard), settings.roles
+        self.status = StatusPage(
+            db,
+            self.status_reading.reader,
+            self._stages,
+            self.probe,
+            self.history.history,
+            str(self._shard),
+            settings.roles,
         )
         for gauges in (self.probe.gauges(), self._process_gauges(), *(stage.gauges for stage in stages)):
             self.metrics.watch(gauges)
@@ -403,7 +409,9 @@ class Daemon:
         yield web.get("/subscribe", subscriptions.subscribe)
 
     def _build_monitors(self) -> None:
-        self.repo_counts = DaemonCounts(self.db, self.metrics, self.tuning.count_interval, self.tuning.max_count_share)
+        self.status_reading = StatusReading(
+            self.db, self._shard, self.metrics, self.tuning.count_interval, self.tuning.max_count_share
+        )
         self.database_monitor = DatabaseMonitor(self.db, self.conditions, self.metrics)
         self.daemon_monitor = DaemonMonitor(
             self.batch_writer.totals, self.identities.lookups, self.hosts, self.conditions
@@ -432,7 +440,7 @@ class Daemon:
         """
         bind, registry = listener or self.settings.http_bind, self.metrics.registry
         feeds = self._feed_routes() if "feed" in self.settings.roles else ()
-        routes = [*status_routes(self.status), *feeds]
+        routes = [*status_routes(self.status.document, self.status.account), *feeds]
         return serve_health(bind, self.probe, registry, self.conditions, routes=routes)
 
     async def run(self, stop: StopRequest) -> int:

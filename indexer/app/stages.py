@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from itertools import islice
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -19,23 +18,17 @@ from indexer.db.periodic import DatabaseAttempt, run_periodically
 from indexer.live.batch_writer import BatchWriter
 from indexer.live.firehose_consumer import FirehoseConsumer
 from indexer.live.inbox import Inbox
-from indexer.net.http import HostLimits
 from indexer.net.relay.subscription import Subscription
 from indexer.resync.pool import WorkerPool
 from indexer.resync.shares import Resync
-from indexer.serve.backfill import RepoCounts
-from indexer.serve.readiness import MAX_LISTED_GAPS, MAX_READY_LAG_SECONDS, ReadinessReason, describe_gap
 from indexer.serve.status_document import (
     MAX_ROWS,
-    RepoStatus,
+    ConditionStatus,
+    ProcessStatus,
+    ReadinessReason,
+    ResyncPoolStatus,
     ResyncStatus,
-    StatusDocument,
-    condition_status,
-    gap_status,
-    host_status,
-    link_status,
-    short,
-    short_gap,
+    describe_gap,
 )
 from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metrics import MAX_LISTED, Reading
@@ -48,6 +41,10 @@ MAX_DRAIN_SHARE = 0.7
 FEED_STOP_SECONDS = 5.0
 """Maximum time to store what clients of the feed have acknowledged before the process ends."""
 SILENCE_CHECK_SECONDS = 1.0
+MAX_LISTED_GAPS = 5
+"""Open gaps that a reason names."""
+MAX_READY_LAG_SECONDS = 60.0
+"""Maximum lag of a daemon that is ready."""
 
 
 Task = asyncio.Task[None]
@@ -78,7 +75,7 @@ class Stage:
         drain: What it does in the steps of a stop, given its task. After `SAVE`, its task has ended.
         not_ready: Returns why the database is not up to date because of it.
         gauges: The functions that read its gauges at each scrape, by the name of the gauge.
-        show: Sets its part of the status document, whose `time` is set.
+        show: Sets its part of the status of this process, whose `time` is set.
     """
 
     name: str
@@ -89,7 +86,7 @@ class Stage:
     drain: Mapping[Drain, Callable[[Task], Awaitable[object]]] = field(default_factory=dict)
     not_ready: Callable[[], Iterable[ReadinessReason]] = tuple
     gauges: Mapping[str, Callable[[], Reading]] = field(default_factory=dict)
-    show: Callable[[StatusDocument], None] = lambda _document: None
+    show: Callable[[ProcessStatus], None] = lambda _process: None
 
 
 def all_stages(daemon: "Daemon", others: Iterable[StageProgress]) -> list[Stage]:
@@ -100,11 +97,8 @@ def all_stages(daemon: "Daemon", others: Iterable[StageProgress]) -> list[Stage]
 
 def _common(daemon: "Daemon") -> Iterator[Stage]:
     """Yield the stages of every process."""
-    conditions, counts, hosts = daemon.conditions, daemon.repo_counts, daemon.hosts
+    conditions, reading, hosts = daemon.conditions, daemon.status_reading, daemon.hosts
     retention, host_states = daemon.change_log_retention, StageProgress("host states")
-
-    def show_lagging(document: StatusDocument) -> None:
-        document.delivery.lagging = [short(name) for name in retention.lagging[:MAX_ROWS]]
 
     yield Stage("database monitor", None, partial(daemon.database_monitor.run, daemon.report))
     yield Stage(
@@ -121,8 +115,8 @@ def _common(daemon: "Daemon") -> Iterator[Stage]:
     )
     yield Stage("garbage collection", None, partial(collect_garbage, daemon.tuning.garbage_interval))
     yield Stage("event loop delay", None, partial(measure_delays, daemon.metrics.event_loop_delay.observe))
-    yield Stage("status samples", None, daemon.history.run, show=daemon.history.show)
-    yield Stage("repo counts", None, counts.run, [counts.stage], show=partial(show_repos, counts.newest))
+    yield Stage("status samples", None, daemon.history.run)
+    yield Stage("repo counts", None, reading.run, [reading.stage])
     yield Stage(
         "host states",
         None,
@@ -136,10 +130,9 @@ def _common(daemon: "Daemon") -> Iterator[Stage]:
                 (state.host,): state.consecutive_failures for state in hosts.failing()[:MAX_LISTED]
             },
         },
-        show=partial(_show_hosts, hosts),
     )
     yield Stage("identity cache", None, daemon.identities.run)
-    yield Stage("change log retention", None, retention.run, [retention.stage], show=show_lagging)
+    yield Stage("change log retention", None, retention.run, [retention.stage])
     yield Stage("change notifier", None, daemon.change_notifier.run, [daemon.change_notifier.stage])
     yield Stage("scope", None, daemon.scope.run, [daemon.scope.stage])
     if (numbering := daemon.change_numbering) is not None:
@@ -158,10 +151,10 @@ def _live(daemon: "Daemon") -> Iterator[Stage]:
         if ownership.last_error:
             yield ReadinessReason("shard-lock", ownership.last_error, seconds_since(ownership.waits_since))
 
-    def show_stream(document: StatusDocument) -> None:
-        stream, connection = document.stream, subscription.connection
+    def show_stream(process: ProcessStatus) -> None:
+        stream, connection = process.stream, subscription.connection
         last_message = max(consumer.last_message.values(), default=None)
-        stream.relay = None if connection is None else short(connection.relay)
+        stream.relay = None if connection is None else connection.relay
         stream.silent_seconds = None if last_message is None else monotonic() - last_message
         stream.unsettled_messages, stream.unsettled_bytes = inbox.unsettled, inbox.unsettled_bytes
         stream.waiting_for_keys = len(lookups)
@@ -242,15 +235,10 @@ def _gaps(daemon: "Daemon") -> Iterator[Stage]:
             message = f"repos may be outdated: {listed}; reconciliation: {progress}"
             yield ReadinessReason("open-gaps", message, len(gaps.gaps))
 
-    def show_gaps(document: StatusDocument) -> None:
-        if gaps.gaps is not None:
-            document.gaps_open = len(gaps.gaps)
-            document.gaps = [short_gap(gap_status(opened, document.time)) for opened in gaps.gaps[:MAX_ROWS]]
+    def show_progress(process: ProcessStatus) -> None:
+        process.stream.reconciliation = reconciliation.progress
 
-    def show_progress(document: StatusDocument) -> None:
-        document.stream.reconciliation = reconciliation.progress and short(reconciliation.progress)
-
-    yield Stage("open gaps", "live", gaps.run, [gaps.stage], not_ready=open_gaps, show=show_gaps)
+    yield Stage("open gaps", "live", gaps.run, [gaps.stage], not_ready=open_gaps)
     yield Stage("stream continuity", "live", lambda: run_periodically(silence, SILENCE_CHECK_SECONDS, gaps.stage.add()))
     yield Stage(
         "reconciliation",
@@ -366,39 +354,18 @@ def seconds_since(moment: float) -> float:
     return round(monotonic() - moment, 1)
 
 
-def show_repos(counted: RepoCounts, document: StatusDocument) -> None:
-    """Show the newest counts; nothing before the first ones."""
-    counts, backfill = counted.counts, counted.backfill()
-    if counts is None or backfill is None:
-        return
-    document.repos = RepoStatus(
-        counted_seconds_ago=max(0.0, document.time - counted.counted_at),
-        counted_share=counts.counted_share,
-        statuses={status.value: count for status, count in counts.statuses.items()},
-        reasons=counts.reasons,
-        failures={short(failure): count for failure, count in islice(counts.failures.items(), MAX_ROWS)},
-        queued=counts.queued,
-        parked=counts.parked,
-        unproven=counts.unproven,
-        records=counts.records,
-        backfill=backfill,
-    )
-    document.links = link_status(counts.links, document.time)
-    document.scope_backfill = counted.scope()
-
-
-def show_resyncs(pool: WorkerPool, document: StatusDocument) -> None:
+def show_resyncs(pool: WorkerPool, process: ProcessStatus) -> None:
     """Show the resyncs that run longest."""
     longest = sorted(pool.running, key=lambda resync: resync.started_at)
-    document.resyncs.workers_free, document.resyncs.running = pool.free_workers, len(longest)
-    document.resyncs.longest = [_resync_status(resync, document.time) for resync in longest[:MAX_ROWS]]
+    rows = [_resync_status(resync, process.time) for resync in longest[:MAX_ROWS]]
+    process.resyncs = ResyncPoolStatus(pool.free_workers, len(longest), rows)
 
 
 def _resync_status(resync: Resync, now: float) -> ResyncStatus:
     download = resync.download
     return ResyncStatus(
-        did=short(resync.claimed.did),
-        host=short(resync.host),
+        did=resync.claimed.did,
+        host=resync.host,
         phase=resync.phase,
         phase_seconds=max(0.0, now - resync.phase_since),
         seconds=max(0.0, now - resync.started_at),
@@ -408,16 +375,18 @@ def _resync_status(resync: Resync, now: float) -> ResyncStatus:
     )
 
 
-def _show_conditions(conditions: Conditions, document: StatusDocument) -> None:
-    document.conditions = [condition_status(condition) for condition in conditions.active()[:MAX_ROWS]]
-
-
-def _show_hosts(hosts: HostLimits, document: StatusDocument) -> None:
-    """Show the hosts that are paused or failing, those with the most failures in a row first."""
-    found = {state.host: state for state in (*hosts.paused(), *hosts.failing())}
-    worst = sorted(found.values(), key=lambda state: (-state.consecutive_failures, state.host))
-    document.hosts_in_trouble = len(worst)
-    document.hosts = [host_status(state, document.time) for state in worst[:MAX_ROWS]]
+def _show_conditions(conditions: Conditions, process: ProcessStatus) -> None:
+    process.conditions = [
+        ConditionStatus(
+            name=condition.kind.name,
+            subject=condition.subject,
+            message=condition.message,
+            seconds=monotonic() - condition.began_at,
+            count=condition.count,
+            prevents_readiness=condition.kind.prevents_readiness,
+        )
+        for condition in conditions.active()[:MAX_ROWS]
+    ]
 
 
 async def _settle(inbox: Inbox, seconds: float, task: Task) -> None:

@@ -2,40 +2,31 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from time import monotonic, time
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from indexer import __version__
 from indexer.app.stages import Stage
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Database
 from indexer.db.periodic import DatabaseAttempt
 from indexer.live.batch_writer import BatchWriter
 from indexer.resync.pool import WorkerPool
-from indexer.serve.account_status import AccountStatus, account_status
-from indexer.serve.backfill import RepoCounts
+from indexer.serve.account_status import account_status
 from indexer.serve.database_monitor import DatabaseMonitor
 from indexer.serve.health import not_ready_reasons
-from indexer.serve.readiness import ReadinessReason
-from indexer.serve.recent_read import RecentRead
 from indexer.serve.status_document import (
     MAX_ROWS,
+    MAX_SAMPLES,
+    SAMPLE_SECONDS,
+    History,
+    ProcessStatus,
+    ReadinessReason,
     StatusDocument,
-    consumer_status,
-    link_status,
-    rejection_status,
-    short,
-    short_consumer,
 )
-from indexer.serve.status_samples import SAMPLE_SECONDS, StageTotals, StatusSamples
+from indexer.serve.status_reader import StatusReader
+from indexer.sync.shard import Shard
 from indexer.tasks.shard_ownership import ShardOwnership
 from indexer.telemetry.metrics import Metrics, Reading
-
-READ_SECONDS = 5.0
-"""Interval at which the database is read, as long as the page is open in a browser."""
-READ_TIMEOUT = 3.0
-"""Seconds after which a read of the database is given up. The page then shows what was read before."""
 
 
 class DaemonProbe:
@@ -90,129 +81,129 @@ class DaemonProbe:
         }
 
 
-class DaemonCounts:
-    """The counts of the repos of all shards.
+class StatusReading:
+    """Reads the database for the status page and the metrics, and counts the repos of all shards.
 
     Attributes:
-        newest: The newest counts.
-        stage: The progress of counting.
+        reader: Has what was read last.
+        stage: The progress of reading.
     """
 
-    def __init__(self, db: Database, metrics: Metrics, interval: float, max_share: float) -> None:
+    def __init__(self, db: Database, shard: Shard, metrics: Metrics, interval: float, max_share: float) -> None:
         """Create it.
 
         Args:
-            db: The database.
+            db: The store.
+            shard: The shard of this process.
             metrics: The metrics.
-            interval: The minimum time between two counts, in seconds.
+            interval: The time between two reads, in seconds.
             max_share: The maximum share of the time that is spent on counting, because it reads many repos.
         """
-        self._db = db
         self._metrics = metrics
         self._interval = interval
         self._max_share = max_share
-        self.newest = RepoCounts()
+        self.reader = StatusReader(db, shard)
         self.stage = StageProgress("repo counts")
 
     async def run(self) -> NoReturn:
-        """Count all repos again and again, without using more than a small share of the time for it."""
+        """Read again and again, without using more than a small share of the time for counting."""
+        count_at = monotonic()
         while True:
-            began = monotonic()
-            with DatabaseAttempt(self.stage) as attempt:
-                await self.count()
-            # A failed attempt is repeated soon: even a slow database can read one page, so it waited for a lock.
-            duration = 0.0 if attempt.error else monotonic() - began
-            await asyncio.sleep(max(self._interval, duration / self._max_share))
+            # A failed count is repeated soon: even a slow database can read one page, so it waited for a lock.
+            with DatabaseAttempt(self.stage):
+                await self.reader.read()
+                if (began := monotonic()) >= count_at:
+                    await self.count()
+                    count_at = began + (monotonic() - began) / self._max_share
+            await asyncio.sleep(self._interval)
 
     async def count(self) -> None:
-        """Count all repos once; raise `DatabaseError` if the database is unavailable."""
-        now = time()
-        since = self.newest.since(now)
-        counts = await self._db.reports.counts(since)
-        self.newest.set(counts, since, now)
-        for status, gauge in self._metrics.repos.items():
-            gauge.set(counts.statuses.get(status, 0))
-        for reason, gauge in self._metrics.repos_desynchronized.items():
-            gauge.set(counts.reasons.get(reason, 0))
-        self._metrics.resync_queue.set(counts.queued)
-        self._metrics.scope_incomplete_repos.set(counts.incomplete)
-        progress = link_status(counts.links, now).progress
-        self._metrics.links_progress.set(1 if progress is None else progress)
+        """Count all repos once, and set the metrics; raise `DatabaseError` if the database is unavailable."""
+        await self.reader.count()
+        metrics, document = self._metrics, self.reader.document()
+        if (repos := document.repos) is not None:
+            for status, gauge in metrics.repos.items():
+                gauge.set(repos.statuses.get(status, 0))
+            for reason, gauge in metrics.repos_desynchronized.items():
+                gauge.set(repos.reasons.get(reason, 0))
+            metrics.resync_queue.set(repos.queued)
+            metrics.scope_incomplete_repos.set(repos.scope_backfill.waiting)
+        if document.links is not None:
+            metrics.links_progress.set(1 if document.links.progress is None else document.links.progress)
 
 
 class SampledHistory:
-    """Takes samples of the lag and of the rates, for the charts of the status page."""
+    """Takes samples of the lag and of the rates, for the charts of the status page.
+
+    Attributes:
+        history: The newest `MAX_SAMPLES` samples.
+    """
 
     def __init__(self, writer: BatchWriter, pool: WorkerPool) -> None:
         self._writer = writer
         self._pool = pool
-        self._samples = StatusSamples(time())
+        self._last_at, self._messages, self._resyncs = time(), 0, 0
+        self.history = History()
 
     async def run(self) -> NoReturn:
         """Take a sample every `SAMPLE_SECONDS`, forever."""
         while True:
             await asyncio.sleep(SAMPLE_SECONDS)
-            self.sample()
+            self.sample(time())
 
-    def sample(self) -> None:
-        """Add a sample to the history."""
-        totals = StageTotals(self._writer.lag, self._writer.totals.settled, self._pool.ended)
-        self._samples.add(time(), totals)
+    def sample(self, now: float) -> None:
+        """Add a sample at `now` (Unix seconds). Nothing is added if the clock was set back."""
+        seconds, lag = now - self._last_at, self._writer.lag
+        messages, resyncs = self._writer.totals.settled, self._pool.ended
+        if seconds > 0:
+            history = self.history
+            history.times.append(round(now, 1))
+            history.lag_seconds.append(None if lag is None else round(lag, 3))
+            history.messages_per_second.append(round((messages - self._messages) / seconds, 2))
+            history.resyncs_per_second.append(round((resyncs - self._resyncs) / seconds, 2))
+            for column in (
+                history.times,
+                history.lag_seconds,
+                history.messages_per_second,
+                history.resyncs_per_second,
+            ):
+                del column[:-MAX_SAMPLES]
+        self._last_at, self._messages, self._resyncs = now, messages, resyncs
 
-    def show(self, document: StatusDocument) -> None:
-        """Show the history, and the rates of its newest sample."""
-        document.history = self._samples.history()
-        if rates := self._samples.latest_rates():
-            document.stream.messages_per_second, document.resyncs.resyncs_per_second = rates
 
-
-class StatusReader:
-    """Reads the document of the status page. It implements `indexer.serve.status_page.StatusSource`."""
+class StatusPage:
+    """The document and the accounts that the status page of this process shows."""
 
     def __init__(
         self,
         db: Database,
+        reader: StatusReader,
         stages: Sequence[Stage],
         probe: DaemonProbe,
-        database: DatabaseMonitor,
+        history: History,
         shard: str,
         roles: Sequence[str],
     ) -> None:
         self._db = db
+        self._reader = reader
         self._stages = stages
         self._probe = probe
-        self._database = database
+        self._history = history
         self._shard = shard
-        self._roles = roles
-        self._started_at = time()
-        self._delivery = RecentRead(db.reports.delivery_state, interval=READ_SECONDS, timeout=READ_TIMEOUT)
+        self._roles = list(roles)
+        self._started_at = round(time(), 1)
 
-    async def document(self) -> StatusDocument:
-        """Return the present state. The database is read only if it answers, and the last read is not recent."""
-        if self._database.answering_since is not None:
-            await self._delivery.refresh()
-        return self.snapshot()
-
-    def snapshot(self) -> StatusDocument:
+    def document(self) -> StatusDocument:
         """Return the present state, with what was last read from the database."""
-        now = time()
-        reasons = not_ready_reasons(self._probe)
-        document = StatusDocument(
-            version=__version__,
-            time=now,
-            started_at=round(self._started_at, 1),
-            shard=self._shard,
-            roles=list(self._roles),
-            ready=not reasons,
-            reasons=[replace(reason, message=short(reason.message)) for reason in reasons[:MAX_ROWS]],
-        )
-        self._show_delivery(document)
+        document = self._reader.document()
+        document.reasons = not_ready_reasons(self._probe)[:MAX_ROWS]
+        process = ProcessStatus(round(time(), 1), self._started_at, self._shard, self._roles, self._history)
         for stage in self._stages:
-            stage.show(document)
-        document.time = round(now, 1)
+            stage.show(process)
+        document.process = process
         return document
 
-    async def account(self, account: str) -> AccountStatus | None:
+    async def account(self, account: str) -> dict[str, Any] | None:
         """Return the state of a DID or of a verified handle; None if it is not in the database.
 
         Raises:
@@ -220,14 +211,3 @@ class StatusReader:
         """
         row = await self._db.reports.account_state(account)
         return None if row is None else account_status(row, time())
-
-    def _show_delivery(self, document: StatusDocument) -> None:
-        """Show what was last read from the database."""
-        read, delivery = self._delivery, document.delivery
-        error = "the database does not answer" if self._database.answering_since is None else read.error
-        delivery.error = error and short(error)
-        if read.value is not None and read.read_at is not None:
-            delivery.read_seconds_ago = max(0.0, document.time - read.read_at)
-            rejections, consumers = read.value.rejections[:MAX_ROWS], read.value.consumers[:MAX_ROWS]
-            delivery.rejections = [rejection_status(rejection, document.time) for rejection in rejections]
-            delivery.consumers = [short_consumer(consumer_status(state, document.time)) for state in consumers]

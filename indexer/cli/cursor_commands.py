@@ -15,7 +15,7 @@ from indexer.cli.command import ExitCode, command, config_option, confirm, json_
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result, literal_text, result_console, to_json
 from indexer.net.relay.seek import first_event
-from indexer.serve.readiness import describe_gap
+from indexer.serve.status_document import describe_gap
 from indexer.sync.events import InfoEvent, MalformedEvent, StreamError, UnknownEvent, event_seconds
 from indexer.sync.shard import BUCKETS, Shard
 from indexer.sync.stream import OpenGap, Position, StoredCursor

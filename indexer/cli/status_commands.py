@@ -1,32 +1,31 @@
 """The commands `status`, `repo` and `record`."""
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import nullcontext
-from time import time
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
+from rich.console import Group, RenderableType
 from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from indexer.app.settings import Settings
 from indexer.atproto.syntax import AtUri, is_did
 from indexer.cli.arguments import ACCOUNT, RECORD_URI
 from indexer.cli.command import ExitCode, command, json_option, report_error
 from indexer.cli.database import connect_database
-from indexer.cli.output import fact_table, result_console, to_json, to_readable_json
-from indexer.cli.status_report import Sample, Status, status_of
-from indexer.cli.status_tables import status_tables
+from indexer.cli.output import duration_text, fact_table, literal_text, result_console, to_json, to_readable_json
 from indexer.db import Database
 from indexer.errors import SchemaVersionError
 from indexer.reasons import Desync
+from indexer.serve.status_document import Backfill, LinkStatus, RepoStatus, StatusDocument
+from indexer.serve.status_reader import StatusReader
 from indexer.sync.shard import Shard
 
 SAMPLE_SECONDS = 1.0
-"""Interval between two samples."""
-RATE_SECONDS = 60.0
-"""Maximum age of the samples from which rates are computed."""
+"""Interval between two reads of the database."""
 
 
 @command("status")
@@ -41,17 +40,17 @@ async def status_command(settings: Settings, *, as_json: bool, watch: bool) -> i
     """
     try:
         async with connect_database(settings) as db:
-            statuses = sample_statuses(db, settings.shard, interval=SAMPLE_SECONDS)
+            documents = read_documents(db, settings.shard)
             if watch:
-                await _watch(statuses, as_json=as_json)
-            status = await anext(statuses)
+                await _watch(documents, as_json=as_json)
+            document = await anext(documents)
     except SchemaVersionError as error:
         return report_error(str(error), ExitCode.NOT_READY)
     if as_json:
-        click.echo(to_json(status.to_dict()))
+        click.echo(to_json(document.to_json()))
     else:
-        result_console().print(status_tables(status))
-    return ExitCode.OK if status.not_ready is None else ExitCode.NOT_READY
+        result_console().print(status_tables(document))
+    return ExitCode.NOT_READY if document.reasons else ExitCode.OK
 
 
 @command("repo")
@@ -93,31 +92,183 @@ async def record_command(settings: Settings, *, uri: AtUri, as_json: bool) -> in
     return ExitCode.OK
 
 
-async def sample_statuses(
-    db: Database, shard: Shard, *, interval: float, clock: Callable[[], float] = time
-) -> AsyncIterator[Status]:
-    """Yield the status every `interval` seconds, without end. Rates are averages over at most `RATE_SECONDS`."""
-    at = clock()
-    samples = deque([Sample(at, await db.reports.counts())])
-    while True:
-        await asyncio.sleep(interval)
-        at = clock()
-        while len(samples) > 1 and samples[1].at <= at - RATE_SECONDS:
-            samples.popleft()
-        samples.append(Sample(at, await db.reports.counts(since=samples[0].at)))
-        yield status_of(db.address, shard, samples[0], samples[-1])
-
-
-async def _watch(statuses: AsyncIterator[Status], *, as_json: bool) -> NoReturn:
-    with nullcontext() if as_json else Live(console=result_console(), auto_refresh=False) as live:
-        while True:
-            status = await anext(statuses)
-            if live is None:
-                click.echo(to_json(status.to_dict()))
-            else:
-                live.update(status_tables(status), refresh=True)
-
-
 async def _find_did(db: Database, account: str) -> str | None:
     """Return the DID of an account that is given as a DID or a handle; None if no account has the handle."""
     return account if is_did(account) else await db.identities.did_of_handle(account)
+
+
+async def read_documents(db: Database, shard: Shard) -> AsyncIterator[StatusDocument]:
+    """Yield the status document every `SAMPLE_SECONDS`, without end."""
+    reader = StatusReader(db, shard)
+    await reader.read()
+    await reader.count()
+    while True:
+        await asyncio.sleep(SAMPLE_SECONDS)
+        await reader.read()
+        await reader.count()
+        document = reader.document()
+        document.database = db.address
+        yield document
+
+
+async def _watch(documents: AsyncIterator[StatusDocument], *, as_json: bool) -> NoReturn:
+    with nullcontext() if as_json else Live(console=result_console(), auto_refresh=False) as live:
+        while True:
+            document = await anext(documents)
+            if live is None:
+                click.echo(to_json(document.to_json()))
+            else:
+                live.update(status_tables(document), refresh=True)
+
+
+def status_tables(document: StatusDocument) -> Group:
+    """Return the document as tables for a terminal.
+
+    Facts come first, tables that may be long last: `--watch` shows no more than fits the terminal.
+    """
+    messages = "\n".join(f"not ready: {reason.message}" for reason in document.reasons)
+    parts: list[RenderableType] = [
+        Text(messages, "bold red") if messages else Text("ready", "bold green"),
+        fact_table(_facts(document)),
+        _table(
+            "stream",
+            ("relay", "shard", "cursor", "lag"),
+            ((one.relay, one.shard, _number(one.seq), _duration(one.lag_seconds)) for one in document.cursors),
+        ),
+    ]
+    tables = [
+        _table(
+            "daemons",
+            ("shard", "state", "from", "session", "since"),
+            ((one.shard, one.state, one.client, str(one.pid), _ago(one.seconds)) for one in document.daemons),
+        ),
+        _table(
+            "open gaps",
+            ("relay", "shard", "reason", "first seq", "last seq", "open for"),
+            (
+                (
+                    one.relay,
+                    one.shard,
+                    one.reason,
+                    _number(one.first_seq),
+                    _number(one.last_seq),
+                    _duration(one.open_seconds),
+                )
+                for one in document.gaps
+            ),
+        ),
+        _table("repos", ("", ""), [] if document.repos is None else _repo_rows(document.repos)),
+        _table(
+            "consumers of the change log",
+            ("consumer", "position", "changes behind", "lag", "last seen"),
+            (
+                (
+                    one.name,
+                    _number(one.seq),
+                    _number(one.behind),
+                    "disconnected" if one.cut_off else _duration(one.lag_seconds),
+                    _ago(one.silent_seconds),
+                )
+                for one in document.consumers
+            ),
+        ),
+        _table(
+            "dead letters",
+            ("reason", "last hour", "stored", "newest"),
+            (
+                (one.reason, _number(one.last_hour), _number(one.stored), _ago(one.newest_seconds_ago))
+                for one in document.rejections
+            ),
+        ),
+        _table(
+            "paused hosts",
+            ("host", "paused for", "reason", "failures in a row", "last error"),
+            (
+                (
+                    one.host,
+                    _duration(one.seconds_left),
+                    one.reason,
+                    str(one.failures_in_a_row),
+                    one.last_error or "-",
+                )
+                for one in document.hosts
+            ),
+        ),
+    ]
+    return Group(*parts, *(table for table in tables if table.rows))
+
+
+def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
+    table = Table(*columns, title=title, title_justify="left", show_header=any(columns))
+    if not any(columns):
+        table.columns[-1].justify = "right"
+    for row in rows:
+        table.add_row(*map(literal_text, row))
+    return table
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def _duration(seconds: float | None) -> str:
+    return "-" if seconds is None else duration_text(seconds)
+
+
+def _ago(seconds: float) -> str:
+    return f"{duration_text(seconds)} ago"
+
+
+def _repo_rows(repos: RepoStatus) -> list[tuple[str, str]]:
+    rows = [
+        *repos.statuses.items(),
+        *((f"reason: {reason}", count) for reason, count in repos.reasons.items()),
+        *((f"last error: {failure}", count) for failure, count in repos.failures.items()),
+    ]
+    return [(name, _repos(repos, count)) for name, count in rows]
+
+
+def _repos(repos: RepoStatus, count: int) -> str:
+    """Return a number of repos, with a word if it is an estimate."""
+    return f"{count:,}" if repos.counted_share == 1.0 else f"about {count:,}"
+
+
+def _facts(document: StatusDocument) -> Mapping[str, Any]:
+    facts: dict[str, Any] = {}
+    if document.set_aside_events:
+        text = f"{document.set_aside_events:,} refused by clients of the feed: see `indexer rejected list --feed`"
+        facts["events set aside"] = text
+    facts["database"] = document.database
+    if (repos := document.repos) is not None:
+        facts |= {
+            "records": f"about {repos.records:,}",
+            "resync queue": _repos(repos, repos.queued),
+            "parked": _repos(repos, repos.parked),
+            "unproven": _repos(repos, repos.unproven),
+            "scope backfill": _scope_backfill(repos, repos.scope_backfill),
+            "resyncs per second": f"{repos.backfill.repos_per_second or 0.0:,.1f}",
+            "progress": None if repos.progress is None else f"{repos.progress:.1%}",
+            "time left": _duration(repos.backfill.seconds_left),
+        }
+    if document.links is not None:
+        facts["links"] = _links(document.links)
+    return facts | {"events per second": f"{document.events_per_second or 0.0:,.1f}"}
+
+
+def _scope_backfill(repos: RepoStatus, backfill: Backfill) -> str:
+    if not backfill.waiting:
+        return "complete"
+    left = "unknown" if backfill.seconds_left is None else duration_text(backfill.seconds_left)
+    return f"{_repos(repos, backfill.waiting)} repos wait for added collections; time left: {left}"
+
+
+def _links(links: LinkStatus) -> str:
+    if links.state == "off":
+        return "off"
+    parts: list[str] = [links.state]
+    if links.state == "backfill":
+        left = "unknown" if links.seconds_left is None else duration_text(links.seconds_left)
+        parts = [f"backfill: about {links.progress or 0.0:.1%} of the repos", f"time left: {left}"]
+    if links.open_recounts:
+        parts.append(f"repos to recount: {links.open_recounts:,}")
+    return "; ".join(parts)

@@ -16,7 +16,7 @@ from indexer.db.report_queries import Counts
 from indexer.db.resync_transaction import NewReposTransaction, ResyncTransaction
 from indexer.db.scope_changes import NarrowedPage
 from indexer.db.scope_row import CollectionProgress
-from indexer.db.status_queries import DeliveryState, RejectionSummary
+from indexer.db.status_queries import DatabaseState, RejectionSummary
 from indexer.db.write import NewRepoRecords, RecordsExistError
 
 __all__ = [
@@ -31,8 +31,8 @@ __all__ = [
     "Database",
     "DatabaseCheck",
     "DatabaseError",
+    "DatabaseState",
     "DeadLetterGoneError",
-    "DeliveryState",
     "ErasedBatch",
     "ExportedRecord",
     "LexiconIndex",

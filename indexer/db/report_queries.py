@@ -12,24 +12,16 @@ from typing import Any
 import asyncpg
 
 from indexer.atproto.cid import cid_text
-from indexer.db import process_reports, scope_row, status_queries
-from indexer.db.change_log_segments import ConsumerState, load_consumers
+from indexer.db import scope_row, status_queries
 from indexer.db.columns import Connection
 from indexer.db.connections import Area
 from indexer.db.database_errors import DatabaseError
-from indexer.db.feed_rows import count_refused
-from indexer.db.gaps import load_open as load_open_gaps
-from indexer.db.hosts import load_paused
 from indexer.db.layout import TablePart, estimate_rows, load_parts
-from indexer.db.link_progress import LinkProgress, load_progress
-from indexer.db.process_reports import ProcessReport
-from indexer.db.shard_lock import ShardLocks, ShardSession
-from indexer.db.status_queries import DeliveryState
+from indexer.db.shard_lock import ShardLocks
+from indexer.db.status_queries import DatabaseState
 from indexer.reasons import FetchFailure
-from indexer.sync.identity import HostState
 from indexer.sync.repo import SyncStatus
 from indexer.sync.shard import BUCKETS, bucket_of
-from indexer.sync.stream import Cursor, OpenGap
 
 FIRST_PAGES_PER_REPO = 4
 """Pages of the table that a sample reads first, for each repo of the sample."""
@@ -48,7 +40,7 @@ COUNT_MILLISECONDS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The numbers of the status report.
+    """The numbers of repos and records.
 
     Attributes:
         statuses: Repos by sync status.
@@ -56,19 +48,12 @@ class Counts:
         queued: Repos in the resync queue, due now or later.
         parked: Repos that are tried again only after an event, or after `INDEXER_SWEEP_INTERVAL`.
         records: An estimate by Postgres.
-        cursors: One per relay and shard.
         failures: Repos by the first word of their last error, if they have one.
-        consumers: The registered consumers of the change log.
-        hosts: Some paused hosts, those with the most consecutive failures.
         ended: Repos that left the resync queue since a given time: synchronized or parked.
         unproven: Repos to which an undecidable commit was applied since their last complete export.
-        gaps: The open gaps of all shards, oldest first.
-        sessions: The sessions of processes that own a shard or wait for one.
-        reports: What the processes of the daemon report about themselves.
         counted_share: The share of the table of repos that was read; 1.0 if all repos were counted. If it is smaller,
             all numbers of repos are estimates, except small ones of `in-progress`, `queued`, `parked`, `unproven` and
             `incomplete`.
-        links: The progress of links.
         incomplete: Repos that were fetched before, and wait for the records of a collection that the scope added.
     """
 
@@ -77,18 +62,10 @@ class Counts:
     queued: int
     parked: int
     records: int
-    cursors: list[Cursor]
     failures: dict[str, int] = field(default_factory=dict)
-    consumers: list[ConsumerState] = field(default_factory=list)
-    set_aside_events: int = 0
-    hosts: list[HostState] = field(default_factory=list)
     ended: int = 0
     unproven: int = 0
-    gaps: list[OpenGap] = field(default_factory=list)
-    sessions: list[ShardSession] = field(default_factory=list)
-    reports: list[ProcessReport] = field(default_factory=list)
     counted_share: float = 1.0
-    links: LinkProgress = field(default_factory=LinkProgress)
     incomplete: int = 0
 
 
@@ -121,11 +98,6 @@ FEW_INCOMPLETE = f"""
         select active, tracked, priority, parked_at from indexer.repo
         where bucket = any($2::smallint[]) and scope_version < $3 limit $1
     ) found
-"""
-
-_CURSORS = """
-    select relay, shard, seq, event_time, date_part('epoch', caught_up_at) as caught_up_at
-    from atproto.cursors order by relay, shard
 """
 
 # Without `atproto.cid_text`: on a cluster, its two calls take 3.5 ms to plan, and each execution is planned.
@@ -200,35 +172,26 @@ class Reports(Area):
         database fast enough (`COUNT_MILLISECONDS`). Otherwise the numbers of repos are estimated from a
         part of the table.
         """
-        sessions = await ShardLocks(self._pool).sessions()
         async with self._pool.connection() as connection:
             counted = await count_repos(connection, since)
-            cursors = await connection.fetch(_CURSORS)
             return Counts(
                 statuses=counted.statuses,
                 reasons=counted.reasons,
                 queued=max(0, counted.waiting - counted.parked),
                 parked=counted.parked,
                 records=await estimate_rows(connection, "indexer.record"),
-                cursors=[Cursor(**row) for row in cursors],
                 failures=counted.failures,
-                consumers=await load_consumers(connection),
-                set_aside_events=await count_refused(connection),
-                hosts=await load_paused(connection),
                 ended=counted.ended,
                 unproven=counted.unproven,
-                gaps=await load_open_gaps(connection),
-                sessions=sessions,
-                reports=await process_reports.load(connection),
                 counted_share=counted.share,
-                links=await load_progress(connection),
                 incomplete=counted.incomplete,
             )
 
-    async def delivery_state(self) -> DeliveryState:
-        """Return dead letters by reason and the consumers of the change log, for the status page."""
+    async def state(self) -> DatabaseState:
+        """Return everything of the status besides the numbers of repos."""
+        sessions = await ShardLocks(self._pool).sessions()
         async with self._pool.transaction() as connection:
-            return await status_queries.load_delivery_state(connection)
+            return await status_queries.load_state(connection, sessions)
 
     async def account_state(self, account: str) -> dict[str, Any] | None:
         """Return the state of a DID or of a verified handle, for the status page; None if it is unknown."""

@@ -5,12 +5,10 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from math import ceil
 
-from indexer.sync.events import event_seconds
+from indexer.sync.events import MAX_AHEAD, event_seconds
 
 EARLIEST = 1_640_995_200.0
 """2022-01-01: no event of the protocol is older."""
-MAX_AHEAD = 300.0
-"""Seconds that an event may be ahead of the clock of this machine."""
 ACCOUNTS_OF_DOMAIN = 16
 """Accounts of one registered domain whose times count in a batch: those with the latest events."""
 RECENT_DOMAINS = 64

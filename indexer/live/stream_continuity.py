@@ -20,11 +20,10 @@ from indexer.crash_points import crash_point
 from indexer.db import Database
 from indexer.db.open_gaps import OpenGaps
 from indexer.db.periodic import DatabaseAttempt
-from indexer.live.event_clock import MAX_AHEAD
 from indexer.net.relay.seek import Entry
 from indexer.net.relay.subscription import Subscription
 from indexer.reasons import GapReason
-from indexer.sync.events import MAX_SEQ, Event, MalformedEvent, UnknownEvent, event_seconds
+from indexer.sync.events import MAX_AHEAD, MAX_SEQ, Event, MalformedEvent, UnknownEvent, event_seconds
 from indexer.sync.shard import Shard
 from indexer.sync.stream import Gap, OpenGap, StoredCursor, Watermark
 

@@ -1,70 +1,35 @@
 """The state of one account in words, for the lookup of the status page."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from indexer.db.status_queries import MAX_COUNTED_RECORDS
 from indexer.reasons import Desync, FetchFailure
 from indexer.sync.repo import SyncStatus
 
-_MINUTE, _HOUR, _DAY = 60, 3_600, 86_400
 _DESYNC_TEXTS = {str(reason): reason.text for reason in Desync}
 _FAILURE_TEXTS = {str(reason): reason.text for reason in FetchFailure}
 
 
-@dataclass(frozen=True, slots=True)
-class AccountStatus:
-    """The state of an account.
+def account_status(row: Mapping[str, Any], now: float) -> dict[str, Any]:
+    """Return the JSON object of a row of `load_account` at `now` (Unix seconds).
 
-    Attributes:
-        summary: Sentences that say what the state is, why, and what happens next.
-        pds: The URL of its PDS; None if it is unknown.
-        records: Stored records, at most `MAX_COUNTED_RECORDS`.
-        more_records: True if there are more.
-        next_attempt_seconds: Time until the next resync may start; None if none is scheduled.
+    `summary` has sentences that say what the state is, why, and what happens next. `records` is at most
+    `MAX_COUNTED_RECORDS`; `more_records` is true if there are more. `next_attempt_seconds` is the time until the next
+    resync may start; null if none is scheduled.
     """
-
-    summary: list[str]
-    did: str
-    handle: str | None
-    pds: str | None
-    sync_status: str
-    sync_reason: str | None
-    hosting_status: str
-    visible: bool
-    rev: str | None
-    records: int
-    more_records: bool
-    attempts: int
-    next_attempt_seconds: float | None
-    last_error: str | None
-    synchronized_seconds_ago: float | None
-    updated_seconds_ago: float | None
-
-
-def account_status(row: Mapping[str, Any], now: float) -> AccountStatus:
-    """Return the state that a row of `load_account` describes, at `now` (Unix seconds)."""
     next_at = row["next_attempt_at"]
     waits = row["sync_status"] == SyncStatus.DESYNCHRONIZED and next_at is not None
-    return AccountStatus(
-        summary=list(_sentences(row, now)),
-        did=row["did"],
-        handle=row["handle"],
-        pds=row["pds"],
-        sync_status=row["sync_status"],
-        sync_reason=row["sync_reason"],
-        hosting_status=_hosting_status(row),
-        visible=row["visible"],
-        rev=row["rev"],
-        records=min(row["records"], MAX_COUNTED_RECORDS),
-        more_records=row["records"] > MAX_COUNTED_RECORDS,
-        attempts=row["attempts"],
-        next_attempt_seconds=max(0.0, next_at - now) if waits else None,
-        last_error=row["last_error"],
-        synchronized_seconds_ago=_age(row["synchronized_at"], now),
-        updated_seconds_ago=_age(row["updated_at"], now),
-    )
+    same = ("did", "handle", "pds", "sync_status", "sync_reason", "visible", "rev", "attempts", "last_error")
+    return {
+        "summary": list(_sentences(row, now)),
+        **{name: row[name] for name in same},
+        "hosting_status": _hosting_status(row),
+        "records": min(row["records"], MAX_COUNTED_RECORDS),
+        "more_records": row["records"] > MAX_COUNTED_RECORDS,
+        "next_attempt_seconds": max(0.0, next_at - now) if waits else None,
+        "synchronized_seconds_ago": None if row["synchronized_at"] is None else max(0.0, now - row["synchronized_at"]),
+    }
 
 
 def _sentences(row: Mapping[str, Any], now: float) -> Iterator[str]:
@@ -117,12 +82,8 @@ def _hosting_status(row: Mapping[str, Any]) -> str:
     return row["hosting_status"] or ("active" if row["active"] else "inactive")
 
 
-def _age(at: float | None, now: float) -> float | None:
-    return None if at is None else max(0.0, now - at)
-
-
 def _duration(seconds: float) -> str:
-    for size, name in ((_DAY, "d"), (_HOUR, "h"), (_MINUTE, "min")):
+    for size, name in ((86_400, "d"), (3_600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.0f} {name}"
     return f"{seconds:.0f} s"

@@ -21,7 +21,7 @@ from indexer.concurrency.turns import Turns
 from indexer.errors import SettingsError
 from indexer.net.server.address import Address
 from indexer.net.server.connection_limit import WEBSOCKETS, ConnectionLimit, Websockets, client_network
-from indexer.serve.readiness import ReadinessReason
+from indexer.serve.status_document import ReadinessReason
 from indexer.telemetry.conditions import Conditions
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -1,25 +1,106 @@
-"""The document that `/status.json` serves. Times are durations in seconds, so that clients need no correct clock.
+"""The status document: what `indexer status`, the status page and the metrics show.
 
-Lists and texts are bounded, so the document stays small whatever hosts and accounts send.
+Times are durations in seconds, so that clients need no correct clock. Lists and texts are bounded, so the document
+stays small whatever hosts and accounts send.
 """
 
-from dataclasses import dataclass, field, replace
-from time import monotonic
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
 
-from indexer.db import ConsumerState, LinkProgress, LinkProgressState, RejectionSummary
-from indexer.reasons import Rejection
+from indexer import __version__
+from indexer.db import LinkProgressState
 from indexer.redaction import without_secrets
-from indexer.serve.backfill import Backfill, ScopeStatus
-from indexer.serve.readiness import ReadinessReason
-from indexer.serve.status_samples import History
-from indexer.sync.identity import HostState
 from indexer.sync.stream import OpenGap
-from indexer.telemetry.conditions import Condition
 
 MAX_ROWS = 50
 """Rows of each list. The number of all rows is beside it where there may be more."""
 MAX_TEXT_LENGTH = 300
-_REJECTION_TEXTS = {str(reason): reason.text for reason in Rejection}
+SAMPLE_SECONDS = 10.0
+"""Interval between two samples of the history."""
+MAX_SAMPLES = 360
+"""Samples of the history: an hour."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadinessReason:
+    """One reason why the indexer is not ready.
+
+    Attributes:
+        code: The kind of reason, for programs. docs/runbook.md lists them.
+        message: What is wrong, for people.
+        value: How bad it is: a time in seconds, a share or a number; see
+            docs/operations.md#reasons-why-the-daemon-is-not-ready.
+    """
+
+    code: str
+    message: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class CursorStatus:
+    """The stored cursor of one relay and shard.
+
+    Attributes:
+        event_time: Time of the event at the cursor, as the relay wrote it.
+        lag_seconds: Seconds since the moment up to which all events are stored, by the times of most accounts, or since
+            the stream had no more events. None if it is unknown, because no event has a possible time.
+    """
+
+    relay: str
+    shard: str
+    seq: int
+    event_time: str | None
+    lag_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Backfill:
+    """Repos that wait, and how long that takes.
+
+    Attributes:
+        repos_per_second: Rate at which they become fewer, without those that begin to wait in the meantime. None if it
+            is not known yet.
+        seconds_left: Time for all of them at this rate; None if none waits or the rate is zero or unknown.
+    """
+
+    waiting: int
+    repos_per_second: float | None
+    seconds_left: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RepoStatus:
+    """The repos of all shards, as they were counted last.
+
+    Attributes:
+        counted_seconds_ago: Age of the counts.
+        counted_share: Share of the table that was counted; below 1, the numbers are estimates.
+        reasons: Repos by the reason why they are not synchronized.
+        failures: Repos by the reason why their last fetch failed.
+        queued: Repos that wait for a resync.
+        parked: Repos that are tried again only after an event, or after `INDEXER_SWEEP_INTERVAL`.
+        unproven: Repos to which an undecidable commit was applied since their last complete export.
+        records: Estimated number of records.
+        progress: Share of synchronized repos among those that are synchronized or waiting; None if there are none.
+        backfill: Repos that wait for a resync or are being resynced.
+        scope_backfill: Repos that were fetched before, and wait for the records of a collection that the scope added.
+            Their rate is at most that of resyncs: many repos that have no such records are complete at once.
+    """
+
+    counted_seconds_ago: float
+    counted_share: float
+    statuses: dict[str, int]
+    reasons: dict[str, int]
+    failures: dict[str, int]
+    queued: int
+    parked: int
+    unproven: int
+    records: int
+    progress: float | None
+    backfill: Backfill
+    scope_backfill: Backfill
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +160,61 @@ class LinkStatus:
     open_recounts: int
 
 
+@dataclass(frozen=True, slots=True)
+class DaemonStatus:
+    """A daemon with the role `live`.
+
+    Attributes:
+        shard: Its shard as i/n, or its range of positions (`indexer.sync.shard`).
+        state: `owns` if it processes the shard, `waits` if another process holds a part of it.
+        client: The network address of the process.
+        pid: The process ID of its session in Postgres.
+        seconds: Seconds since that session began.
+    """
+
+    shard: str
+    state: Literal["owns", "waits"]
+    client: str
+    pid: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class HostStatus:
+    """A host that gets no requests for `seconds_left`."""
+
+    host: str
+    reason: str
+    seconds_left: float
+    failures_in_a_row: int
+    last_error: str | None
+    last_success_seconds_ago: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RejectionStatus:
+    """The dead letters with one reason; relay, DID and detail are those of the newest one."""
+
+    reason: str
+    meaning: str
+    stored: int
+    last_hour: int
+    newest_seconds_ago: float
+    relay: str
+    seq: int | None
+    did: str | None
+    detail: str
+
+
 @dataclass(slots=True)
 class StreamStatus:
-    """The stream of the relay.
+    """The stream of the relay to this process.
 
     Attributes:
         relay: The connected relay; None if none is connected.
         seq: Every message up to this sequence number is stored; None before the first one.
         lag_seconds: Time since the moment up to which all events are stored; None if it is not known.
         silent_seconds: Time since the relay sent its last message; None before the first one.
-        messages_per_second: Rate at which messages were settled, in the newest sample.
         unsettled_messages: Messages that are received and not settled.
         unsettled_bytes: Their size.
         waiting_for_keys: How many of them wait for a signing key.
@@ -99,37 +225,10 @@ class StreamStatus:
     seq: int | None = None
     lag_seconds: float | None = None
     silent_seconds: float | None = None
-    messages_per_second: float | None = None
     unsettled_messages: int = 0
     unsettled_bytes: int = 0
     waiting_for_keys: int = 0
     reconciliation: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RepoStatus:
-    """The repos of all shards, as they were counted last.
-
-    Attributes:
-        counted_seconds_ago: Age of the counts.
-        counted_share: Share of the table that was counted; below 1, the numbers are estimates.
-        reasons: Repos by the reason why they are not synchronized.
-        failures: Repos by the reason why their last fetch failed.
-        parked: Repos that are tried again only after an event, or after `INDEXER_SWEEP_INTERVAL`.
-        unproven: Repos to which an undecidable commit was applied since their last complete export.
-        records: Estimated number of records.
-    """
-
-    counted_seconds_ago: float
-    counted_share: float
-    statuses: dict[str, int]
-    reasons: dict[str, int]
-    failures: dict[str, int]
-    queued: int
-    parked: int
-    unproven: int
-    records: int
-    backfill: Backfill
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,31 +261,13 @@ class ResyncPoolStatus:
 
     Attributes:
         workers_free: Workers without a resync; None if this process runs none.
-        resyncs_per_second: Rate at which resyncs ended, in the newest sample.
         running: The number of resyncs in progress, including those of large exports.
         longest: Those that run longest.
     """
 
     workers_free: int | None = None
-    resyncs_per_second: float | None = None
     running: int = 0
     longest: list[ResyncStatus] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class HostStatus:
-    """A host that is paused or whose last requests failed.
-
-    Attributes:
-        pause_seconds_left: Time for which it gets no requests; None if it is not paused.
-    """
-
-    host: str
-    pause_reason: str | None
-    pause_seconds_left: float | None
-    failures_in_a_row: int
-    last_error: str | None
-    last_success_seconds_ago: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,72 +282,91 @@ class ConditionStatus:
     prevents_readiness: bool
 
 
-@dataclass(frozen=True, slots=True)
-class RejectionStatus:
-    """The dead letters with one reason; relay, DID and detail are those of the newest one."""
+@dataclass(slots=True)
+class History:
+    """Samples of one process over the last hour, as columns of the same length, oldest first.
 
-    reason: str
-    meaning: str
-    stored: int
-    last_hour: int
-    newest_seconds_ago: float
-    relay: str
-    seq: int | None
-    did: str | None
-    detail: str
+    Attributes:
+        times: When each sample was taken, in Unix seconds.
+        lag_seconds: None if the lag was not known.
+        messages_per_second: Mean rate at which messages were settled since the previous sample.
+        resyncs_per_second: Mean rate at which resyncs ended since the previous sample.
+    """
+
+    times: list[float] = field(default_factory=list)
+    lag_seconds: list[float | None] = field(default_factory=list)
+    messages_per_second: list[float] = field(default_factory=list)
+    resyncs_per_second: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class DeliveryStatus:
-    """The part of the document that is read from the database for the page.
+class ProcessStatus:
+    """The state of one process of the daemon. Each stage sets its part.
 
     Attributes:
-        read_seconds_ago: Age of `rejections` and `consumers`; None if they were never read.
-        error: Why the last read failed; None if it succeeded.
-        lagging: The names of the consumers that are further behind than an hour.
+        time: The present time in Unix seconds.
+        started_at: When the process began, in Unix seconds.
     """
 
-    read_seconds_ago: float | None = None
-    error: str | None = None
-    rejections: list[RejectionStatus] = field(default_factory=list)
-    consumers: list[ConsumerStatus] = field(default_factory=list)
-    lagging: list[str] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class StatusDocument:
-    """The state of this process and its database. Each stage sets its part.
-
-    Attributes:
-        time: The present time in Unix seconds, by the clock of the server.
-        started_at: When this process began, in Unix seconds.
-        reasons: All reasons why the daemon is not ready; none if it is ready.
-        repos: None until the repos were counted for the first time.
-        hosts_in_trouble: The number of hosts that are paused or failing; `hosts` has some of them.
-        links: The links of all shards; None until the repos were counted for the first time.
-        scope_backfill: The backfill of added collections, of all shards; None until then, too.
-        gaps_open: The number of open gaps of the shard; None if it is not known yet.
-    """
-
-    version: str
     time: float
     started_at: float
     shard: str
     roles: list[str]
-    ready: bool
-    reasons: list[ReadinessReason]
+    history: History
     stream: StreamStatus = field(default_factory=StreamStatus)
-    history: History = field(default_factory=lambda: History([], [], [], []))
+    resyncs: ResyncPoolStatus = field(default_factory=ResyncPoolStatus)
+    conditions: list[ConditionStatus] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StatusDocument:
+    """The state of the database, and of the process that serves the document.
+
+    Attributes:
+        database: The URL of the database, without a password. The HTTP server does not tell it.
+        read_seconds_ago: Age of what was read from the database; None if it was never read.
+        reasons: All reasons why the indexer is not ready; none if it is ready. The HTTP server gives those of its
+            process, `indexer status` those of all processes of the shard.
+        events_per_second: Rate of the sequence numbers of all relays.
+        repos: None until the repos were counted for the first time.
+        hosts: Some paused hosts, those with the most failures in a row.
+        gaps_open: The number of open gaps of all shards; `gaps` has some of them.
+        set_aside_events: Number of events that clients of the feed refused for so long that they were set aside.
+        process: None in `indexer status`.
+    """
+
+    database: str | None = None
+    version: str = __version__
+    read_seconds_ago: float | None = None
+    reasons: list[ReadinessReason] = field(default_factory=list)
+    cursors: list[CursorStatus] = field(default_factory=list)
+    events_per_second: float | None = None
     repos: RepoStatus | None = None
     links: LinkStatus | None = None
-    scope_backfill: ScopeStatus | None = None
-    resyncs: ResyncPoolStatus = field(default_factory=ResyncPoolStatus)
-    hosts_in_trouble: int = 0
-    hosts: list[HostStatus] = field(default_factory=list)
-    conditions: list[ConditionStatus] = field(default_factory=list)
-    gaps_open: int | None = None
+    gaps_open: int = 0
     gaps: list[GapStatus] = field(default_factory=list)
-    delivery: DeliveryStatus = field(default_factory=DeliveryStatus)
+    daemons: list[DaemonStatus] = field(default_factory=list)
+    hosts: list[HostStatus] = field(default_factory=list)
+    rejections: list[RejectionStatus] = field(default_factory=list)
+    consumers: list[ConsumerStatus] = field(default_factory=list)
+    set_aside_events: int = 0
+    process: ProcessStatus | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document as a JSON object, with bounded texts that have no secrets."""
+        document: dict[str, Any] = _short_texts({"ready": not self.reasons, **asdict(self)})
+        return document | {"database": self.database}
+
+
+def _short_texts(value: Any) -> Any:
+    match value:
+        case str():
+            return short(value)
+        case dict():
+            return {short(name): _short_texts(item) for name, item in value.items()}
+        case list():
+            return [_short_texts(item) for item in value]
+    return value
 
 
 def short(text: str) -> str:
@@ -275,83 +375,9 @@ def short(text: str) -> str:
     return text if len(text) <= MAX_TEXT_LENGTH else f"{text[: MAX_TEXT_LENGTH - 1]}…"
 
 
-def host_status(state: HostState, now: float) -> HostStatus:
-    """Return the status of a host at `now` (Unix seconds)."""
-    left = (state.paused_until or 0.0) - now
-    return HostStatus(
-        host=short(state.host),
-        pause_reason=state.pause_reason if left > 0 else None,
-        pause_seconds_left=left if left > 0 else None,
-        failures_in_a_row=state.consecutive_failures,
-        last_error=state.last_error and short(state.last_error),
-        last_success_seconds_ago=None if state.last_success is None else max(0.0, now - state.last_success),
-    )
-
-
-def condition_status(condition: Condition) -> ConditionStatus:
-    """Return the status of a condition."""
-    return ConditionStatus(
-        name=condition.kind.name,
-        subject=short(condition.subject),
-        message=short(condition.message),
-        seconds=monotonic() - condition.began_at,
-        count=condition.count,
-        prevents_readiness=condition.kind.prevents_readiness,
-    )
-
-
-def rejection_status(rejection: RejectionSummary, now: float) -> RejectionStatus:
-    """Return the status of the dead letters with one reason at `now` (Unix seconds)."""
-    return RejectionStatus(
-        reason=rejection.reason,
-        meaning=_REJECTION_TEXTS.get(rejection.reason, ""),
-        stored=rejection.stored,
-        last_hour=rejection.last_hour,
-        newest_seconds_ago=max(0.0, now - rejection.newest_at),
-        relay=short(rejection.relay),
-        seq=rejection.seq,
-        did=rejection.did and short(rejection.did),
-        detail=short(rejection.detail),
-    )
-
-
-def short_consumer(consumer: ConsumerStatus) -> ConsumerStatus:
-    """Return the status of a consumer with a bounded name."""
-    return replace(consumer, name=short(consumer.name))
-
-
-def short_gap(gap: GapStatus) -> GapStatus:
-    """Return the status of a gap with a bounded name."""
-    return replace(gap, relay=short(gap.relay))
-
-
-def consumer_status(consumer: ConsumerState, now: float) -> ConsumerStatus:
-    """Return the status of a consumer at `now` (Unix seconds)."""
-    return ConsumerStatus(
-        consumer.name,
-        consumer.seq,
-        consumer.behind,
-        consumer.lag(now),
-        max(0.0, now - consumer.seen_at),
-        consumer.cut_off,
-    )
-
-
-def gap_status(opened: OpenGap, now: float) -> GapStatus:
-    """Return the status of an open gap at `now` (Unix seconds)."""
+def describe_gap(opened: OpenGap) -> str:
+    """Return the gap as a phrase for people."""
     gap = opened.gap
-    return GapStatus(gap.relay, gap.shard, gap.reason, gap.first_seq, gap.last_seq, max(0.0, now - opened.opened_at))
-
-
-def link_status(links: LinkProgress, now: float) -> LinkStatus:
-    """Return the status of links at `now` (Unix seconds)."""
-    left = None
-    if links.state == "backfill" and links.progress > 0 and links.enabled_at is not None:
-        left = max(0.0, now - links.enabled_at) * (1 - links.progress) / links.progress
-    return LinkStatus(
-        state=links.state,
-        progress=None if links.state == "off" else links.progress,
-        repos_done=links.repos_done,
-        seconds_left=left,
-        open_recounts=links.open_recounts,
-    )
+    at = datetime.fromtimestamp(opened.opened_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    span = "" if gap.first_seq is None else f", seq {gap.first_seq} to {gap.last_seq or 'unknown'}"
+    return f"gap {gap.reason} in the stream of {gap.relay}{span}, opened {at}"

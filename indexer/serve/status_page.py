@@ -6,12 +6,11 @@ style, so that a text from another host cannot become code, even if the page has
 
 import asyncio
 import gzip
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.resources import files
 from math import inf
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from aiohttp import hdrs, web
@@ -19,7 +18,6 @@ from aiolimiter import AsyncLimiter
 
 from indexer.atproto.syntax import normalize_account
 from indexer.db import DatabaseError
-from indexer.serve.account_status import AccountStatus
 from indexer.serve.status_document import StatusDocument
 
 DOCUMENT_SECONDS = 1.0
@@ -50,25 +48,21 @@ _HEADERS = {
 }
 
 
-class StatusSource(Protocol):
-    """The state of the running daemon, as the page shows it."""
-
-    async def document(self) -> StatusDocument:
-        """Return the present state."""
-
-    async def account(self, account: str) -> AccountStatus | None:
-        """Return the state of a DID or of a handle in lower case; None if it is not in the database.
-
-        Raises:
-            DatabaseError: The database is unavailable.
-        """
+Document = Callable[[], StatusDocument]
+"""Returns the present state."""
+Account = Callable[[str], Awaitable[Mapping[str, Any] | None]]
+"""Returns the state of a DID or of a handle in lower case; None if it is not in the database. It raises
+`DatabaseError` if the database is unavailable."""
 
 
-def status_routes(source: StatusSource) -> Sequence[web.RouteDef]:
+def status_routes(document: Document, account: Account) -> Sequence[web.RouteDef]:
     """Return the routes of the page."""
-    document, lookups = _Document(source), _Lookups(source)
     static = [web.get(path, _StaticFile(*file).respond) for path, file in STATIC_FILES.items()]
-    return [*static, web.get("/status.json", document.respond), web.get("/account.json", lookups.respond)]
+    return [
+        *static,
+        web.get("/status.json", _DocumentResponse(document).respond),
+        web.get("/account.json", _Lookups(account).respond),
+    ]
 
 
 class _StaticFile:
@@ -82,21 +76,19 @@ class _StaticFile:
         return web.Response(body=self._body, content_type=self._content_type, charset="utf-8", headers=_HEADERS)
 
 
-class _Document:
+class _DocumentResponse:
     """Serves the document, computed and compressed at most once per `DOCUMENT_SECONDS`."""
 
-    def __init__(self, source: StatusSource) -> None:
-        self._source = source
+    def __init__(self, document: Document) -> None:
+        self._document = document
         self._computed_at = -inf
         self._body = self._compressed = b""
-        self._lock = asyncio.Lock()
 
     async def respond(self, request: web.Request) -> web.Response:
-        async with self._lock:
-            if monotonic() - self._computed_at >= DOCUMENT_SECONDS:
-                self._body = orjson.dumps(await self._source.document())
-                self._compressed = gzip.compress(self._body)
-                self._computed_at = monotonic()
+        if monotonic() - self._computed_at >= DOCUMENT_SECONDS:
+            self._body = orjson.dumps(self._document().to_json())
+            self._compressed = gzip.compress(self._body)
+            self._computed_at = monotonic()
         if "gzip" in request.headers.get(hdrs.ACCEPT_ENCODING, ""):
             return _json_response(self._compressed, headers={hdrs.CONTENT_ENCODING: "gzip"})
         return _json_response(self._body)
@@ -105,8 +97,8 @@ class _Document:
 class _Lookups:
     """Serves the state of one account. The number of lookups is limited for all clients together."""
 
-    def __init__(self, source: StatusSource) -> None:
-        self._source = source
+    def __init__(self, account: Account) -> None:
+        self._account = account
         self._rate = AsyncLimiter(2 * LOOKUPS_PER_SECOND, 2.0)
         self._running = 0
 
@@ -121,20 +113,16 @@ class _Lookups:
         try:
             await self._rate.acquire()
             async with asyncio.timeout(LOOKUP_TIMEOUT):
-                found = await self._source.account(account)
+                found = await self._account(account)
         except (DatabaseError, TimeoutError):
             return _error(503, "the database does not answer; try again later")
         finally:
             self._running -= 1
-        return _json_response(orjson.dumps(_answer(account, found)))
-
-
-def _answer(account: str, found: AccountStatus | None) -> dict[str, Any]:
-    """Return the answer to a lookup. An unknown account is an answer, too, and not an error."""
-    if found is not None:
-        return {"found": True, **asdict(found)}
-    hint = "" if account.startswith("did:") else " A handle is found only after it was verified; try the DID."
-    return {"found": False, "summary": [f"{account} is not in the database.{hint}"]}
+        if found is not None:
+            return _json_response(orjson.dumps({"found": True, **found}))
+        hint = "" if account.startswith("did:") else " A handle is found only after it was verified; try the DID."
+        answer = {"found": False, "summary": [f"{account} is not in the database.{hint}"]}  # an answer, not an error
+        return _json_response(orjson.dumps(answer))
 
 
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:

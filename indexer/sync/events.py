@@ -149,6 +149,8 @@ Event = RepoEvent | InfoEvent | StreamError | UnknownEvent | MalformedEvent | Ot
 
 MAX_SEQ = 2**63 - 1
 MAX_STATUS_CHARACTERS = 128
+MAX_AHEAD = 300.0
+"""Seconds that the time of an event may be ahead of the clock of this machine."""
 _MAX_PATH_CHARACTERS = 1_024
 _MAX_DID_CHARACTERS = 2_048
 _MAX_TYPE_CHARACTERS = 64

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
-from indexer.serve.backfill import RepoCounts
-
 
 def fake_daemon(roles: Sequence[str], **stages: Any) -> Any:
     """Return an idle, connected daemon, with some attributes of stages replaced.
@@ -37,7 +35,6 @@ def fake_daemon(roles: Sequence[str], **stages: Any) -> Any:
         },
         "reconciliation": {"progress": None},
         "open_gaps": {"gaps": ()},
-        "change_log_retention": {"lagging": []},
         "hosts": {"paused": list, "failing": list},
         "database_monitor": {"answering_since": monotonic() - 1_000},
         "conditions": {"active": list},
@@ -50,5 +47,4 @@ def fake_daemon(roles: Sequence[str], **stages: Any) -> Any:
         for attribute, value in (values | stages.get(name, {})).items():
             setattr(getattr(daemon, name), attribute, value)
     daemon.key_lookups.__len__.return_value = 1
-    daemon.repo_counts.newest = stages.get("repo_counts") or RepoCounts()
     return daemon

@@ -1,12 +1,13 @@
 """Shares of rejected messages and of failed lookups within a minute, and failing hosts."""
 
+from collections import Counter
 from contextlib import suppress
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
-from indexer.app.monitor import MIN_LOOKUPS, MIN_MESSAGES, DaemonMonitor
+from indexer.app.monitor import MIN_LOOKUPS, MIN_MESSAGES, WINDOW_SECONDS, DaemonMonitor, RecentTotals
 from indexer.errors import UnavailableError
 from indexer.live.batch_writer import SettledTotals
 from indexer.net.http.host_limits import FAILURE_THRESHOLD, HostLimits, RateLimits
@@ -100,3 +101,12 @@ async def test_host_is_failing_until_it_responds(monitored: Monitored) -> None:
         slot.record_response(200, None)
     await monitored.after(2)
     assert await monitored.after(20) == []
+
+
+def test_growth_is_counted_within_the_window() -> None:
+    recent = RecentTotals[str](0.0)
+    assert recent.add(2.0, {"a": 3, "b": 1}) == Counter(a=3, b=1)
+    assert recent.add(30.0, {"a": 5, "b": 1}) == Counter(a=5, b=1)
+    assert recent.add(2.0 + WINDOW_SECONDS, {"a": 6, "b": 1}) == Counter(a=3)
+    assert recent.add(30.0 + WINDOW_SECONDS, {"a": 6, "b": 1}) == Counter(a=1)
+    assert recent.add(1_000.0, {"a": 6, "b": 1}) == Counter()

@@ -4,20 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from functools import partial
-from math import inf
-from typing import Any
 
 import asyncpg
 import pytest
 
 from indexer.atproto.cid import cid_text
-from indexer.cli.status_commands import sample_statuses
-from indexer.db import Counts
-from indexer.sync.repo import SyncStatus
-from indexer.sync.shard import Shard
-from indexer.sync.stream import Cursor
 from tests.cli.command_line import PROJECT, Session, error_line
 from tests.cli.stored_account import CID, DID, HANDLE, REV
 
@@ -38,44 +30,14 @@ def test_status_is_not_ready_without_a_daemon_although_events_are_recent(session
     result = session("status", "--json")
     assert (result.returncode, result.stderr) == (3, "")
     status = json.loads(result.stdout)
-    reason = {"code": "no-daemon", "message": "no daemon with the role live runs", "value": 256}
-    assert status["not_ready_reasons"] == [reason]
+    assert status["ready"] is False
+    assert status["reasons"] == [{"code": "no-daemon", "message": "no daemon with the role live runs", "value": 256}]
     assert "no daemon with the role live runs" in session("status").stdout
-    assert status["repos"] == {"desynchronized": 0, "in-progress": 0, "synchronized": 1}
+    assert status["repos"]["statuses"] == {"desynchronized": 0, "in-progress": 0, "synchronized": 1}
     (cursor,) = status["cursors"]
     assert (cursor["relay"], cursor["seq"]) == ("wss://one.example", 77)
     assert 0 < cursor["lag_seconds"] < 60
     assert asyncio.run(count_repos(status["database"])) == 1, "the shown address is usable"
-
-
-class FakeDatabase:
-    """A database with a resync queue. Each call of `counts` happens one second after the previous one."""
-
-    address = "postgresql:///any"
-
-    def __init__(self, ended_by_second: Mapping[int, int]) -> None:
-        self.reports = self
-        self._ended_by_second = ended_by_second
-        self.now = 0
-
-    async def counts(self, since: float = inf) -> Counts:
-        ended = sum(count for second, count in self._ended_by_second.items() if since <= second < self.now)
-        cursor = Cursor("wss://one.example", "0/1", 1_000 * self.now, None)
-        self.now += 1
-        return Counts(dict.fromkeys(SyncStatus, 0), {}, 600, 0, 0, [cursor], ended=ended)
-
-
-async def test_rates_are_averages_over_the_last_minute() -> None:
-    fake = FakeDatabase({0: 6, 30: 60})
-    db: Any = fake
-    statuses = sample_statuses(db, Shard(), interval=0.0, clock=lambda: float(fake.now))
-    by_second = {second: await anext(statuses) for second in range(1, 100)}
-    rates = {second: status.resyncs_per_second for second, status in by_second.items()}
-    assert [rates[second] for second in (1, 2, 30, 31, 60, 61, 90, 91)] == pytest.approx(
-        [6, 3, 6 / 30, 66 / 31, 66 / 60, 60 / 60, 60 / 60, 0]
-    )
-    assert [by_second[second].seconds_left for second in (2, 61, 90, 91)] == pytest.approx([200, 600, 600, None])
-    assert {status.events_per_second for status in by_second.values()} == {1_000}
 
 
 @pytest.mark.slow

@@ -155,7 +155,7 @@ class RunningDaemon:
 
     async def wait_for_counter(self, name: str, *, above: float = 0, **labels: str) -> None:
         """Wait until the counter `indexer_{name}_total` is greater than `above`."""
-        await until(lambda: self.counter(name, **labels) > above, lambda: (name, labels, self.stages.status.snapshot()))
+        await until(lambda: self.counter(name, **labels) > above, lambda: (name, labels, self.stages.status.document()))
 
     @property
     def export_requests(self) -> int:

@@ -192,6 +192,6 @@ async def test_made_up_dids_do_not_starve_real_new_accounts(
         async def equal() -> bool:
             return all([set(await daemon.db.reports.visible_records(one.did)) == set(one.records) for one in honest])
 
-        await until(equal, daemon.stages.status.snapshot)
+        await until(equal, daemon.stages.status.document)
         made_up_lookups = network.plc.requests.total() - sum(network.plc.requests[f"/{one.did}"] for one in honest)
         assert made_up_lookups < 800, "the real accounts did not wait for all the others"

@@ -5,10 +5,10 @@ from time import monotonic
 
 import pytest
 
-from indexer.cli.status_report import Sample, Status, status_of
 from indexer.db import Database
 from indexer.demo.http_server import Fault
 from indexer.demo.local_network import LocalNetwork
+from indexer.serve.status_reader import StatusReader
 from indexer.sync.shard import Shard
 from tests.daemon.health_checks import health_checks
 from tests.daemon.running_daemon import running_daemon
@@ -16,9 +16,11 @@ from tests.daemon_process import daemon_process
 from tests.waiting import until
 
 
-async def status_in(db: Database) -> Status:
-    sample = Sample(0.0, await db.reports.counts())
-    return status_of(db.address, Shard(), sample, sample)
+async def reasons_in(db: Database) -> list[str]:
+    """Return the codes of the reasons that `indexer status` gives."""
+    reader = StatusReader(db, Shard())
+    await reader.read()
+    return [reason.code for reason in reader.document().reasons]
 
 
 @pytest.mark.slow
@@ -35,14 +37,14 @@ async def test_status_says_what_readyz_says(database: str, tmp_path: Path) -> No
 
         async def says_the_same() -> bool:
             _, ready = await checks.get("/readyz")
-            shown = [reason.code for reason in (await status_in(daemon.db)).not_ready_reasons]
+            shown = await reasons_in(daemon.db)
             return shown == [reason["code"] for reason in ready["reasons"]] == ["identity-lookups-failing"]
 
         await until(says_the_same)
 
 
 async def _is_ready(db: Database) -> bool:
-    return (await status_in(db)).not_ready is None
+    return await reasons_in(db) == []
 
 
 @pytest.mark.slow
@@ -58,4 +60,4 @@ async def test_status_says_at_once_that_a_killed_daemon_does_not_run(db: Databas
 
 
 async def _has_ended(db: Database) -> bool:
-    return [reason.code for reason in (await status_in(db)).not_ready_reasons] == ["no-daemon"]
+    return await reasons_in(db) == ["no-daemon"]

@@ -216,7 +216,7 @@ async def test_the_lag_of_a_consumer(db: Database, sql: asyncpg.Connection) -> N
         await sql.fetch(NEXT, "one", count)
         row = await sql.fetchrow("select behind, behind_since from atproto.readers")
         assert tuple(row or ()) == (behind, since)
-    [state] = (await db.reports.counts()).consumers
+    [state] = (await db.reports.state()).consumers
     assert (state.name, state.seq, state.behind, state.cut_off, state.lag(0.0)) == ("one", 4, 0, False, 0.0)
 
 

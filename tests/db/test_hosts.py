@@ -31,7 +31,7 @@ async def test_paused_and_failing_hosts_are_loaded(db: Database, sql: asyncpg.Co
     assert [tuple(row) for row in rows] == [("failing.example:8443", "host-paused"), ("throttled.example", "throttled")]
     many = [replace(FAILING, host=f"{number}.example", consecutive_failures=number) for number in range(15, 25)]
     await db.hosts.save(many)
-    hosts = (await db.reports.counts()).hosts
+    hosts = (await db.reports.state()).hosts
     assert [state.host for state in hosts] == [f"{number}.example" for number in range(24, 14, -1)]
 
 

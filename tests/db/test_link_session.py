@@ -151,25 +151,25 @@ def test_the_estimate_grows_with_the_did() -> None:
 async def test_progress_of_links_in_each_state(
     db: Database, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert (await db.reports.counts()).links == LinkProgress()
+    assert (await db.reports.state()).links == LinkProgress()
     await insert(db, synchronized(1), changes=(like("a"),))
     async with owned_links(db):
-        links = (await db.reports.counts()).links
+        links = (await db.reports.state()).links
     assert (links.state, links.progress, links.repos_done) == ("backfill", 0.0, 0)
     assert links.enabled_at is not None
     await sql.execute("update indexer.link_reader set did = 'did:plc:j2', repos = 2")
-    links = (await db.reports.counts()).links
+    links = (await db.reports.state()).links
     assert (links.state, links.progress, links.repos_done) == ("backfill", 15 / 32, 2)
     await turn_on(db)
-    links = (await db.reports.counts()).links
+    links = (await db.reports.state()).links
     assert (links.state, links.progress, links.open_recounts) == ("complete", 1.0, 0)
     await insert(db, synchronized(2), synchronized(3))
     for number in (2, 3):
         await sql.execute("select atproto.request_takedown($1, true)", did(number))
     async with owned_links(db) as session:
         await session.read_changes()
-    assert (await db.reports.counts()).links.open_recounts == 2
+    assert (await db.reports.state()).links.open_recounts == 2
     monkeypatch.setattr(link_progress, "MAX_OPEN", 1)
-    assert (await db.reports.counts()).links.open_recounts == 1
+    assert (await db.reports.state()).links.open_recounts == 1
     await turn_off(db)
-    assert (await db.reports.counts()).links == LinkProgress()
+    assert (await db.reports.state()).links == LinkProgress()

@@ -32,7 +32,7 @@ async def pages_of_repos(sql: asyncpg.Connection) -> int:
 async def test_counts(db: Database, sql: asyncpg.Connection) -> None:
     empty = await db.reports.counts()
     assert empty.statuses == dict.fromkeys(SyncStatus, 0)
-    assert (empty.reasons, empty.queued, empty.parked, empty.records, empty.cursors) == ({}, 0, 0, 0, [])
+    assert (empty.reasons, empty.queued, empty.parked, empty.records) == ({}, 0, 0, 0)
     await in_progress(db, "in progress", sync_reason=Desync.SYNC_EVENT)
     await insert(
         db,
@@ -60,7 +60,7 @@ async def test_counts(db: Database, sql: asyncpg.Connection) -> None:
     assert counts.reasons == {"new": 4, "sync-event": 1}
     assert counts.failures == {"repo-not-found": 1}
     assert (counts.queued, counts.parked, counts.records) == (2, 1, 5)
-    assert counts.cursors == [Cursor("wss://relay.test", "0/1", 9, "now")]
+    assert (await db.reports.state()).cursors == [Cursor("wss://relay.test", "0/1", 9, "now")]
 
 
 @pytest.mark.slow
@@ -302,14 +302,14 @@ async def test_dead_letters_are_counted_by_reason_with_the_newest_one(db: Databa
     await db.write(Batch(dead_letters=(LETTER, replace(LETTER, seq=8, detail="later"))))
     await sql.execute("update indexer.dead_letter set time = now() - interval '2 hours' where seq = 7")
     await db.write(Batch(dead_letters=(forged,)))
-    found = (await db.reports.delivery_state()).rejections
+    found = (await db.reports.state()).rejections
     assert [(entry.reason, entry.stored, entry.last_hour, entry.detail) for entry in found] == [
         ("signature-invalid", 1, 1, "<b>forged</b>"),
         ("field-invalid", 2, 1, "later"),
     ]
     assert (found[0].did, found[1].seq, found[1].relay) == (did(1), 8, "wss://one.example")
     await sql.execute("select atproto.register_reader('one')")
-    [consumer] = (await db.reports.delivery_state()).consumers
+    [consumer] = (await db.reports.state()).consumers
     assert (consumer.name, consumer.behind, consumer.cut_off) == ("one", 0, False)
 
 
@@ -348,6 +348,6 @@ async def test_account_is_found_by_did_and_by_verified_handle(db: Database, monk
 async def test_statements_have_a_time_limit_that_ends_with_the_transaction(sql: asyncpg.Connection) -> None:
     before = await sql.fetchval("show statement_timeout")
     async with sql.transaction():
-        await status_queries.load_delivery_state(sql)
+        await status_queries.load_state(sql, [])
         assert await sql.fetchval("show statement_timeout") == f"{status_queries.TIMEOUT_SECONDS}s"
     assert await sql.fetchval("show statement_timeout") == before

@@ -18,7 +18,7 @@ from indexer.errors import SettingsError
 from indexer.net.server.address import Address
 from indexer.net.server.connection_limit import FORWARDED_FOR, RESERVED_WEBSOCKETS, WEBSOCKETS, HeldWebsocket
 from indexer.serve.health import HttpLimits, serve_health
-from indexer.serve.readiness import ReadinessReason
+from indexer.serve.status_document import ReadinessReason
 from indexer.telemetry.conditions import HTTP_CONNECTIONS_LIMITED, WEBSOCKETS_LIMITED, Conditions
 from indexer.telemetry.metrics import Metrics
 from tests.waiting import until

@@ -11,7 +11,8 @@ from aiohttp.test_utils import TestServer
 
 from indexer.db import DatabaseError
 from indexer.reasons import FetchFailure
-from indexer.serve.account_status import AccountStatus, account_status
+from indexer.serve.account_status import account_status
+from indexer.serve.status_document import StatusDocument
 from indexer.serve.status_page import LOOKUPS_PER_SECOND, MAX_LOOKUPS, STATIC_FILES, status_routes
 from tests import chromium
 from tests.chromium import open_browser
@@ -32,11 +33,11 @@ class FakeSource:
         self.release.set()
         self.error: Exception | None = None
 
-    async def document(self) -> Any:
+    def document(self) -> StatusDocument:
         self.documents += 1
-        return {"documents": self.documents}
+        return StatusDocument(gaps_open=self.documents)
 
-    async def account(self, account: str) -> AccountStatus | None:
+    async def account(self, account: str) -> dict[str, Any] | None:
         self.lookups.append(account)
         await self.release.wait()
         if self.error is not None:
@@ -52,7 +53,7 @@ def source() -> FakeSource:
 @pytest.fixture
 async def url(source: FakeSource) -> AsyncIterator[str]:
     application = web.Application()
-    application.router.add_routes(status_routes(source))
+    application.router.add_routes(status_routes(source.document, source.account))
     async with TestServer(application) as server:
         yield str(server.make_url("/"))
 
@@ -85,7 +86,7 @@ async def test_many_requests_compute_one_document(client: aiohttp.ClientSession,
         async with client.get("/status.json") as response:
             return await response.json()
 
-    assert await asyncio.gather(*(get() for _ in range(50))) == [{"documents": 1}] * 50
+    assert [answer["gaps_open"] for answer in await asyncio.gather(*(get() for _ in range(50)))] == [1] * 50
     assert source.documents == 1
 
 

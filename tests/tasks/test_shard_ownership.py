@@ -7,9 +7,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from indexer.cli.command import ExitCode
-from indexer.cli.status_report import Sample, status_of
 from indexer.db import Database, shard_lock
 from indexer.demo.local_network import LocalNetwork
+from indexer.serve.status_reader import StatusReader
 from indexer.sync.shard import PLAIN, Shard
 from indexer.tasks.shard_ownership import ShardOwnership
 from tests.daemon.running_daemon import POST, post, running_daemon
@@ -122,9 +122,9 @@ async def test_second_daemon_on_a_shard_waits_visibly_and_takes_over(database: s
                 [reason] = [reason for reason in second.stages.probe.ready() if reason.code == "shard-lock"]
                 assert "this one waits: session" in reason.message
                 assert second.stages.subscription.connection is None, "it does not consume"
-                sample = Sample(0.0, await first.db.reports.counts())
-                status = status_of(first.db.address, Shard(), sample, sample)
-                assert [(daemon.shard, daemon.state) for daemon in status.daemons] == [
+                reader = StatusReader(first.db, Shard())
+                await reader.read()
+                assert [(daemon.shard, daemon.state) for daemon in reader.document().daemons] == [
                     ("0/1", "owns"), ("0/1", "waits"),
                 ]  # fmt: skip
                 assert first.stages.probe.ready() == []

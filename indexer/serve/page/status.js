@@ -74,12 +74,12 @@ const more = (shown, all) => (all > shown ? `${whole(shown)} of ${whole(all)}` :
 /** Say which parts other processes have on pages of their own, if there are other processes. */
 function showScope({ shard, roles }) {
   element("scope").hidden = shard === "0/1" && roles.length === 2;
-  set("scope", `Readiness, charts, lag, messages, resyncs, hosts, conditions and gaps are those of this process only (shard ${shard}, ${roles.join(" and ")}); `
-    + "the other processes have pages of their own. Repos, links, dead letters and consumers are those of the whole database.");
+  set("scope", `Readiness, charts, lag, messages, resyncs and conditions are those of this process only (shard ${shard}, ${roles.join(" and ")}); `
+    + "the other processes have pages of their own. Repos, links, gaps, paused hosts, dead letters and consumers are those of the whole database.");
 }
 
 function showReadiness(status) {
-  const lag = status.stream.lag_seconds;
+  const lag = status.process.stream.lag_seconds;
   const stored = lag === null ? "no message is stored yet" : `everything up to ${duration(lag)} ago is stored`;
   element("readiness").className = `banner ${status.ready ? "good" : "bad"}`;
   const [first] = status.reasons;
@@ -105,7 +105,8 @@ function showLinks(links) {
 }
 
 /** Show how many repos wait for the records of added collections, unless none does. */
-function showScopeBackfill(backfill, repos) {
+function showScopeBackfill(repos) {
+  const backfill = repos?.scope_backfill;
   const waiting = backfill?.waiting ?? 0;
   element("scope-tile").hidden = waiting === 0;
   if (waiting === 0) return;
@@ -114,22 +115,22 @@ function showScopeBackfill(backfill, repos) {
   set("scope-note", `repos wait for added collections${speed}; time left: ${duration(backfill.seconds_left)}`);
 }
 
-function showTiles({ stream, repos, resyncs }) {
+function showTiles({ repos, process: { stream, resyncs, history } }) {
   set("lag", duration(stream.lag_seconds));
   set("lag-note", `${count(stream.unsettled_messages)} in work, ${bytes(stream.unsettled_bytes)}`
     + (stream.waiting_for_keys ? `; waiting for keys: ${whole(stream.waiting_for_keys)}` : ""));
-  set("messages", rate(stream.messages_per_second));
+  set("messages", rate(history.messages_per_second.at(-1) ?? null));
   const silent = stream.silent_seconds === null ? "none yet" : `last one ${ago(stream.silent_seconds)}`;
   set("messages-note", stream.relay === null ? `no relay is connected, ${silent}` : silent);
   const backfill = repos?.backfill;
-  set("progress", percent(backfill?.progress));
+  set("progress", percent(repos?.progress));
   const about = repos && repos.counted_share < 1 ? "about " : "";
   set("progress-note", repos ? `repos: ${about}${count(repos.statuses.synchronized)}` : "not counted yet");
   set("time-left", backfill?.waiting === 0 ? "done" : duration(backfill?.seconds_left));
   set("time-left-note", backfill ? `${about}${count(backfill.waiting)} waiting, ${rate(backfill.repos_per_second)}` : "not counted yet");
   set("running", whole(resyncs.running));
   const free = resyncs.workers_free === null ? "no workers in this process" : `${plural(Math.max(0, resyncs.workers_free), "worker")} free`;
-  set("running-note", `${rate(resyncs.resyncs_per_second)}, ${free}`);
+  set("running-note", `${rate(history.resyncs_per_second.at(-1) ?? null)}, ${free}`);
   set("records", count(repos?.records));
 }
 
@@ -148,7 +149,7 @@ function showRepos(repos) {
     ...named("reason", repos.reasons),
     ...named("last error", repos.failures),
   ] : []);
-  element("repos-bar").value = repos?.backfill.progress ?? 0;
+  element("repos-bar").value = repos?.progress ?? 0;
   const part = repos && repos.counted_share < 1 ? `estimated from ${percent(repos.counted_share)} of the table` : "counted";
   set("repos-note", repos ? `${part} ${ago(repos.counted_seconds_ago)}` : "");
 }
@@ -164,46 +165,44 @@ function showResyncs({ longest, running }) {
 
 function showTrouble(status) {
   fill("hosts", status.hosts.map((host) => [
-    host.host, host.pause_seconds_left === null ? "no" : `${host.pause_reason ?? ""} for ${duration(host.pause_seconds_left)}`,
+    host.host, `${host.reason} for ${duration(host.seconds_left)}`,
     whole(host.failures_in_a_row), ago(host.last_success_seconds_ago), text(host.last_error),
   ]));
-  set("hosts-note", more(status.hosts.length, status.hosts_in_trouble));
-  fill("conditions", status.conditions.map((condition) => [
+  fill("conditions", status.process.conditions.map((condition) => [
     `${condition.name} ${condition.subject}`.trim(), ago(condition.seconds), condition.count ? whole(condition.count) : "–", condition.message,
   ]));
   fill("gaps", status.gaps.map((gap) => [gap.relay, gap.reason, whole(gap.first_seq), whole(gap.last_seq), duration(gap.open_seconds)]));
-  set("gaps-note", status.gaps_open === null ? "not known yet" : more(status.gaps.length, status.gaps_open));
+  set("gaps-note", status.read_seconds_ago === null ? "not known yet" : more(status.gaps.length, status.gaps_open));
 }
 
-function showDelivery({ rejections, consumers, lagging, error, read_seconds_ago: age }) {
-  const state = ({ name, cut_off: cutOff }) =>
-    cutOff ? "disconnected: register it again" : lagging.includes(name) ? "lagging" : "following";
+function showDelivery({ rejections, consumers, read_seconds_ago: age }) {
   fill("rejections", rejections.map((rejection) => [
     rejection.reason, whole(rejection.last_hour), whole(rejection.stored), ago(rejection.newest_seconds_ago),
     { did: rejection.did }, rejection.detail || rejection.meaning,
   ]));
   fill("consumers", consumers.map((consumer) => [
-    consumer.name, state(consumer), duration(consumer.lag_seconds),
+    consumer.name, consumer.cut_off ? "disconnected: register it again" : "following", duration(consumer.lag_seconds),
     whole(consumer.behind), whole(consumer.seq), ago(consumer.silent_seconds),
   ]));
-  set("rejections-note", error === null ? "" : `read ${ago(age)}: ${error}`);
+  set("rejections-note", age === null ? "not read yet" : `read ${ago(age)}`);
 }
 
 function show(status) {
+  const { process } = status;
   set("version", status.version);
-  set("process", `${status.stream.relay ?? "no relay"} · shard ${status.shard} · ${status.roles.join(", ")} · up ${duration(status.time - status.started_at)}`);
-  showScope(status);
+  set("process", `${process.stream.relay ?? "no relay"} · shard ${process.shard} · ${process.roles.join(", ")} · up ${duration(process.time - process.started_at)}`);
+  showScope(process);
   showReadiness(status);
   showTiles(status);
   showLinks(status.links);
-  showScopeBackfill(status.scope_backfill, status.repos);
+  showScopeBackfill(status.repos);
   showRepos(status.repos);
-  showResyncs(status.resyncs);
+  showResyncs(process.resyncs);
   showTrouble(status);
-  showDelivery(status.delivery);
+  showDelivery(status);
   element("loading").hidden = true;
   element("main").hidden = false; // before the charts, which measure their width
-  for (const [name, chart] of Object.entries(charts)) chart.show(status.history.times, status.history[name], status.time);
+  for (const [name, chart] of Object.entries(charts)) chart.show(process.history.times, process.history[name], process.time);
 }
 
 async function poll() {
