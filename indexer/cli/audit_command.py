@@ -10,8 +10,7 @@ from indexer.cli.audit import audit_concurrency, open_auditor
 from indexer.cli.audit_result import AuditSummary, RepoAudit
 from indexer.cli.command import ExitCode, command, json_lines_option, report_error
 from indexer.cli.database import connect_database
-from indexer.cli.output import progress_console, to_json
-from indexer.cli.progress_bars import show_progress
+from indexer.cli.output import show_progress, to_json
 from indexer.telemetry.log import printable
 
 DEFAULT_SAMPLE = 100
@@ -48,7 +47,7 @@ async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: in
         repos = list(dict.fromkeys(dids)) or await db.reports.sample_synchronized(sample or DEFAULT_SAMPLE)
         if not repos:
             return report_error("no repo is synchronized, so there is nothing to compare", ExitCode.FAILED)
-        with show_progress("repos", len(repos), progress_console()) as progress:
+        with show_progress("repos", len(repos)) as progress:
             async with aclosing(auditor.audit(repos)) as results:
                 async for result in results:
                     summary.add(result)

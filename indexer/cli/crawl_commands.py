@@ -9,10 +9,9 @@ from indexer.app.settings import Settings
 from indexer.cli.arguments import NSID, ORIGIN
 from indexer.cli.command import ExitCode, command, json_lines_option
 from indexer.cli.database import connect_database
-from indexer.cli.output import echo_result, progress_console
-from indexer.cli.progress_bars import show_progress
+from indexer.cli.output import echo_result, show_progress
 from indexer.db import Database
-from indexer.db.crawls import CrawlProgress
+from indexer.db.crawl_progress import CrawlProgress
 from indexer.db.current_scope import CurrentScope
 from indexer.db.open_gaps import OpenGaps
 from indexer.errors import UnavailableError
@@ -54,7 +53,7 @@ async def discover_command(
             name = f"{collection or 'all accounts'} of {source}"
             if progress.cursor is not None:
                 click.echo(f"{name}: continuing; accounts listed before: {progress.listed:,}", err=True)
-            with show_progress(name, discovery.expected, progress_console()) as shown:
+            with show_progress(name, discovery.expected) as shown:
                 progress = await discovery.run(
                     progress, lambda now: shown.update(now.listed, note=f"{now.found:,} added")
                 )
@@ -74,7 +73,7 @@ async def reconcile(settings: Settings, db: Database) -> CrawlProgress:
     """
     known = sum((await db.reports.counts()).statuses.values())
     async with open_outbound_client(settings) as outbound:
-        with show_progress("accounts listed by the relay", known, progress_console()) as shown:
+        with show_progress("accounts listed by the relay", known) as shown:
             return await _reconcile_with_first_available(
                 settings, db, outbound, lambda now: shown.update(now.listed, note=f"{now.found:,} different")
             )

@@ -5,8 +5,7 @@ import click
 from indexer.app.settings import DEMO_SETTINGS, Settings, load_from_environment
 from indexer.cli.arguments import LISTEN_ADDRESS, Number, WholeNumber
 from indexer.cli.command import ExitCode, command, config_file, json_option
-from indexer.cli.output import echo_result, progress_console
-from indexer.cli.progress_bars import show_progress
+from indexer.cli.output import echo_result, show_progress
 from indexer.cluster.tables import on_all_nodes
 from indexer.telemetry.log import configure_logging
 
@@ -42,7 +41,7 @@ async def migrate_command(settings: Settings, *, as_json: bool) -> int:
     from indexer.db.schema_version import schema_state  # noqa: PLC0415
 
     async with open_database(settings) as dsn:
-        with show_progress("versions of the schema", None, progress_console()) as progress:
+        with show_progress("versions of the schema", None) as progress:
             await migrate(
                 dsn,
                 on_version=lambda applied, total: progress.update(applied, total=total),

@@ -8,8 +8,7 @@ from indexer.app.settings import Settings
 from indexer.cli.arguments import WholeNumber
 from indexer.cli.command import ExitCode, command, json_option
 from indexer.cli.database import open_database
-from indexer.cli.output import echo_result, progress_console
-from indexer.cli.progress_bars import show_progress
+from indexer.cli.output import echo_result, show_progress
 from indexer.cluster.distribute import Distribution, distribute
 from indexer.sync.shard import BUCKETS
 
@@ -44,7 +43,7 @@ async def distribute_command(settings: Settings, *, shards: int | None, as_json:
     (docs/scaling.md).
     """
     async with open_database(settings) as dsn:
-        with show_progress("bytes distributed", None, progress_console()) as progress:
+        with show_progress("bytes distributed", None) as progress:
             result = await distribute(
                 dsn, shards, lambda table, done, total: progress.update(done, total=total, note=table)
             )

@@ -17,8 +17,7 @@ from indexer.app.settings import Settings
 from indexer.cli.arguments import NSID, OUTPUT_FILE
 from indexer.cli.command import ExitCode, command, report_error
 from indexer.cli.database import connect_database
-from indexer.cli.output import progress_console
-from indexer.cli.progress_bars import show_progress
+from indexer.cli.output import show_progress
 from indexer.db import Database, ExportedRecord
 from indexer.errors import SettingsError
 
@@ -74,7 +73,7 @@ async def export(db: Database, collection: str, form: Format, output: Path | Non
 
 async def _write_pages(writer: ExportWriter, pages: AsyncGenerator[list[ExportedRecord]], estimate: int) -> int:
     count = 0
-    with show_progress("records", estimate, progress_console()) as progress:
+    with show_progress("records", estimate) as progress:
         async with aclosing(pages):
             async for page in pages:
                 writer.write(page)

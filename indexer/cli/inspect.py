@@ -21,8 +21,7 @@ from indexer.atproto.record import Problem, decode_record
 from indexer.atproto.syntax import split_path
 from indexer.cli.arguments import KEY
 from indexer.cli.command import ExitCode, command, json_lines_option, report_error
-from indexer.cli.output import echo_result, progress_console
-from indexer.cli.progress_bars import show_progress
+from indexer.cli.output import echo_result, show_progress
 from indexer.core.spool import Spool
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.reasons import FetchFailure
@@ -116,7 +115,7 @@ async def inspect_command(settings: Settings, *, file: Path, key: PublicKey | No
     try:
         with ExitStack() as shown:
             size = file.stat().st_size  # noqa: ASYNC240 - nothing else runs
-            progress = shown.enter_context(show_progress("bytes read", size, progress_console()))
+            progress = shown.enter_context(show_progress("bytes read", size))
             async with open_export(file, key, settings.limits, progress.update) as export:
                 shown.close()  # stdout may be the terminal of the progress
                 return _print_export(export, as_json=as_json)

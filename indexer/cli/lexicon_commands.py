@@ -17,8 +17,7 @@ from indexer.cli.arguments import NSID, parse_nsid
 from indexer.cli.command import ExitCode, command, config_option, json_lines_option, report_error
 from indexer.cli.database import connect_database
 from indexer.cli.lexicon_sources import SourcedLexicon, open_resolver, read_directory, read_file, resolve_all
-from indexer.cli.output import duration_text, echo_result, literal_text, progress_console, result_console, to_json
-from indexer.cli.progress_bars import show_progress
+from indexer.cli.output import duration_text, echo_result, literal_text, result_console, show_progress, to_json
 from indexer.db import (
     AddedLexicon,
     AddedState,
@@ -161,7 +160,7 @@ async def _with_progress(db: Database, build: Coroutine[Any, Any, T]) -> T:
     """Build an index; show its phase, and the pages or rows of the phase."""
     task = asyncio.create_task(build, name="index")
     try:
-        with show_progress("pages or rows", None, progress_console()) as progress:
+        with show_progress("pages or rows", None) as progress:
             while not (await asyncio.wait([task], timeout=PROGRESS_SECONDS))[0]:
                 if (state := await db.lexicon_indexes.build_progress()) is not None:
                     progress.update(state.done, total=state.total or None, note=state.phase)

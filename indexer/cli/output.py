@@ -1,29 +1,44 @@
-"""Output for people and scripts: consoles, JSON, and tables that cannot control the terminal."""
+"""Output for people and scripts: JSON, tables that cannot control the terminal, and progress on stderr.
+
+Progress is a bar on a terminal, otherwise a line after two seconds and then every ten.
+"""
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
 import click
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
 from indexer.telemetry.log import printable
 
-WIDE = 400  # columns of a console without a terminal: wide enough that no value is wrapped
+WIDE = 400
+"""Columns of a console without a terminal: wide enough that no value is wrapped."""
+FIRST_LINE_SECONDS, LINE_SECONDS = 2.0, 10.0
+"""Time until the first line without a terminal, and the interval of the following ones. A short command writes none."""
+SLOW_RATE = 10.0
+"""Rates below this are shown with a decimal."""
 
 
 def result_console() -> Console:
     """Return a console on stdout, as wide as the terminal if there is one."""
     return Console(width=None if sys.stdout.isatty() else WIDE, highlight=False, markup=False, emoji=False)
-
-
-def progress_console() -> Console:
-    """Return a console on stderr. Progress bars show nothing there without a terminal."""
-    return Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def to_json(value: Any) -> str:
@@ -78,3 +93,80 @@ def _shown(value: Any) -> str:
             return f"{value:,}"
         case _:
             return str(value)
+
+
+class RateColumn(ProgressColumn):
+    """The rate of a task, per second."""
+
+    def render(self, task: Task) -> Text:
+        """Return the rate of the last half minute; nothing while it is unknown."""
+        return Text("" if task.speed is None else f"{rate_text(task.speed)}/s", "progress.data.speed")
+
+
+class CommandProgress:
+    """The progress of one command. Start it with `show_progress`.
+
+    Attributes:
+        bar: Shows nothing without a terminal, but still computes rate and time left.
+    """
+
+    def __init__(self, name: str, total: float | None) -> None:
+        columns = (
+            TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"), RateColumn(),
+            TimeElapsedColumn(), TimeRemainingColumn(),
+        )  # fmt: skip
+        console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self.bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._task = self.bar.add_task(name, total=total, note="")
+
+    def update(self, completed: float, *, total: float | None = None, note: str = "") -> None:
+        """Set the number of completed items, the expected number if it has changed, and a text to show beside them."""
+        self.bar.update(self._task, completed=completed, total=total, note=note)
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Remove the bar during the block, which writes to stdout: that may be the same terminal."""
+        self.bar.stop()
+        yield
+        self.bar.start()
+
+
+@contextmanager
+def show_progress(name: str, total: float | None) -> Iterator[CommandProgress]:
+    """Show the progress of `total` items (None: unknown) during the block: a bar on a terminal, otherwise lines."""
+    progress = CommandProgress(name, total)
+    ended = threading.Event()
+
+    def write_lines() -> None:
+        pause = FIRST_LINE_SECONDS
+        while not ended.wait(pause):
+            click.echo(progress_line(progress.bar.tasks[0]), err=True)
+            pause = LINE_SECONDS
+
+    # A thread, because a line shows also that nothing moves, for example while the event loop is blocked.
+    writer = threading.Thread(target=write_lines, name="progress", daemon=True)
+    try:
+        with progress.bar:
+            if progress.bar.disable:
+                writer.start()
+            yield progress
+    finally:
+        ended.set()
+        if progress.bar.disable:
+            writer.join()
+
+
+def progress_line(task: Task) -> str:
+    """Return name, count, share, rate and time left of a task, as far as they are known."""
+    of_total = f" of {task.total:,.0f} ({task.percentage:.0f} %)" if task.total else ""
+    parts = [f"{task.description}: {task.completed:,.0f}{of_total}"]
+    parts += [str(task.fields["note"])] if task.fields["note"] else []
+    parts += [f"{rate_text(task.speed)} per second"] if task.speed is not None else []
+    parts += [f"{duration_text(task.elapsed)} elapsed"] if task.elapsed is not None else []
+    parts += [f"{duration_text(task.time_remaining)} left"] if task.time_remaining is not None else []
+    return ", ".join(parts)
+
+
+def rate_text(rate: float) -> str:
+    """Return a rate per second, with a decimal if it is low."""
+    return f"{rate:,.1f}" if rate < SLOW_RATE else f"{rate:,.0f}"

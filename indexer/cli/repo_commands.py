@@ -11,8 +11,7 @@ from indexer.cli.arguments import DID, NEW_DID_OR_STDIN, STDIN, parse_new_did, r
 from indexer.cli.command import ExitCode, command, json_option, report_error
 from indexer.cli.crawl_commands import reconcile
 from indexer.cli.database import connect_database
-from indexer.cli.output import echo_result, progress_console
-from indexer.cli.progress_bars import show_progress
+from indexer.cli.output import echo_result, show_progress
 
 ADD_BATCH_SIZE = 10_000
 
@@ -36,7 +35,7 @@ async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str
     given = read_dids(file, parse_new_did) if file else iter(dids)
     added = count = 0
     typed = file is not None and file.isatty()  # a bar would disturb the input
-    shown = nullcontext() if typed else show_progress("repos", None, progress_console())
+    shown = nullcontext() if typed else show_progress("repos", None)
     async with connect_database(settings) as db:
         with shown as progress:
             while batch := list(islice(given, ADD_BATCH_SIZE)):
@@ -75,7 +74,7 @@ async def resync_command(
         elif behind:
             requested = (await reconcile(settings, db)).found
         else:
-            with show_progress("repos", await db.repos.estimate_count(), progress_console()) as progress:
+            with show_progress("repos", await db.repos.estimate_count()) as progress:
                 requested = seen = 0
                 async with aclosing(db.repos.request_resyncs_of_all(errored=errored)) as pages:
                     async for page in pages:

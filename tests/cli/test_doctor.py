@@ -15,7 +15,7 @@ import pytest
 
 from indexer.app.interpreter import InterpreterBuild
 from indexer.app.settings import Settings
-from indexer.cli.doctor_checks import (
+from indexer.cli.doctor import (
     Finding,
     Level,
     Timeouts,

@@ -4,17 +4,16 @@ from itertools import count
 import pytest
 from rich.progress import Progress
 
-from indexer.cli import progress_bars
-from indexer.cli.output import progress_console
-from indexer.cli.progress_bars import progress_line, rate_text, show_progress
+from indexer.cli import output
+from indexer.cli.output import progress_line, rate_text, show_progress
 from tests.waiting import until
 
 
 @pytest.fixture
 def short_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write a line as often as possible."""
-    monkeypatch.setattr(progress_bars, "FIRST_LINE_SECONDS", 0.002)
-    monkeypatch.setattr(progress_bars, "LINE_SECONDS", 0.002)
+    monkeypatch.setattr(output, "FIRST_LINE_SECONDS", 0.002)
+    monkeypatch.setattr(output, "LINE_SECONDS", 0.002)
 
 
 def test_line_names_count_share_rate_and_time_left() -> None:
@@ -35,20 +34,20 @@ async def test_progress_without_a_terminal_is_plain_lines_on_stderr(
 ) -> None:
     shown = ""
 
-    def written() -> bool:
+    def is_shown() -> bool:
         nonlocal shown
-        output = capsys.readouterr()
-        assert output.out == ""
-        shown += output.err
+        written = capsys.readouterr()
+        assert written.out == ""
+        shown += written.err
         return "repos: 7 of 9 (78 %)" in shown
 
-    with show_progress("repos", 9, progress_console()) as progress:
+    with show_progress("repos", 9) as progress:
         progress.update(7)
-        await until(written)
+        await until(is_shown)
     assert "\x1b" not in shown
 
 
 def test_short_command_writes_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    with show_progress("repos", 9, progress_console()) as progress:
+    with show_progress("repos", 9) as progress:
         progress.update(9)
     assert capsys.readouterr() == ("", "")
