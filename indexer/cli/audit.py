@@ -1,4 +1,4 @@
-"""Fetch repos again and compare every record with the database. Nothing is written.
+"""The command `audit`: fetch repos again and compare every record with the database. Nothing is written.
 
 The comparison covers what a resync would write: the head of the repo, and the CID and the value of every record in the
 selected collections. Repos change during an audit. An export that is older than the stored rev is fetched again, and
@@ -6,21 +6,24 @@ the daemon gets some time to store a rev that is newer.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from functools import partial
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from time import monotonic, time
-from typing import ParamSpec, TypeVar
+
+import click
 
 from indexer.app.clients import make_did_resolver, make_pds_client, open_outbound_client, stored_policy
 from indexer.app.settings import Settings
 from indexer.atproto.cid import cid_text
 from indexer.atproto.crypto import PublicKey, parse_did_key
-from indexer.cli.audit_comparison import RepoComparison
-from indexer.cli.audit_result import NOT_IN_DATABASE, RepoAudit
+from indexer.cli.arguments import DID, WholeNumber
+from indexer.cli.audit_comparison import RepoAudit, RepoComparison
+from indexer.cli.command import ExitCode, command, json_lines_option, report_error
+from indexer.cli.database import connect_database
+from indexer.cli.output import show_progress, to_json
 from indexer.db import ConsistentRead, Database, DatabaseError
 from indexer.errors import BrokenInvariantError, UnavailableError, UpstreamError
 from indexer.net.identity import DidResolver
@@ -29,12 +32,13 @@ from indexer.reasons import FetchFailure, Rejection
 from indexer.sync.policy import Policy, is_future
 from indexer.sync.repo import Head, Repo, SyncStatus
 from indexer.sync.verify import Snapshot
+from indexer.telemetry.log import printable
 
+DEFAULT_SAMPLE = 100
 MAX_CONCURRENCY = 16
 """Repos at a time. Each may hold a database connection, and one thread compares all of them."""
-
-P = ParamSpec("P")
-T = TypeVar("T")
+NOT_IN_DATABASE = "not in the database"
+"""Reason why a repo is skipped that the database does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +60,21 @@ class SkippedRepoError(Exception):
     """The repo cannot be compared in its present state. The message is the reason for `RepoAudit.reason_skipped`."""
 
 
+@dataclass(frozen=True, slots=True)
 class Auditor:
-    """Audits several repos at a time."""
+    """Audits several repos at a time.
 
-    def __init__(
-        self,
-        db: Database,
-        resolver: DidResolver,
-        pds: PdsClient,
-        policy: Policy,
-        *,
-        concurrency: int,
-        timeouts: AuditTimeouts | None = None,
-    ) -> None:
-        self._db = db
-        self._resolver = resolver
-        self._pds = pds
-        self._policy = policy
-        self._concurrency = concurrency
-        self._timeouts = timeouts or AuditTimeouts()
-        self._thread = ThreadPoolExecutor(1, "audit")  # keeps the event loop free for the downloads
+    Attributes:
+        thread: Verifies and compares, so that the event loop is free for the downloads.
+    """
+
+    db: Database
+    resolver: DidResolver
+    pds: PdsClient
+    policy: Policy
+    concurrency: int
+    timeouts: AuditTimeouts
+    thread: ThreadPoolExecutor
 
     async def audit(self, dids: Iterable[str]) -> AsyncGenerator[RepoAudit]:
         """Yield the result of each repo as soon as it is complete.
@@ -87,7 +86,7 @@ class Auditor:
         running: set[asyncio.Task[RepoAudit]] = set()
         try:
             while True:
-                for did in islice(waiting, self._concurrency - len(running)):
+                for did in islice(waiting, self.concurrency - len(running)):
                     running.add(asyncio.create_task(self._audit_repo(did), name=f"audit of {did}"))
                 if not running:
                     return
@@ -99,10 +98,6 @@ class Auditor:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-
-    def close(self) -> None:
-        """Stop the thread."""
-        self._thread.shutdown()
 
     async def _audit_repo(self, did: str) -> RepoAudit:
         try:
@@ -120,8 +115,8 @@ class Auditor:
 
     async def _fetch_until_current(self, did: str) -> RepoAudit:
         """Fetch and compare the repo, again if the export is older than the stored rev."""
-        _comparable_head((await self._db.repos.load([did])).get(did))
-        identity = await self._resolver.resolve(did)
+        _comparable_head((await self.db.repos.load([did])).get(did))
+        identity = await self.resolver.resolve(did)
         if identity.signing_key is None or identity.pds is None:
             raise UnavailableError(FetchFailure.IDENTITY_MISSING, identity.problem or "")
         key = parse_did_key(identity.signing_key)
@@ -131,22 +126,23 @@ class Auditor:
             try:
                 return await self._fetch_and_compare(did, identity.pds, key)
             except UnavailableError as error:
-                if error.reason is not FetchFailure.EXPORT_STALE or fetches == self._timeouts.max_fetches:
+                if error.reason is not FetchFailure.EXPORT_STALE or fetches == self.timeouts.max_fetches:
                     raise
 
     async def _fetch_and_compare(self, did: str, host: str, key: PublicKey) -> RepoAudit:
-        async with self._pds.fetch_export(did, host) as export:
-            snapshot = await self._in_thread(export.verify, did, key, self._policy.limits)
-            if is_future(snapshot.head.rev, time(), self._policy.limits):
+        loop = asyncio.get_running_loop()
+        async with self.pds.fetch_export(did, host) as export:
+            snapshot = await loop.run_in_executor(self.thread, export.verify, did, key, self.policy.limits)
+            if is_future(snapshot.head.rev, time(), self.policy.limits):
                 raise UpstreamError(Rejection.FUTURE_REV, snapshot.head.rev)
             return await self._compare_at_same_rev(snapshot)
 
     async def _compare_at_same_rev(self, snapshot: Snapshot) -> RepoAudit:
         """Wait until the database has the rev of the snapshot, then compare. If it takes too long, report that."""
-        deadline = monotonic() + self._timeouts.catch_up_seconds
+        deadline = monotonic() + self.timeouts.catch_up_seconds
         exported = snapshot.head
         while True:
-            async with self._db.exports.consistent_read(snapshot.did) as read:
+            async with self.db.exports.consistent_read(snapshot.did) as read:
                 repo = await read.repo()
                 stored = _comparable_head(repo)
                 if stored.rev > exported.rev:
@@ -157,21 +153,18 @@ class Auditor:
                 result = RepoAudit(snapshot.did)
                 result.add_difference(snapshot.did, f"behind: database {stored.rev}, host {exported.rev}")
                 return result
-            await asyncio.sleep(self._timeouts.poll_seconds)
+            await asyncio.sleep(self.timeouts.poll_seconds)
 
     async def _compare(self, snapshot: Snapshot, stored: Head, read: ConsistentRead, scope_version: int) -> RepoAudit:
-        comparison = RepoComparison(snapshot, self._policy, scope_version)
+        loop = asyncio.get_running_loop()
+        comparison = RepoComparison(snapshot, self.policy, scope_version)
         if stored.data != snapshot.head.data:
             description = f"different data: database {cid_text(stored.data)}, host {cid_text(snapshot.head.data)}"
             comparison.result.add_difference(snapshot.did, description)
         async for chunk in read.records():
-            await self._in_thread(comparison.compare_chunk, chunk)
-        await self._in_thread(comparison.finish)
+            await loop.run_in_executor(self.thread, comparison.compare_chunk, chunk)
+        await loop.run_in_executor(self.thread, comparison.finish)
         return comparison.result
-
-    async def _in_thread(self, work: Callable[P, T], *args: P.args, **_: P.kwargs) -> T:
-        """Run a function in the thread, with positional arguments only: the type of `args` requires that of `_`."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *args))
 
 
 @asynccontextmanager
@@ -181,18 +174,16 @@ async def open_auditor(
     """Open an auditor with the clients that the settings describe. It sends no requests to hosts that are paused."""
     async with open_outbound_client(settings) as outbound:
         outbound.hosts.restore(await db.hosts.load())
-        auditor = Auditor(
-            db,
-            make_did_resolver(settings, outbound),
-            make_pds_client(settings, outbound),
-            await stored_policy(settings, db),
-            concurrency=audit_concurrency(settings),
-            timeouts=timeouts,
-        )
-        try:
-            yield auditor
-        finally:
-            auditor.close()
+        with ThreadPoolExecutor(1, "audit") as thread:
+            yield Auditor(
+                db,
+                make_did_resolver(settings, outbound),
+                make_pds_client(settings, outbound),
+                await stored_policy(settings, db),
+                audit_concurrency(settings),
+                timeouts or AuditTimeouts(),
+                thread,
+            )
 
 
 def audit_concurrency(settings: Settings) -> int:
@@ -211,3 +202,107 @@ def _comparable_head(repo: Repo | None) -> Head:
     if repo.sync_status is not SyncStatus.SYNCHRONIZED or repo.head is None:
         raise SkippedRepoError(f"not synchronized: {repo.sync_reason}")
     return repo.head
+
+
+@dataclass(slots=True)
+class AuditSummary:
+    """The sum of the results of many repos.
+
+    Attributes:
+        repos: Number of repos compared completely.
+        equal: Number of those without a difference.
+        skipped: Number of the other repos.
+        reasons_skipped: Their number by kind of reason.
+    """
+
+    repos: int = 0
+    equal: int = 0
+    records: int = 0
+    differences: int = 0
+    reasons_skipped: dict[str, int] = field(default_factory=dict)
+    skipped: int = 0
+
+    def add(self, result: RepoAudit) -> None:
+        """Add the result of a repo."""
+        self.records += result.records
+        self.differences += result.differences
+        if result.reason_skipped is not None:
+            self.skipped += 1
+            kind = result.reason_skipped.partition(":")[0]
+            self.reasons_skipped[kind] = self.reasons_skipped.get(kind, 0) + 1
+        else:
+            self.repos += 1
+            self.equal += not result.differences
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """The exit code: that of the worst result."""
+        unknown = self.reasons_skipped.get(NOT_IN_DATABASE, 0)
+        if self.differences:
+            return ExitCode.DIFFERENT
+        if self.skipped > unknown:
+            return ExitCode.FAILED
+        return ExitCode.UNKNOWN if unknown else ExitCode.OK
+
+
+@command("audit")
+@click.argument("dids", nargs=-1, metavar="[DID…]", type=DID)
+@click.option(
+    "--sample",
+    type=WholeNumber(1, 1_000_000),
+    metavar="N",
+    help=f"Audit N random synchronized repos. Default without DIDs: {DEFAULT_SAMPLE}.",
+)
+@json_lines_option
+async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: int | None, as_json: bool) -> int:
+    """Fetch repos again and compare every record with the database.
+
+    Nothing is changed. Each repo is fetched from its own host, verified completely, and compared as of one point in
+    time: the head, the records, their CIDs and their values. If the host has a newer rev than the database, the daemon
+    gets some seconds to store it; the daemon need not run.
+
+    Print one line for each difference (the first hundred of a repo), one line for each repo that could not be compared,
+    and a summary. With --json, print one line for each repo, and the summary as the last one. The exit code is 5 if
+    there are differences, otherwise 1 if a repo in the database could not be compared or none is synchronized,
+    otherwise 4 if a DID is not in the database.
+    """
+    if dids and sample is not None:
+        raise click.UsageError("Give either DIDs or --sample, not both.")
+    summary = AuditSummary()
+    async with (
+        connect_database(settings, connections=audit_concurrency(settings), readonly=True) as db,
+        open_auditor(settings, db) as auditor,
+    ):
+        repos = list(dict.fromkeys(dids)) or await db.reports.sample_synchronized(sample or DEFAULT_SAMPLE)
+        if not repos:
+            return report_error("no repo is synchronized, so there is nothing to compare", ExitCode.FAILED)
+        with show_progress("repos", len(repos)) as progress:
+            async with aclosing(auditor.audit(repos)) as results:
+                async for result in results:
+                    summary.add(result)
+                    if lines := [to_json(asdict(result))] if as_json else _result_lines(result):
+                        with progress.hidden():
+                            click.echo("\n".join(lines))
+                    progress.update(summary.repos + summary.skipped, note=f"differences: {summary.differences:,}")
+    if as_json:
+        click.echo(to_json({"summary": asdict(summary)}))
+    else:
+        _print_summary(summary)
+    return summary.exit_code
+
+
+def _result_lines(result: RepoAudit) -> list[str]:
+    lines = [f"{printable(one.subject)} {printable(one.description)}" for one in result.listed]
+    if more := result.differences - len(result.listed):
+        lines.append(f"{printable(result.did)} differences that are not listed: {more:,}")
+    if result.reason_skipped is not None:
+        lines.append(f"{printable(result.did)} not compared: {printable(result.reason_skipped)}")
+    return lines
+
+
+def _print_summary(summary: AuditSummary) -> None:
+    click.echo(f"repos: {summary.repos:,} compared, {summary.equal:,} equal")
+    click.echo(f"records: {summary.records:,} compared, differences: {summary.differences:,}")
+    if summary.skipped:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(summary.reasons_skipped.items()))
+        click.echo(f"not compared: {summary.skipped:,} ({reasons})")

@@ -3,12 +3,12 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
 from indexer.atproto.cid import CID_BYTES, cid_text
 from indexer.atproto.record import Problem, decode_record
-from indexer.cli.audit_result import BEING_DELETED, BEING_FETCHED, RepoAudit
 from indexer.db import RecordRow
 from indexer.reasons import FetchFailure
 from indexer.sync.changes import selected_path
@@ -17,7 +17,50 @@ from indexer.sync.resync import Difference, SnapshotDiff, without_value
 from indexer.sync.scope import filter_of
 from indexer.sync.verify import Snapshot
 
+MAX_LISTED_DIFFERENCES = 100
+"""Differences of one repo that are listed; the rest is only counted."""
+BEING_FETCHED = "records of added collections are still being fetched"
+"""Reason why a repo is not compared completely that lacks records of a collection that the scope added."""
+BEING_DELETED = "records of removed collections are still being deleted"
+"""Reason why a repo is not compared completely that has records of a collection that the scope removed."""
 _NO_VALUE = (None, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class AuditDifference:
+    """A difference between the database and the network.
+
+    Attributes:
+        subject: The AT-URI of the record, or the DID of the repo.
+        description: What differs.
+    """
+
+    subject: str
+    description: str
+
+
+@dataclass(slots=True)
+class RepoAudit:
+    """The result of one repo.
+
+    Attributes:
+        records: Number of records compared.
+        differences: Number of differences.
+        listed: The first differences.
+        reason_skipped: Why the repo, or a part of it, was not compared: the kind of reason, then a colon and details.
+    """
+
+    did: str
+    records: int = 0
+    differences: int = 0
+    listed: list[AuditDifference] = field(default_factory=list)
+    reason_skipped: str | None = None
+
+    def add_difference(self, subject: str, description: str) -> None:
+        """Count a difference, and list it if it is one of the first."""
+        self.differences += 1
+        if len(self.listed) < MAX_LISTED_DIFFERENCES:
+            self.listed.append(AuditDifference(subject, description))
 
 
 class RepoComparison:

@@ -13,11 +13,13 @@ from typing import Any
 
 import click
 from click.exceptions import NoArgsIsHelpError
+from click.shell_completion import get_completion_class
 
 from indexer import __version__
 from indexer.cli.command import ExitCode, config_option, report_error
 from indexer.errors import LayoutChangedError, SettingsError, UnavailableError
 
+PROGRAM = "indexer"
 NATIVE_CORE = "atproto-indexer-native"
 """The distribution of the native core, which is optional."""
 COMMANDS = {
@@ -34,12 +36,12 @@ COMMANDS = {
     "rejected": ("rejected", "List, show or replay dead letters."),
     "scope": ("scope_commands", "Show or change which repos are tracked and which collections are stored."),
     "cursor": ("cursor_commands", "Show or reset the stored positions in the streams of relays."),
-    "audit": ("audit_command", "Fetch repos again and compare every record with the database."),
+    "audit": ("audit", "Fetch repos again and compare every record with the database."),
     "export": ("export", "Write all visible records of a collection to a file."),
     "lexicon": ("lexicon_commands", "Add lexicons, and query records through views with typed columns."),
     "inspect": ("inspect", "Verify a CAR export of a repo offline and list its records."),
     "distribute": ("distribute_command", "Distribute the tables over the nodes of a Citus cluster."),
-    "completion": ("completion_command", "Print the script that completes commands and options in a shell."),
+    "completion": ("main", "Print the script that completes commands and options in a shell."),
     "doctor": ("doctor", "Check settings, database, disk, clock, relays, directories, DNS and limits."),
 }
 """The module of each command in `indexer.cli`, and its short help. The function of the command `x` is `x_command`.
@@ -124,9 +126,27 @@ def commands(context: click.Context, /, config: Path | None) -> None:  # noqa: A
         click.echo(context.get_help())
 
 
+@click.command("completion")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@config_option
+@click.pass_context
+def completion_command(context: click.Context, /, shell: str, config: Path | None) -> int:  # noqa: ARG001 - as above
+    """Print the script that completes commands and options in a shell.
+
+    \b
+    bash:  indexer completion bash > ~/.local/share/bash-completion/completions/indexer
+    zsh:   indexer completion zsh > "${fpath[1]}/_indexer"
+    fish:  indexer completion fish > ~/.config/fish/completions/indexer.fish
+    """  # noqa: D301 - click wants the character itself
+    completion = get_completion_class(shell)
+    assert completion is not None  # noqa: S101 - click has a class for each of the choices
+    click.echo(completion(context.find_root().command, {}, PROGRAM, f"_{PROGRAM.upper()}_COMPLETE").source())
+    return ExitCode.OK
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that `arguments` name, and return the exit code. Default: the arguments of the process."""
-    return exit_code(lambda: commands.main(arguments, prog_name="indexer", standalone_mode=False))
+    return exit_code(lambda: commands.main(arguments, prog_name=PROGRAM, standalone_mode=False))
 
 
 def exit_code(run: Callable[[], Any]) -> int:

@@ -28,23 +28,7 @@ MAX_NAMED = 5
 """Collections that the question names."""
 
 
-class ScopeGroup(click.Group):
-    """The group of the subcommands of `scope`."""
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the subcommand that the arguments begin with.
-
-        Raises:
-            UsageError: There is no such command.
-        """
-        if args[0] == "track":
-            raise click.UsageError("The command track was removed; use indexer add", ctx)
-        return super().resolve_command(ctx, args)
-
-
-@click.group("scope", cls=ScopeGroup)
+@click.group("scope")
 @config_option
 def scope_command(config: Path | None) -> None:
     """Show or change which repos are tracked and which collections are stored.
@@ -68,7 +52,7 @@ async def show_command(settings: Settings, *, as_json: bool) -> int:
 
 @command("set", scope_command)
 @click.option("--track", type=click.Choice([track.value for track in Track]), help="Which repos become tracked.")
-@click.option("--collections", metavar="PATTERNS", help="The collections to store, separated by commas.")
+@click.option("--collections", metavar="PATTERNS", help="The collections to db, separated by commas.")
 @click.option("--signal-collections", metavar="PATTERNS", help="The signal collections, separated by commas.")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @json_option

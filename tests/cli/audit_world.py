@@ -10,7 +10,7 @@ import asyncpg
 
 from indexer.app.settings import Settings
 from indexer.cli.audit import AuditTimeouts, open_auditor
-from indexer.cli.audit_result import RepoAudit
+from indexer.cli.audit_comparison import RepoAudit
 from indexer.db import Database
 from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_network import LocalNetwork
@@ -84,7 +84,7 @@ class AuditWorld:
         assert result.reason_skipped is None
         assert len(result.listed) == result.differences
         prefix = f"at://{account.did}/"
-        return [f"{subject.removeprefix(prefix)} {description}" for subject, description in result.listed]
+        return [f"{one.subject.removeprefix(prefix)} {one.description}" for one in result.listed]
 
     async def reason_skipped(self, account: LocalAccount | str, **changes: Any) -> str:
         """Return the reason why one repo was skipped."""

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from indexer.cli.audit_result import MAX_LISTED_DIFFERENCES
+from indexer.cli.audit_comparison import MAX_LISTED_DIFFERENCES
 from indexer.demo.http_server import Fault
 from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_pds import GET_REPO

@@ -95,7 +95,7 @@ def test_bad_argument_is_reported_in_one_line_before_anything_is_opened(
 
 @pytest.mark.parametrize(
     ("command", "instead"),
-    [("backup f", "pg_dump"), ("restore f", "pg_restore"), ("sweep", "resync --behind"), ("scope track d", "add")],
+    [("backup f", "pg_dump"), ("restore f", "pg_restore"), ("sweep", "resync --behind")],
 )
 def test_removed_command_says_what_to_use_instead(
     command: str, instead: str, session_without_database: Session
