@@ -1,45 +1,150 @@
-"""Run the real daemon against a small signed network on loopback, and compare the two at the end.
+"""The command `demo`: run the real daemon against a small signed network on loopback, and compare the two at the end.
 
 The network is `indexer.demo`: its repos are really signed, and its trees are built by code that the indexer does
 not use. The daemon runs on its own embedded Postgres and uses real websockets and HTTP. The comparison reads the public
-schema `atproto`, as AppViews do.
+schema `atproto`, as AppViews do. With `--serve`, the network is served for a daemon in another process or container.
 """
 
 import asyncio
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from itertools import count
 from pathlib import Path
 from time import monotonic
 
+import click
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
 from indexer.app.daemon import Daemon, open_daemon
 from indexer.app.process_setup import StopRequest, stop_on_signals
-from indexer.app.settings import Settings
-from indexer.cli.command import ExitCode
+from indexer.app.settings import DEMO_SETTINGS, Settings, load_from_environment
+from indexer.cli.arguments import LISTEN_ADDRESS, Number
+from indexer.cli.command import ExitCode, command
 from indexer.db import Database
 from indexer.db.migrate import migrate
 from indexer.db.schema_version import has_repos
 from indexer.demo.local_network import LocalNetwork
-from indexer.demo.scenario import Scenario, ScenarioReport
+from indexer.demo.local_plc import LocalDns
+from indexer.demo.scenario import Scenario, ScenarioReport, StatusActivity
 from indexer.embedded import database
 from indexer.errors import SettingsError
+from indexer.telemetry.log import configure_logging
 
 COMMITS_PER_SECOND = 40.0
+KEPT_COMMITS_PER_SECOND = 4.0
+"""Rate of commits after the comparison, with `--keep`."""
+SERVED_COMMITS_PER_SECOND = 5.0
+"""With `--serve`: so slow that an hour of activity stays in the memory of the relay, which keeps every message."""
+STATUSES_PER_SECOND = 1.0
 SETTLE_SECONDS = 30.0
 """Maximum time, after the activity, until the database equals the network."""
 REFRESH_SECONDS = 0.25
-KEPT_COMMITS_PER_SECOND = 4.0
-"""Rate of commits after the comparison, with `--keep`."""
 STOP_SECONDS = 25.0
 """Maximum time from a signal to the end of the process, with `--keep`."""
+SERVED_STOP_SECONDS = 5.0
+"""The same with `--serve`."""
 MAX_LISTED_DIFFERENCES = 10
+
+
+@command("demo", load=lambda _: load_from_environment(*DEMO_SETTINGS))
+@click.option(
+    "--seconds",
+    default=30.0,
+    show_default=True,
+    type=Number(5, 3_600),
+    help="Duration of the activity in the network, in seconds.",
+)
+@click.option("--keep", is_flag=True, help="Continue to run after the comparison, until Ctrl-C.")
+@click.option(
+    "--serve",
+    type=LISTEN_ADDRESS,
+    metavar="HOST:PORT",
+    help="Run no daemon: serve the network at this address and the next three ports until SIGTERM or SIGINT. "
+    "Its accounts also write statuses of the example app Statusphere, and its PDSes accept records from everybody.",
+)
+@click.option(
+    "--database",
+    "url",
+    metavar="URL",
+    help="Use this database instead of an embedded one: any without repos, for example on a Citus cluster. "
+    "Delete it afterwards.",
+)
+async def demo_command(
+    settings: Settings, *, seconds: float, keep: bool, serve: tuple[str, int] | None, url: str | None
+) -> int:
+    """Run the daemon against a small local network.
+
+    All commits of the network are really signed. At the end, database and network are compared. All hosts are on
+    loopback, and all data is temporary, except in a database that you name. Settings have no effect, except
+    INDEXER_LOG_FORMAT, INDEXER_LOG_LEVEL, INDEXER_CORE and INDEXER_VERIFY_THREADS. The exit code is 0 only if every
+    repo is synchronized and equal.
+    """
+    if serve is not None:
+        return await serve_network(*serve, seconds)
+    if "log_level" not in settings.model_fields_set:
+        # The network causes warnings on purpose, and they would disturb the live table.
+        configure_logging(settings.log_format, "error")
+    return await demo(settings, seconds, keep=keep, url=url)
+
+
+async def demo(settings: Settings, seconds: float, *, keep: bool, url: str | None) -> int:
+    """Run the demo with `seconds` of activity. The exit code is 0 only if every repo is synchronized and equal.
+
+    With `keep`, the network and the daemon continue to run afterwards, until SIGINT or SIGTERM. `url` is a database
+    without repos; None for an embedded one.
+
+    Raises:
+        SettingsError: The database has repos.
+    """
+    console = Console(soft_wrap=True)
+    async with AsyncExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="indexer-demo-")))
+        server = "an embedded Postgres, and " if url is None else ""
+        console.print(f"Starting {server}a network of a PLC directory, two PDSes and a relay ...")
+        dsn = await stack.enter_async_context(database(url, directory))
+        if await has_repos(dsn):
+            raise SettingsError("the database has repos: the demo needs one without, in which it can write its own")
+        await migrate(dsn)
+        network = await stack.enter_async_context(LocalNetwork())
+        daemon = await stack.enter_async_context(open_daemon(_local_settings(settings, network, directory), dsn))
+        address = await stack.enter_async_context(daemon.serve_http())
+        console.print(f"The daemon verifies with the core {daemon.core.name} and consumes {network.relay_url}.")
+        console.print(f"Status page and metrics: http://{address}/")
+        console.print(f"The accounts act for {seconds:.0f} s. Then database and network are compared ...")
+        run, stop = DemoRun(network, daemon, Scenario(network)), StopRequest()
+        serving = asyncio.create_task(daemon.run(stop))
+        try:
+            comparison = await run.until_equal(serving, seconds, console)
+            code = _print_result(run.scenario.report, comparison, console)
+            _print_status_page(f"http://{address}/" if keep else None, next(iter(network.accounts)), console)
+            if keep:
+                await run.keep_acting(serving)
+        finally:
+            stop.set()
+            await serving
+    return code
+
+
+def _local_settings(settings: Settings, network: LocalNetwork, directory: Path) -> Settings:
+    local = {
+        "database_url": None,
+        "data_dir": directory,
+        "relays": (network.relay_url,),
+        "plc_url": (network.plc_url,),
+        "start": "oldest",
+        "allow_private_hosts": True,
+        "plc_rate": 1_000.0,
+        "handle_rate": 0.0,
+        "host_rate": 1_000.0,
+        "outbound_rate": 1_000.0,
+        "http_bind": settings.http_bind._replace(port=0),
+    }
+    return settings.model_copy(update=local)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,59 +160,6 @@ class NetworkComparison:
     repos: int
     records: int
     differences: list[str]
-
-
-async def demo(
-    settings: Settings, seconds: float, console: Console | None = None, *, keep: bool = False, url: str | None = None
-) -> int:
-    """Run the demo with `seconds` of activity. The exit code is 0 only if every repo is synchronized and equal.
-
-    With `keep`, the network and the daemon continue to run afterwards, until SIGINT or SIGTERM. `url` is a database
-    without repos; None for an embedded one.
-
-    Raises:
-        SettingsError: The database has repos.
-    """
-    console = console or Console(soft_wrap=True)
-    async with AsyncExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="indexer-demo-")))
-        server = "an embedded Postgres, and " if url is None else ""
-        console.print(f"Starting {server}a network of a PLC directory, two PDSes and a relay ...")
-        dsn = await stack.enter_async_context(database(url, directory))
-        await _require_no_repos(dsn)
-        await migrate(dsn)
-        network = await stack.enter_async_context(LocalNetwork())
-        settings = _local_settings(settings, network, directory)
-        daemon = await stack.enter_async_context(open_daemon(settings, dsn))
-        address = await stack.enter_async_context(daemon.serve_http())
-        console.print(f"The daemon verifies with the core {daemon.core.name} and consumes {network.relay_url}.")
-        console.print(f"Status page and metrics: http://{address}/")
-        console.print(f"The accounts act for {seconds:.0f} s. Then database and network are compared ...")
-        serving = await stack.enter_async_context(_running(daemon))
-        scenario = Scenario(network)
-        comparison = await _run_scenario(network, daemon, serving, scenario, seconds, console)
-        code = _print_result(scenario.report, comparison, console)
-        _print_status_page(f"http://{address}/" if keep else None, next(iter(network.accounts)), console)
-        if keep:
-            await _keep_running(scenario, serving)
-    return code
-
-
-async def _require_no_repos(dsn: str) -> None:
-    if await has_repos(dsn):
-        raise SettingsError("the database has repos: the demo needs one without, in which it can write its own")
-
-
-@asynccontextmanager
-async def _running(daemon: Daemon) -> AsyncIterator[asyncio.Task[int]]:
-    """Run the daemon during the block; yield its task."""
-    stop = StopRequest()
-    serving = asyncio.create_task(daemon.run(stop))
-    try:
-        yield serving
-    finally:
-        stop.set()
-        await serving
 
 
 async def compare(network: LocalNetwork, db: Database) -> NetworkComparison:
@@ -130,97 +182,74 @@ async def compare(network: LocalNetwork, db: Database) -> NetworkComparison:
     return NetworkComparison(len(expected), sum(map(len, expected.values())), differences)
 
 
-def _local_settings(settings: Settings, network: LocalNetwork, directory: Path) -> Settings:
-    local = {
-        "database_url": None,
-        "data_dir": directory,
-        "relays": (network.relay_url,),
-        "plc_url": (network.plc_url,),
-        "start": "oldest",
-        "allow_private_hosts": True,
-        "plc_rate": 1_000.0,
-        "handle_rate": 0.0,
-        "host_rate": 1_000.0,
-        "outbound_rate": 1_000.0,
-        "http_bind": settings.http_bind._replace(port=0),
-    }
-    return settings.model_copy(update=local)
+def _short_cid(cid: bytes | None) -> str:
+    return "absent" if cid is None else cid.hex()[-12:]
 
 
-async def _run_scenario(
-    network: LocalNetwork,
-    daemon: Daemon,
-    serving: asyncio.Task[int],
-    scenario: Scenario,
-    seconds: float,
-    console: Console,
-) -> NetworkComparison:
-    """Run the scenario, and wait until database and network are equal, at most `SETTLE_SECONDS`."""
-    acting = asyncio.create_task(scenario.run(seconds, COMMITS_PER_SECOND))
-    ends_at = monotonic() + seconds
-    try:
-        with Live(console=console, refresh_per_second=4, transient=True) as live:
-            while not acting.done():
+@dataclass(frozen=True, slots=True)
+class DemoRun:
+    """A network, and the daemon that indexes it."""
+
+    network: LocalNetwork
+    daemon: Daemon
+    scenario: Scenario
+
+    async def until_equal(self, serving: asyncio.Task[int], seconds: float, console: Console) -> NetworkComparison:
+        """Let the accounts act, and wait until database and network are equal, at most `SETTLE_SECONDS`."""
+        acting = asyncio.create_task(self.scenario.run(seconds, COMMITS_PER_SECOND))
+        ends_at = monotonic() + seconds
+        try:
+            with Live(console=console, refresh_per_second=4, transient=True) as live:
+                while True:
+                    if acting.done():
+                        acting.result()
+                        comparison = await compare(self.network, self.daemon.db)
+                        equal = not comparison.differences and self._all_events_stored()
+                        if equal or monotonic() >= ends_at + SETTLE_SECONDS:
+                            return comparison
+                    live.update(await self._live_table(ends_at - monotonic()))
+                    await asyncio.wait([serving], timeout=REFRESH_SECONDS)
+                    _raise_if_ended(serving)
+        finally:
+            acting.cancel()
+
+    async def keep_acting(self, serving: asyncio.Task[int]) -> None:
+        """Let the accounts continue to act, slowly, until SIGINT or SIGTERM."""
+        stop = StopRequest()
+        with stop_on_signals(stop, STOP_SECONDS):
+            for step in count(1):
                 _raise_if_ended(serving)
-                live.update(await _live_table(network, daemon, scenario.report, ends_at - monotonic()))
-                await asyncio.wait([acting, serving], timeout=REFRESH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            acting.result()
-            deadline = monotonic() + SETTLE_SECONDS
-            comparison = await compare(network, daemon.db)
-            while (comparison.differences or not _all_events_stored(network, daemon)) and monotonic() < deadline:
-                _raise_if_ended(serving)
-                live.update(await _live_table(network, daemon, scenario.report, 0.0))
-                await asyncio.wait([serving], timeout=REFRESH_SECONDS)
-                comparison = await compare(network, daemon.db)
-        return comparison
-    finally:
-        acting.cancel()
+                self.scenario.perform(step, 1)  # no account event is due after the last step
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(1 / KEPT_COMMITS_PER_SECOND):
+                        await stop.wait()
+                if stop.is_set():
+                    return
 
+    def _all_events_stored(self) -> bool:
+        last_seq = max((sent.seq for sent in self.network.relay.log), default=0)
+        return self.daemon.stream_position.watermark.position == last_seq
 
-async def _keep_running(scenario: Scenario, serving: asyncio.Task[int]) -> None:
-    """Let the accounts continue to act, slowly, until SIGINT or SIGTERM."""
-    stop = StopRequest()
-    with stop_on_signals(stop, STOP_SECONDS):
-        for step in count(1):
-            _raise_if_ended(serving)
-            scenario.perform(step, 1)  # no account event is due after the last step
-            with suppress(TimeoutError):
-                async with asyncio.timeout(1 / KEPT_COMMITS_PER_SECOND):
-                    await stop.wait()
-            if stop.is_set():
-                return
+    async def _live_table(self, seconds_left: float) -> Group:
+        report, counts = self.scenario.report, await self.daemon.db.reports.counts()
+        phase = f"{seconds_left:.0f} s left" if seconds_left > 0 else "waiting until database and network are equal"
+        table = Table("", "", title=f"indexer demo, {phase}")
+        table.columns[1].justify = "right"
+        rows = {
+            "events sent by the relay": self.network.relay.seq,
+            "events stored up to": self.daemon.stream_position.watermark.position or 0,
+            "commits created": sum(report.commits.values()),
+            **{f"repos {status}": count for status, count in counts.statuses.items()},
+            "running resyncs": len(self.daemon.resync_pool.running),
+        }
+        for name, value in rows.items():
+            table.add_row(name, f"{value:,}")
+        return Group(table, *(f"{event.kind}: {event.detail}" for event in report.events))
 
 
 def _raise_if_ended(serving: asyncio.Task[int]) -> None:
     if serving.done():
         serving.result()
-
-
-def _all_events_stored(network: LocalNetwork, daemon: Daemon) -> bool:
-    last_seq = max((sent.seq for sent in network.relay.log), default=0)
-    return daemon.stream_position.watermark.position == last_seq
-
-
-def _short_cid(cid: bytes | None) -> str:
-    return "absent" if cid is None else cid.hex()[-12:]
-
-
-async def _live_table(network: LocalNetwork, daemon: Daemon, report: ScenarioReport, seconds_left: float) -> Group:
-    counts = await daemon.db.reports.counts()
-    phase = f"{seconds_left:.0f} s left" if seconds_left > 0 else "waiting until database and network are equal"
-    table = Table(title=f"indexer demo, {phase}")
-    table.add_column("")
-    table.add_column("", justify="right")
-    rows = {
-        "events sent by the relay": network.relay.seq,
-        "events stored up to": daemon.stream_position.watermark.position or 0,
-        "commits created": sum(report.commits.values()),
-        **{f"repos {status}": count for status, count in counts.statuses.items()},
-        "running resyncs": len(daemon.resync_pool.running),
-    }
-    for name, value in rows.items():
-        table.add_row(name, f"{value:,}")
-    return Group(table, *(f"{event.kind}: {event.detail}" for event in report.events))
 
 
 def _print_result(report: ScenarioReport, comparison: NetworkComparison, console: Console) -> int:
@@ -246,9 +275,60 @@ def _print_status_page(address: str | None, did: str, console: Console) -> None:
     else:
         console.print(f"Status page: {address} (Ctrl-C ends the demo)", highlight=False)
     console.print("  Look at the first line (ready or not, and why), lag and rates of the last hour, repos by state,")
-    console.print("  resyncs in progress, failing hosts, dead letters, and consumers of the change log.")
+    console.print("  resyncs in progress, paused hosts, dead letters, and consumers of the change log.")
     console.print(f"  Look up an account: {did}", highlight=False)
 
 
 def _counts(counter: Counter[str]) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in sorted(counter.items()))
+
+
+async def serve_network(host: str, port: int, seconds: float) -> int:
+    """Serve the network until a signal arrives. Accounts are active for `seconds`, and then the network is quiet."""
+    stop = StopRequest()
+    with stop_on_signals(stop, SERVED_STOP_SECONDS):
+        async with (
+            LocalNetwork(host=host, first_port=port) as network,
+            LocalDns(network.plc, host, network.plc.port),
+        ):
+            for name, value in daemon_variables(network).items():
+                click.echo(f"{name}={value}")
+            active = asyncio.create_task(_act(network, seconds))
+            stopped = asyncio.create_task(stop.wait())
+            await asyncio.wait([active, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if not stopped.done():
+                click.echo(f"The activity has ended after {active.result()} commits. The network is quiet.")
+                await stopped
+            active.cancel()
+            await asyncio.gather(active, return_exceptions=True)
+    return ExitCode.OK
+
+
+async def _act(network: LocalNetwork, seconds: float) -> int:
+    """Let the accounts act; return the number of their commits, without those of statuses."""
+    async with asyncio.TaskGroup() as group:
+        scenario = group.create_task(Scenario(network).run(seconds, SERVED_COMMITS_PER_SECOND))
+        group.create_task(StatusActivity(network).run(seconds, STATUSES_PER_SECOND))
+    return sum(scenario.result().commits.values())
+
+
+def daemon_variables(network: LocalNetwork) -> dict[str, str]:
+    """Return the settings that a daemon needs to index this network, as environment variables.
+
+    A network at an IP address has a DNS server for its handles, which are not in any other DNS. The address of a DNS
+    server cannot be a host name, so the handles of a network at a host name are not verified.
+    """
+    try:
+        address = ip_address(network.plc.host)
+    except ValueError:
+        handles = {"INDEXER_HANDLE_RATE": "0"}
+    else:
+        host = f"[{address}]" if ":" in str(address) else str(address)
+        handles = {"INDEXER_DNS_SERVERS": f"{host}:{network.plc.port}"}
+    return {
+        "INDEXER_RELAYS": network.relay_url,
+        "INDEXER_PLC_URL": network.plc_url,
+        "INDEXER_START": "oldest",
+        "INDEXER_ALLOW_PRIVATE_HOSTS": "true",
+        **handles,
+    }

@@ -25,7 +25,7 @@ NATIVE_CORE = "atproto-indexer-native"
 COMMANDS = {
     "run": ("daemon_commands", "Run the daemon: consume, verify, resync, serve health checks and metrics."),
     "migrate": ("daemon_commands", "Upgrade the database schema to the version of this release."),
-    "demo": ("daemon_commands", "Run the daemon against a small local network."),
+    "demo": ("demo", "Run the daemon against a small local network."),
     "status": ("status_commands", "Show cursor, lag, repos by status, resync queue, throughput and progress."),
     "repo": ("status_commands", "Show everything that is known about one repo."),
     "record": ("status_commands", "Show the CID, the value and the rev of one record."),

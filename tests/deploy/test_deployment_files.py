@@ -7,7 +7,7 @@ import pytest
 
 from indexer.app.settings import OTHER_VARIABLES, Settings, variable
 from indexer.cli.command import ExitCode
-from indexer.cli.demo_network import daemon_variables
+from indexer.cli.demo import daemon_variables
 from indexer.cluster.nodes import OLDEST_CITUS, ClusterNode, check_nodes, notices
 from indexer.demo.local_network import LocalNetwork
 from indexer.sync.shard import Shard
