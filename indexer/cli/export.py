@@ -3,11 +3,11 @@
 import io
 import os
 import sys
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import ExitStack, aclosing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol
+from typing import IO, Any, Literal
 
 import click
 import orjson
@@ -22,6 +22,7 @@ from indexer.db import Database, ExportedRecord
 from indexer.errors import SettingsError
 
 Format = Literal["jsonl", "parquet"]
+WritePage = Callable[[Sequence[ExportedRecord]], None]
 ROW_GROUP_BYTES = 16 * 1024 * 1024
 """Approximate size of one row group, which a Parquet reader loads as a whole."""
 ROW_BYTES = 250
@@ -37,19 +38,6 @@ def require_library(form: Format) -> None:
         )
 
 
-class ExportWriter(Protocol):
-    """Writes records to a file, page by page."""
-
-    def write(self, page: Sequence[ExportedRecord]) -> None:
-        """Write a page of records."""
-
-    def finish(self) -> None:
-        """Write the end of the file."""
-
-    def abandon(self) -> None:
-        """Write nothing any more. After an error, a format with an end mark then shows that the file is cut off."""
-
-
 async def export(db: Database, collection: str, form: Format, output: Path | None) -> int:
     """Write the visible records of a collection to a file, or to stdout; return their number.
 
@@ -59,26 +47,18 @@ async def export(db: Database, collection: str, form: Format, output: Path | Non
         UnavailableError: The database does not answer.
         OSError: The file cannot be written.
     """
-    with ExitStack() as stack:
-        file = stack.enter_context(_new_file(output)) if output else sys.stdout.buffer
-        writer: ExportWriter = JsonLinesWriter(file) if form == "jsonl" else ParquetWriter(file)
-        stack.callback(writer.abandon)
-        count = await _write_pages(
-            writer, db.exports.records(collection), await db.exports.estimate_records(collection)
-        )
-        writer.finish()
-        file.flush()
-    return count
-
-
-async def _write_pages(writer: ExportWriter, pages: AsyncGenerator[list[ExportedRecord]], estimate: int) -> int:
-    count = 0
-    with show_progress("records", estimate) as progress:
-        async with aclosing(pages):
+    count, estimate = 0, await db.exports.estimate_records(collection)
+    with (
+        _new_file(output) if output else nullcontext(sys.stdout.buffer) as file,
+        json_lines(file) if form == "jsonl" else parquet(file) as write,
+        show_progress("records", estimate) as progress,
+    ):
+        async with aclosing(db.exports.records(collection)) as pages:
             async for page in pages:
-                writer.write(page)
+                write(page)
                 count += len(page)
                 progress.update(count, total=max(count, estimate))
+    sys.stdout.buffer.flush()
     return count
 
 
@@ -96,23 +76,16 @@ def _new_file(path: Path) -> Iterator[IO[bytes]]:
         part.unlink(missing_ok=True)
 
 
-class JsonLinesWriter:
-    """Writes one JSON object per line; `value` is the record as AT Protocol JSON."""
+@contextmanager
+def json_lines(file: IO[bytes]) -> Iterator[WritePage]:
+    """Yield a function that writes a page as one JSON object per line; `value` is the record as AT Protocol JSON."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-
-    def write(self, page: Sequence[ExportedRecord]) -> None:
-        """Write a page of records."""
+    def write(page: Sequence[ExportedRecord]) -> None:
         for record in page:
             value = None if record.value is None else orjson.Fragment(record.value)
-            self._file.write(orjson.dumps({**record._asdict(), "value": value}, option=orjson.OPT_APPEND_NEWLINE))
+            file.write(orjson.dumps({**record._asdict(), "value": value}, option=orjson.OPT_APPEND_NEWLINE))
 
-    def finish(self) -> None:
-        """Do nothing: the format has no end mark."""
-
-    def abandon(self) -> None:
-        """Do nothing: each page was written at once."""
+    yield write
 
 
 class _Sink(io.RawIOBase):
@@ -131,43 +104,43 @@ class _Sink(io.RawIOBase):
         return len(data)
 
 
-class ParquetWriter:
-    """Writes Parquet with the same columns; `value` is JSON text. A row group has about `group_bytes`."""
+@contextmanager
+def parquet(file: IO[bytes], group_bytes: int = ROW_GROUP_BYTES) -> Iterator[WritePage]:
+    """Yield a function that writes a page as Parquet with the same columns; `value` is JSON text.
 
-    def __init__(self, file: IO[bytes], group_bytes: int = ROW_GROUP_BYTES) -> None:
-        import pyarrow as pa  # noqa: PLC0415 - a large optional library
-        import pyarrow.parquet as pq  # noqa: PLC0415
+    A row group has about `group_bytes`. If the block fails, the file has no footer, and no reader accepts it.
+    """
+    import pyarrow as pa  # noqa: PLC0415 - a large optional library
+    import pyarrow.parquet as pq  # noqa: PLC0415
 
-        types = {"indexed_at": pa.timestamp("us", tz="UTC")}
-        self._schema = pa.schema([(name, types.get(name, pa.string())) for name in ExportedRecord._fields])
-        self._pa = pa
-        self._sink = _Sink(file)
-        self._writer = pq.ParquetWriter(self._sink, self._schema, compression="zstd")
-        self._group: list[ExportedRecord] = []
-        self._group_bytes = group_bytes
-        self._bytes = 0
+    types = {"indexed_at": pa.timestamp("us", tz="UTC")}
+    schema = pa.schema([(name, types.get(name, pa.string())) for name in ExportedRecord._fields])
+    sink = _Sink(file)
+    writer = pq.ParquetWriter(sink, schema, compression="zstd")
+    group: list[ExportedRecord] = []
+    size = 0
 
-    def write(self, page: Sequence[ExportedRecord]) -> None:
-        """Add a page of records to the present row group, and write the group if it is large enough."""
-        self._group += page
-        self._bytes += sum(ROW_BYTES + len(record.value or "") for record in page)
-        if self._bytes >= self._group_bytes:
-            self._write_group()
+    def write_group() -> None:
+        nonlocal size
+        if group:
+            columns = [list(column) for column in zip(*group, strict=True)]
+            writer.write_table(pa.table(columns, schema=schema))
+        size = 0
+        group.clear()
 
-    def finish(self) -> None:
-        """Write the last row group and the footer."""
-        self._write_group()
-        self._writer.close()
+    def write(page: Sequence[ExportedRecord]) -> None:
+        nonlocal size
+        group.extend(page)
+        size += sum(ROW_BYTES + len(record.value or "") for record in page)
+        if size >= group_bytes:
+            write_group()
 
-    def abandon(self) -> None:
-        """Write nothing any more. Without `finish` before, the file has no footer, and no reader accepts it."""
-        self._sink.cut_off = True
-
-    def _write_group(self) -> None:
-        if self._group:
-            columns = [list(column) for column in zip(*self._group, strict=True)]
-            self._writer.write_table(self._pa.table(columns, schema=self._schema))
-        self._group, self._bytes = [], 0
+    try:
+        yield write
+        write_group()
+        writer.close()
+    finally:
+        sink.cut_off = True
 
 
 @command("export")
@@ -181,9 +154,7 @@ class ParquetWriter:
     help="Format of the file.",
 )
 @click.option("--output", "-o", type=OUTPUT_FILE, help="Write to this file. Default: stdout.")
-async def export_command(
-    settings: Settings, *, collection: str, form: Literal["jsonl", "parquet"], output: Path | None
-) -> int:
+async def export_command(settings: Settings, *, collection: str, form: Format, output: Path | None) -> int:
     """Write all visible records of a collection to a file.
 
     The file has the records of one point in time, as JSON lines or Parquet. Parquet needs the library pyarrow,

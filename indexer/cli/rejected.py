@@ -28,42 +28,15 @@ def dead_letter_dict(dead_letter: StoredDeadLetter) -> dict[str, Any]:
     return asdict(dead_letter) | {"meaning": dead_letter.reason.text, "complete": dead_letter.complete}
 
 
-def dead_letter_report(dead_letter: StoredDeadLetter, frame: bytes) -> dict[str, Any]:
-    """Return a dead letter with the fields of its message; `unreadable` says why they cannot be decoded, if so."""
-    try:
-        return dead_letter_dict(dead_letter) | frame_for_display(frame) | {"unreadable": None}
-    except UpstreamError as error:
-        return dead_letter_dict(dead_letter) | {"header": None, "payload": None, "unreadable": error.detail}
-
-
 def dead_letter_lines(dead_letter: StoredDeadLetter) -> str:
     """Return the entry of a list: two lines, or three if there is a detail."""
-    cells = [
-        str(dead_letter.id),
-        dead_letter.time.isoformat(" ", "seconds"),
-        dead_letter.relay,
-        "-" if dead_letter.seq is None else str(dead_letter.seq),
-        dead_letter.did or "-",
-        dead_letter.kind or "-",
+    one = dead_letter
+    cells = (one.id, one.time.isoformat(" ", "seconds"), one.relay, one.seq, one.did or None, one.kind or None)
+    lines = [
+        "  ".join("-" if cell is None else printable(str(cell)) for cell in cells),
+        f"    {one.reason}: {one.reason.text}",
     ]
-    lines = ["  ".join(map(printable, cells)), f"    {dead_letter.reason}: {dead_letter.reason.text}"]
-    return "\n".join([*lines, f"    {_shorten(dead_letter.detail)}"] if dead_letter.detail else lines)
-
-
-def report_facts(report: dict[str, Any]) -> dict[str, Any]:
-    """Return a report without its message, as the facts of a table. Identifying numbers get no thousands separator."""
-    stored = f"{report['frame_bytes']:,} bytes"
-    return {
-        "id": str(report["id"]),
-        "time": report["time"],
-        "relay": report["relay"],
-        "seq": None if report["seq"] is None else str(report["seq"]),
-        "did": report["did"],
-        "kind": report["kind"],
-        "reason": f"{report['reason']}: {report['meaning']}",
-        "detail": report["detail"],
-        "frame": stored if report["complete"] else f"{stored} stored of a longer frame; it cannot be replayed",
-    }
+    return "\n".join([*lines, f"    {_shorten(one.detail)}"] if one.detail else lines)
 
 
 def set_aside_dict(event: SetAside) -> dict[str, Any]:
@@ -78,12 +51,10 @@ def set_aside_dict(event: SetAside) -> dict[str, Any]:
     }
 
 
-def set_aside_lines(event: SetAside) -> str:
+def set_aside_lines(event: dict[str, Any]) -> str:
     """Return the entry of a list: two lines."""
-    fields = set_aside_dict(event)
-    since = fields["since"].isoformat(" ", "seconds")
-    line = f"{since}  {event.action}  {printable(fields['uri'])}"
-    return f"{line}\n    sent {event.attempts} times: {printable(event.failure)}"
+    line = f"{event['since'].isoformat(' ', 'seconds')}  {event['action']}  {printable(event['uri'])}"
+    return f"{line}\n    sent {event['attempts']} times: {printable(event['failure'])}"
 
 
 def replay_line(result: ReplayResult) -> str:
@@ -136,26 +107,20 @@ async def list_command(
 
     Each line shows the ID, the time of the rejection, relay, sequence number, DID, kind, and the reason.
     """
-    if feed:
-        if reason is not None:
-            raise click.UsageError("--reason is about messages. Give it without --feed.")
-        return await _list_set_aside(settings, did, limit, as_json=as_json)
+    if feed and reason is not None:
+        raise click.UsageError("--reason is about messages. Give it without --feed.")
+    found: list[tuple[dict[str, Any], str]]
     async with connect_database(settings) as db:
-        dead_letters = await db.dead_letters.newest(reason, did, limit=limit)
-    for dead_letter in dead_letters:
-        click.echo(to_json(dead_letter_dict(dead_letter)) if as_json else dead_letter_lines(dead_letter))
-    if not dead_letters:
-        click.echo("No matching dead letter.", err=True)
-    return ExitCode.OK
-
-
-async def _list_set_aside(settings: Settings, did: str | None, limit: int, *, as_json: bool) -> int:
-    async with connect_database(settings) as db:
-        events = await db.feed.set_aside(did, limit)
-    for event in events:
-        echo_result(set_aside_dict(event), set_aside_lines(event), as_json=as_json)
-    if not events:
-        click.echo("No matching event.", err=True)
+        if feed:
+            events = [set_aside_dict(event) for event in await db.feed.set_aside(did, limit)]
+            found = [(event, set_aside_lines(event)) for event in events]
+        else:
+            letters = await db.dead_letters.newest(reason, did, limit=limit)
+            found = [(dead_letter_dict(letter), dead_letter_lines(letter)) for letter in letters]
+    for result, lines in found:
+        echo_result(result, lines, as_json=as_json)
+    if not found:
+        click.echo(f"No matching {'event' if feed else 'dead letter'}.", err=True)
     return ExitCode.OK
 
 
@@ -174,11 +139,22 @@ async def show_command(settings: Settings, *, number: int, as_json: bool, frame:
     if frame is not None:
         frame.write(found[1])
         return ExitCode.OK
-    report = dead_letter_report(*found)
+    report = dead_letter_dict(found[0])
+    try:
+        report |= frame_for_display(found[1]) | {"unreadable": None}
+    except UpstreamError as error:
+        report |= {"header": None, "payload": None, "unreadable": error.detail}
     if as_json:
         click.echo(to_json(report))
         return ExitCode.OK
-    result_console().print(fact_table(report_facts(report)))
+    frame_text = f"{report['frame_bytes']:,} bytes"
+    if not report["complete"]:
+        frame_text += " stored of a longer frame; it cannot be replayed"
+    facts = {name: report[name] for name in ("id", "time", "relay", "seq", "did", "kind")}
+    # Identifying numbers get no thousands separator.
+    facts |= {name: None if facts[name] is None else str(facts[name]) for name in ("id", "seq")}
+    facts |= {"reason": f"{report['reason']}: {report['meaning']}", "detail": report["detail"], "frame": frame_text}
+    result_console().print(fact_table(facts))
     if report["unreadable"] is None:
         click.echo(to_readable_json({"header": report["header"], "payload": report["payload"]}))
     else:

@@ -14,7 +14,7 @@ from pyarrow.lib import ArrowInvalid
 
 from indexer.atproto.cid import cid_text
 from indexer.cli import export as export_module
-from indexer.cli.export import Format, JsonLinesWriter, ParquetWriter, export
+from indexer.cli.export import Format, export, parquet
 from indexer.db import Database, DatabaseError, ExportedRecord, collection_export
 from indexer.reasons import FetchFailure
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
@@ -29,7 +29,7 @@ FORMATS: tuple[Format, ...] = ("jsonl", "parquet")
 
 
 @pytest.fixture
-async def db(database: str) -> AsyncIterator[Database]:
+async def store(database: str) -> AsyncIterator[Database]:
     db = await Database.open(database, connections=2)
     odd = RecordChange("create", "app.test", "odd", head().rev, put("a/b").cid, None, "nul-character", b"\0")
     await insert(db, synchronized(1), changes=(put("app.test/a", VALUE), odd, put("app.test.more/b")))
@@ -79,18 +79,24 @@ async def test_export_is_read_in_pages_as_of_one_point_in_time(
     assert sorted(found) == [f"{n} {{}}" for n in range(10)]
 
 
+def fail_after_one_page(monkeypatch: pytest.MonkeyPatch, db: Database, page: list[ExportedRecord]) -> None:
+    async def pages(_: str) -> AsyncIterator[list[ExportedRecord]]:
+        yield page
+        raise DatabaseError(FetchFailure.UNREACHABLE, "connection lost")
+
+    monkeypatch.setattr(db, "export_collection", pages)
+
+
+@pytest.mark.parametrize("form", FORMATS)
 async def test_failed_export_leaves_the_previous_file(
-    db: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    db: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Format
 ) -> None:
-    file = tmp_path / "out.jsonl"
+    file = tmp_path / "out"
     file.write_text("before")
-
-    def fail(*_: object) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(JsonLinesWriter, "write", fail)
-    with pytest.raises(OSError, match="no space"):
-        await export(db, "app.test", "jsonl", file)
+    [page] = [page async for page in db.exports.records("app.test")]
+    fail_after_one_page(monkeypatch, db, page)
+    with pytest.raises(DatabaseError):
+        await export(db, "app.test", form, file)
     assert file.read_text() == "before"
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
@@ -100,13 +106,8 @@ async def test_parquet_that_is_cut_off_on_stdout_is_not_a_complete_file(
 ) -> None:
     """The library writes the footer when the writer is deleted, also after an error."""
     [page] = [page async for page in db.exports.records("app.test")]
-
-    async def fail_after_one_page(_: str) -> AsyncIterator[list[ExportedRecord]]:
-        yield page
-        raise DatabaseError(FetchFailure.UNREACHABLE, "connection lost")
-
-    monkeypatch.setattr(db.exports, "records", fail_after_one_page)
-    monkeypatch.setattr(export_module, "ParquetWriter", partial(ParquetWriter, group_bytes=1))
+    fail_after_one_page(monkeypatch, db, page)
+    monkeypatch.setattr(export_module, "parquet", partial(parquet, group_bytes=1))
     file = BytesIO()
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=file))
     with pytest.raises(DatabaseError):
@@ -120,10 +121,9 @@ async def test_parquet_that_is_cut_off_on_stdout_is_not_a_complete_file(
 async def test_row_groups_have_a_maximum_size(db: Database) -> None:
     [[record, *_]] = [page async for page in db.exports.records("app.test")]
     file = BytesIO()
-    writer = ParquetWriter(file, group_bytes=10_000)
-    for size in (4_000, 7_000, 1_000, 1_000, 20_000, 1):
-        writer.write([record._replace(value="x" * size)])
-    writer.finish()
+    with parquet(file, group_bytes=10_000) as write:
+        for size in (4_000, 7_000, 1_000, 1_000, 20_000, 1):
+            write([record._replace(value="x" * size)])
     metadata = pq.read_metadata(file)
     assert [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)] == [2, 3, 1]
 
