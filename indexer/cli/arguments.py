@@ -66,10 +66,14 @@ class Number(click.FloatRange):
     name = "number"
 
 
+def _shown(text: str) -> str:
+    return repr(text[:_MAX_SHOWN])
+
+
 def parse_did(text: str) -> str:
     """Return the DID; raise ValueError if it is not one."""
     if not is_did(text):
-        raise ValueError(f"{text[:_MAX_SHOWN]!r} is not a DID")
+        raise ValueError(f"{_shown(text)} is not a DID")
     return text
 
 
@@ -77,7 +81,7 @@ def parse_new_did(text: str) -> str:
     """Return the DID; raise ValueError if no account can have it. One that is tracked already may be any DID."""
     if not is_account_did(text):
         rules = "did:plc: with 24 characters of a-z and 2-7, or did:web: with a host name"
-        raise ValueError(f"{text[:_MAX_SHOWN]!r} is not the DID of an account: {rules}")
+        raise ValueError(f"{_shown(text)} is not the DID of an account: {rules}")
     return text
 
 
@@ -85,7 +89,7 @@ def parse_account(text: str) -> str:
     """Return a DID, or a handle in lower case and without a leading @; raise ValueError for anything else."""
     account = normalize_account(text)
     if account is None:
-        raise ValueError(f"{text[:_MAX_SHOWN]!r} is neither a DID nor a handle")
+        raise ValueError(f"{_shown(text)} is neither a DID nor a handle")
     return account
 
 
@@ -93,7 +97,7 @@ def parse_record_uri(text: str) -> AtUri:
     """Return the URI of a record; raise ValueError for anything else."""
     uri = AtUri.parse(text).normalized()
     if uri.rkey is None:
-        raise ValueError(f"{text[:_MAX_SHOWN]!r} is not the URI of a record: at://DID-or-handle/collection/rkey")
+        raise ValueError(f"{_shown(text)} is not the URI of a record: at://DID-or-handle/collection/rkey")
     return uri
 
 
@@ -101,7 +105,7 @@ def parse_nsid(text: str) -> str:
     """Return the normalized NSID; raise ValueError if it is not one."""
     nsid = normalize_nsid(text) if is_nsid(text) else ""
     if not nsid:
-        raise ValueError(f"{text[:_MAX_SHOWN]!r} is not an NSID")
+        raise ValueError(f"{_shown(text)} is not an NSID")
     return nsid
 
 
@@ -122,7 +126,7 @@ def parse_origin(text: str) -> str:
     except ValueError:
         known = False
     if not known or parts.path.strip("/") or parts.query or parts.fragment:
-        raise ValueError(f"{text[:_MAX_SHOWN]!r} is not the URL of a host")
+        raise ValueError(f"{_shown(text)} is not the URL of a host")
     return f"{scheme}://{parts.netloc}"
 
 
@@ -130,7 +134,7 @@ def parse_listen_address(text: str) -> tuple[str, int]:
     """Return the host and the port of `HOST:PORT`; raise ValueError if the text is not an address to listen on."""
     match = re.fullmatch(r"([A-Za-z0-9.-]+):([0-9]{1,5})", text)
     if match is None or not 0 < int(match[2]) <= _MAX_FIRST_PORT:
-        raise ValueError(f"{text[:_MAX_SHOWN]!r} is not HOST:PORT, with a port from 1 to {_MAX_FIRST_PORT}")
+        raise ValueError(f"{_shown(text)} is not HOST:PORT, with a port from 1 to {_MAX_FIRST_PORT}")
     return match[1], int(match[2])
 
 
@@ -138,7 +142,7 @@ def parse_reason(text: str) -> Rejection:
     """Return the reason of a rejection; raise ValueError if there is none with this name."""
     reason = next((reason for reason in Rejection if reason == text), None)
     if reason is None:
-        raise ValueError(f"{text[:_MAX_SHOWN]!r} is not one of {', '.join(Rejection)}")
+        raise ValueError(f"{_shown(text)} is not one of {', '.join(Rejection)}")
     return reason
 
 
@@ -149,7 +153,7 @@ def parse_position(text: str) -> Literal["live", "oldest"] | int:
     if text == "oldest":
         return "oldest"
     if not (text.isascii() and text.isdigit() and len(text) <= len(str(MAX_SEQ))) or int(text) > MAX_SEQ:
-        raise ValueError(f"{text[:_MAX_SHOWN]!r} is not a sequence number, live or oldest")
+        raise ValueError(f"{_shown(text)} is not a sequence number, live or oldest")
     return int(text)
 
 
@@ -168,14 +172,24 @@ START = CheckedParameter("position", parse_position)
 DEAD_LETTER_ID = WholeNumber(1, 2**63 - 1)
 
 
-def read_dids(file: IO[str], parse: Callable[[str], str] = parse_did) -> Iterator[str]:
-    """Yield the DIDs of a file with one per line. Empty lines and lines that start with # are skipped.
+def given_dids(dids: tuple[str, ...], file: IO[str] | None, parse: Callable[[str], str]) -> Iterator[str]:
+    """Return the DIDs of the arguments, of a file, or of standard input for the argument `-`.
 
-    `parse` raises ValueError for a text that is not a DID of the wanted kind.
+    A file has one DID per line. Empty lines and lines that start with # are skipped. `parse` raises ValueError for a
+    text that is not a DID of the wanted kind.
 
     Raises:
-        BadParameter: A line is not a DID.
+        UsageError: There are arguments and a file, or neither.
+        BadParameter: A line is not a DID. It is raised when the line is read.
     """
+    if (file is None) != bool(dids) or (STDIN in dids and len(dids) > 1):
+        raise click.UsageError("Give DIDs, or --file, or -.")
+    if STDIN in dids:
+        file = click.open_file(STDIN, errors="replace")
+    return iter(dids) if file is None else _read_dids(file, parse)
+
+
+def _read_dids(file: IO[str], parse: Callable[[str], str]) -> Iterator[str]:
     for number, line in enumerate(file, 1):
         text = line.strip()
         if text and not text.startswith("#"):

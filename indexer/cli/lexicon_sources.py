@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,24 +143,6 @@ async def open_resolver(settings: Settings) -> AsyncIterator[LexiconResolver]:
             await asyncio.to_thread(make_pds_client, settings, outbound),
             settings.limits,
         )
-
-
-async def find_published(settings: Settings, nsids: Sequence[str], seconds: float = 10.0) -> set[str]:
-    """Return those of the NSIDs that have a published lexicon, as far as they are resolved within these seconds."""
-    found = set[str]()
-    if not nsids:
-        return found
-    async with open_resolver(settings) as resolver:
-
-        async def resolve(nsid: str) -> None:
-            with suppress(click.ClickException, UnavailableError):
-                await resolver.resolve(nsid)
-                found.add(nsid)
-
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await asyncio.gather(*map(resolve, nsids))
-    return found
 
 
 async def resolve_all(

@@ -1,13 +1,13 @@
 """The commands `add`, `resync` and `takedown`."""
 
-from contextlib import aclosing, nullcontext
+from contextlib import aclosing
 from itertools import islice
 from typing import IO
 
 import click
 
 from indexer.app.settings import Settings
-from indexer.cli.arguments import DID, NEW_DID_OR_STDIN, STDIN, parse_new_did, read_dids
+from indexer.cli.arguments import DID, NEW_DID_OR_STDIN, given_dids, parse_new_did
 from indexer.cli.command import ExitCode, command, json_option, report_error
 from indexer.cli.crawl_commands import reconcile
 from indexer.cli.database import connect_database
@@ -26,23 +26,14 @@ async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str
     The daemon fetches each repo and follows it from then on. With `-`, read DIDs from standard input, one per line.
     Empty lines and lines that start with # are skipped.
     """
-    if (file is None) != bool(dids):
-        raise click.UsageError("Give DIDs, or --file, or -.")
-    if STDIN in dids:
-        if len(dids) > 1:
-            raise click.UsageError("Give either DIDs or -, not both.")
-        file = click.open_file(STDIN, errors="replace")
-    given = read_dids(file, parse_new_did) if file else iter(dids)
+    given = given_dids(dids, file, parse_new_did)
     added = count = 0
-    typed = file is not None and file.isatty()  # a bar would disturb the input
-    shown = nullcontext() if typed else show_progress("repos", None)
     async with connect_database(settings) as db:
-        with shown as progress:
+        with show_progress("repos", None) as progress:
             while batch := list(islice(given, ADD_BATCH_SIZE)):
                 count += len(batch)
                 added += await db.scope.track(batch)
-                if progress is not None:
-                    progress.update(count, note=f"{added:,} added")
+                progress.update(count, note=f"{added:,} added")
     result = {"added": added, "already_tracked": count - added}
     echo_result(result, f"repos: {added} added, {count - added} already tracked", as_json=as_json)
     return ExitCode.OK

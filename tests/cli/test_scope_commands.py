@@ -53,15 +53,13 @@ def test_typo_deletes_nothing(session: Session) -> None:
     """It deleted all records within seconds, with exit code 0."""
     result = session("scope", "set", "--collections", "com.example.statsu")
     assert (result.returncode, result.stdout) == (2, "")
-    warning, question = result.stderr.splitlines()
-    assert warning.startswith("com.example.statsu: no stored record matches it, and no lexicon of it was found; check")
-    assert question.startswith("indexer: Delete 1 records of 1 collections (com.example.note)? There is no terminal")
+    assert result.stderr.startswith(
+        "indexer: Delete 1 records of 1 collections (com.example.note)? There is no terminal"
+    )
     assert shown(session)["collections"] == ["*"]
     result = session("scope", "set", "--collections", "com.example.other.*", "--yes")
     assert result.returncode == 0
-    warning, back = result.stderr.splitlines()
-    assert warning.startswith("com.example.other.*: no stored record matches it")
-    assert back == "to return to the scope before: indexer scope set --track all --collections '*'"
+    assert result.stderr == "to return to the scope before: indexer scope set --track all --collections '*'\n"
     assert session("scope", "set", "--track", "all", "--collections", "*").stderr == "", "nothing is lost"
     assert session("scope", "set", "--collections", "com.example.*").stderr == "", "it selects all stored records"
 
