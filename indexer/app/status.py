@@ -93,7 +93,7 @@ class StatusReading:
         """Create it.
 
         Args:
-            db: The store.
+            db: The database.
             shard: The shard of this process.
             metrics: The metrics.
             interval: The time between two reads, in seconds.

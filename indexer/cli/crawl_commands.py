@@ -11,7 +11,7 @@ from indexer.cli.command import ExitCode, command, json_lines_option
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result, show_progress
 from indexer.db import Database
-from indexer.db.crawl_progress import CrawlProgress
+from indexer.db.crawls import CrawlProgress
 from indexer.db.current_scope import CurrentScope
 from indexer.db.open_gaps import OpenGaps
 from indexer.errors import UnavailableError

@@ -49,7 +49,7 @@ async def show_command(settings: Settings, *, as_json: bool) -> int:
 
 @command("set", scope_command)
 @click.option("--track", type=click.Choice([track.value for track in Track]), help="Which repos become tracked.")
-@click.option("--collections", metavar="PATTERNS", help="The collections to db, separated by commas.")
+@click.option("--collections", metavar="PATTERNS", help="The collections to store, separated by commas.")
 @click.option("--signal-collections", metavar="PATTERNS", help="The signal collections, separated by commas.")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @json_option

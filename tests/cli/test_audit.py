@@ -14,7 +14,8 @@ from indexer.atproto.cid import cid_of, cid_text
 from indexer.atproto.syntax import tid_of
 from indexer.cli.audit import MAX_CONCURRENCY, AuditTimeouts, audit_concurrency
 from indexer.cli.audit_comparison import BEING_DELETED, BEING_FETCHED, RepoAudit
-from indexer.db import Database, DatabaseError
+from indexer.db import DatabaseError
+from indexer.db.collection_export import Exports
 from indexer.demo.http_server import Fault
 from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_pds import GET_REPO
@@ -210,14 +211,14 @@ async def test_audit_waits_until_the_daemon_has_stored_the_newer_rev(
     [line] = await world.differences(ada)
     assert re.fullmatch(rf"{ada.did} behind: database \S+, host {ada.rev}", line)
     reads = 0
-    consistent_read = Database.consistent_read
+    consistent_read = Exports.consistent_read
 
-    def count_read(self: Database, did: str) -> Any:
+    def count_read(self: Exports, did: str) -> Any:
         nonlocal reads
         reads += 1
         return consistent_read(self, did)
 
-    monkeypatch.setattr(Database, "consistent_read", count_read)
+    monkeypatch.setattr(Exports, "consistent_read", count_read)
     timeouts = AuditTimeouts(catch_up_seconds=60.0, poll_seconds=0.01)
     auditing = asyncio.create_task(world.audit(ada, timeouts=timeouts))
     await until(lambda: reads > 3)
@@ -278,7 +279,7 @@ async def test_database_error_ends_all_audits(world: AuditWorld, monkeypatch: py
     def fail(*_: object) -> None:
         raise DatabaseError(FetchFailure.UNREACHABLE, "no database")
 
-    monkeypatch.setattr(Database, "consistent_read", fail)
+    monkeypatch.setattr(Exports, "consistent_read", fail)
     with pytest.raises(DatabaseError, match="no database"):
         await world.audit(*accounts)
     assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("audit of")]

@@ -29,7 +29,7 @@ FORMATS: tuple[Format, ...] = ("jsonl", "parquet")
 
 
 @pytest.fixture
-async def store(database: str) -> AsyncIterator[Database]:
+async def db(database: str) -> AsyncIterator[Database]:
     db = await Database.open(database, connections=2)
     odd = RecordChange("create", "app.test", "odd", head().rev, put("a/b").cid, None, "nul-character", b"\0")
     await insert(db, synchronized(1), changes=(put("app.test/a", VALUE), odd, put("app.test.more/b")))
@@ -84,7 +84,7 @@ def fail_after_one_page(monkeypatch: pytest.MonkeyPatch, db: Database, page: lis
         yield page
         raise DatabaseError(FetchFailure.UNREACHABLE, "connection lost")
 
-    monkeypatch.setattr(db, "export_collection", pages)
+    monkeypatch.setattr(db.exports, "records", pages)
 
 
 @pytest.mark.parametrize("form", FORMATS)

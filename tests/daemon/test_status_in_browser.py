@@ -97,7 +97,7 @@ async def open_page(
 async def make_hostile(daemon: RunningDaemon, account: LocalAccount) -> None:
     """Make every text that comes from outside markup."""
     stages = daemon.stages
-    await daemon.store.save_hosts(
+    await daemon.db.hosts.save(
         [HostState(f"host {MARKUP}", 1, 9, 9, time() + 900, FetchFailure.HOST_PAUSED, f"error {MARKUP}", None)]
     )
     stages.conditions.report(HOST_FAILING, f"subject {MARKUP}", message=f"message {MARKUP}")

@@ -33,7 +33,7 @@ class FakeReports:
 
 
 class FakeDatabase:
-    """A reader of a fake db, and the time."""
+    """A reader of fake reports, and the time."""
 
     def __init__(self, shard: Shard = SHARD, now: float = NOON) -> None:
         self.reports = FakeReports()
