@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import monotonic
+from time import monotonic, time
 
 import asyncpg
 
@@ -101,7 +101,7 @@ async def register_consumers(dsn: str) -> None:
 async def sample(daemon: Daemon) -> None:
     """Take more samples than the daemon does itself, because a few minutes must fill the charts."""
     while True:
-        daemon.history.sample()
+        daemon.history.sample(time())
         await asyncio.sleep(SAMPLE_SECONDS)
 
 

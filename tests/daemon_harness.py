@@ -85,6 +85,6 @@ async def wait_for_cursor(running: Daemon, relay_url: str, seq: int) -> None:
         return cursor is not None and cursor >= seq and (running.stream_position.watermark.position or 0) >= seq
 
     def state() -> str:
-        return f"cursor at {running.stream_position.watermark.position}, wanted {seq}: {running.status.snapshot()}"
+        return f"cursor at {running.stream_position.watermark.position}, wanted {seq}: {running.status.document()}"
 
     await until(reached, state)

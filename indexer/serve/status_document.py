@@ -11,6 +11,7 @@ from typing import Any, Literal
 from indexer import __version__
 from indexer.db import LinkProgressState
 from indexer.redaction import without_secrets
+from indexer.sync.repo import SyncStatus
 from indexer.sync.stream import OpenGap
 
 MAX_ROWS = 50
@@ -91,7 +92,7 @@ class RepoStatus:
 
     counted_seconds_ago: float
     counted_share: float
-    statuses: dict[str, int]
+    statuses: dict[SyncStatus, int]
     reasons: dict[str, int]
     failures: dict[str, int]
     queued: int

@@ -98,7 +98,7 @@ class StatusReader:
         return RepoStatus(
             counted_seconds_ago=max(0.0, now - counted_at),
             counted_share=counts.counted_share,
-            statuses={status.value: count for status, count in counts.statuses.items()},
+            statuses=counts.statuses,
             reasons=counts.reasons,
             failures=dict(list(counts.failures.items())[:MAX_ROWS]),
             queued=counts.queued,
