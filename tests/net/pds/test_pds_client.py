@@ -106,18 +106,18 @@ async def test_latest_commit(net: LocalNetwork, account: LocalAccount, pds: PdsC
 
 
 @pytest.mark.parametrize(
-    ("action", "reason"),
+    ("status", "reason"),
     [
-        ("deactivate", FetchFailure.REPO_DEACTIVATED),
-        ("takedown", FetchFailure.REPO_TAKENDOWN),
-        ("suspend", FetchFailure.REPO_SUSPENDED),
-        ("delete_account", FetchFailure.REPO_NOT_FOUND),
+        ("deactivated", FetchFailure.REPO_DEACTIVATED),
+        ("takendown", FetchFailure.REPO_TAKENDOWN),
+        ("suspended", FetchFailure.REPO_SUSPENDED),
+        ("deleted", FetchFailure.REPO_NOT_FOUND),
     ],
 )
 async def test_inactive_repo_is_a_permanent_failure(
-    account: LocalAccount, pds: PdsClient, action: str, reason: FetchFailure
+    account: LocalAccount, pds: PdsClient, status: str, reason: FetchFailure
 ) -> None:
-    getattr(account, action)()
+    account.set_status(status)
     assert (await failure_of(pds, account)).reason is reason
     with pytest.raises(UnavailableError) as failure:
         await pds.fetch_latest_commit(account.did, account.pds.url)
