@@ -15,9 +15,6 @@ from indexer.db import ChangeLogState, ConsumerState, Database, RetentionPolicy,
 from indexer.db.periodic import DatabaseAttempt
 from indexer.telemetry.metrics import MAX_LISTED, Metrics
 
-RETRY_SECONDS = 5.0
-LAG_ALARM_SECONDS = 3_600.0
-
 log = structlog.get_logger(__name__)
 
 
@@ -40,9 +37,9 @@ class ChangeLogRetention:
     db: Database
     policy: RetentionPolicy
     metrics: Metrics
-    lag_alarm: float = LAG_ALARM_SECONDS
+    lag_alarm: float = 3_600.0
     interval: float = 60.0
-    retry: float = RETRY_SECONDS
+    retry: float = 5.0
     max_transaction_seconds: float = 60.0
 
     def __post_init__(self) -> None:
@@ -94,12 +91,10 @@ class ChangeLogRetention:
         self._trimmed_size = min(self._trimmed_size, size)  # another process may have trimmed the log
         if monotonic() >= self._next_report:
             await self.trim()
-        elif size - self._trimmed_size >= self.policy.segment_bytes / 2 or self._retries(size):
+            return
+        is_over_limit = size > self.policy.max_bytes and monotonic() >= self._next_retry
+        if is_over_limit or size - self._trimmed_size >= self.policy.segment_bytes / 2:
             await self._trim(time())
-
-    def _retries(self, size: int) -> bool:
-        """Return True if a log of this size is above its limit, and the last trim was long enough ago."""
-        return size > self.policy.max_bytes and monotonic() >= self._next_retry
 
     async def _trim(self, now: float) -> tuple[ChangeLogState, TrimPlan]:
         self._next_retry = monotonic() + self.retry

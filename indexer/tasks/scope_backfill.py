@@ -42,14 +42,9 @@ RECHECK_POLL_SECONDS = 60.0
 MAX_SEARCH_SHARE = 0.05
 """Share of the time that the search for incomplete repos takes while it finds none. It reads those of all inactive
 accounts."""
-MAX_WAITING = 200
-"""Repos of a shard that are due at a time because of an added collection."""
 RETRY_SECONDS = 60.0
 """Pause after a list could not be read for the first time. It doubles with each failure, up to `MAX_RETRY_SECONDS`."""
 MAX_RETRY_SECONDS = 3_600.0
-GIVE_UP_SECONDS = 86_400.0
-"""A list that could not be read for so long counts as one that no relay offers: all repos are fetched."""
-PAGE_SIZE = 2_000
 
 log = structlog.get_logger(__name__)
 
@@ -72,6 +67,9 @@ class ScopeBackfill:
 
     Attributes:
         sources: Returns the base URLs of the relays to ask; none if no stream is open.
+        give_up: Seconds after which a list that could not be read counts as one that no relay offers: all repos are
+            fetched.
+        max_waiting: Repos of a shard that are due at a time because of an added collection.
         stage: Its progress. Requests, and the comparison with lists, are work.
     """
 
@@ -86,9 +84,9 @@ class ScopeBackfill:
     recheck: Sequence[float] = RECHECK_SECONDS
     recheck_poll: float = RECHECK_POLL_SECONDS
     first_retry: float = RETRY_SECONDS
-    give_up: float = GIVE_UP_SECONDS
-    max_waiting: int = MAX_WAITING
-    page_size: int = PAGE_SIZE
+    give_up: float = 86_400.0
+    max_waiting: int = 200
+    page_size: int = 2_000
 
     def __post_init__(self) -> None:
         self._recheck_at = self._search_at = 0.0

@@ -194,7 +194,10 @@ class OutboundClient:
                     yield stream
                     return
                 await stream.read()  # so that the connection can be reused
-                target = self._redirect_target(target, stream)
+                if not (location := stream.headers.get("location")):
+                    detail = f"{_shown(target)}: {stream.status} without a Location"
+                    raise UnavailableError(FetchFailure.BAD_ANSWER, detail)
+                target = self._allowed_url(location, target)
         raise UnavailableError(FetchFailure.BAD_ANSWER, f"more than {_MAX_REQUESTS - 1} redirects from {url[:200]}")
 
     async def _servers(self, url: URL) -> list[str]:
@@ -243,12 +246,6 @@ class OutboundClient:
                 yield stream
             finally:
                 response.release()
-
-    def _redirect_target(self, url: URL, stream: "ResponseStream") -> URL:
-        location = stream.headers.get("location")
-        if not location:
-            raise UnavailableError(FetchFailure.BAD_ANSWER, f"{_shown(url)}: {stream.status} without a Location")
-        return self._allowed_url(location, url)
 
     def _allowed_url(self, text: str, base: URL | None = None) -> URL:
         """Parse a URL, relative to `base`.

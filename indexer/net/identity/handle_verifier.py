@@ -53,17 +53,20 @@ class HandleVerifier:
     async def verify_handle(self, did: str, claimed: str) -> str:
         """Return `claimed` in lower case if it resolves to `did`, otherwise `handle.invalid`.
 
+        More than one DID in the TXT records makes the handle invalid.
+
         Raises:
             UnavailableError: There is no definite result now. This takes at most the sum of both timeouts.
         """
         handle = claimed.lower()
         if not is_handle(handle) or not is_resolvable(handle, local=self.allow_private_hosts):
             return INVALID_HANDLE
-        dns_failure = None
+        dids, dns_failure = set[str](), None
         try:
-            dids = await self._counted("dns", self._resolve_by_dns(handle))
+            if len(_PREFIX + handle) <= MAX_HANDLE_CHARACTERS:
+                dids = await self._counted("dns", dids_in_dns(self._dns, _PREFIX + handle))
         except UnavailableError as error:
-            dids, dns_failure = set(), error
+            dns_failure = error
         if not dids:
             dids = await self._counted("https", self._resolve_by_http(handle))
         if not dids and dns_failure is not None:
@@ -78,12 +81,6 @@ class HandleVerifier:
             raise
         self.on_lookup(method, "found" if dids else "missing")
         return dids
-
-    async def _resolve_by_dns(self, handle: str) -> set[str]:
-        """Return the DIDs in the TXT records of the handle. More than one DID makes the handle invalid."""
-        if len(_PREFIX + handle) > MAX_HANDLE_CHARACTERS:
-            return set()
-        return await dids_in_dns(self._dns, _PREFIX + handle)
 
     async def _resolve_by_http(self, handle: str) -> set[str]:
         """Return the DID in the first line of the file, which the resolver of `@atproto/identity` reads, too.

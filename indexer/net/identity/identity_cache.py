@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import lru_cache
+from math import inf
 from typing import NoReturn, Protocol
 
 import structlog
@@ -181,19 +182,15 @@ class RefreshBudget:
 
     rate: float
     _full_at: dict[str, float] = field(default_factory=dict)  # when the unused share is complete again
-    _total_full_at: float = 0.0
 
     def spend(self, host: str, domain: str, now: float) -> bool:
         """Count one action for a host at `now` (seconds) and return True; return False if the budget is spent."""
         share = self.rate / SHARES
-        of_host, of_domain = f"host {host}", f"domain {domain}"
-        total_full_at = _after_spending(self._total_full_at, self.rate, now)
-        host_full_at = _after_spending(self._full_at.get(of_host, 0.0), share, now)
-        domain_full_at = _after_spending(self._full_at.get(of_domain, 0.0), share * SHARES_OF_DOMAIN, now)
-        if total_full_at is None or host_full_at is None or domain_full_at is None:
+        rates = {"total": self.rate, f"host {host}": share, f"domain {domain}": share * SHARES_OF_DOMAIN}
+        full_at = {name: _after_spending(self._full_at.get(name, 0.0), rate, now) for name, rate in rates.items()}
+        if inf in full_at.values():
             return False
-        self._total_full_at = total_full_at
-        self._full_at[of_host], self._full_at[of_domain] = host_full_at, domain_full_at
+        self._full_at |= full_at
         if len(self._full_at) > MAX_IDLE_USERS:
             self._full_at = {name: at for name, at in self._full_at.items() if at > now}
         return True
@@ -203,12 +200,12 @@ class RefreshBudget:
         return len(self._full_at)
 
 
-def _after_spending(full_at: float, rate: float, now: float) -> float | None:
-    """Return when the budget is complete again after one more action at `now`; None if it is spent."""
+def _after_spending(full_at: float, rate: float, now: float) -> float:
+    """Return when the budget is complete again after one more action at `now`; infinity if it is spent."""
     limit = now + max(BURST_SECONDS, 1 / rate)
     # A later time was computed before the clock was set back.
     after = (full_at if now < full_at <= limit else now) + 1 / rate
-    return after if after <= limit else None
+    return after if after <= limit else inf
 
 
 @dataclass(eq=False)
@@ -316,7 +313,10 @@ class IdentityCache:
             return await _result(self._start_lookup(did))
         cause = self._cause(entry, refresh=refresh)
         if cause is None or not self._may_refresh(did, entry, cause):
-            return _usable(entry.identity)
+            if entry.identity.key is None and entry.identity.stale:  # it had no key before the change, and may have one
+                detail = "the identity changed, and the limits do not allow another lookup yet"
+                raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, detail)
+            return entry.identity
         in_flight = self._start_lookup(did)
         if entry.identity.key is None:
             return await _result(in_flight)
@@ -484,14 +484,6 @@ class IdentityCache:
 
 def _spend(budget: RefreshBudget, identity: CachedIdentity, now: float) -> bool:
     return budget.spend(identity.host or "", _domain_of(identity.pds) if identity.pds else "", now)
-
-
-def _usable(identity: CachedIdentity) -> CachedIdentity:
-    """Return the identity, unless it had no key before an announced change: then it may have one now."""
-    if identity.key is None and identity.stale:
-        detail = "the identity changed, and the limits do not allow another lookup yet"
-        raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, detail)
-    return identity
 
 
 async def _result(in_flight: asyncio.Task[CachedIdentity | UnavailableError] | None) -> CachedIdentity:

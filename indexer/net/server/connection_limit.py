@@ -50,16 +50,12 @@ class ConnectionLimit:
         ]
         count = max(0, len(alive) + 1 - self.max_connections)
         for _ in range(count):
-            networks = [_network_of_peer(transport) for transport in alive]
+            networks = [peer_network((one.get_extra_info("peername") or ("",))[0]) for one in alive]
             [(most, _)] = Counter(networks).most_common(1)
             alive.pop(networks.index(most)).abort()
         if count:
             message = f"more than {self.max_connections} connections are open; new ones close the oldest"
             self.conditions.report(HTTP_CONNECTIONS_LIMITED, message=message, count=count)
-
-
-def _network_of_peer(transport: asyncio.Transport) -> str:
-    return peer_network((transport.get_extra_info("peername") or ("",))[0])
 
 
 RESERVED_WEBSOCKETS = 16
@@ -142,13 +138,11 @@ class Websockets:
     async def close(self) -> None:
         """Close all websockets, because the server ends."""
         websockets = [held.websocket for held in self._open.values() if held.websocket is not None]
-        closing = [self._close(websocket) for websocket in websockets if websocket.prepared]
-        await asyncio.gather(*closing)
-
-    async def _close(self, websocket: web.WebSocketResponse) -> None:
-        with suppress(TimeoutError):  # the client reads nothing, so its connection ends without a reason
+        message = b"the server is stopping"
+        closing = [one.close(code=WSCloseCode.GOING_AWAY, message=message) for one in websockets if one.prepared]
+        with suppress(TimeoutError):  # a client that reads nothing gets no reason
             async with asyncio.timeout(CLOSE_SECONDS):
-                await websocket.close(code=WSCloseCode.GOING_AWAY, message=b"the server is stopping")
+                await asyncio.gather(*closing)
 
 
 WEBSOCKETS = web.AppKey("websockets", Websockets)
