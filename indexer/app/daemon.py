@@ -79,8 +79,7 @@ from indexer.tasks.identities import IdentityRefresh
 from indexer.tasks.notifications import ChangeNotifier
 from indexer.tasks.reconcile import Reconciliation
 from indexer.tasks.retention import ChangeLogRetention
-from indexer.tasks.scope import ScopeNarrowing, ScopeUntracking
-from indexer.tasks.scope_backfill import ScopeBackfill
+from indexer.tasks.scope import ScopeBackfill, ScopeNarrowing, ScopeUntracking
 from indexer.tasks.shard_ownership import ShardOwnership
 from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metrics import Metrics, Reading

@@ -12,7 +12,7 @@ from indexer.net.identity import IdentityLifetimes
 from indexer.net.relay.subscription import ConnectionSettings
 from indexer.resync.pool import WorkerPoolSettings
 from indexer.resync.queue import MaintenanceSettings
-from indexer.tasks import scope, scope_backfill
+from indexer.tasks import scope
 from indexer.tasks.reconcile import ReconciliationSettings
 
 
@@ -64,12 +64,12 @@ class Tuning:
     gap_refresh: float = REFRESH_SECONDS
     key_lookup_timeout: float = KEY_LOOKUP_TIMEOUT
     scope_interval: float = 1.0
-    scope_settle: float = scope_backfill.SETTLE_SECONDS
-    scope_rechecks: Sequence[float] = scope_backfill.RECHECK_SECONDS
-    scope_recheck_poll: float = scope_backfill.RECHECK_POLL_SECONDS
+    scope_settle: float = scope.SETTLE_SECONDS
+    scope_rechecks: Sequence[float] = scope.RECHECK_SECONDS
+    scope_recheck_poll: float = scope.RECHECK_POLL_SECONDS
     narrowing_batch: int = scope.NARROWING_BATCH
     untracking_batch: int = scope.UNTRACKING_BATCH
-    untracking_retry: float = scope.RETRY_SECONDS
+    untracking_retry: float = scope.UNTRACKING_RETRY_SECONDS
     erasure_interval: float = 60.0
     identity_refresh_interval: float = 10.0
     count_interval: float = 10.0

@@ -1,16 +1,37 @@
-"""Apply a narrowed scope: delete the records, and untrack the repos, that it does not select any more."""
+"""Apply a changed scope: delete records and untrack repos that left it, and fetch records of added collections.
 
-from dataclasses import dataclass
-from time import monotonic
+Records of added collections are fetched only of repos that can have such records. A host that lists repos by collection
+says which repos have none. They are complete without a fetch, except those of inactive accounts, which a list may lack:
+they are fetched when they are active again. A list is not signed, and it may lag. So it is compared again after some
+minutes and after a day, and repos are fetched that it names then and of which no such record is stored. A pattern that
+ends in `.*` cannot be listed, so all repos are fetched for it. Only a few repos at a time are desynchronized. The
+others stay synchronized, and their commits are applied, until their turn comes.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import monotonic, time
+from typing import NamedTuple
 
 import structlog
 
+from indexer.atproto.syntax import is_nsid
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.db import Database
+from indexer.crash_points import crash_point
+from indexer.db import Database, DatabaseError
+from indexer.db.crawls import CrawlProgress
 from indexer.db.current_scope import CurrentScope
 from indexer.db.periodic import run_periodically
+from indexer.errors import UnavailableError
+from indexer.net.http import OutboundClient
+from indexer.net.pds.repo_list import RepoListPage
+from indexer.net.pds.xrpc import MethodNotOfferedError
+from indexer.reasons import Desync, FetchFailure
+from indexer.sync.repo import Repo
 from indexer.sync.scope import Scope
 from indexer.sync.shard import Shard
+from indexer.tasks.repo_list_pages import ListedAccounts, repo_list_pages
 from indexer.telemetry.metrics import Metrics
 
 NARROWING_BATCH = 1_000
@@ -20,8 +41,20 @@ SEARCH_SECONDS = 600.0
 
 UNTRACKING_BATCH = 200
 """Repos that one transaction looks at. The live path waits for those that are untracked."""
-RETRY_SECONDS = 600.0
+UNTRACKING_RETRY_SECONDS = 600.0
 """Pause before repos are looked at again that were not complete."""
+SETTLE_SECONDS = 30.0
+"""Time from a change to the reading of a list: a list may lack what the stream has delivered just before."""
+RECHECK_SECONDS = (600.0, 86_400.0)
+"""Times from the comparison with a list to its repetitions."""
+RECHECK_POLL_SECONDS = 60.0
+MAX_SEARCH_SHARE = 0.05
+"""Share of the time that the search for incomplete repos takes while it finds none. It reads those of all inactive
+accounts."""
+RETRY_SECONDS = 60.0
+"""Pause after a list could not be read for the first time. It doubles with each failure, up to `MAX_RETRY_SECONDS`."""
+MAX_RETRY_SECONDS = 3_600.0
+
 log = structlog.get_logger(__name__)
 
 
@@ -107,7 +140,7 @@ class ScopeUntracking:
     scope: CurrentScope
     shard: Shard
     interval: float = 1.0
-    retry: float = RETRY_SECONDS
+    retry: float = UNTRACKING_RETRY_SECONDS
     batch_size: int = UNTRACKING_BATCH
 
     def __post_init__(self) -> None:
@@ -150,3 +183,225 @@ class ScopeUntracking:
             self._done_version = scope.version
         if untracked:
             log.info("scope.untracked", version=scope.version, repos=untracked)
+
+
+class _Failures(NamedTuple):
+    """The failures of a list: their number, when the first one was, and when to read it again (monotonic seconds)."""
+
+    number: int
+    since: float
+    retry_at: float
+
+
+Lists = Mapping[str, ListedAccounts | None]
+"""The repos that have records of a collection, by pattern; None if no host lists them."""
+
+
+@dataclass(eq=False)
+class ScopeBackfill:
+    """Completes the repos of a shard after collections were added.
+
+    Attributes:
+        sources: Returns the base URLs of the relays to ask; none if no stream is open.
+        give_up: Seconds after which a list that could not be read counts as one that no relay offers: all repos are
+            fetched.
+        max_waiting: Repos of a shard that are due at a time because of an added collection.
+        stage: Its progress. Requests, and the comparison with lists, are work.
+    """
+
+    db: Database
+    outbound: OutboundClient
+    scope: CurrentScope
+    sources: Callable[[], Sequence[str]]
+    shard: Shard
+    metrics: Metrics
+    interval: float = 1.0
+    settle: float = SETTLE_SECONDS
+    recheck: Sequence[float] = RECHECK_SECONDS
+    recheck_poll: float = RECHECK_POLL_SECONDS
+    first_retry: float = RETRY_SECONDS
+    give_up: float = 86_400.0
+    max_waiting: int = 200
+    page_size: int = 2_000
+
+    def __post_init__(self) -> None:
+        self._recheck_at = self._search_at = 0.0
+        self._compared = 0
+        # The lists that were read so far, for which version of the scope, and since when (Unix seconds).
+        self._read: tuple[int, float, dict[str, ListedAccounts | None]] = 0, 0.0, {}
+        self._failed: dict[str, _Failures] = {}
+        self.stage = StageProgress("scope backfill")
+        self._requests = self.stage.add()
+
+    async def run(self) -> None:
+        """Request resyncs forever. Only an exception that is a bug ends it."""
+        await run_periodically(self.step, self.interval, self.stage)
+
+    async def step(self) -> None:
+        """Request the next resyncs, after the lists were read.
+
+        Raises:
+            DatabaseError: The database is unavailable.
+        """
+        scope = self.scope.scope
+        if not scope.complete_from or not self.scope.only_in_use(scope.version):
+            return
+        is_compared = scope.complete_from <= self._compared or await self._compare_with_lists(scope)
+        if is_compared and self._compared != scope.complete_from:
+            self._compared, self._search_at = scope.complete_from, 0.0
+        if monotonic() >= self._recheck_at:
+            self._recheck_at = monotonic() + self.recheck_poll
+            await self._compare_again(scope)
+        began_at = monotonic()
+        if not is_compared or began_at < self._search_at:  # a search that took long has found none just before
+            return
+        requested = await self.db.scope_changes.request_incomplete(scope, self.shard.buckets, self.max_waiting, time())
+        if not requested:
+            self._search_at = began_at + (monotonic() - began_at) / MAX_SEARCH_SHARE
+        self.metrics.desynchronized[Desync.SCOPE_WIDENED].inc(requested)
+
+    async def _compare_with_lists(self, scope: Scope) -> bool:
+        """Mark repos that have no records of the added collections as complete; return False to try again later."""
+        first = await self.db.scope_changes.incomplete_repos(scope, self.shard.buckets, "", 1)
+        listable = [pattern for pattern in scope.added_after(0) if is_nsid(pattern)]
+        if not first or not listable:
+            return True
+        if not (sources := self.sources()) or monotonic() < self.scope.changed_at + self.settle:
+            return False
+        if self._read[0] != scope.version:
+            self._read = scope.version, time(), {}
+        _, began_at, lists = self._read
+        for pattern in listable:
+            if pattern not in lists and self._may_read(pattern):
+                try:
+                    lists[pattern] = await self._read_list(sources, pattern)
+                    self._failed.pop(pattern, None)
+                except DatabaseError:
+                    raise
+                except UnavailableError as error:
+                    if self._note_failure(pattern, error) >= self.give_up:
+                        log.warning("scope.list-given-up", collection=pattern)
+                        lists[pattern] = None
+        if self.scope.scope.version != scope.version or len(lists) < len(listable):
+            return False
+        # First, so that a process that is killed before it has marked all repos compares them again, too.
+        for pattern in [pattern for pattern in listable if lists[pattern] is not None]:
+            recheck = CrawlProgress("recheck", "", pattern, began_at=began_at, shard=str(self.shard))
+            await self.db.crawls.save(recheck)
+            crash_point("scope.recheck-planned")
+        complete = await self._mark_complete(scope, lists)
+        self._read = 0, 0.0, {}
+        log.info("scope.compared", version=scope.version, complete=complete)
+        return True
+
+    async def _compare_again(self, scope: Scope) -> None:
+        """Compare the lists again that are due, and mark repos that lack records after all."""
+        added_in = dict(zip(scope.collections.patterns, scope.added_in, strict=True))
+        if not (sources := self.sources()):
+            return
+        for recheck in await self.db.crawls.rechecks(self.shard):
+            if recheck.collection not in added_in:
+                await self.db.crawls.save(replace(recheck, finished_at=time()))
+            elif recheck.began_at > time():  # before the clock was set back
+                await self.db.crawls.save(replace(recheck, began_at=time()))
+            elif time() >= recheck.began_at + self.recheck[recheck.found] and self._may_read(recheck.collection):
+                try:
+                    found = await self._find_incomplete(sources, recheck, added_in[recheck.collection])
+                except DatabaseError:
+                    raise
+                except UnavailableError as error:
+                    self._note_failure(recheck.collection, error)
+                    continue
+                self._failed.pop(recheck.collection, None)
+                self._search_at = 0.0
+                done, ended = recheck.found + 1, time() if recheck.found + 1 >= len(self.recheck) else None
+                await self.db.crawls.save(replace(recheck, found=done, finished_at=ended))
+                log.info("scope.compared-again", collection=recheck.collection, incomplete=found)
+
+    def _may_read(self, collection: str) -> bool:
+        """Return True if the list did not fail, or if its pause is over."""
+        return collection not in self._failed or monotonic() >= self._failed[collection].retry_at
+
+    def _note_failure(self, collection: str, error: UnavailableError) -> float:
+        """Note and log that the list could not be read; return for how many seconds that has been so."""
+        now = monotonic()
+        failures = self._failed.get(collection, _Failures(0, now, now))
+        pause = min(self.first_retry * 2.0 ** min(failures.number, 16), MAX_RETRY_SECONDS)
+        self._failed[collection] = _Failures(failures.number + 1, failures.since, now + pause)
+        log.warning("scope.list-failed", collection=collection, error=str(error), retry_seconds=pause)
+        return now - failures.since
+
+    async def _find_incomplete(self, sources: Sequence[str], recheck: CrawlProgress, added_in: int) -> int:
+        """Mark listed repos that lack records of the collection; return how many.
+
+        Raises:
+            UnavailableError: No relay gives the whole list, or the database does not answer.
+        """
+        incomplete, collection, read_to_the_end = 0, recheck.collection, False
+        async for page in self._pages(sources, collection):
+            dids = [account.did for account in page.accounts if self.shard.owns(account.did)]
+            incomplete += await self.db.scope_changes.mark_incomplete(dids, collection, added_in, recheck.began_at)
+            read_to_the_end = page.cursor is None
+        if not read_to_the_end:
+            raise UnavailableError(FetchFailure.HTTP_STATUS, "no relay offers the list any more")
+        return incomplete
+
+    async def _read_list(self, sources: Sequence[str], collection: str) -> ListedAccounts | None:
+        """Return the stored repos that the first relay lists which offers it; None if none does.
+
+        Raises:
+            UnavailableError: A relay that may offer it does not answer, or the database does not.
+        """
+        stored = sum((await self.db.reports.counts()).statuses.values())
+        listed, read_to_the_end = ListedAccounts(2 * stored), False
+        async for page in self._pages(sources, collection):
+            for did in await self._stored(page):
+                listed.add(did)
+            read_to_the_end = page.cursor is None
+        return listed if read_to_the_end else None
+
+    async def _stored(self, page: RepoListPage) -> set[str]:
+        """Return the accounts of a page that are stored in this shard. The others would fill the set."""
+        owned = {account.did for account in page.accounts if self.shard.owns(account.did)}
+        differences = await self.db.crawls.find_differences(dict.fromkeys(owned, ""))
+        return owned.difference(differences.unknown)
+
+    async def _pages(self, sources: Sequence[str], collection: str) -> AsyncIterator[RepoListPage]:
+        """Yield the pages of the first relay that offers the list. The last page has no cursor.
+
+        If a relay stops offering it, the pages of the next one follow.
+
+        Raises:
+            UnavailableError: A relay that may offer it does not answer.
+        """
+        self.stage.idle()  # each request is work of `_requests`, and a pause before a retry is not
+        try:
+            for source in sources:
+                try:
+                    async for page in repo_list_pages(self.outbound, source, collection, None, self._requests):
+                        self.stage.moved()
+                        yield page
+                        self.stage.idle()
+                except MethodNotOfferedError as error:
+                    log.info("scope.list-not-offered", relay=source, collection=collection, error=str(error))
+                else:
+                    return
+        finally:
+            self.stage.moved()
+
+    async def _mark_complete(self, scope: Scope, lists: Lists) -> int:
+        """Mark all repos that lack no records; return how many. Repos that change meanwhile are fetched."""
+        after, complete = "", 0
+        while page := await self.db.scope_changes.incomplete_repos(scope, self.shard.buckets, after, self.page_size):
+            after = page[-1].did
+            lacking_none = [repo for repo in page if not may_lack(repo, scope, lists)]
+            complete += await self.db.scope_changes.mark_complete(lacking_none, scope)
+            self.stage.moved()
+            await asyncio.sleep(0)
+        return complete
+
+
+def may_lack(repo: Repo, scope: Scope, lists: Lists) -> bool:
+    """Return False if the lists show that the repo has no records of the collections added since it was complete."""
+    added = [lists.get(pattern) for pattern in scope.added_after(repo.scope_version)]
+    return any(listed is None or repo.did in listed for listed in added)

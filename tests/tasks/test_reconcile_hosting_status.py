@@ -23,7 +23,7 @@ from indexer.sync.identity import StoredIdentity
 from indexer.sync.repo import Repo, StreamPoint, SyncStatus
 from indexer.sync.scope import Track
 from indexer.sync.shard import Shard
-from indexer.tasks.hosting_status import UNLISTED, HostingStatusChecks
+from indexer.tasks.reconcile import UNLISTED, HostingStatusChecks
 from indexer.telemetry.metrics import Metrics
 from tests.db.repo_rows import did, insert
 from tests.net.http.scripted_host import ScriptedHost, http_response

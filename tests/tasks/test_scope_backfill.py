@@ -18,7 +18,7 @@ from indexer.reasons import Desync
 from indexer.sync.account import plan_active
 from indexer.sync.repo import needs_export
 from indexer.sync.shard import Shard
-from indexer.tasks.scope_backfill import ScopeBackfill
+from indexer.tasks.scope import ScopeBackfill
 from indexer.telemetry.metrics import Metrics
 from tests.db.repo_rows import did, insert, synchronized
 from tests.net.http.scripted_host import ScriptedHost, http_response
