@@ -82,8 +82,8 @@ class Fault:
 
 
 Handler = Callable[[web.Request], ServerResponse]
-PostHandler = Callable[[web.Request, bytes], ServerResponse]
-"""The second argument is the body of the request."""
+"""Answers a request. `request[BODY]` is the body."""
+BODY = web.RequestKey("body", bytes)
 
 
 class HttpServer:
@@ -101,8 +101,7 @@ class HttpServer:
         self.port = 0
         self.requests: Counter[str] = Counter()
         self.faults: list[Fault] = []
-        self._handlers: dict[str, Handler] = {}
-        self._post_handlers: dict[str, PostHandler] = {}
+        self._handlers: dict[tuple[str, str], Handler] = {}
         self._runner: web.AppRunner | None = None
 
     @property
@@ -116,21 +115,15 @@ class HttpServer:
             raise RuntimeError("the server has no address before its first start")
         return f"http://{self.host}:{self.port}"
 
-    def route(self, path: str, handler: Handler) -> None:
-        """Let `handler` respond to GET requests for `path`. Call it before `start`."""
-        self._handlers[path] = handler
-
-    def route_post(self, path: str, handler: PostHandler) -> None:
-        """Let `handler` respond to POST requests for `path`. Call it before `start`."""
-        self._post_handlers[path] = handler
+    def route(self, path: str, handler: Handler, method: str = "GET") -> None:
+        """Let `handler` respond to requests for `path`. Call it before `start`."""
+        self._handlers[method, path] = handler
 
     def application(self) -> web.Application:
         """Return the aiohttp application with all routes."""
         application = web.Application()
-        for path, handler in self._handlers.items():
-            application.router.add_get(path, partial(self._respond, handler))
-        for path, post_handler in self._post_handlers.items():
-            application.router.add_post(path, partial(self._respond_to_post, post_handler))
+        for (method, path), handler in self._handlers.items():
+            application.router.add_route(method, path, partial(self._respond, handler))
         return application
 
     async def start(self) -> None:
@@ -158,12 +151,9 @@ class HttpServer:
             await self._runner.cleanup()
             self._runner = None
 
-    async def _respond_to_post(self, handler: PostHandler, request: web.Request) -> web.StreamResponse:
-        body = await request.read()
-        return await self._respond(lambda request: handler(request, body), request)
-
     async def _respond(self, handler: Handler, request: web.Request) -> web.StreamResponse:
         self.requests[request.path] += 1
+        request[BODY] = await request.read()
         fault = next((fault for fault in self.faults if fault.matches(request)), None)
         if fault is not None:
             fault.fired += 1

@@ -26,7 +26,7 @@ class LocalAccount:
         self.key = self._next_key(curve)
         self.repo = LocalRepo(did, self.key, clock.tid())
         self._publish_identity()
-        pds.hosted[did] = HostedRepo(self.repo, handle, self.apply_writes)
+        pds.hosted[did] = HostedRepo(self.repo, self.apply_writes)
         self._emit_identity(handle=handle)
         self._emit_account()
         self._emit_commit(self.repo.first)
@@ -70,7 +70,7 @@ class LocalAccount:
 
     def set_handle(self, handle: str) -> None:
         """Change the handle."""
-        self.handle = self.pds.hosted[self.did].handle = handle
+        self.handle = handle
         self._publish_identity()
         self._emit_identity(handle=handle)
 
@@ -113,7 +113,7 @@ class LocalAccount:
                 exports contain the commit of the old PDS, signed with the old key, until the next write.
         """
         old, self.pds = self.pds, to
-        to.hosted[self.did] = HostedRepo(self.repo, self.handle, self.apply_writes)
+        to.hosted[self.did] = HostedRepo(self.repo, self.apply_writes)
         self.swap_key()
         if sign_again:
             self.apply_writes([], lost=True)

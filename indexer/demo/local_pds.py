@@ -10,7 +10,7 @@ from aiohttp import hdrs, web
 from indexer.atproto import cid
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.record import decode_record
-from indexer.demo.http_server import HttpServer, ServerResponse, XrpcError, json_response
+from indexer.demo.http_server import BODY, HttpServer, ServerResponse, XrpcError, json_response
 from indexer.demo.local_repo import LocalChange, LocalRepo, Record, TidClock, Write
 
 CAR_TYPE = "application/vnd.ipld.car"
@@ -40,7 +40,6 @@ class HostedRepo:
     """
 
     repo: LocalRepo
-    handle: str
     apply_writes: Callable[[Sequence[Write]], LocalChange]
     status: str | None = None
 
@@ -65,10 +64,9 @@ class LocalPds(HttpServer):
         self.route(GET_REPO_STATUS, self._get_repo_status)
         self.route(LIST_REPOS, self._list_repos)
         self.route(LIST_RECORDS, self._list_records)
-        self.route_post(CREATE_RECORD, self._create_record)
-        self.route_post(PUT_RECORD, self._put_record)
-        self.route_post(DELETE_RECORD, self._delete_record)
-        self.route("/.well-known/atproto-did", self._resolve_handle)
+        self.route(CREATE_RECORD, self._create_record, "POST")
+        self.route(PUT_RECORD, self._put_record, "POST")
+        self.route(DELETE_RECORD, self._delete_record, "POST")
 
     def emit(self, did: str, kind: str, payload: dict[str, Any]) -> None:
         """Pass an event to all listeners."""
@@ -104,12 +102,6 @@ class LocalPds(HttpServer):
         ]
         return page_response(request, entries, cursor_on_last_page=True)
 
-    def _resolve_handle(self, request: web.Request) -> ServerResponse:
-        for did, hosted in self.hosted.items():
-            if hosted.handle == request.url.host and hosted.status is None:
-                return ServerResponse((did.encode(),), headers={hdrs.CONTENT_TYPE: "text/plain"})
-        return ServerResponse((b"User not found",), 404, {hdrs.CONTENT_TYPE: "text/plain"})
-
     def _list_records(self, request: web.Request) -> ServerResponse:
         """Return a page of a collection, the greatest record keys first, as reference PDSes do."""
         repo = self._active(request.query.get("repo")).repo
@@ -121,27 +113,27 @@ class LocalPds(HttpServer):
         body: dict[str, Any] = {"records": [_record_entry(repo, collection, rkey) for rkey in page]}
         return json_response(body | {"cursor": page[-1]} if page else body)
 
-    def _create_record(self, _request: web.Request, body: bytes) -> ServerResponse:
-        hosted, path, fields = self._written(body)
+    def _create_record(self, request: web.Request) -> ServerResponse:
+        hosted, path, fields = self._written(request)
         if path in hosted.repo.records:
             raise XrpcError("InvalidRequest", f"Record already exists: {path}")
         return _apply(hosted, path, fields, Write.create)
 
-    def _put_record(self, _request: web.Request, body: bytes) -> ServerResponse:
-        hosted, path, fields = self._written(body)
+    def _put_record(self, request: web.Request) -> ServerResponse:
+        hosted, path, fields = self._written(request)
         return _apply(hosted, path, fields, Write.update if path in hosted.repo.records else Write.create)
 
-    def _delete_record(self, _request: web.Request, body: bytes) -> ServerResponse:
+    def _delete_record(self, request: web.Request) -> ServerResponse:
         """Delete a record; do nothing if it does not exist."""
-        hosted, path, _ = self._written(body)
+        hosted, path, _ = self._written(request)
         if path not in hosted.repo.records:
             return json_response({})
         return json_response({"commit": _commit(hosted.apply_writes([Write.delete(path)]))})
 
-    def _written(self, body: bytes) -> tuple[HostedRepo, str, dict[str, Any]]:
+    def _written(self, request: web.Request) -> tuple[HostedRepo, str, dict[str, Any]]:
         """Return the repo and the path that a request writes, and the fields of the request."""
         try:
-            fields = orjson.loads(body)
+            fields = orjson.loads(request[BODY])
         except orjson.JSONDecodeError as error:
             raise XrpcError("InvalidRequest", f"the body is not JSON: {error}") from None
         if not isinstance(fields, dict) or not isinstance(fields.get("collection"), str):
