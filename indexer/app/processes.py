@@ -12,8 +12,8 @@ a signal to the processes, and they drain and end.
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, closing
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -22,7 +22,7 @@ import structlog
 
 from indexer import __version__
 from indexer.app.clients import core_of
-from indexer.app.daemon import Daemon, open_daemon
+from indexer.app.daemon import open_daemon
 from indexer.app.process_setup import (
     PARENT_ENDED,
     StopRequest,
@@ -73,8 +73,17 @@ async def run(settings: Settings, *, migrate_first: bool = True, tuning: Tuning 
     with stop_on_signals(stop, settings.stop_timeout), closing(listener):
         async with database(url, settings.data_dir, on_restart=metrics.postgres_restarts.inc, stage=postgres) as dsn:
             async with AsyncExitStack() as stack:
-                opened = partial(open_daemon, settings, dsn, metrics, [postgres], core, tuning)
-                daemon = await _open_when_available(stack, opened, dsn, stop, migrate_first=migrate_first)
+                daemon, attempts = None, 0
+                while not daemon and await prepare_database(
+                    dsn, stop, migrate_first=migrate_first, changing=on_all_nodes
+                ):
+                    attempts += 1
+                    try:
+                        opened = open_daemon(settings, dsn, metrics, [postgres], core, tuning)
+                        daemon = await stack.enter_async_context(opened)
+                    except DatabaseError as error:
+                        log.warning("database.waiting", error=error.detail)
+                        await wait_for_event(stop, start_pause(attempts, dsn))
                 if daemon is None:
                     log.info("daemon.stopped")
                     return 0
@@ -93,26 +102,6 @@ async def run(settings: Settings, *, migrate_first: bool = True, tuning: Tuning 
     stop.step = "end threads"
     log.info("daemon.stopped")
     return 1 if unwritten else 0
-
-
-async def _open_when_available(
-    stack: AsyncExitStack,
-    opened: Callable[[], AbstractAsyncContextManager[Daemon]],
-    dsn: str,
-    stop: asyncio.Event,
-    *,
-    migrate_first: bool,
-) -> Daemon | None:
-    """Return the daemon, opened as soon as its database is prepared and answers; None if `stop` ended the wait."""
-    attempt = 0
-    while await prepare_database(dsn, stop, migrate_first=migrate_first, changing=on_all_nodes):
-        attempt += 1
-        try:
-            return await stack.enter_async_context(opened())
-        except DatabaseError as error:
-            log.warning("database.waiting", error=error.detail)
-        await wait_for_event(stop, start_pause(attempt, dsn))
-    return None
 
 
 async def run_several(settings: Settings, processes: int, config: Path | None, *, migrate_first: bool = True) -> int:
