@@ -110,16 +110,18 @@ def generated(public_schema: str, columns: Sequence[PublicColumn]) -> dict[Path,
 def settings_list() -> str:
     """Return the list of settings."""
     return "".join(
-        f"- `{variable(name)}` = {_default(name)} ({allowed(name)}): {field.description}\n"
-        for name, field in Settings.model_fields.items()
+        f"- `{variable(name)}` = {_default(name)} ({allowed(name)}): {_description(name)}\n"
+        for name in Settings.model_fields
     )
+
+
+def _description(setting: str) -> str:
+    return " ".join(str(Settings.model_fields[setting].description).split())
 
 
 def example_settings() -> str:
     """Return config/indexer.example.toml: every setting with its default, commented out."""
-    settings = "".join(
-        f"# {field.description}\n# {name} = {_toml(name)}\n\n" for name, field in Settings.model_fields.items()
-    )
+    settings = "".join(f"# {_description(name)}\n# {name} = {_toml(name)}\n\n" for name in Settings.model_fields)
     return f"# Every setting with its default. docs/settings.md describes them.\n\n{settings}"
 
 

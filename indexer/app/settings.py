@@ -250,208 +250,131 @@ class Settings(BaseModel):
     Durations are in seconds and sizes in bytes, whatever unit was given.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        arbitrary_types_allowed=True,
+        use_attribute_docstrings=True,
+    )
 
-    database_url: Annotated[SecretStr, AfterValidator(_check_database_url), "a postgresql:// URL"] | None = Field(
-        None,
-        description="Your Postgres database. Unset: the embedded Postgres under `INDEXER_DATA_DIR`.",
-    )
-    data_dir: Annotated[Path, "a directory"] = Field(
-        default_factory=lambda: user_data_path("indexer"),
-        description="Directory of the embedded Postgres, and of exports while they are verified. Needs a disk with "
-        "room.",
-    )
-    relays: Relays = Field(
-        ("wss://relay1.us-east.bsky.network",),
-        description="Relays to consume. The first one that works is used, so name more than one for availability. "
-        "Each has its own cursor.",
-    )
-    upstream: Literal["relay", "pds"] = Field(
-        "relay",
-        description="Kind of hosts in `INDEXER_RELAYS`. Choose `pds` to consume a PDS directly: its events count only "
-        "for accounts that it hosts.",
-    )
+    database_url: Annotated[SecretStr, AfterValidator(_check_database_url), "a postgresql:// URL"] | None = None
+    """Your Postgres database. Unset: the embedded Postgres under `INDEXER_DATA_DIR`."""
+    data_dir: Annotated[Path, "a directory"] = Field(default_factory=lambda: user_data_path("indexer"))
+    """Directory of the embedded Postgres, and of exports while they are verified. Needs a disk with room."""
+    relays: Relays = ("wss://relay1.us-east.bsky.network",)
+    """Relays to consume. The first one that works is used, so name more than one for availability. Each has its own
+    cursor."""
+    upstream: Literal["relay", "pds"] = "relay"
+    """Kind of hosts in `INDEXER_RELAYS`. Choose `pds` to consume a PDS directly: its events count only for accounts
+    that it hosts."""
     start: Annotated[
         Literal["live", "oldest"] | Annotated[int, Field(ge=0, lt=2**63)], "`live`, `oldest`, or a sequence number"
-    ] = Field(
-        "live",
-        description="Where a new database starts: at the newest event, at the oldest one that the relay has, or after "
-        "a sequence number.",
-    )
-    track: Literal["all", "listed", "signal"] = Field(
-        "all",
-        description="Accounts to index: `all`; only those that `indexer add` or `indexer discover` added (`listed`); "
-        "or also those with a record of a signal collection (`signal`). This and the next two settings are the scope "
-        "of a new database; then use `indexer scope`.",
-    )
-    collections: Collections = Field(
-        CollectionFilter(),
-        description="Collections to store. Name those that your service reads; `app.bsky.*` matches all below "
-        "`app.bsky`.",
-    )
-    signal_collections: Patterns = Field(
-        (),
-        description="With `INDEXER_TRACK=signal`: collections of which a record makes an account indexed. They need "
-        "not be stored. Accounts of a pattern with `.*` are found on the stream only.",
-    )
-    store_values: Switch = Field(
-        True,
-        description="Store record values (JSON), not only CIDs. Turn it off to save "
-        "disk if you need no values; feeds and links need them.",
-    )
-    links: Switch = Field(
-        False,
-        description="Keep `atproto.links` and `atproto.link_count`. Turn it on, for all processes, to count likes or "
-        "followers: links of stored records are added in the background. Turned off, all links are removed.",
-    )
-    inversion: Literal["strict", "lenient"] = Field(
-        "strict",
-        description="Commits whose proof blocks are incomplete: `strict` requests a resync; `lenient` applies those "
-        "that agree with the new tree, for lower latency, and requests a resync later.",
-    )
-    plc_url: Directories = Field(
-        ("https://plc.directory",),
-        description="PLC directories. If one does not answer, the next is asked. Put a mirror of yours first.",
-    )
-    dns_servers: DnsServers = Field(
-        (),
-        description="DNS servers for handles and host names, if those of the system are slow or answer no queries for "
-        "TXT records.",
-    )
-    resync_workers: UpToThousand = Field(
-        32,
-        description="Concurrent resyncs, besides those of exports above 32 MiB. One host, registered domain or network "
-        "address occupies at most half. Raise it if a backfill leaves CPU and database idle.",
-    )
+    ] = "live"
+    """Where a new database starts: at the newest event, at the oldest one that the relay has, or after a sequence
+    number."""
+    track: Literal["all", "listed", "signal"] = "all"
+    """Accounts to index: `all`; only those that `indexer add` or `indexer discover` added (`listed`); or also those
+    with a record of a signal collection (`signal`). This and the next two settings are the scope of a new database;
+    then use `indexer scope`."""
+    collections: Collections = CollectionFilter()
+    """Collections to store. Name those that your service reads; `app.bsky.*` matches all below `app.bsky`."""
+    signal_collections: Patterns = ()
+    """With `INDEXER_TRACK=signal`: collections of which a record makes an account indexed. They need not be stored.
+    Accounts of a pattern with `.*` are found on the stream only."""
+    store_values: Switch = True
+    """Store record values (JSON), not only CIDs. Turn it off to save disk if you need no values; feeds and links
+    need them."""
+    links: Switch = False
+    """Keep `atproto.links` and `atproto.link_count`. Turn it on, for all processes, to count likes or followers:
+    links of stored records are added in the background. Turned off, all links are removed."""
+    inversion: Literal["strict", "lenient"] = "strict"
+    """Commits whose proof blocks are incomplete: `strict` requests a resync; `lenient` applies those that agree
+    with the new tree, for lower latency, and requests a resync later."""
+    plc_url: Directories = ("https://plc.directory",)
+    """PLC directories. If one does not answer, the next is asked. Put a mirror of yours first."""
+    dns_servers: DnsServers = ()
+    """DNS servers for handles and host names, if those of the system are slow or answer no queries for TXT records."""
+    resync_workers: UpToThousand = 32
+    """Concurrent resyncs, besides those of exports above 32 MiB. One host, registered domain or network address
+    occupies at most half. Raise it if a backfill leaves CPU and database idle."""
     new_accounts_per_host: Annotated[
         int, Field(ge=0, le=_MAX_WHOLE), f"a whole number up to {_MAX_WHOLE}, or `0` for no limit"
-    ] = Field(
-        100_000,
-        description="Accounts that the stream may add in an hour for one host or registered domain; further ones wait. "
-        "Raise it if a large host moves. `0`: no limit.",
-    )
+    ] = 100_000
+    """Accounts that the stream may add in an hour for one host or registered domain; further ones wait. Raise it if
+    a large host moves. `0`: no limit."""
     resync_source: Annotated[
         tuple[Literal["relay", "pds"], ...],
         WrapValidator(_read_list),
         "`relay`, `pds`, or both in a comma-separated list",
-    ] = Field(
-        ("relay", "pds"),
-        description="Sources of exports (`getRepo`), in the order in which they are asked. "
-        "`pds,relay` spares the relay.",
-    )
-    export_time: Duration = Field(
-        600,
-        description="Maximum duration of the download of an export. Raise it if "
-        "`last_failure` of large repos is `timeout`.",
-    )
-    plc_rate: Rate = Field(
-        10,
-        description="Maximum requests per second to PLC directories. Raise it for a mirror of yours, or if their "
-        "operator agrees. At most half refresh known identities, at most a tenth for the same host.",
-    )
-    handle_rate: RateOrOff = Field(
-        10,
-        description="Maximum handle verifications per second. `0` if you need no handles: `atproto.repos.handle` is "
-        "null.",
-    )
-    host_rate: Rate = Field(
-        10,
-        description="Maximum requests per second to one host or network address, except PLC directories. Raise it "
-        "only for your own hosts.",
-    )
-    host_concurrency: Whole = Field(
-        10, description="Maximum concurrent requests to one host. Raise it only for your own hosts."
-    )
-    outbound_rate: Rate = Field(
-        100,
-        description="Maximum requests per second to all hosts together. Raise it if a "
-        "backfill of many hosts is limited by it.",
-    )
-    contact: Annotated[str, AfterValidator(_check_contact), "an http(s):// URL or an e-mail address"] | None = Field(
-        None, description="Contact for operators of other hosts, sent in every User-Agent header. Set it in production."
-    )
-    deletion_grace: Seconds = Field(
-        604_800,
-        description="Time from the deletion of an account to the erasure of its records, which are hidden at once. "
-        "Lower it if your rules on erasure are stricter.",
-    )
-    sweep_interval: Seconds = Field(
-        86_400,
-        description="How often to compare the relay's repo list with the database, and to try parked repos again. "
-        "`0`: only after messages may have been missed; parked repos stay.",
-    )
-    change_retention: Seconds = Field(
-        604_800,
-        description="How long changes stay in the change log, unless it reaches `INDEXER_CHANGE_BYTES`. Raise it to "
-        "let consumers be away longer: they are disconnected after twice this time, but not before "
-        "an hour. `0`: no limit of time.",
-    )
-    change_bytes: Annotated[Size, Field(ge=2**20), "a size of at least 1MiB, such as 5GB or 2GiB"] = Field(
-        50 * 10**9,
-        description="Maximum size of the change log; twice as much while consumers are behind. Set it to less "
-        "than half of the free disk.",
-    )
-    shard: Annotated[Shard, BeforeValidator(_read_shard), f"i/n, with i below n and n at most {BUCKETS}"] = Field(
-        Shard(0, 1),
-        description="Share i of n of the DIDs that this process indexes, from 0. Set it to use several machines.",
-    )
+    ] = ("relay", "pds")
+    """Sources of exports (`getRepo`), in the order in which they are asked. `pds,relay` spares the relay."""
+    export_time: Duration = 600
+    """Maximum duration of the download of an export. Raise it if `last_failure` of large repos is `timeout`."""
+    plc_rate: Rate = 10
+    """Maximum requests per second to PLC directories. Raise it for a mirror of yours, or if their operator agrees.
+    At most half refresh known identities, at most a tenth for the same host."""
+    handle_rate: RateOrOff = 10
+    """Maximum handle verifications per second. `0` if you need no handles: `atproto.repos.handle` is null."""
+    host_rate: Rate = 10
+    """Maximum requests per second to one host or network address, except PLC directories. Raise it only for your
+    own hosts."""
+    host_concurrency: Whole = 10
+    """Maximum concurrent requests to one host. Raise it only for your own hosts."""
+    outbound_rate: Rate = 100
+    """Maximum requests per second to all hosts together. Raise it if a backfill of many hosts is limited by it."""
+    contact: Annotated[str, AfterValidator(_check_contact), "an http(s):// URL or an e-mail address"] | None = None
+    """Contact for operators of other hosts, sent in every User-Agent header. Set it in production."""
+    deletion_grace: Seconds = 604_800
+    """Time from the deletion of an account to the erasure of its records, which are hidden at once. Lower it if
+    your rules on erasure are stricter."""
+    sweep_interval: Seconds = 86_400
+    """How often to compare the relay's repo list with the database, and to try parked repos again. `0`: only after
+    messages may have been missed; parked repos stay."""
+    change_retention: Seconds = 604_800
+    """How long changes stay in the change log, unless it reaches `INDEXER_CHANGE_BYTES`. Raise it to let consumers
+    be away longer: they are disconnected after twice this time, but not before an hour. `0`: no limit of time."""
+    change_bytes: Annotated[Size, Field(ge=2**20), "a size of at least 1MiB, such as 5GB or 2GiB"] = 50 * 10**9
+    """Maximum size of the change log; twice as much while consumers are behind. Set it to less than half of the
+    free disk."""
+    shard: Annotated[Shard, BeforeValidator(_read_shard), f"i/n, with i below n and n at most {BUCKETS}"] = Shard(0, 1)
+    """Share i of n of the DIDs that this process indexes, from 0. Set it to use several machines."""
     roles: Annotated[
         tuple[Literal["live", "resync", "feed"], ...],
         WrapValidator(_read_list),
         "`live`, `resync`, `feed`, or several in a comma-separated list",
-    ] = Field(
-        ("live", "resync"),
-        description="Roles of this process: `live` consumes the firehose, `resync` runs resync workers. Add `feed` "
-        "for clients of tap or Jetstream.",
-    )
-    core: Literal["auto", "python", "native"] = Field(
-        "auto",
-        description="Implementation of decoding and verification: `native` is the package `atproto-indexer-native`; "
-        "`auto` uses it if it is installed. Both give the same results.",
-    )
-    verify_threads: UpToThousand | None = Field(
-        None,
-        description="Threads in which the native core verifies. Lower it if other programs need the cores.",
-    )
-    batch_window: Annotated[Seconds, Field(le=1), "a duration such as 20ms, at most 1s, or 0"] = Field(
-        0.02,
-        description="Minimum time between batches that are not full. Longer: less CPU and fewer transactions, but "
-        "later commits. `0`: lowest latency.",
-    )
-    webhook_url: Annotated[SecretStr, AfterValidator(_check_webhook), "an http(s):// URL"] | None = Field(
-        None,
-        description="Webhook to which the role `feed` sends each event until it answers with a 2xx status, instead of "
-        "serving `/channel`. It may have a private address.",
-    )
-    admin_password: Annotated[SecretStr, AfterValidator(_check_password), "printable text"] | None = Field(
-        None,
-        description="Password of the user `admin` for paths of the role `feed` that change something or acknowledge "
-        "events; also sent to the webhook. Unset: loopback clients only.",
-    )
-    allow_private_hosts: Switch = Field(
-        False, description="Allow http:// URLs, and loopback and private addresses. For tests and local networks only."
-    )
-    stop_timeout: Duration = Field(
-        25,
-        description="Maximum time from SIGTERM or SIGINT to the end of the process. Keep it below that of your "
-        "service manager: 30 s in Kubernetes, 10 s with `docker stop`.",
-    )
-    http_bind: Annotated[Address, BeforeValidator(_read_address), "host:port"] = Field(
-        Address("127.0.0.1", 2580),
-        description="Address of health checks, metrics, the status page and feeds. `0.0.0.0:2580` in a container.",
-    )
-    log_format: Literal["auto", "json", "console"] = Field(
-        "auto", description="Format of log lines. `auto`: `console` on a terminal, otherwise `json`."
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Minimum level of log lines. `debug` also shows single repos."
-    )
+    ] = ("live", "resync")
+    """Roles of this process: `live` consumes the firehose, `resync` runs resync workers. Add `feed` for clients of
+    tap or Jetstream."""
+    core: Literal["auto", "python", "native"] = "auto"
+    """Implementation of decoding and verification: `native` is the package `atproto-indexer-native`; `auto` uses it
+    if it is installed. Both give the same results."""
+    verify_threads: UpToThousand | None = None
+    """Threads in which the native core verifies. Lower it if other programs need the cores."""
+    batch_window: Annotated[Seconds, Field(le=1), "a duration such as 20ms, at most 1s, or 0"] = 0.02
+    """Minimum time between batches that are not full. Longer: less CPU and fewer transactions, but later commits.
+    `0`: lowest latency."""
+    webhook_url: Annotated[SecretStr, AfterValidator(_check_webhook), "an http(s):// URL"] | None = None
+    """Webhook to which the role `feed` sends each event until it answers with a 2xx status, instead of serving
+    `/channel`. It may have a private address."""
+    admin_password: Annotated[SecretStr, AfterValidator(_check_password), "printable text"] | None = None
+    """Password of the user `admin` for paths of the role `feed` that change something or acknowledge events; also
+    sent to the webhook. Unset: loopback clients only."""
+    allow_private_hosts: Switch = False
+    """Allow http:// URLs, and loopback and private addresses. For tests and local networks only."""
+    stop_timeout: Duration = 25
+    """Maximum time from SIGTERM or SIGINT to the end of the process. Keep it below that of your service manager: 30
+    s in Kubernetes, 10 s with `docker stop`."""
+    http_bind: Annotated[Address, BeforeValidator(_read_address), "host:port"] = Address("127.0.0.1", 2580)
+    """Address of health checks, metrics, the status page and feeds. `0.0.0.0:2580` in a container."""
+    log_format: Literal["auto", "json", "console"] = "auto"
+    """Format of log lines. `auto`: `console` on a terminal, otherwise `json`."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Minimum level of log lines. `debug` also shows single repos."""
 
-    repo_bytes: Size = Field(
-        DEFAULT_LIMITS.repo_bytes,
-        description="Maximum size of an export, decompressed. The maximum number of its blocks grows in proportion. "
-        "Raise it if the `last_failure` of a wanted repo is `too-large`.",
-    )
+    repo_bytes: Size = DEFAULT_LIMITS.repo_bytes
+    """Maximum size of an export, decompressed. The maximum number of its blocks grows in proportion. Raise it if
+    the `last_failure` of a wanted repo is `too-large`."""
 
     @field_validator("*", mode="before")
     @classmethod
