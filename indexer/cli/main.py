@@ -38,7 +38,7 @@ COMMANDS = {
     "cursor": ("cursor_commands", "Show or reset the stored positions in the streams of relays."),
     "audit": ("audit", "Fetch repos again and compare every record with the database."),
     "export": ("export", "Write all visible records of a collection to a file."),
-    "lexicon": ("lexicon_commands", "Add lexicons, and query records through views with typed columns."),
+    "lexicon": ("lexicon", "Add lexicons, and query records through views with typed columns."),
     "inspect": ("inspect", "Verify a CAR export of a repo offline and list its records."),
     "distribute": ("distribute_command", "Distribute the tables over the nodes of a Citus cluster."),
     "completion": ("main", "Print the script that completes commands and options in a shell."),

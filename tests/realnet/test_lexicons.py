@@ -8,7 +8,7 @@ import click
 import pytest
 
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.cli.lexicon_sources import COLLECTION, LexiconResolver
+from indexer.cli.lexicon import COLLECTION, LexiconResolver
 from indexer.core.spool import Spool
 from indexer.net.http import OutboundClient, OutboundSettings, RateLimits
 from indexer.net.http.checked_connector import DnsResolver
