@@ -34,7 +34,7 @@ STACKS = signal.SIGUSR2
 RUN = ("run", "--no-migrate")
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["indexer.app.processes", "indexer.cli.daemon_commands", __name__])
+_context.set_forkserver_preload(["indexer.app.processes", "indexer.cli.run", __name__])
 
 
 def start_fork_server() -> None:

@@ -23,8 +23,8 @@ PROGRAM = "indexer"
 NATIVE_CORE = "atproto-indexer-native"
 """The distribution of the native core, which is optional."""
 COMMANDS = {
-    "run": ("daemon_commands", "Run the daemon: consume, verify, resync, serve health checks and metrics."),
-    "migrate": ("daemon_commands", "Upgrade the database schema to the version of this release."),
+    "run": ("run", "Run the daemon: consume, verify, resync, serve health checks and metrics."),
+    "migrate": ("schema_commands", "Upgrade the database schema to the version of this release."),
     "demo": ("demo", "Run the daemon against a small local network."),
     "status": ("status_commands", "Show cursor, lag, repos by status, resync queue, throughput and progress."),
     "repo": ("status_commands", "Show everything that is known about one repo."),
@@ -32,7 +32,7 @@ COMMANDS = {
     "add": ("repo_commands", "Start tracking repos."),
     "resync": ("repo_commands", "Request a resync of repos."),
     "takedown": ("repo_commands", "Hide a repo from the public views."),
-    "discover": ("crawl_commands", "List the accounts of a host and start tracking the unknown ones."),
+    "discover": ("repo_commands", "List the accounts of a host and start tracking the unknown ones."),
     "rejected": ("rejected", "List, show or replay dead letters."),
     "scope": ("scope_commands", "Show or change which repos are tracked and which collections are stored."),
     "cursor": ("cursor_commands", "Show or reset the stored positions in the streams of relays."),
@@ -40,7 +40,7 @@ COMMANDS = {
     "export": ("export", "Write all visible records of a collection to a file."),
     "lexicon": ("lexicon", "Add lexicons, and query records through views with typed columns."),
     "inspect": ("inspect", "Verify a CAR export of a repo offline and list its records."),
-    "distribute": ("distribute_command", "Distribute the tables over the nodes of a Citus cluster."),
+    "distribute": ("schema_commands", "Distribute the tables over the nodes of a Citus cluster."),
     "completion": ("main", "Print the script that completes commands and options in a shell."),
     "doctor": ("doctor", "Check settings, database, disk, clock, relays, directories, DNS and limits."),
 }

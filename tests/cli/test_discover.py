@@ -86,9 +86,7 @@ async def test_resync_is_requested_for_repos_that_are_behind(
         await until(all_synchronized)
     ada, *_ = network.accounts.values()
     ada.create(NOTE, {"text": "written while no daemon runs"})
-    monkeypatch.setattr(
-        "indexer.cli.crawl_commands.ReconciliationSettings", partial(ReconciliationSettings, settle=0.1)
-    )
+    monkeypatch.setattr("indexer.cli.repo_commands.ReconciliationSettings", partial(ReconciliationSettings, settle=0.1))
     result = await session.run("resync", "--behind")
     assert (result.returncode, result.stdout) == (0, "resyncs: 1 requested\n")
     repos = await db.repos.load(list(network.accounts))

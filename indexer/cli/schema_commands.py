@@ -1,4 +1,4 @@
-"""The command `distribute`."""
+"""The commands `migrate` and `distribute`."""
 
 from dataclasses import asdict
 
@@ -10,7 +10,26 @@ from indexer.cli.command import ExitCode, command, json_option
 from indexer.cli.database import open_database
 from indexer.cli.output import echo_result, show_progress
 from indexer.cluster.distribute import Distribution, distribute
+from indexer.cluster.tables import on_all_nodes
+from indexer.db.migrate import migrate
+from indexer.db.schema_version import schema_state
 from indexer.sync.shard import BUCKETS
+
+
+@command("migrate")
+@json_option
+async def migrate_command(settings: Settings, *, as_json: bool) -> int:
+    """Upgrade the database schema to the version of this release."""
+    async with open_database(settings) as dsn:
+        with show_progress("versions of the schema", None) as progress:
+            await migrate(
+                dsn,
+                on_version=lambda applied, total: progress.update(applied, total=total),
+                changing=on_all_nodes,
+            )
+        version = (await schema_state(dsn)).database
+    echo_result({"version": version}, f"The database schema is current: version {version}.", as_json=as_json)
+    return ExitCode.OK
 
 
 def parse_shards(_context: click.Context, _parameter: click.Parameter, value: int | None) -> int | None:
