@@ -264,25 +264,20 @@ class Cluster:
         with contextlib.suppress(PermissionError, UnavailableError):
             await self._output_of(binaries / "postgres", "--version", directory_fd=directory_fd)
             return binaries, None
-        directory, protection = self._make_directory_for_copies(on_failure)
+        link = self.directory / "binaries"
+        directory = Path(tempfile.mkdtemp(prefix="indexer-pg-", dir=SHARED_DIRECTORY))
+        link.symlink_to(directory)
+        on_failure.callback(_remove, link)
+        on_failure.callback(_remove, directory)
+        protection = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        os.fchmod(protection, 0o755)  # every account may read the copies
+        fcntl.flock(protection, fcntl.LOCK_SH)  # systemd-tmpfiles(8) does not remove a locked directory
         return await asyncio.to_thread(copy_binaries, binaries, directory), protection
 
     def _copies(self) -> list[Path]:
         """Return the directory of copied binaries and the link to it, if there are any."""
         link = self.directory / "binaries"
         return [link.readlink(), link] if link.is_symlink() else []
-
-    def _make_directory_for_copies(self, on_failure: contextlib.ExitStack) -> tuple[Path, int]:
-        """Create a directory that every account can read."""
-        link = self.directory / "binaries"
-        directory = Path(tempfile.mkdtemp(prefix="indexer-pg-", dir=SHARED_DIRECTORY))
-        link.symlink_to(directory)
-        on_failure.callback(_remove, link)
-        on_failure.callback(_remove, directory)
-        directory.chmod(0o755)
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(fd, fcntl.LOCK_SH)  # systemd-tmpfiles(8) does not remove a locked directory
-        return directory, fd
 
     async def _check_version(self, binaries: Path, directory_fd: int) -> None:
         output = await self._output_of(binaries / "postgres", "--version", directory_fd=directory_fd)

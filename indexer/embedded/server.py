@@ -118,12 +118,16 @@ class EmbeddedPostgres:
 
     async def start(self) -> None:
         """Use the running server, or start one; wait until it accepts connections."""
-        async with _start_timeout(
-            f"an earlier server in {self._cluster.directory} does not end, or the present one does not accept "
-            f"connections; see {self._cluster.log}"
-        ):
-            while (connection := await self._use()) is None:  # noqa: ASYNC110 - there is no event for a file lock
-                await asyncio.sleep(POLL_SECONDS)
+        try:
+            async with asyncio.timeout(START_TIMEOUT):
+                while (connection := await self._use()) is None:  # noqa: ASYNC110 - there is no event for a file lock
+                    await asyncio.sleep(POLL_SECONDS)
+        except TimeoutError:
+            message = (
+                f"an earlier server in {self._cluster.directory} does not end, or the present one does not accept "
+                f"connections; see {self._cluster.log}"
+            )
+            raise UnavailableError(FetchFailure.TIMEOUT, message) from None
         ended, self._connection = self._connection, connection
         if ended is not None:
             await ended.close()
@@ -213,16 +217,6 @@ class EmbeddedPostgres:
     async def _connect(self, name: str) -> "asyncpg.Connection[asyncpg.Record]":
         socket = str(self._cluster.socket)
         return await asyncpg.connect(host=socket, port=PORT, user="postgres", database=name, timeout=CONNECT_TIMEOUT)
-
-
-@asynccontextmanager
-async def _start_timeout(message: str) -> AsyncIterator[None]:
-    """Raise `UnavailableError` with the message if the block takes longer than `START_TIMEOUT`."""
-    try:
-        async with asyncio.timeout(START_TIMEOUT):
-            yield
-    except TimeoutError:
-        raise UnavailableError(FetchFailure.TIMEOUT, message) from None
 
 
 def _default_settings() -> dict[str, str]:
