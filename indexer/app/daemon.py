@@ -269,7 +269,7 @@ class Daemon:
             ),
             self.metrics,
             self.conditions,
-            AccountLimits(self.new_accounts, NewAccounts(new_accounts), self.metrics, self.conditions),
+            AccountLimits(self.new_accounts, NewAccounts(new_accounts), self.conditions),
             self.scope,
             self.core,
         )

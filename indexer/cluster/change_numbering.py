@@ -145,8 +145,6 @@ class ChangeNumbering:
         in_doubt = [age for ages in prepared.values() for age in ages.values() if age > IN_DOUBT_SECONDS]
         for age in numbered.values():
             self._metrics.numbering_seconds.observe(age)
-        self._metrics.unnumbered_batches.set(len(self._waiting))
-        self._metrics.transactions_in_doubt.set(len(in_doubt))
         oldest = max([*in_doubt, *self._waiting.values()], default=0.0)
         if oldest <= IN_DOUBT_SECONDS:
             self._conditions.end(TRANSACTIONS_IN_DOUBT)

@@ -11,19 +11,15 @@ from indexer.sync.batch import BatchPlan
 from indexer.sync.policy import KeyStateOf, PlanContext
 from indexer.sync.repo import Repo
 from indexer.telemetry.conditions import NEW_ACCOUNTS_LIMITED, Conditions
-from indexer.telemetry.metrics import Metrics
 
 
 class AccountLimits:
     """Finds the accounts of a batch that the limit concerns, and counts those that were added."""
 
-    def __init__(
-        self, new_accounts: NewAccounts, new_web_dids: NewAccounts, metrics: Metrics, conditions: Conditions
-    ) -> None:
+    def __init__(self, new_accounts: NewAccounts, new_web_dids: NewAccounts, conditions: Conditions) -> None:
         """Limit accounts by the domain of their host, and rows of unknown did:web by the domain in the DID."""
         self._new_accounts = new_accounts
         self._new_web_dids = new_web_dids
-        self._metrics = metrics
         self._conditions = conditions
 
     def apply(
@@ -46,7 +42,6 @@ class AccountLimits:
                 key_state = key_state_of(did)
                 if key_state and key_state.host and self._new_accounts.is_limited(key_state.host, context.now):
                     limited.add(did)
-        self._metrics.refused_accounts.inc(len(refused))
         return replace(context, refused=frozenset(refused), limited=frozenset(limited))
 
     def count(self, plan: BatchPlan, skipped: frozenset[str], key_state_of: KeyStateOf) -> None:

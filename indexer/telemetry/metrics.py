@@ -159,10 +159,6 @@ class Metrics:
         self.lenient_commits = self._add(
             Counter, "indexer_lenient_commits_total", (), "Commits applied although their inversion is undecidable.",
             "It grows although `INDEXER_INVERSION` should be strict.")
-        self.refused_accounts = self._add(
-            Counter, "indexer_refused_accounts_total", (),
-            "Unknown did:web that were ignored because their domain added too many accounts.",
-            "It grows; the condition `new-accounts-limited` names the domain.")
         self.cursor_seq = self._add(
             Gauge, "indexer_cursor_seq", ("relay",), "Stored cursor: every event up to it is applied.",
             "It does not change while messages are received.")
@@ -262,13 +258,6 @@ class Metrics:
             Histogram, "indexer_numbering_seconds", (),
             "On a cluster, the time from the commit of a change batch to its numbers.",
             "It grows to seconds: consumers get changes late.")
-        self.unnumbered_batches = self._add(
-            Gauge, "indexer_unnumbered_batches", (), "On a cluster, committed change batches without numbers.",
-            "It stays above 0: a node does not answer, or transactions are in doubt.")
-        self.transactions_in_doubt = self._add(
-            Gauge, "indexer_transactions_in_doubt", (),
-            "Prepared transactions on nodes of a cluster that were not completed within seconds.",
-            "It is above 0 for longer than `citus.recover_2pc_interval` while all nodes answer.")
         self.notification_queue_ratio = self._add(
             Gauge, "indexer_notification_queue_ratio", (), "Used share of the notification queue of Postgres, 0 to 1.",
             "It is above 0.05: a session that listens has left a transaction open.")

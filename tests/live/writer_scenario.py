@@ -114,7 +114,7 @@ class WriterScenario:
             keys = KeyLookups(identities, self.inbox, timeout=60.0, concurrency=4)
             stack.push_async_callback(keys.close)
             conditions = Conditions()
-            limits = AccountLimits(NewAccounts(0), NewAccounts(0), self.metrics, conditions)
+            limits = AccountLimits(NewAccounts(0), NewAccounts(0), conditions)
             scope = CurrentScope(self.db, STORE_ALL)
             writer = BatchWriter(
                 self.db,
