@@ -195,7 +195,6 @@ class Daemon:
         self.status = StatusPage(
             db,
             self.status_reading.reader,
-            self._stages,
             self.probe,
             self.history.history,
             str(self._shard),

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from time import monotonic
 from typing import Generic, NoReturn, TypeVar
 
@@ -44,24 +45,20 @@ class RecentTotals(Generic[K]):
         return newest - self._samples[0][1]
 
 
+@dataclass(eq=False)
 class DaemonMonitor:
     """Compares the totals of the stages with those of a minute ago; `run` does so every `INTERVAL_SECONDS`."""
 
-    def __init__(
-        self,
-        settled: SettledTotals,
-        lookups: Mapping[Method, LookupTotals],
-        hosts: HostLimits,
-        conditions: Conditions,
-        clock: Callable[[], float] = monotonic,
-    ) -> None:
-        self._settled = settled
-        self._directory = lookups["plc"]  # any host can serve a did:web, so its failures say nothing about this daemon
-        self._hosts = hosts
-        self._conditions = conditions
-        self._clock = clock
-        self._recent_messages = RecentTotals[Rejection | None](clock())
-        self._recent_lookups = RecentTotals[bool](clock())
+    settled: SettledTotals
+    lookups: Mapping[Method, LookupTotals]
+    hosts: HostLimits
+    conditions: Conditions
+    clock: Callable[[], float] = monotonic
+
+    def __post_init__(self) -> None:
+        """Begin with the present totals."""
+        self._recent_messages = RecentTotals[Rejection | None](self.clock())
+        self._recent_lookups = RecentTotals[bool](self.clock())
 
     async def run(self) -> NoReturn:
         """Check forever."""
@@ -74,27 +71,27 @@ class DaemonMonitor:
         self._check_rejections()
         self._check_lookups()
         self._check_hosts()
-        self._conditions.update()
+        self.conditions.update()
 
     def _check_rejections(self) -> None:
-        totals = Counter[Rejection | None](self._settled.rejected)
-        totals[None] = self._settled.settled
-        recent = self._recent_messages.add(self._clock(), totals)
+        totals = Counter[Rejection | None](self.settled.rejected)
+        totals[None] = self.settled.settled
+        recent = self._recent_messages.add(self.clock(), totals)
         settled = recent[None]
-        for reason in self._settled.rejected:
+        for reason in self.settled.rejected:
             message = (
                 f"{reason} rejects {recent[reason] / max(settled, 1):.0%} of {settled} messages of the last minute; "
-                f"example: {self._settled.examples.get(reason, '-')}"
+                f"example: {self.settled.examples.get(reason, '-')}"
             )
             self._judge(MESSAGES_REJECTED, reason, recent[reason], settled, MIN_MESSAGES, message)
 
     def _check_lookups(self) -> None:
-        failed, answered = self._directory.failed, self._directory.answered
-        recent = self._recent_lookups.add(self._clock(), {False: failed, True: answered})
+        directory = self.lookups["plc"]  # any host can serve a did:web, so its failures say nothing about this daemon
+        recent = self._recent_lookups.add(self.clock(), {False: directory.failed, True: directory.answered})
         lookups = recent.total()
         message = (
             f"identity lookups fail: {recent[False] / max(lookups, 1):.0%} of {lookups} in the last minute; "
-            f"last error: {self._directory.last_error}; affected repos stay desynchronized and are retried"
+            f"last error: {directory.last_error}; affected repos stay desynchronized and are retried"
         )
         self._judge(IDENTITY_LOOKUPS_FAILING, "", recent[False], lookups, MIN_LOOKUPS, message)
 
@@ -104,12 +101,12 @@ class DaemonMonitor:
         Without anything in the last minute, the condition ends after the quiet time of its kind.
         """
         is_most = 2 * part > total
-        if is_most and (total >= minimum or self._conditions.is_active(kind, subject)):
-            self._conditions.report(kind, subject, message=message, value=round(part / total, 4), count=0)
+        if is_most and (total >= minimum or self.conditions.is_active(kind, subject)):
+            self.conditions.report(kind, subject, message=message, value=round(part / total, 4), count=0)
         elif total and not is_most:
-            self._conditions.end(kind, subject)
+            self.conditions.end(kind, subject)
 
     def _check_hosts(self) -> None:
-        for state in self._hosts.failing():
+        for state in self.hosts.failing():
             message = f"requests to {state.host} fail: {state.last_error}; it is asked again after growing pauses"
-            self._conditions.report(HOST_FAILING, state.host, message=message, count=0)
+            self.conditions.report(HOST_FAILING, state.host, message=message, count=0)

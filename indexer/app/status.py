@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from time import monotonic, time
 from typing import Any, NoReturn
 
@@ -29,22 +30,24 @@ from indexer.tasks.shard_ownership import ShardOwnership
 from indexer.telemetry.metrics import Metrics, Reading
 
 
+@dataclass(eq=False)
 class DaemonProbe:
     """Reads the stages of this process. It implements `indexer.serve.health.Probe`.
 
     Attributes:
+        listed: The stages.
+        started_at: When the daemon was started (monotonic seconds).
         stages: The progress of everything that is watched, by its name.
     """
 
-    def __init__(
-        self, stages: Sequence[Stage], database: DatabaseMonitor, ownership: ShardOwnership, started_at: float
-    ) -> None:
-        """Create it for a daemon that was started at `started_at` (monotonic seconds)."""
-        self._stages = stages
-        self._database = database
-        self._ownership = ownership
-        self._started_at = started_at
-        self.stages = {progress.name: progress for stage in stages for progress in stage.progress}
+    listed: Sequence[Stage]
+    database: DatabaseMonitor
+    ownership: ShardOwnership
+    started_at: float
+
+    def __post_init__(self) -> None:
+        """Collect the progress of the stages."""
+        self.stages = {progress.name: progress for stage in self.listed for progress in stage.progress}
 
     def stalled(self) -> list[ReadinessReason]:
         """Return a reason for each stage that has work and made no progress for longer than its limit.
@@ -62,13 +65,13 @@ class DaemonProbe:
 
     def _seconds_without_progress(self, stage: StageProgress) -> float:
         """Return for how long the stage has made no progress although it has work and is able to work, else 0."""
-        database = self._database.answering_since if stage.needs_database else self._started_at
-        shard = self._ownership.owned_since if stage.needs_shard else self._started_at
+        database = self.database.answering_since if stage.needs_database else self.started_at
+        shard = self.ownership.owned_since if stage.needs_shard else self.started_at
         return 0.0 if database is None or shard is None else stage.seconds_without_progress(max(database, shard))
 
     def ready(self) -> list[ReadinessReason]:
         """Return all reasons why the database is not up to date; none if the daemon is ready."""
-        return [reason for stage in self._stages for reason in stage.not_ready()]
+        return [reason for stage in self.listed for reason in stage.not_ready()]
 
     def gauges(self) -> dict[str, Callable[[], Reading]]:
         """Return the functions that read the gauges of readiness, by the name of the gauge."""
@@ -171,35 +174,27 @@ class SampledHistory:
         self._last_at, self._messages, self._resyncs = now, messages, resyncs
 
 
+@dataclass(eq=False)
 class StatusPage:
     """The document and the accounts that the status page of this process shows."""
 
-    def __init__(
-        self,
-        db: Database,
-        reader: StatusReader,
-        stages: Sequence[Stage],
-        probe: DaemonProbe,
-        history: History,
-        shard: str,
-        roles: Sequence[str],
-    ) -> None:
-        self._db = db
-        self._reader = reader
-        self._stages = stages
-        self._probe = probe
-        self._history = history
-        self._shard = shard
-        self._roles = list(roles)
-        self._started_at = round(time(), 1)
+    db: Database
+    reader: StatusReader
+    probe: DaemonProbe
+    history: History
+    shard: str
+    roles: Sequence[str]
+    started_at: float = field(default_factory=time)
 
     def document(self) -> StatusDocument:
         """Return the present state, with what was last read from the database."""
-        document = self._reader.document()
-        document.reasons = not_ready_reasons(self._probe)[:MAX_ROWS]
-        process = ProcessStatus(round(time(), 1), self._started_at, self._shard, self._roles, self._history)
-        for stage in self._stages:
+        document = self.reader.document()
+        document.reasons = not_ready_reasons(self.probe)[:MAX_ROWS]
+        started_at, roles = round(self.started_at, 1), list(self.roles)
+        process = ProcessStatus(time(), started_at, self.shard, roles, self.history)
+        for stage in self.probe.listed:
             stage.show(process)
+        process.time = round(process.time, 1)
         document.process = process
         return document
 
@@ -209,5 +204,5 @@ class StatusPage:
         Raises:
             DatabaseError: The database is unavailable.
         """
-        row = await self._db.reports.account_state(account)
+        row = await self.db.reports.account_state(account)
         return None if row is None else account_status(row, time())

@@ -37,10 +37,8 @@ def daemon_of(
     daemon = fake_daemon(("live", "resync"), **stages)
     daemon.history = SampledHistory(daemon.batch_writer, daemon.resync_pool)
     listed = [stage for stage in all_stages(daemon, ()) if stage.role in {None, "live", "resync"}]
-    probe: Any = SimpleNamespace(stalled=lambda: reasons or [], ready=list)
-    page = StatusPage(
-        daemon.db, FakeDatabase().reader, listed, probe, daemon.history.history, "0/1", ("live", "resync")
-    )
+    probe: Any = SimpleNamespace(listed=listed, stalled=lambda: reasons or [], ready=list)
+    page = StatusPage(daemon.db, FakeDatabase().reader, probe, daemon.history.history, "0/1", ("live", "resync"))
     return page.document, daemon.history
 
 
