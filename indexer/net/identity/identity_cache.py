@@ -230,7 +230,7 @@ class IdentityCache:
 
     def __post_init__(self) -> None:
         self._loads = SharedCalls(self.table.load, lambda dids: len(dids) <= MAX_SHARED)
-        self._saves = SharedCalls(self._save_all, lambda identities: len(identities) <= MAX_SHARED)
+        self._saves = SharedCalls(self.table.save, lambda identities: len(identities) <= MAX_SHARED)
         self._refresh_budget = RefreshBudget(self.refresh_rate)
         self._background_budget = RefreshBudget(self.refresh_rate * BACKGROUND_SHARE)
         self._memory = BoundedDict[str, _Entry](self.max_entries)
@@ -249,7 +249,7 @@ class IdentityCache:
     def peek(self, did: str) -> CachedIdentity | None:
         """Return the identity in memory; None if there is none or if it must be looked up first."""
         entry = self._memory.get(did)
-        return None if entry is None or self._must_look_up(entry) else entry.identity
+        return None if entry is None or self._cause(entry) else entry.identity
 
     def knows(self, did: str) -> bool:
         """Return True if a document of this DID is in memory, so that it is not a made-up DID."""
@@ -355,13 +355,6 @@ class IdentityCache:
                 entry.identity = replace(entry.identity, stale=True)
                 entry.next_lookup = min(entry.next_lookup, next_lookup)
 
-    def _must_look_up(self, entry: _Entry) -> bool:
-        identity = entry.identity
-        if identity.stale or identity.problem is None:
-            return identity.stale
-        recent = 0 <= self.clock() - identity.fetched_at < self.lifetimes.missing_max_age
-        return not recent and not self._wait(entry)
-
     def _wait(self, entry: _Entry) -> float:
         """Return the seconds until the identity may be looked up again, or 0.
 
@@ -370,12 +363,15 @@ class IdentityCache:
         left = entry.next_lookup - self.clock()
         return left if 0 < left <= max(self.lifetimes.refresh_interval, self.lifetimes.changed_interval) else 0.0
 
-    def _cause(self, entry: _Entry, *, refresh: bool) -> RefreshCause | None:
-        if entry.identity.stale:
+    def _cause(self, entry: _Entry, *, refresh: bool = False) -> RefreshCause | None:
+        """Return why the identity must be looked up before it is used; None if it need not."""
+        identity = entry.identity
+        if identity.stale:
             return "change"
         if refresh:
             return "signature"
-        return "age" if self._must_look_up(entry) else None
+        is_recent = 0 <= self.clock() - identity.fetched_at < self.lifetimes.missing_max_age
+        return None if identity.problem is None or is_recent or self._wait(entry) else "age"
 
     def _may_refresh(self, did: str, entry: _Entry, cause: RefreshCause) -> bool:
         """Return True if a lookup is in flight or the limits allow one."""
@@ -420,26 +416,29 @@ class IdentityCache:
         return sum(lookup.known is known and method_of(did) == method for did, lookup in lookups)
 
     async def _fetch(self, did: str, *, known: bool) -> CachedIdentity | UnavailableError:
-        totals = self.lookups[method_of(did)]
+        totals, lookups = self.lookups[method_of(did)], self.metrics.identity_lookups
+        before: StoredIdentity | None = None
         try:
-            found, before = await self._resolve(did, known=known)
+            found = await self.source.resolve(did, known=known)
+            has_content = found.signing_key is not None or found.pds is not None
+            if not has_content:
+                before = (await self._loads.add([did])).get(did)
         except UnavailableError as error:
             totals.failed, totals.last_error = totals.failed + 1, str(error)
-            self.metrics.identity_lookups[method_of(did), error.reason].inc()
+            lookups[method_of(did), error.reason].inc()
             if (entry := self._memory.get(did)) is not None:
                 entry.next_lookup = self.clock() + self._interval(entry)
             return error
         totals.answered += 1
-        self.metrics.identity_lookups[method_of(did), "found" if found.problem is None else "missing"].inc()
+        lookups[method_of(did), "found" if found.problem is None else "missing"].inc()
         stored = replace(found, stale=self._in_flight[did].changed)
         if before is not None and found.denials:
             stored = add_denial(before, stored)
         identity = _cached(stored)
         self._memory[did] = _Entry(identity, self.clock() + self._interval(self._memory.get(did)))
-        if before is None and not _has_content(found):
-            return identity  # nothing is stored about a DID that may be made up
-        crash_point("identity.resolved")
-        await self._save(stored)
+        if has_content or before is not None:  # nothing is stored about a DID that may be made up
+            crash_point("identity.resolved")
+            await self._save(stored)
         return identity
 
     async def _save(self, identity: StoredIdentity) -> None:
@@ -447,32 +446,15 @@ class IdentityCache:
 
         If it is not saved, a later message of the account causes a refresh in the background, which saves it.
         """
-        saved, count = await self._saves.add([identity])
-        if not saved and count > 1:
-            saved, _ = await self._save_all([identity])
-        if not saved and (entry := self._memory.get(identity.did)) is not None:
-            entry.unsaved = True
-
-    async def _save_all(self, identities: Sequence[StoredIdentity]) -> tuple[bool, int]:
-        """Save identities in one transaction; return whether that succeeded, and their number."""
-        try:
-            await self.table.save(identities)
-        except UnavailableError as error:
-            for identity in identities:
+        for save in (self._saves.add, self.table.save):
+            try:
+                await save([identity])
+            except UnavailableError as error:
                 log.debug("identity.save-failed", did=identity.did, error=str(error))
-            return False, len(identities)
-        return True, len(identities)
-
-    async def _resolve(self, did: str, *, known: bool) -> tuple[StoredIdentity, StoredIdentity | None]:
-        """Return the answer of the network, and if it has no content, the stored identity.
-
-        Raises:
-            UnavailableError: There is no answer, or the database is unavailable and the answer has no content.
-        """
-        answer = await self.source.resolve(did, known=known)
-        if _has_content(answer):
-            return answer, None
-        return answer, (await self._loads.add([did])).get(did)
+            else:
+                return
+        if (entry := self._memory.get(identity.did)) is not None:
+            entry.unsaved = True
 
     def _interval(self, entry: _Entry | None) -> float:
         """Return the seconds until the next lookup is allowed, after a lookup that replaces `entry`."""
@@ -494,10 +476,6 @@ async def _result(in_flight: asyncio.Task[CachedIdentity | UnavailableError] | N
     if isinstance(result, UnavailableError):
         raise UnavailableError(result.reason, result.detail, retry_after=result.retry_after)
     return result
-
-
-def _has_content(identity: StoredIdentity) -> bool:
-    return identity.signing_key is not None or identity.pds is not None
 
 
 def _cached(stored: StoredIdentity) -> CachedIdentity:
