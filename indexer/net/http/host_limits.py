@@ -135,34 +135,28 @@ class _Host:
         return (self.state.paused_until or 0.0) - now
 
     def record(self, slot: RequestSlot, now: float) -> None:
-        self.state.requests += 1
+        state = self.state
+        state.requests += 1
         if slot.error is not None and slot.may_fail:
-            self._record_failure(slot.error, now)
+            state.failures += 1
+            state.last_error = slot.error[:300]
+            if self.pause_left(now) > 0:  # the request was sent before the pause began: it must not make it longer
+                return
+            state.consecutive_failures += 1
+            excess = state.consecutive_failures - FAILURE_THRESHOLD
+            if excess >= 0:
+                pause = backoff_seconds(excess + 1, state.host, first=self.first_pause, maximum=self.max_pause)
+                self._pause(FetchFailure.HOST_PAUSED, now + pause)
         elif slot.error is None and slot.result not in _NO_RESPONSE and (slot.pause is None or slot.may_pause):
-            self._record_response(slot.pause, now)
+            state.consecutive_failures = 0
+            if state.pause_reason is FetchFailure.HOST_PAUSED:
+                state.paused_until = None
+            if slot.pause is None:
+                state.last_success = now
+            else:
+                self._pause(FetchFailure.THROTTLED, now + slot.pause)
             if slot.result == _SUCCESS and slot.server is not None:
                 self.answers_from = slot.server
-
-    def _record_failure(self, error: str, now: float) -> None:
-        state = self.state
-        state.failures += 1
-        state.last_error = error[:300]
-        if self.pause_left(now) > 0:  # the request was sent before the pause began: it must not make the pause longer
-            return
-        state.consecutive_failures += 1
-        excess = state.consecutive_failures - FAILURE_THRESHOLD
-        if excess >= 0:
-            pause = backoff_seconds(excess + 1, state.host, first=self.first_pause, maximum=self.max_pause)
-            self._pause(FetchFailure.HOST_PAUSED, now + pause)
-
-    def _record_response(self, pause: float | None, now: float) -> None:
-        self.state.consecutive_failures = 0
-        if self.state.pause_reason is FetchFailure.HOST_PAUSED:
-            self.state.paused_until = None
-        if pause is None:
-            self.state.last_success = now
-        else:
-            self._pause(FetchFailure.THROTTLED, now + pause)
 
     def _pause(self, reason: FetchFailure, until: float) -> None:
         if until > (self.state.paused_until or 0.0):
