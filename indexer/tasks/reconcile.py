@@ -15,7 +15,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import inf
 from operator import attrgetter
 from time import monotonic, time
@@ -387,18 +386,14 @@ class Reconciliation:
                 pause = self.settings.first_retry * 2.0 ** min(failures - 1, 16)
                 await asyncio.sleep(min(pause, self.settings.max_retry))
 
-    async def reconcile(
-        self,
-        source: str,
-        on_page: Callable[[CrawlProgress], None] = lambda _: None,
-        may_close_gaps: Callable[[], bool] = lambda: False,
-    ) -> CrawlProgress:
+    async def reconcile(self, source: str, on_page: Callable[[CrawlProgress], None] = lambda _: None) -> CrawlProgress:
         """Compare the whole list, or the rest of it if a recent reconciliation was interrupted; return the progress.
+
+        If the stream of this relay is open at the end of the list, gaps are closed.
 
         Args:
             source: The base URL of the relay.
             on_page: Called with the progress after each page.
-            may_close_gaps: Called at the end of the list; returns True if the stream of this relay is open.
 
         Raises:
             UnavailableError: The relay or the database is unavailable. The progress so far is saved.
@@ -420,7 +415,7 @@ class Reconciliation:
                 await asyncio.sleep(max(0.0, self.waits_until - monotonic()))
                 self.stage.moved()
                 self.waits_until = None
-                progress = await self._compare_again(progress, pending.popleft(), may_close_gaps)
+                progress = await self._compare_again(progress, pending.popleft())
                 self.crawl_progress = progress
                 on_page(progress)
             self.stage.idle()
@@ -462,7 +457,7 @@ class Reconciliation:
             if not self._is_open(source) and self._was_compared(source):
                 continue
             try:
-                progress = await self.reconcile(source, may_close_gaps=partial(self._is_open, source))
+                progress = await self.reconcile(source)
                 await self.gaps.refresh()
             except UnavailableError as error:
                 self.last_error = f"{source}: {error}"
@@ -555,9 +550,7 @@ class Reconciliation:
             only_from_stream=only_from_stream,
         )
 
-    async def _compare_again(
-        self, progress: CrawlProgress, page: _PendingPage, may_close_gaps: Callable[[], bool]
-    ) -> CrawlProgress:
+    async def _compare_again(self, progress: CrawlProgress, page: _PendingPage) -> CrawlProgress:
         """Desynchronize repos that are still behind, track unknown ones, show accounts, and save the progress."""
         behind = await self.db.crawls.desynchronize_behind(page.revs, time()) if page.revs else 0
         crash_point("reconciliation.compared")
@@ -569,7 +562,7 @@ class Reconciliation:
         if page.cursor is None:
             followed += await self._hide_unlisted(progress) + await self._statuses.repeat_failed(progress.source)
         after_page = progress.after_page(page.cursor, page.listed, behind + followed, time())
-        scope, close_gaps = self.scope.scope, may_close_gaps()
+        scope, close_gaps = self.scope.scope, self._is_open(progress.source)
         unknown = [*(page.unknown if scope.track is Track.ALL else ()), *page.only_from_stream]
         # If the scope changes meanwhile, the next reconciliation adds what it wants.
         stored = await self.db.crawls.add_listed(unknown, after_page, scope=scope, close_gaps=close_gaps)
