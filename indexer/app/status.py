@@ -3,16 +3,18 @@
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from time import monotonic, time
 from typing import Any, NoReturn
 
 from indexer.app.stages import Stage
+from indexer.atproto.syntax import is_did
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Database
 from indexer.db.periodic import DatabaseAttempt
 from indexer.live.batch_writer import BatchWriter
 from indexer.resync.pool import WorkerPool
-from indexer.serve.account_status import account_status
+from indexer.serve.account_status import MAX_COUNTED_RECORDS, account_status
 from indexer.serve.database_monitor import DatabaseMonitor
 from indexer.serve.health import not_ready_reasons
 from indexer.serve.status_document import (
@@ -204,5 +206,6 @@ class StatusPage:
         Raises:
             DatabaseError: The database is unavailable.
         """
-        row = await self.db.reports.account_state(account)
-        return None if row is None else account_status(row, time())
+        did = account if is_did(account) else await self.db.identities.did_of_handle(account)
+        report = await self.db.reports.repo(did, MAX_COUNTED_RECORDS + 1) if did else None
+        return None if report is None else account_status(report, datetime.now(UTC))

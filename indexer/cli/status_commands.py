@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import nullcontext
+from datetime import UTC, datetime
 from typing import Any, NoReturn
 
 import click
@@ -19,10 +20,11 @@ from indexer.cli.database import connect_database
 from indexer.cli.output import duration_text, fact_table, literal_text, result_console, to_json, to_readable_json
 from indexer.db import Database
 from indexer.errors import SchemaVersionError
-from indexer.reasons import Desync
+from indexer.serve.account_status import account_summary
 from indexer.serve.status_document import Backfill, LinkStatus, RepoStatus, StatusDocument
 from indexer.serve.status_reader import StatusReader
 from indexer.sync.shard import Shard
+from indexer.telemetry.log import printable
 
 SAMPLE_SECONDS = 1.0
 """Interval between two reads of the database."""
@@ -59,18 +61,19 @@ async def status_command(settings: Settings, *, as_json: bool, watch: bool) -> i
 async def repo_command(settings: Settings, *, account: str, as_json: bool) -> int:
     """Show everything that is known about one repo.
 
-    This includes the reason for its state. A handle is found only if the indexer has verified it.
+    Sentences say what its state is, why, and what happens next. A handle is found only if the indexer has verified it.
     """
     async with connect_database(settings) as db:
         did = await _find_did(db, account)
         report = await db.reports.repo(did) if did else None
     if report is None:
         return report_error(f"{account} is not in the database", ExitCode.UNKNOWN)
+    summary = account_summary(report, datetime.now(UTC))
     if as_json:
-        click.echo(to_json(report))
+        click.echo(to_json({"summary": summary, **report}))
         return ExitCode.OK
-    reasons = [f"{reason}: {reason.text}" for reason in Desync if reason == report["sync_reason"]]
-    result_console().print(fact_table(report | {"sync_reason": next(iter(reasons), None)}))
+    click.echo("\n".join(map(printable, summary)) + "\n")
+    result_console().print(fact_table(report))
     return ExitCode.OK
 
 

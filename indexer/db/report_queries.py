@@ -23,6 +23,7 @@ from indexer.reasons import FetchFailure
 from indexer.sync.repo import SyncStatus
 from indexer.sync.shard import BUCKETS, bucket_of
 
+ALL_RECORDS = 2**62
 FIRST_PAGES_PER_REPO = 4
 """Pages of the table that a sample reads first, for each repo of the sample."""
 PAGES_FACTOR = 8
@@ -105,12 +106,14 @@ REPO = """
     select r.did, i.handle, i.pds, r.sync_status, r.sync_reason,
         r.rev, r.data, r.commit, r.latest_verified_rev,
         coalesce(r.hosting_status, case when r.active then 'active' else 'inactive' end) as hosting_status,
-        r.withheld_since, r.takedown, r.tracked, r.visible, r.attempts as resync_attempts,
+        r.active, r.withheld_since, r.takedown, r.tracked, r.visible, r.attempts as resync_attempts,
         nullif(r.next_attempt_at, 'infinity') as next_attempt_at,
         coalesce(r.next_attempt_at = 'infinity', false) as parked,
         r.last_failure, r.last_error, r.synchronized_at, r.unproven_since, r.updated_at, r.lease_until,
         r.buffered_events, r.buffered_bytes, r.bucket,
-        (select count(*) from indexer.record c where c.did = r.did and c.bucket = $2) as records
+        (
+            select count(*) from (select from indexer.record c where c.did = r.did and c.bucket = $2 limit $3) counted
+        ) as records
     from indexer.repo r left join indexer.identity i using (did, bucket)
     where r.did = $1 and r.bucket = $2
 """
@@ -193,15 +196,13 @@ class Reports(Area):
         async with self._pool.transaction() as connection:
             return await status_queries.load_state(connection, sessions)
 
-    async def account_state(self, account: str) -> dict[str, Any] | None:
-        """Return the state of a DID or of a verified handle, for the status page; None if it is unknown."""
-        async with self._pool.transaction() as connection:
-            return await status_queries.load_account(connection, account)
+    async def repo(self, did: str, max_records: int = ALL_RECORDS) -> dict[str, Any] | None:
+        """Return everything that is stored about a repo, by column; None if the repo is unknown.
 
-    async def repo(self, did: str) -> dict[str, Any] | None:
-        """Return everything that is stored about a repo, by column; None if the repo is unknown."""
+        At most `max_records` of its records are counted.
+        """
         async with self._pool.connection() as connection:
-            row = await connection.fetchrow(REPO, did, bucket_of(did))
+            row = await connection.fetchrow(REPO, did, bucket_of(did), max_records)
             if row is None:
                 return None
             cids = {name: None if row[name] is None else cid_text(row[name]) for name in ("data", "commit")}

@@ -1,27 +1,21 @@
 """Queries of the status. Each one is cheap however many repos and records the database has."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from indexer.atproto.syntax import is_did
 from indexer.db import process_reports
 from indexer.db.change_log_segments import ConsumerState, load_consumers
 from indexer.db.columns import Connection
 from indexer.db.feed_rows import count_refused
 from indexer.db.gaps import load_open as load_open_gaps
 from indexer.db.hosts import load_paused
-from indexer.db.identities import did_of_handle
 from indexer.db.link_progress import LinkProgress, load_progress
 from indexer.db.process_reports import ProcessReport
 from indexer.db.shard_lock import ShardSession
 from indexer.sync.identity import HostState
-from indexer.sync.shard import bucket_of
 from indexer.sync.stream import Cursor, OpenGap
 
 TIMEOUT_SECONDS = 5
 """Seconds after which the server cancels a query of the status."""
-MAX_COUNTED_RECORDS = 10_000
-"""Records of one repo that are counted at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,26 +82,10 @@ REJECTIONS = """
     order by d.time desc, d.reason
 """
 
-ACCOUNT = """
-    select r.did, i.handle, i.pds, r.sync_status, r.sync_reason, r.rev, r.active, r.hosting_status, r.takedown,
-        date_part('epoch', r.withheld_since) as withheld_since, r.tracked, r.visible, r.attempts,
-        r.last_failure, r.last_error,
-        nullif(date_part('epoch', r.next_attempt_at), 'infinity') as next_attempt_at,
-        coalesce(r.next_attempt_at = 'infinity', false) as parked,
-        date_part('epoch', r.synchronized_at) as synchronized_at, date_part('epoch', r.updated_at) as updated_at,
-        r.buffered_events, (
-            select count(*) from (
-                select from indexer.record c where c.did = r.did and c.bucket = $2 limit $3
-            ) counted
-        ) as records
-    from indexer.repo r left join indexer.identity i using (did, bucket)
-    where r.did = $1 and r.bucket = $2
-"""
-
 
 async def load_state(connection: Connection, sessions: list[ShardSession]) -> DatabaseState:
     """Return the state of the database, with these sessions. Run it in a transaction."""
-    await _limit_time(connection)
+    await connection.execute(f"set local statement_timeout = '{TIMEOUT_SECONDS}s'")
     return DatabaseState(
         cursors=[Cursor(**row) for row in await connection.fetch(_CURSORS)],
         consumers=await load_consumers(connection),
@@ -119,21 +97,3 @@ async def load_state(connection: Connection, sessions: list[ShardSession]) -> Da
         links=await load_progress(connection),
         rejections=[RejectionSummary(**row) for row in await connection.fetch(REJECTIONS)],
     )
-
-
-async def load_account(connection: Connection, account: str) -> dict[str, Any] | None:
-    """Return the state of a DID or of a verified handle, with times as Unix seconds; None if it is unknown.
-
-    At most `MAX_COUNTED_RECORDS` of its records are counted, plus one if there are more. Run it in a transaction.
-    """
-    await _limit_time(connection)
-    did = account if is_did(account) else await did_of_handle(connection, account)
-    if did is None:
-        return None
-    row = await connection.fetchrow(ACCOUNT, did, bucket_of(did), MAX_COUNTED_RECORDS + 1)
-    return None if row is None else dict(row)
-
-
-async def _limit_time(connection: Connection) -> None:
-    """Limit the time of each statement until the end of the transaction."""
-    await connection.execute(f"set local statement_timeout = '{TIMEOUT_SECONDS}s'")

@@ -1,38 +1,44 @@
-"""The state of one account in words, for the lookup of the status page."""
+"""The state of one account in words, for the status page and for `indexer repo`."""
 
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from typing import Any
 
-from indexer.db.status_queries import MAX_COUNTED_RECORDS
 from indexer.reasons import Desync, FetchFailure
 from indexer.sync.repo import SyncStatus
 
+MAX_COUNTED_RECORDS = 10_000
+"""Records of one repo that the status page counts at most."""
 _DESYNC_TEXTS = {str(reason): reason.text for reason in Desync}
 _FAILURE_TEXTS = {str(reason): reason.text for reason in FetchFailure}
 
 
-def account_status(row: Mapping[str, Any], now: float) -> dict[str, Any]:
-    """Return the JSON object of a row of `load_account` at `now` (Unix seconds).
+def account_status(report: Mapping[str, Any], now: datetime) -> dict[str, Any]:
+    """Return the JSON object of the status page for a `Reports.repo` at `now`.
 
-    `summary` has sentences that say what the state is, why, and what happens next. `records` is at most
-    `MAX_COUNTED_RECORDS`; `more_records` is true if there are more. `next_attempt_seconds` is the time until the next
-    resync may start; null if none is scheduled.
+    `summary` has the sentences of `account_summary`. `records` is at most `MAX_COUNTED_RECORDS`; `more_records` is true
+    if there are more. `next_attempt_seconds` is the time until the next resync may start; null if none is scheduled.
     """
-    next_at = row["next_attempt_at"]
-    waits = row["sync_status"] == SyncStatus.DESYNCHRONIZED and next_at is not None
-    same = ("did", "handle", "pds", "sync_status", "sync_reason", "visible", "rev", "attempts", "last_error")
+    next_at, synchronized_at = report["next_attempt_at"], report["synchronized_at"]
+    waits = report["sync_status"] == SyncStatus.DESYNCHRONIZED and next_at is not None
+    same = ("did", "handle", "pds", "sync_status", "sync_reason", "hosting_status", "visible", "rev", "last_error")
     return {
-        "summary": list(_sentences(row, now)),
-        **{name: row[name] for name in same},
-        "hosting_status": _hosting_status(row),
-        "records": min(row["records"], MAX_COUNTED_RECORDS),
-        "more_records": row["records"] > MAX_COUNTED_RECORDS,
-        "next_attempt_seconds": max(0.0, next_at - now) if waits else None,
-        "synchronized_seconds_ago": None if row["synchronized_at"] is None else max(0.0, now - row["synchronized_at"]),
+        "summary": account_summary(report, now),
+        **{name: report[name] for name in same},
+        "attempts": report["resync_attempts"],
+        "records": min(report["records"], MAX_COUNTED_RECORDS),
+        "more_records": report["records"] > MAX_COUNTED_RECORDS,
+        "next_attempt_seconds": max(0.0, (next_at - now).total_seconds()) if waits else None,
+        "synchronized_seconds_ago": synchronized_at and max(0.0, (now - synchronized_at).total_seconds()),
     }
 
 
-def _sentences(row: Mapping[str, Any], now: float) -> Iterator[str]:
+def account_summary(report: Mapping[str, Any], now: datetime) -> list[str]:
+    """Return sentences that say what the state of a repo is, why, and what happens next."""
+    return list(_sentences(report, now))
+
+
+def _sentences(row: Mapping[str, Any], now: datetime) -> Iterator[str]:
     match row["sync_status"]:
         case SyncStatus.SYNCHRONIZED:
             yield f"The repo is synchronized: the stored records are those of rev {row['rev']}."
@@ -51,35 +57,32 @@ def _sentences(row: Mapping[str, Any], now: float) -> Iterator[str]:
     yield from _visibility(row, now)
 
 
-def _next_step(row: Mapping[str, Any], now: float) -> str:
+def _next_step(row: Mapping[str, Any], now: datetime) -> str:
     if not row["tracked"]:
         return "It is not resynced while it is untracked."
     if not row["active"]:
         return "It is not resynced while its account is not active."
     if row["parked"]:
         return "It is parked: the next attempt follows after a message of the account, or after INDEXER_SWEEP_INTERVAL."
-    seconds = 0.0 if row["next_attempt_at"] is None else row["next_attempt_at"] - now
+    seconds = 0.0 if row["next_attempt_at"] is None else (row["next_attempt_at"] - now).total_seconds()
     if seconds <= 0:
         return "It waits in the resync queue; the next attempt starts when a worker is free."
     return f"The next attempt starts in {_duration(seconds)} at the earliest."
 
 
-def _visibility(row: Mapping[str, Any], now: float) -> Iterator[str]:
+def _visibility(row: Mapping[str, Any], now: datetime) -> Iterator[str]:
     if row["takedown"]:
         yield "An operator has taken the account down here, so the public views hide its records."
     if not row["tracked"]:
         yield "It is untracked: its records are erased, and its messages are ignored, until `indexer add`."
     elif row["active"] and row["withheld_since"] is not None:
+        withheld = _duration((now - row["withheld_since"]).total_seconds())
         yield (
-            f"The relay has withheld the account for {_duration(now - row['withheld_since'])}, with the status "
-            f"{_hosting_status(row)}: its latest changes may be missing. The records stay visible."
+            f"The relay has withheld the account for {withheld}, with the status "
+            f"{row['hosting_status']}: its latest changes may be missing. The records stay visible."
         )
     elif not row["active"]:
-        yield f"Its hosting status is {_hosting_status(row)}, so the public views hide its records."
-
-
-def _hosting_status(row: Mapping[str, Any]) -> str:
-    return row["hosting_status"] or ("active" if row["active"] else "inactive")
+        yield f"Its hosting status is {row['hosting_status']}, so the public views hide its records."
 
 
 def _duration(seconds: float) -> str:

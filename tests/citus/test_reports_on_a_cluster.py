@@ -3,7 +3,7 @@
 import asyncpg
 import pytest
 
-from indexer.db import Database, feed_rows, report_queries, status_queries
+from indexer.db import Database, feed_rows, report_queries
 from indexer.db.layout import load_parts
 from indexer.sync.repo import SyncStatus
 from indexer.sync.shard import BUCKETS, bucket_of
@@ -19,7 +19,7 @@ MANY = 40_000
 
 @pytest.fixture
 async def many(db: Database, sql: asyncpg.Connection) -> Database:
-    """Return a store with many repos, one of ten of them desynchronized."""
+    """Return a database with many repos, one of ten of them desynchronized."""
     await sql.execute(MANY_REPOS.replace("$1", str(MANY)))
     await sql.execute("vacuum analyze indexer.repo")
     return db
@@ -113,9 +113,9 @@ async def test_large_tables_are_not_counted_for_clients_of_tap(
 
 async def test_the_report_on_a_repo_reads_one_shard(db: Database, sql: asyncpg.Connection) -> None:
     await insert(db, synchronized(1), changes=(put("app.test/a"),))
-    for query, *others in ((report_queries.REPO,), (status_queries.ACCOUNT, 100)):
-        assert tasks_of(await plan_of(sql, query, did(1), bucket_of(did(1)), *others)) == 1
-        assert await sql.fetchval(f"select records from ({query}) q", did(1), bucket_of(did(1)), *others) == 1  # noqa: S608
+    arguments = (did(1), bucket_of(did(1)), 100)
+    assert tasks_of(await plan_of(sql, report_queries.REPO, *arguments)) == 1
+    assert await sql.fetchval(f"select records from ({report_queries.REPO}) q", *arguments) == 1  # noqa: S608
 
 
 async def test_records_of_a_repo_are_reported(db: Database) -> None:
@@ -123,7 +123,7 @@ async def test_records_of_a_repo_are_reported(db: Database) -> None:
     record = await db.reports.record(did(1), "app.test", "a")
     assert record is not None
     assert list(await db.reports.visible_records(did(1))) == ["app.test/a"]
-    account = await db.reports.account_state(did(1))
+    account = await db.reports.repo(did(1))
     assert account is not None
     assert account["records"] == 1
     exported = [row.uri async for page in db.exports.records("app.test") for row in page]

@@ -313,35 +313,12 @@ async def test_dead_letters_are_counted_by_reason_with_the_newest_one(db: Databa
     assert (consumer.name, consumer.behind, consumer.cut_off) == ("one", 0, False)
 
 
-@pytest.mark.slow
-async def test_account_is_found_by_did_and_by_verified_handle(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    await insert(db, synchronized(1), changes=(put("app.test/a"), put("app.test/b")))
-    await db.identities.save([StoredIdentity(did(1), "alice.test", "https://pds.test", "did:key:zabc", 5.5)])
-    assert await db.reports.account_state("alice.test") is None, "not verified yet"
-    await db.identities.save_handle_check(HandleCheck(HandleClaim(did(1), "alice.test", None, 0), "alice.test", 0, 9.0))
-    state = await db.reports.account_state("alice.test")
-    assert state == await db.reports.account_state(did(1))
-    assert state is not None
-    assert (state["did"], state["records"], state["synchronized_at"]) == (did(1), 2, 1.5)
-    assert (state["visible"], state["parked"], state["next_attempt_at"]) == (True, False, None)
-    assert await db.reports.account_state(did(2)) is None
-    await insert(
-        db,
-        Repo(
-            did(2),
-            version=1,
-            next_attempt_at=PARKED,
-            head=head(),
-            last_failure=FetchFailure.REPO_NOT_FOUND,
-            last_error="repo-not-found",
-        ),
-        changes=tuple(put(f"app.test/{number}") for number in range(9)),
-    )
-    monkeypatch.setattr(status_queries, "MAX_COUNTED_RECORDS", 2)
-    state = await db.reports.account_state(did(2))
-    assert state is not None
-    assert (state["parked"], state["next_attempt_at"], state["last_error"]) == (True, None, "repo-not-found")
-    assert state["records"] == 3, "records are counted only to a limit"
+async def test_records_of_a_repo_are_counted_to_a_limit(db: Database) -> None:
+    await insert(db, synchronized(1), changes=tuple(put(f"app.test/{number}") for number in range(9)))
+    for limit, records in ((3, 3), (9, 9), (10, 9)):
+        report = await db.reports.repo(did(1), limit)
+        assert report is not None
+        assert report["records"] == records
 
 
 @pytest.mark.slow

@@ -1,17 +1,19 @@
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
-from indexer.db.status_queries import MAX_COUNTED_RECORDS
-from indexer.serve.account_status import account_status
+from indexer.serve.account_status import MAX_COUNTED_RECORDS, account_status
 
-NOW = 1_000_000.0
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+MINUTE, HOUR = timedelta(minutes=1), timedelta(hours=1)
 SYNCHRONIZED: dict[str, Any] = {
     "did": "did:plc:one", "handle": "one.test", "pds": "https://pds.test",
     "sync_status": "synchronized", "sync_reason": None, "rev": "3laaaaaaaaa22",
-    "active": True, "hosting_status": None, "withheld_since": None, "takedown": False, "tracked": True, "visible": True,
-    "attempts": 0, "last_failure": None, "last_error": None, "next_attempt_at": None, "parked": False,
-    "synchronized_at": NOW - 60, "buffered_events": 0, "records": 7,
+    "active": True, "hosting_status": "active", "withheld_since": None, "takedown": False,
+    "tracked": True, "visible": True,
+    "resync_attempts": 0, "last_failure": None, "last_error": None, "next_attempt_at": None, "parked": False,
+    "synchronized_at": NOW - MINUTE, "buffered_events": 0, "records": 7,
 }  # fmt: skip
 BROKEN = SYNCHRONIZED | {"sync_status": "desynchronized", "sync_reason": "chain-break"}
 
@@ -28,15 +30,18 @@ def test_synchronized_repo() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"next_attempt_at": NOW + 7_200}, "Reason: chain-break."),
-        ({"next_attempt_at": NOW + 7_200}, " 2 h "),
+        ({"next_attempt_at": NOW + 2 * HOUR}, "Reason: chain-break."),
+        ({"next_attempt_at": NOW + 2 * HOUR}, " 2 h "),
         ({"parked": True}, "parked"),
         ({"last_failure": "timeout", "last_error": "timeout: pds.test"}, "timeout"),
         ({"sync_status": "in-progress", "buffered_events": 1_200}, "1,200"),
         ({"tracked": False, "active": False}, "untracked"),
         ({"takedown": True}, "operator"),
         ({"active": False, "hosting_status": "deleted"}, "deleted"),
-        ({"withheld_since": NOW - 7_200, "hosting_status": "throttled"}, "withheld the account for 2 h"),
+        (
+            {"withheld_since": NOW - 2 * HOUR, "hosting_status": "throttled"},
+            "withheld the account for 2 h",
+        ),
     ],
 )
 def test_state_and_reason_are_said(changes: dict[str, Any], text: str) -> None:
@@ -45,6 +50,6 @@ def test_state_and_reason_are_said(changes: dict[str, Any], text: str) -> None:
 
 
 def test_time_of_the_next_attempt_is_given_only_while_the_repo_waits() -> None:
-    assert account_status(BROKEN | {"next_attempt_at": NOW + 60}, NOW)["next_attempt_seconds"] == 60.0
-    assert account_status(BROKEN | {"next_attempt_at": NOW - 60}, NOW)["next_attempt_seconds"] == 0.0
-    assert account_status(SYNCHRONIZED | {"next_attempt_at": NOW + 60}, NOW)["next_attempt_seconds"] is None
+    assert account_status(BROKEN | {"next_attempt_at": NOW + MINUTE}, NOW)["next_attempt_seconds"] == 60.0
+    assert account_status(BROKEN | {"next_attempt_at": NOW - MINUTE}, NOW)["next_attempt_seconds"] == 0.0
+    assert account_status(SYNCHRONIZED | {"next_attempt_at": NOW + MINUTE}, NOW)["next_attempt_seconds"] is None

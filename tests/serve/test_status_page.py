@@ -16,7 +16,7 @@ from indexer.serve.status_document import StatusDocument
 from indexer.serve.status_page import LOOKUPS_PER_SECOND, MAX_LOOKUPS, STATIC_FILES, status_routes
 from tests import chromium
 from tests.chromium import open_browser
-from tests.serve.test_account_status import SYNCHRONIZED
+from tests.serve.test_account_status import NOW, SYNCHRONIZED
 from tests.waiting import until
 
 CONTENT_SECURITY_POLICY = (
@@ -42,7 +42,7 @@ class FakeSource:
         await self.release.wait()
         if self.error is not None:
             raise self.error
-        return account_status(SYNCHRONIZED, 2_000_000.0) if account == "did:plc:one" else None
+        return account_status(SYNCHRONIZED, NOW) if account == "did:plc:one" else None
 
 
 @pytest.fixture
