@@ -12,7 +12,6 @@ from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
 from indexer.core.native_core import CommitsBeingVerified, NativeCore, load_native
 from indexer.core.native_export import NativeReader
-from indexer.core.spool import DEFAULT_SIZES, SpoolSizes
 from indexer.db.write import ROW_LAYOUT
 from indexer.sync import verify
 from indexer.sync.events import CommitEvent, OtherShardEvent
@@ -46,9 +45,9 @@ def _core_of_process(_process: int, threads: int) -> NativeCore:
     return native_core(threads)
 
 
-def native_reader(directory: Path, limits: Limits, sizes: SpoolSizes = DEFAULT_SIZES) -> NativeReader:
+def native_reader(directory: Path, limits: Limits, **sizes: int) -> NativeReader:
     """Return a reader of an export; skip the test if the native core is not installed."""
-    return NativeReader(native_module().Export, directory, limits, ROW_LAYOUT, sizes)
+    return NativeReader(native_module().Export, directory, limits, ROW_LAYOUT, **sizes)
 
 
 def verified(

@@ -21,7 +21,7 @@ from typing import Any
 from indexer.atproto.car import CarReader
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
-from indexer.core.spool import DEFAULT_SIZES, SpoolSizes
+from indexer.core.spool import BUFFER_BYTES
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.reasons import FetchFailure, Rejection
 from indexer.sync.changes import RecordConverter
@@ -38,6 +38,8 @@ from indexer.sync.policy import Policy
 from indexer.sync.repo import Head
 from indexer.sync.verify import BlockOf, verify_snapshot
 
+PAGE_BYTES = 1 << 14
+
 
 class NativeReader:
     """An `ExportReader` on the native core."""
@@ -48,9 +50,12 @@ class NativeReader:
         directory: Path,
         limits: Limits,
         layout: ColumnLayout,
-        sizes: SpoolSizes = DEFAULT_SIZES,
+        *,
+        buffer_bytes: int = BUFFER_BYTES,
+        page_bytes: int = PAGE_BYTES,
     ) -> None:
-        self._export = new_export(str(directory), limits, sizes.buffer_bytes, sizes.page_bytes, *layout)
+        """Write blocks to the file when they have `buffer_bytes`, and read it in pages of `page_bytes`."""
+        self._export = new_export(str(directory), limits, buffer_bytes, page_bytes, *layout)
         self._limits = limits
         self._rest: CarReader | None = None  # reads from the first bytes on that the native core does not handle
 

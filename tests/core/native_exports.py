@@ -1,14 +1,15 @@
 """Exports of a small repo, and all that a reader gives for one, to compare the native reader with the reference."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from indexer.atproto.cid import cid_of
 from indexer.atproto.crypto import Curve, PrivateKey, PublicKey
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.core.native_export import NativeReader, ProvenExport
-from indexer.core.spool import DEFAULT_SIZES, Spool, SpoolSizes
+from indexer.core.spool import BUFFER_BYTES, Spool
 from indexer.demo import dag_cbor
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.sync.changes import RecordChange
@@ -24,7 +25,7 @@ DID = "did:plc:z72i7hdynmk6r22z27h6tvur"
 REV = "3lwafzkjqm25s"
 POST = "app.bsky.feed.post"
 KEYS: dict[Curve, PrivateKey] = {curve: PrivateKey.from_seed(curve, b"export") for curve in ("k256", "p256")}
-SMALL_BUFFERS = SpoolSizes(buffer_bytes=1_000, page_bytes=512)
+SMALL_BUFFERS = {"buffer_bytes": 1_000, "page_bytes": 512}
 EXAMPLES = scaled(100)
 
 Blocks = dict[bytes, bytes]
@@ -119,14 +120,14 @@ def both(
     data: bytes,
     key: PublicKey | None = None,
     limits: Limits = DEFAULT_LIMITS,
-    sizes: SpoolSizes = DEFAULT_SIZES,
+    sizes: Mapping[str, int] = MappingProxyType({}),
     **options: Any,
 ) -> Outcome:
     """Return the outcome of the native reader, which must be that of the Python reader."""
     key = key or KEYS["k256"].public
-    with Spool(directory, limits, sizes) as spool:
+    with Spool(directory, limits, sizes.get("buffer_bytes", BUFFER_BYTES)) as spool:
         expected = outcome(spool, data, key, limits=limits, **options)
-    native = outcome(native_reader(directory, limits, sizes), data, key, limits=limits, **options)
+    native = outcome(native_reader(directory, limits, **sizes), data, key, limits=limits, **options)
     assert native.error == expected.error
     assert native.rest == expected.rest
     assert [chunk[:3] for chunk in native.chunks] == [chunk[:3] for chunk in expected.chunks]

@@ -16,7 +16,6 @@ from indexer.atproto.crypto import Curve, PublicKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import CollectionFilter
 from indexer.core.native_core import NativeCore
-from indexer.core.spool import SpoolSizes
 from indexer.demo import dag_cbor
 from indexer.demo.local_repo import Write, car, car_header, car_section
 from indexer.errors import UpstreamError
@@ -370,7 +369,7 @@ def test_core_goes_on_after_panics_in_many_threads_at_once(core: Any) -> None:
 def test_panic_while_an_export_is_read_ends_each_further_call(tmp_path: Path) -> None:
     account = SigningAccount()
     account.commit(*[Write.create(f"{POST}/r{number}", {"number": number}) for number in range(9)])
-    reader = native_reader(tmp_path, DEFAULT_LIMITS, SpoolSizes(1, SIZE_OF_NO_MEMORY))
+    reader = native_reader(tmp_path, DEFAULT_LIMITS, buffer_bytes=1, page_bytes=SIZE_OF_NO_MEMORY)
     reader.write(b"".join(account.repo.export()))
     with pytest.raises(BaseException, match="capacity overflow") as raised:
         reader.block(account.repo.head.cid)

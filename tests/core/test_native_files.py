@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_the_file_has_no_name_and_is_freed_although_the_export_is_still_referenced(tmp_path: Path) -> None:
-    reader = native_reader(tmp_path, DEFAULT_LIMITS, SMALL_BUFFERS)
+    reader = native_reader(tmp_path, DEFAULT_LIMITS, **SMALL_BUFFERS)
     reader.write(car(repo(posts(200))))
     assert list(tmp_path.iterdir()) == []
     assert len(reader) == len(repo(posts(200)))
@@ -49,7 +49,7 @@ def test_a_disk_error_is_reported_by_each_read(tmp_path: Path) -> None:
         lambda _reader, export: export.new_records(STORE_ALL, 0).next_chunk(),
         lambda _reader, export: export.new_records(without_values, 0).next_chunk(),
     ):
-        with closing(native_reader(tmp_path, DEFAULT_LIMITS, SMALL_BUFFERS)) as reader:
+        with closing(native_reader(tmp_path, DEFAULT_LIMITS, **SMALL_BUFFERS)) as reader:
             reader.write(car(repo(posts(2_000))))
             export = reader.verify(DID, key, DEFAULT_LIMITS)
             make_unreadable(tmp_path)
@@ -59,7 +59,7 @@ def test_a_disk_error_is_reported_by_each_read(tmp_path: Path) -> None:
 
 
 def test_an_export_that_is_closed_while_it_is_verified_frees_its_file(tmp_path: Path) -> None:
-    reader = native_reader(tmp_path, DEFAULT_LIMITS, SMALL_BUFFERS)
+    reader = native_reader(tmp_path, DEFAULT_LIMITS, **SMALL_BUFFERS)
     reader.write(car(repo(posts(5_000))))
     records = iter(reader.verify(DID, KEYS["k256"].public, DEFAULT_LIMITS).records())
     started, ended = Event(), Event()

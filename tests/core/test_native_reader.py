@@ -17,7 +17,7 @@ from indexer.atproto.crypto import Curve
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.atproto.syntax import CollectionFilter
 from indexer.core.native_export import NativeReader
-from indexer.core.spool import Spool, SpoolSizes
+from indexer.core.spool import Spool
 from indexer.demo import dag_cbor
 from indexer.demo.local_repo import car, car_header, car_section
 from indexer.reasons import FetchFailure, Rejection
@@ -64,7 +64,7 @@ def test_flawless_exports_are_read_by_the_native_core_alone(tmp_path: Path, curv
 @pytest.mark.parametrize("step", [1, 35, 4_096])
 def test_pieces_and_buffers_of_any_size_give_the_same(tmp_path: Path, step: int) -> None:
     data = car(repo(posts(60)))
-    for sizes in (SMALL_BUFFERS, SpoolSizes(buffer_bytes=1, page_bytes=41)):
+    for sizes in (SMALL_BUFFERS, {"buffer_bytes": 1, "page_bytes": 41}):
         assert ready(both(tmp_path, data, sizes=sizes, step=step)) == 60
 
 

@@ -1,7 +1,7 @@
 """Read an export with the Python code alone and with the native core, and compare what they find."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import CollectionFilter
 from indexer.core.native_core import NativeCore
 from indexer.core.native_export import NativeReader, ProvenExport
-from indexer.core.spool import DEFAULT_SIZES, Spool, SpoolSizes
+from indexer.core.spool import BUFFER_BYTES, Spool
 from indexer.db.write import ROW_LAYOUT
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.sync.export import ExportReader, RecordChunk
@@ -22,7 +22,7 @@ from tests.fuzz.copy_format import change_rows, changes_of, record_rows
 from tests.fuzz.outcome_counts import OutcomeCounts
 from tests.sync.signing_account import STORE_ALL, SigningAccount
 
-SMALL_BUFFERS = SpoolSizes(buffer_bytes=1_000, page_bytes=512)
+SMALL_BUFFERS = {"buffer_bytes": 1_000, "page_bytes": 512}
 SMALL_EXPORTS = replace(SMALL_LIMITS, block_bytes=600, repo_bytes=4_000, repo_blocks=30)
 
 
@@ -34,14 +34,14 @@ class Variant(NamedTuple):
     """One way to read an export: `step` is the number of bytes that arrive at once."""
 
     policy: Policy
-    sizes: SpoolSizes
+    sizes: Mapping[str, int]
     step: int
 
 
 VARIANTS = (
-    Variant(STORE_ALL, DEFAULT_SIZES, 65_536),
-    Variant(Policy(Scope(collections=CollectionFilter(["app.bsky.*"])), DEFAULT_LIMITS), DEFAULT_SIZES, 1_000),
-    Variant(Policy(Scope(), SMALL_EXPORTS), DEFAULT_SIZES, 500),
+    Variant(STORE_ALL, {}, 65_536),
+    Variant(Policy(Scope(collections=CollectionFilter(["app.bsky.*"])), DEFAULT_LIMITS), {}, 1_000),
+    Variant(Policy(Scope(), SMALL_EXPORTS), {}, 500),
     Variant(STORE_ALL, SMALL_BUFFERS, 300),
 )
 """The size of an export selects one of them, so that an input always has the same one."""
@@ -86,9 +86,9 @@ class ExportComparison:
         variant = VARIANTS[len(data) % len(VARIANTS)]
         owner = next((owner for owner in self._owners if owner.did.encode() in data), self._owners[0])
         limits, sizes = variant.policy.limits, variant.sizes
-        expected = _read(Spool(self._directory, limits, sizes), data, owner, variant)
+        expected = _read(Spool(self._directory, limits, sizes.get("buffer_bytes", BUFFER_BYTES)), data, owner, variant)
         found = _read(
-            NativeReader(self._core.new_export, self._directory, limits, ROW_LAYOUT, sizes), data, owner, variant
+            NativeReader(self._core.new_export, self._directory, limits, ROW_LAYOUT, **sizes), data, owner, variant
         )
         self.counts.executions += 1
         self.counts.add("valid", expected.error is None)
