@@ -1,7 +1,7 @@
 """The queue of resyncs: keep the leases of claimed repos alive, and maintain the repos that no worker holds."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from time import time
 from typing import Any, TypeVar
@@ -126,16 +126,14 @@ class QueueMaintenance:
     async def run(self) -> None:
         """Run the searches at their intervals."""
         settings = self._settings
-        searches = (
-            run_periodically(self._expire_leases, settings.lease_interval, self.lease_expiry),
-            run_periodically(self._request_resyncs, settings.search_interval, self.parked_repos, wait_first=True),
-            run_periodically(self._request_unproven, settings.unproven_interval, self.unproven_repos, wait_first=True),
-        )
         async with asyncio.TaskGroup() as group:
-            for search, progress in zip(
-                searches, (self.lease_expiry, self.parked_repos, self.unproven_repos), strict=True
+            for search, interval, progress in (
+                (self._expire_leases, settings.lease_interval, self.lease_expiry),
+                (self._request_resyncs, settings.search_interval, self.parked_repos),
+                (self._request_unproven, settings.unproven_interval, self.unproven_repos),
             ):
-                group.create_task(search, name=progress.name)
+                wait_first = progress is not self.lease_expiry
+                group.create_task(run_periodically(search, interval, progress, wait_first=wait_first))
 
     async def _expire_leases(self) -> None:
         # In a transaction of its own: expiry waits for row locks, claims skip locked rows.
@@ -156,27 +154,22 @@ class QueueMaintenance:
         Repos that become due meanwhile wait for the next search. Otherwise the first could fail and be parked again
         before the others had their turn.
         """
-        started, settings, db = time(), self._settings, self._db
+        started, settings, resyncs = time(), self._settings, self._db.resyncs
         forget_hidden_after = settings.forget_after if self._may_forget() else 0.0
         unpark_after = max(settings.unpark_after, MIN_PARKED_SECONDS) if settings.unpark_after else forget_hidden_after
-        forget_denied_after = min(forget_hidden_after, unpark_after)
-        async for found in self._batches(db.resyncs.end_long_waits, LONGEST_WAIT_SECONDS, started):
+        if found := await self._repeat(resyncs.end_long_waits, LONGEST_WAIT_SECONDS, started):
             log.warning("clock.set-back", repos=found)
-        async for found in self._batches(db.resyncs.request_missing_values, settings.missing_values_after, started):
-            self._metrics.desynchronized[Desync.RECORD_MISSING].inc(found)
-        if forget_denied_after:
-            async for found in self._batches(db.resyncs.forget_denied, forget_denied_after, started):
-                log.debug("repos.forgotten", repos=found)
-        if forget_hidden_after:
-            async for found in self._batches(db.resyncs.forget_hidden, forget_hidden_after, started):
-                log.debug("repos.forgotten", repos=found)
-        if settings.unpark_after:
-            async for found in self._batches(db.resyncs.unpark, settings.unpark_after, started):
-                log.debug("repos.unparked", repos=found)
+        found = await self._repeat(resyncs.request_missing_values, settings.missing_values_after, started)
+        self._metrics.desynchronized[Desync.RECORD_MISSING].inc(found)
+        await self._repeat(resyncs.forget_denied, min(forget_hidden_after, unpark_after), started)
+        await self._repeat(resyncs.forget_hidden, forget_hidden_after, started)
+        await self._repeat(resyncs.unpark, settings.unpark_after, started)
 
-    async def _batches(self, search: Search, seconds: float, started: float) -> AsyncIterator[int]:
-        """Repeat a search until it finds nothing more; yield how many repos each one found."""
-        while found := await search(self._buckets, seconds, started):
-            yield found
+    async def _repeat(self, search: Search, seconds: float, started: float) -> int:
+        """Repeat a search until it finds nothing more; return how many repos it found. 0 seconds: do not search."""
+        total = 0
+        while seconds and (found := await search(self._buckets, seconds, started)):
+            total += found
             self.parked_repos.moved()
             await asyncio.sleep(self._settings.batch_pause)
+        return total
