@@ -1,7 +1,7 @@
 """Apply the limit on new accounts to a batch of messages (docs/protocol.md#new-accounts-of-one-host)."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import time
 
 from indexer.net.http import registered_domain
@@ -13,14 +13,18 @@ from indexer.sync.repo import Repo
 from indexer.telemetry.conditions import NEW_ACCOUNTS_LIMITED, Conditions
 
 
+@dataclass(eq=False)
 class AccountLimits:
-    """Finds the accounts of a batch that the limit concerns, and counts those that were added."""
+    """Finds the accounts of a batch that the limit concerns, and counts those that were added.
 
-    def __init__(self, new_accounts: NewAccounts, new_web_dids: NewAccounts, conditions: Conditions) -> None:
-        """Limit accounts by the domain of their host, and rows of unknown did:web by the domain in the DID."""
-        self._new_accounts = new_accounts
-        self._new_web_dids = new_web_dids
-        self._conditions = conditions
+    Attributes:
+        new_accounts: Limits accounts by the domain of their host.
+        new_web_dids: Limits rows of unknown did:web by the domain in the DID.
+    """
+
+    new_accounts: NewAccounts
+    new_web_dids: NewAccounts
+    conditions: Conditions
 
     def apply(
         self, dids: Iterable[str], repos: Mapping[str, Repo], key_state_of: KeyStateOf, context: PlanContext
@@ -40,7 +44,7 @@ class AccountLimits:
                 refused.add(did)
             elif repo is None or (repo.head is None and repo.from_stream):
                 key_state = key_state_of(did)
-                if key_state and key_state.host and self._new_accounts.is_limited(key_state.host, context.now):
+                if key_state and key_state.host and self.new_accounts.is_limited(key_state.host, context.now):
                     limited.add(did)
         return replace(context, refused=frozenset(refused), limited=frozenset(limited))
 
@@ -52,15 +56,15 @@ class AccountLimits:
             if after is before or not before.counts_as_new or did in skipped:
                 continue
             if not before.known and (host := web_host(did)):
-                self._new_web_dids.add(host, now)
+                self.new_web_dids.add(host, now)
             key_state = key_state_of(did) if after.head is not None else None
             if key_state is not None and key_state.host:
-                self._new_accounts.add(key_state.host, now)
+                self.new_accounts.add(key_state.host, now)
 
     def _is_refused(self, did: str, now: float) -> bool:
         host = web_host(did)
-        if host is None or not self._new_web_dids.is_limited(host, now):
+        if host is None or not self.new_web_dids.is_limited(host, now):
             return False
         message = f"{did} and other unknown DIDs of its domain are ignored; a later message adds them"
-        self._conditions.report(NEW_ACCOUNTS_LIMITED, f"did:web {registered_domain(host)}", message=message)
+        self.conditions.report(NEW_ACCOUNTS_LIMITED, f"did:web {registered_domain(host)}", message=message)
         return True

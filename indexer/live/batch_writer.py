@@ -129,6 +129,7 @@ class SettledTotals:
     examples: dict[Rejection, str] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class BatchWriter:
     """Writes the batches of one shard, as long as the event `owned` is set.
 
@@ -137,37 +138,26 @@ class BatchWriter:
         totals: The settled and the rejected messages.
     """
 
-    def __init__(
-        self,
-        db: Database,
-        inbox: Inbox,
-        keys: KeyLookups,
-        position: StreamPosition,
-        owned: asyncio.Event,
-        settings: WriterSettings,
-        metrics: Metrics,
-        conditions: Conditions,
-        account_limits: AccountLimits,
-        scope: CurrentScope,
-        core: Core,
-    ) -> None:
-        self._db = db
-        self._scope = scope
-        self._conditions = conditions
-        self._inbox = inbox
-        self._keys = keys
-        self._position = position
-        self._owned = owned
-        self._settings = settings
-        self._metrics = metrics
-        self._account_limits = account_limits
-        self._batch_size = BatchSize(settings.batch_size)
+    db: Database
+    inbox: Inbox
+    keys: KeyLookups
+    position: StreamPosition
+    owned: asyncio.Event
+    settings: WriterSettings
+    metrics: Metrics
+    conditions: Conditions
+    account_limits: AccountLimits
+    scope: CurrentScope
+    core: Core
+
+    def __post_init__(self) -> None:
+        self._batch_size = BatchSize(self.settings.batch_size)
         self._batch_began_at = -inf
         self._rows = RepoRowCache()
         self.stage = StageProgress("batch writer", needs_shard=True)
         self.totals = SettledTotals()
-        self._clock = EventClock(keys.identities.domain_of)
-        self._ahead = VerificationAhead(core, inbox, self._rows, keys.key_state)
+        self._clock = EventClock(self.keys.identities.domain_of)
+        self._ahead = VerificationAhead(self.core, self.inbox, self._rows, self.keys.key_state)
 
     @property
     def lag(self) -> float | None:
@@ -182,7 +172,7 @@ class BatchWriter:
         """The lag, or before the first stored event the age of the message at the stored cursor; None if unknown."""
         if self.lag is not None:
             return self.lag
-        stored_at = event_seconds(self._position.watermark.event_time)
+        stored_at = event_seconds(self.position.watermark.event_time)
         return None if stored_at is None else max(0.0, time() - stored_at)
 
     async def run(self) -> None:
@@ -196,12 +186,12 @@ class BatchWriter:
     async def _write_next(self) -> None:
         """Take the next batch and write it; or, after some time without a message, save the cursor."""
         taken = await self._take()
-        messages = self._keys.hold_back(taken)
+        messages = self.keys.hold_back(taken)
         crash_point("batch.taken")
-        if not self._owned.is_set():
+        if not self.owned.is_set():
             self._rows.clear()
             self._ahead.clear()
-            await self._owned.wait()
+            await self.owned.wait()
         with DatabaseAttempt(self.stage) as attempt:
             if messages:
                 await self._write_or_halve(messages)
@@ -210,18 +200,18 @@ class BatchWriter:
         if attempt.error is not None:
             # If the transaction was committed all the same, the messages count as replayed the next time.
             self._rows.clear()
-            self._inbox.put_back(messages)
-            await asyncio.sleep(self._settings.retry_interval)
+            self.inbox.put_back(messages)
+            await asyncio.sleep(self.settings.retry_interval)
 
     async def _take(self) -> list[ReceivedMessage]:
         """Take the messages of the next batch; return none after `idle_after` without one.
 
         A message that arrives when no batch has begun for a while is taken at once, and so is a full batch.
         """
-        taken = await self._inbox.take(
+        taken = await self.inbox.take(
             self._batch_size.current,
-            not_before=self._batch_began_at + self._settings.batch_window,
-            idle_timeout=self._settings.idle_after,
+            not_before=self._batch_began_at + self.settings.batch_window,
+            idle_timeout=self.settings.idle_after,
         )
         if taken:
             self._batch_began_at = monotonic()
@@ -238,13 +228,13 @@ class BatchWriter:
             await self._write(messages)
         except (RefusedWriteError, DatabaseError) as error:
             refused = isinstance(error, RefusedWriteError)
-            if isinstance(error, DatabaseError) and not await self._db.answers_after(error):
+            if isinstance(error, DatabaseError) and not await self.db.answers_after(error):
                 raise
             if self._batch_size.add_failure(len(messages), certain=refused):
                 await self._reject(messages[0], str(error))
             elif refused:
                 log.debug("batch.refused", messages=len(messages), error=str(error))
-                self._inbox.put_back(messages)
+                self.inbox.put_back(messages)
                 return
             else:
                 raise
@@ -252,16 +242,16 @@ class BatchWriter:
 
     async def _write(self, messages: Sequence[ReceivedMessage]) -> None:
         dids = [did for did in {message.event.did for message in messages} if did]
-        with self._metrics.batch_seconds["load"].time():
+        with self.metrics.batch_seconds["load"].time():
             cached = self._rows.rows(dids)
             repos = cached | await self._load([did for did in dids if did not in cached])
-            await self._keys.identities.preload(dids)
-        with self._metrics.batch_seconds["verify-ahead"].time():
+            await self.keys.identities.preload(dids)
+        with self.metrics.batch_seconds["verify-ahead"].time():
             await self._ahead.finish()
-        with self._scope.in_use() as policy:
-            with self._metrics.batch_seconds["plan"].time():
-                key_state_of = self._keys.key_states(dids).get
-                context = self._account_limits.apply(dids, repos, key_state_of, self._context(policy))
+        with self.scope.in_use() as policy:
+            with self.metrics.batch_seconds["plan"].time():
+                key_state_of = self.keys.key_states(dids).get
+                context = self.account_limits.apply(dids, repos, key_state_of, self._context(policy))
                 plan = await self._plan(messages, repos, key_state_of, context)
             crash_point("batch.planned")
             await self._apply(messages, plan, plan.unchanged & cached.keys())
@@ -287,19 +277,19 @@ class BatchWriter:
         """Load the rows of the repos. If one is complete for a later scope, read the scope, too."""
         if not dids:
             return {}
-        repos = await self._db.repos.load(dids)
-        if self._scope.is_behind(repos.values()):
-            await self._scope.refresh()
+        repos = await self.db.repos.load(dids)
+        if self.scope.is_behind(repos.values()):
+            await self.scope.refresh()
         return repos
 
     async def _reject(self, message: ReceivedMessage, detail: str) -> None:
         """Write the dead letter of a message whose effects the database cannot store, and desynchronize its repo."""
         log.debug("message.refused", did=message.did, seq=message.seq, error=detail)
         text = f"{message.did or 'a message without a DID'}, seq {message.seq}: {detail}; it becomes a dead letter"
-        self._conditions.report(MESSAGES_REFUSED, message=text)
-        context, repo = self._context(self._scope.policy), None
+        self.conditions.report(MESSAGES_REFUSED, message=text)
+        context, repo = self._context(self.scope.policy), None
         if message.did is not None:
-            repo = (await self._db.repos.load([message.did])).get(message.did)
+            repo = (await self.db.repos.load([message.did])).get(message.did)
         try:
             await self._apply([message], plan_refusal(message, repo, detail, context))
         except RefusedWriteError:  # the row of the repo is the cause
@@ -317,50 +307,50 @@ class BatchWriter:
                 cached row with the stored one. So their messages are planned again on the stored row.
         """
         plan = whole.without(unconfirmed)
-        with self._metrics.batch_seconds["apply"].time():
+        with self.metrics.batch_seconds["apply"].time():
             cursor = self._cursor_after(plan)
             batch = Batch(plan.writes, tuple(plan.dead_letters), frozenset(plan.stale_identities), cursor)
-            applied = await self._db.write(batch)
+            applied = await self.db.write(batch)
         self._rows.put([write.repo for write in batch.writes])
         self._rows.drop(applied.skipped | unconfirmed)
         written = [write for write in batch.writes if write.lenient_commits and write.repo.did not in applied.skipped]
-        self._metrics.lenient_commits.inc(sum([write.lenient_commits for write in written]))
+        self.metrics.lenient_commits.inc(sum([write.lenient_commits for write in written]))
         for action, count in applied.changes.items():
-            self._metrics.record_changes[action, "true"].inc(count)
-        self._account_limits.count(plan, applied.skipped, self._keys.key_state)
+            self.metrics.record_changes[action, "true"].inc(count)
+        self.account_limits.count(plan, applied.skipped, self.keys.key_state)
         self._observe_times(plan, cursor)
         await self._settle(messages, plan, applied.skipped | unconfirmed)
 
     def _context(self, policy: Policy) -> PlanContext:
-        position = self._position
+        position = self.position
         return PlanContext(policy, position.relay, time(), position.host, position.epoch)
 
     async def _save_position(self) -> None:
         """Save the cursor and the current time when no message is waiting."""
-        seq = self._position.watermark.position
-        if seq is None or not self._position.is_known() or self._inbox.unsettled:
+        seq = self.position.watermark.position
+        if seq is None or not self.position.is_known() or self.inbox.unsettled:
             return
         now = time()
-        cursor = self._cursor(Position(seq, self._position.watermark.event_time), caught_up_at=now)
-        await self._db.write(Batch(cursor=cursor))
-        self._metrics.cursor_seq.labels(self._position.relay).set(seq)
+        cursor = self._cursor(Position(seq, self.position.watermark.event_time), caught_up_at=now)
+        await self.db.write(Batch(cursor=cursor))
+        self.metrics.cursor_seq.labels(self.position.relay).set(seq)
         self._clock.catch_up(now)
 
     def _cursor_after(self, plan: BatchPlan) -> Cursor | None:
         """Return the cursor that is valid when the plan is committed; None if there is none yet."""
-        position = self._position.watermark.position_if_done(_seqs([item.received for item in plan.settled]))
+        position = self.position.watermark.position_if_done(_seqs([item.received for item in plan.settled]))
         if position.seq is None:
             return None
         return self._cursor(position)
 
     def _cursor(self, position: Position, caught_up_at: float | None = None) -> Cursor:
         return Cursor(
-            relay=self._position.relay,
-            shard=str(self._settings.shard),
+            relay=self.position.relay,
+            shard=str(self.settings.shard),
             seq=position.seq or 0,
             event_time=position.event_time,
             caught_up_at=self._clock.reached if caught_up_at is None else caught_up_at,
-            epoch=self._position.epoch,
+            epoch=self.position.epoch,
             stored_until=self._clock.stored_until,
         )
 
@@ -381,41 +371,41 @@ class BatchWriter:
             conflicts: The DIDs whose rows changed meanwhile, so that their writes were not applied, or may have
                 changed. All their messages are planned again.
         """
-        self._keys.identities.mark_stale(plan.stale_identities)
+        self.keys.identities.mark_stale(plan.stale_identities)
         written = plan.without(conflicts)
         done = [item.received for item in written.settled]
-        self._position.watermark.mark_done(_seqs(done))
-        self._keys.discard_results(message.event.did for message in done if message.event.did)
+        self.position.watermark.mark_done(_seqs(done))
+        self.keys.discard_results(message.event.did for message in done if message.event.did)
         self._count(written)
         planned = messages[: len(messages) - len(plan.postponed)]
         self._ahead.drop(planned)
         again = [message for message in planned if message.did in conflicts] if conflicts else []
-        self._inbox.put_back([*again, *plan.postponed])
+        self.inbox.put_back([*again, *plan.postponed])
         waiting = defaultdict[str | None, list[ReceivedMessage]](list)
         for message in written.waiting:
             waiting[message.did].append(message)
         # Last, because a wait may end at once, and its messages come before these.
         for did, need in written.needed_keys.items():
-            self._keys.start(need, waiting[did])
-        self._keys.limit_waiting_bytes()
-        self._inbox.settle(done)
+            self.keys.start(need, waiting[did])
+        self.keys.limit_waiting_bytes()
+        self.inbox.settle(done)
         crash_point("batch.settled")
 
     def _count(self, written: BatchPlan) -> None:
         self.totals.settled += len(written.settled)
         results = Counter([(received.event.kind, outcome, why) for received, outcome, why in written.settled])
         for (kind, outcome, why), count in results.items():
-            self._metrics.events[kind, outcome].inc(count)
+            self.metrics.events[kind, outcome].inc(count)
             if isinstance(why, Rejection):
-                self._metrics.rejected[why].inc(count)
+                self.metrics.rejected[why].inc(count)
                 self.totals.rejected[why] += count
             elif isinstance(why, Desync) and outcome in _DESYNCHRONIZING:
-                self._metrics.desynchronized[why].inc(count)
+                self.metrics.desynchronized[why].inc(count)
         for letter in written.dead_letters:
             text = f"{letter.did or 'a message without a DID'}, seq {letter.seq}: {letter.detail or letter.reason.text}"
             self.totals.examples[letter.reason] = text
-        if self._position.watermark.position is not None:
-            self._metrics.cursor_seq.labels(self._position.relay).set(self._position.watermark.position)
+        if self.position.watermark.position is not None:
+            self.metrics.cursor_seq.labels(self.position.relay).set(self.position.watermark.position)
 
 
 def _seqs(messages: Sequence[ReceivedMessage]) -> list[int]:

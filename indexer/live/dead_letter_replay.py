@@ -7,7 +7,7 @@ was rejected.
 
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import time
 from typing import Literal
@@ -60,6 +60,7 @@ class ReplayResult:
         return self.outcome != UNKNOWN
 
 
+@dataclass(eq=False)
 class DeadLetterReplay:
     """Replays dead letters one at a time.
 
@@ -67,20 +68,11 @@ class DeadLetterReplay:
     letter stays and can be replayed later.
     """
 
-    def __init__(
-        self,
-        db: Database,
-        identities: IdentityCache,
-        policy: Policy,
-        *,
-        upstream_is_pds: bool = False,
-        key_timeout: float,
-    ) -> None:
-        self._db = db
-        self._policy = policy
-        self._upstream_is_pds = upstream_is_pds
-        self._identities = identities
-        self._key_timeout = key_timeout
+    db: Database
+    identities: IdentityCache
+    policy: Policy
+    upstream_is_pds: bool = field(default=False, kw_only=True)
+    key_timeout: float = field(kw_only=True)
 
     async def replay(self, dead_letter_id: int) -> ReplayResult:
         """Process the message again; delete the dead letter unless it is rejected again or cannot be processed.
@@ -88,7 +80,7 @@ class DeadLetterReplay:
         Raises:
             DatabaseError: The database is unavailable. Either nothing has changed or the replay is complete.
         """
-        found = await self._db.dead_letters.load(dead_letter_id)
+        found = await self.db.dead_letters.load(dead_letter_id)
         if found is None:
             return ReplayResult(dead_letter_id, UNKNOWN)
         dead_letter, frame = found
@@ -105,7 +97,7 @@ class DeadLetterReplay:
             return ReplayResult(dead_letter_id, UNTRIED, detail=str(error))
 
     async def _replay(self, dead_letter: StoredDeadLetter, frame: bytes) -> ReplayResult:
-        event = decode_frame(frame, self._policy.limits)
+        event = decode_frame(frame, self.policy.limits)
         if isinstance(event, InfoEvent | StreamError | OtherShardEvent):
             event = UnknownEvent(event.kind, None)  # it concerns no repo, and its effect on the stream is over
         received = ReceivedMessage(event.seq, frame, event)
@@ -115,7 +107,7 @@ class DeadLetterReplay:
             if plan.dead_letters:
                 return await self._reject_again(dead_letter, plan.dead_letters[0])
             stale = frozenset(plan.stale_identities)
-            written = await self._db.write(Batch(plan.writes, stale_identities=stale, resolved=dead_letter.id))
+            written = await self.db.write(Batch(plan.writes, stale_identities=stale, resolved=dead_letter.id))
             if not written.skipped:
                 await self._refresh_identities(plan.stale_identities)
                 return ReplayResult(dead_letter.id, settled.outcome, settled.why)
@@ -128,20 +120,20 @@ class DeadLetterReplay:
             UnavailableError: The plan needs a key that cannot be looked up now.
         """
         dids = [received.did] if received.did else []
-        repos = await self._db.repos.load(dids)
-        await self._identities.preload(dids)
+        repos = await self.db.repos.load(dids)
+        await self.identities.preload(dids)
         # After the row: if that is complete for a later scope, what an earlier one omits would be missing.
-        scope = await self._db.scope.load() or self._policy.scope
-        host = host_of(dead_letter.relay) if self._upstream_is_pds else None
-        context = PlanContext(replace(self._policy, scope=scope), dead_letter.relay, time(), host, dead_letter.epoch)
-        plan = plan_batch([received], repos, partial(cached_key, self._identities), context)
+        scope = await self.db.scope.load() or self.policy.scope
+        host = host_of(dead_letter.relay) if self.upstream_is_pds else None
+        context = PlanContext(replace(self.policy, scope=scope), dead_letter.relay, time(), host, dead_letter.epoch)
+        plan = plan_batch([received], repos, partial(cached_key, self.identities), context)
         while plan.needed_keys:
             [need] = plan.needed_keys.values()
             plan = plan_batch([received], repos, {need.did: await self._fetch_key(need)}.get, context)
         return plan
 
     async def _fetch_key(self, need: NeedsKey) -> KeyState:
-        key_state = await fetch_key(self._identities, need.did, self._key_timeout, refresh=need.refresh)
+        key_state = await fetch_key(self.identities, need.did, self.key_timeout, refresh=need.refresh)
         if need.refresh and key_state.stale:
             detail = "the cached identity is stale, and a newer one could not be fetched"
             raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, detail)
@@ -150,14 +142,14 @@ class DeadLetterReplay:
     async def _reject_again(self, dead_letter: StoredDeadLetter, rejected: DeadLetter) -> ReplayResult:
         """Keep the dead letter, with the reason of the newest rejection."""
         if (dead_letter.reason, dead_letter.detail) != (rejected.reason, rejected.detail):
-            await self._db.dead_letters.update(dead_letter.id, rejected)
+            await self.db.dead_letters.update(dead_letter.id, rejected)
         return ReplayResult(
             dead_letter.id, Outcome.REJECTED, rejected.reason, rejected.detail, previous_reason=dead_letter.reason
         )
 
     async def _refresh_identities(self, dids: Collection[str]) -> None:
         """Look up changed identities now, because the cache of a running daemon does not know that they changed."""
-        self._identities.mark_stale(dids)
+        self.identities.mark_stale(dids)
         for did in dids:
             with suppress(UnavailableError):
-                await fetch_key(self._identities, did, self._key_timeout)
+                await fetch_key(self.identities, did, self.key_timeout)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from time import monotonic
 
 import structlog
@@ -36,34 +37,28 @@ MAX_INFO_NAMES = 16
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class FirehoseConsumer:
     """Reads the stream for one shard.
 
     Attributes:
+        shard: Only messages about its accounts are put into the inbox.
+        decode: Decodes a frame.
         stage: Its progress. Each message, and each new connection until it is requested, is work.
         last_error: The last error of the stream; None after the next message in order.
         failing_since: When that error came first (monotonic seconds); None without an error.
         last_message: When each relay sent its last message (monotonic seconds).
     """
 
-    def __init__(
-        self,
-        subscription: Subscription,
-        continuity: StreamContinuity,
-        inbox: Inbox,
-        position: StreamPosition,
-        shard: Shard,
-        decode: Callable[[bytes], Event],
-        metrics: Metrics,
-    ) -> None:
-        """Put messages about accounts of `shard` into the inbox. `decode` decodes frames."""
-        self._subscription = subscription
-        self._continuity = continuity
-        self._inbox = inbox
-        self._position = position
-        self._shard = shard
-        self._decode = decode
-        self._metrics = metrics
+    subscription: Subscription
+    continuity: StreamContinuity
+    inbox: Inbox
+    position: StreamPosition
+    shard: Shard
+    decode: Callable[[bytes], Event]
+    metrics: Metrics
+
+    def __post_init__(self) -> None:
         self._order = SequenceOrder(0)
         self._leap: Position | None = None
         self._skipped = 0
@@ -75,11 +70,11 @@ class FirehoseConsumer:
 
     async def run(self) -> None:
         """Read the stream forever. Only an exception that is a bug ends it."""
-        async with aclosing(self._subscription.frames(self.begin_connection)) as frames:
+        async with aclosing(self.subscription.frames(self.begin_connection)) as frames:
             async for frame in frames:
-                if self._skipped != self._subscription.skipped:
+                if self._skipped != self.subscription.skipped:
                     await self._reject_skipped()
-                event = self._decode(frame)
+                event = self.decode(frame)
                 if not (type(event) is CommitEvent and self._put_next(event, frame)):
                     await self._process(event, frame)
 
@@ -89,22 +84,22 @@ class FirehoseConsumer:
         Nearly all messages take this path, at less than half the cost of `_process`. No other task runs meanwhile, so
         the stage need not report that it has work.
         """
-        if not self._continuity.checked or self._inbox.is_full or not self._order.advance(event.seq):
+        if not self.continuity.checked or self.inbox.is_full or not self._order.advance(event.seq):
             return False
         now = monotonic()
-        self.last_message[self._position.relay] = now
+        self.last_message[self.position.relay] = now
         self.last_error = self.failing_since = None
-        self._metrics.events_received[event.kind].inc()
-        self._position.watermark.add(event.seq, event.time)
-        self._inbox.append(ReceivedMessage(event.seq, frame, event, now))
+        self.metrics.events_received[event.kind].inc()
+        self.position.watermark.add(event.seq, event.time)
+        self.inbox.append(ReceivedMessage(event.seq, frame, event, now))
         return True
 
     async def _process(self, event: Event, frame: bytes) -> None:
         """Process any message."""
         self.stage.moved()
-        if not self._continuity.checked and await self._is_replayed(event):
-            self._metrics.events_received[event.kind].inc()
-            self._metrics.events[event.kind, Outcome.REPLAYED].inc()
+        if not self.continuity.checked and await self._is_replayed(event):
+            self.metrics.events_received[event.kind].inc()
+            self.metrics.events[event.kind, Outcome.REPLAYED].inc()
         else:
             await self._handle(event, frame)
         self.stage.idle()
@@ -112,9 +107,9 @@ class FirehoseConsumer:
     async def begin_connection(self, relay: str) -> int | None:
         """Return the cursor for a new connection, after all messages of the previous one are settled."""
         await self._wait_until_settled()
-        entry = await self._continuity.begin(relay)
+        entry = await self.continuity.begin(relay)
         watermark = entry.watermark
-        self._position.begin(relay, entry.epoch, watermark)
+        self.position.begin(relay, entry.epoch, watermark)
         self._order = SequenceOrder(watermark.position or 0)
         self._leap = None
         self._info_names.clear()
@@ -124,30 +119,30 @@ class FirehoseConsumer:
     async def _wait_until_settled(self) -> None:
         """Wait for the batch writer, which is no work of this stage."""
         self.stage.idle()
-        await self._inbox.wait_until_settled()
+        await self.inbox.wait_until_settled()
         self.stage.moved()
 
     async def _put(self, received: ReceivedMessage) -> None:
         """Put a message into the inbox, possibly after waiting for the batch writer."""
-        if self._inbox.is_full:
+        if self.inbox.is_full:
             self.stage.idle()
-        await self._inbox.put(received)
+        await self.inbox.put(received)
 
     async def _is_replayed(self, event: Event) -> bool:
         """Return True for a message at the start of a connection that the stored cursor includes."""
-        return not isinstance(event, InfoEvent | StreamError) and not await self._continuity.is_new(event)
+        return not isinstance(event, InfoEvent | StreamError) and not await self.continuity.is_new(event)
 
     async def _reject_skipped(self) -> None:
         """Record a rejection for each message over the size limit, which the subscription skipped."""
         self.stage.moved()
-        for _ in range(self._subscription.skipped - self._skipped):
+        for _ in range(self.subscription.skipped - self._skipped):
             detail = f"the message after seq {self._order.last}"
             await self._handle(MalformedEvent(Rejection.FRAME_TOO_LARGE, detail, "", None, None), b"")
-        self._skipped = self._subscription.skipped
+        self._skipped = self.subscription.skipped
         self.stage.idle()
 
     async def _handle(self, event: Event, frame: bytes) -> None:
-        self.last_message[self._position.relay] = monotonic()
+        self.last_message[self.position.relay] = monotonic()
         if isinstance(event, InfoEvent):
             await self._handle_info(event)
         elif isinstance(event, StreamError):
@@ -159,9 +154,9 @@ class FirehoseConsumer:
 
     async def _handle_unproven(self, event: UnknownEvent | MalformedEvent, frame: bytes) -> None:
         """Process a message whose number proves nothing: the cursor passes it with the next valid message."""
-        self._metrics.events_received[event.kind].inc()
+        self.metrics.events_received[event.kind].inc()
         if isinstance(event, MalformedEvent) and not self._must_record(event):
-            self._metrics.events[event.kind, Outcome.IGNORED].inc()
+            self.metrics.events[event.kind, Outcome.IGNORED].inc()
         else:
             await self._put(ReceivedMessage(None, frame, event, monotonic()))
 
@@ -173,8 +168,8 @@ class FirehoseConsumer:
         last = self._order.last
         match self._order.classify(event.seq):
             case Step.REPEATED:
-                self._metrics.events_received[event.kind].inc()
-                self._metrics.events[event.kind, Outcome.REPLAYED].inc()
+                self.metrics.events_received[event.kind].inc()
+                self.metrics.events[event.kind, Outcome.REPLAYED].inc()
             case Step.LOWER:
                 detail = f"{event.seq} after {last}"
                 self._fail(f"the relay sends lower sequence numbers than before: {detail}")
@@ -188,7 +183,7 @@ class FirehoseConsumer:
                 await self._accept(event, None, frame)
             case Step.NEXT:
                 await self._confirm_leap()
-                self._position.watermark.add(event.seq, event.time)
+                self.position.watermark.add(event.seq, event.time)
                 await self._accept(event, event.seq, frame)
 
     async def _confirm_leap(self) -> None:
@@ -196,32 +191,32 @@ class FirehoseConsumer:
         leap, self._leap = self._leap, None
         if leap is not None and leap.seq is not None and leap.seq <= self._order.last:
             await self._wait_until_settled()
-            self._position.watermark.add(leap.seq, leap.event_time)
-            self._position.watermark.mark_done((leap.seq,))
+            self.position.watermark.add(leap.seq, leap.event_time)
+            self.position.watermark.mark_done((leap.seq,))
 
     async def _accept(self, event: RepoEvent | OtherShardEvent, seq: int | None, frame: bytes) -> None:
         """Put a message of this shard into the inbox, and ignore others; `seq` is None if the cursor must not pass."""
-        self._metrics.events_received[event.kind].inc()
+        self.metrics.events_received[event.kind].inc()
         self.last_error = self.failing_since = None
         if not isinstance(event, OtherShardEvent):
             await self._put(ReceivedMessage(seq, frame, event, monotonic()))
             return
         if seq is not None:
-            self._position.watermark.mark_done((seq,))
-        self._metrics.events[event.kind, Outcome.IGNORED].inc()
+            self.position.watermark.mark_done((seq,))
+        self.metrics.events[event.kind, Outcome.IGNORED].inc()
 
     def _must_record(self, event: MalformedEvent) -> bool:
         """Return True if this shard records the rejection. All shards read the message, and one shard records it."""
-        return self._shard.index == 0 if event.did is None else self._shard.owns(event.did)
+        return self.shard.index == 0 if event.did is None else self.shard.owns(event.did)
 
     async def _handle_info(self, event: InfoEvent) -> None:
-        self._metrics.events_received[event.kind].inc()
-        self._metrics.events[event.kind, Outcome.IGNORED].inc()
+        self.metrics.events_received[event.kind].inc()
+        self.metrics.events[event.kind, Outcome.IGNORED].inc()
         if event.name == "OutdatedCursor":
-            await self._continuity.announce(self._order.last + 1)
+            await self.continuity.announce(self._order.last + 1)
         elif (name := event.name[:64]) not in self._info_names and len(self._info_names) < MAX_INFO_NAMES:
             self._info_names.add(name)
-            log.info("relay.info", relay=self._position.relay, name=name)
+            log.info("relay.info", relay=self.position.relay, name=name)
 
     def _handle_error(self, event: StreamError) -> None:
         """Log the error; the relay closes the stream after it.
@@ -229,14 +224,14 @@ class FirehoseConsumer:
         A stored cursor from the future belongs to a sequence that has ended. A cursor that the operator chose is not
         changed (docs/protocol.md#sequence-numbers-and-cursors).
         """
-        self._metrics.events_received[event.kind].inc()
-        self._metrics.events[event.kind, Outcome.IGNORED].inc()
+        self.metrics.events_received[event.kind].inc()
+        self.metrics.events[event.kind, Outcome.IGNORED].inc()
         error, known = f"{event.error[:64]}: {event.message[:200]}", self.last_error
         self._fail(error)
-        if event.error == "FutureCursor" and not self._continuity.checked:
-            self._continuity.restart(error)
+        if event.error == "FutureCursor" and not self.continuity.checked:
+            self.continuity.restart(error)
         elif error != known:
-            log.error("relay.error", relay=self._position.relay, error=error)
+            log.error("relay.error", relay=self.position.relay, error=error)
 
     def _fail(self, error: str) -> None:
         self.last_error = error

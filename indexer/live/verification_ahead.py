@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from indexer.core import Core
 from indexer.core.native_core import CommitsBeingVerified
@@ -28,6 +29,7 @@ COMMITS_AT_A_TIME = 50
 """Results that are taken before other tasks of the event loop have their turn: half a millisecond of its time."""
 
 
+@dataclass(eq=False)
 class VerificationAhead:
     """Verifies commits that wait in the inbox. Their messages stay there, in their order, whatever happens to a batch.
 
@@ -36,17 +38,16 @@ class VerificationAhead:
     is verified later. It never changes a plan.
 
     Attributes:
+        core: Nothing is done if it verifies no commits ahead.
         prepared: The results for messages that are not written yet.
     """
 
-    def __init__(self, core: Core, inbox: Inbox, rows: RepoRowCache, key_state_of: KeyStateOf) -> None:
-        """Do nothing if `core` verifies no commits ahead."""
-        self._verify = core.verify
-        self._inbox = inbox
-        self._rows = rows
-        self._key_state_of = key_state_of
-        self._collecting: asyncio.Task[None] | None = None
-        self.prepared = PreparedCommits()
+    core: Core
+    inbox: Inbox
+    rows: RepoRowCache
+    key_state_of: KeyStateOf
+    prepared: PreparedCommits = field(init=False, default_factory=PreparedCommits)
+    _collecting: asyncio.Task[None] | None = field(init=False, default=None)
 
     async def finish(self) -> None:
         """Wait for the results of the verification that `begin` began."""
@@ -62,12 +63,12 @@ class VerificationAhead:
         context: PlanContext,
     ) -> PreparedCommits:
         """Return the results for a batch with these rows and keys. Commits not verified ahead are verified now."""
-        if self._verify is None:
+        if self.core.verify is None:
             return self.prepared
         rest = [event for event in commits_within(batch, MAX_BATCH_BYTES) if event not in self.prepared]
         chosen = commits_to_verify(rest, lambda did: repos.get(did) or Repo(did), key_state_of, context)
         if chosen:
-            running = self._verify(chosen, context.policy)
+            running = self.core.verify(chosen, context.policy)
             if sum([_cost(event) for event, _ in chosen]) > MAX_LOOP_COST:
                 await self._collect(running)
             else:
@@ -83,18 +84,18 @@ class VerificationAhead:
             context: The context of its plan.
             batch_size: The maximum number of messages to verify.
         """
-        waiting = self._inbox.peek(batch_size)
-        if self._verify is None or len(waiting) < min(MIN_MESSAGES, batch_size):
+        waiting = self.inbox.peek(batch_size)
+        if self.core.verify is None or len(waiting) < min(MIN_MESSAGES, batch_size):
             return
         commits = [event for event in commits_within(waiting, MAX_AHEAD_BYTES) if event not in self.prepared]
-        cached = self._rows.rows([event.did for event in commits])
+        cached = self.rows.rows([event.did for event in commits])
 
         def guessed_row(did: str) -> Repo:
             return repos.get(did) or cached.get(did) or Repo(did, version=1)
 
-        chosen = commits_to_verify(commits, guessed_row, self._key_state_of, context)
+        chosen = commits_to_verify(commits, guessed_row, self.key_state_of, context)
         if chosen:
-            running = self._verify(chosen, context.policy)
+            running = self.core.verify(chosen, context.policy)
             self._collecting = asyncio.create_task(self._collect(running), name="verification ahead")
 
     def drop(self, messages: Iterable[ReceivedMessage]) -> None:

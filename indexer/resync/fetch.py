@@ -5,6 +5,7 @@ It needs a socket, and nothing of the database. The second step (`apply.Applies`
 
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from time import time
 
 import structlog
@@ -26,6 +27,7 @@ from indexer.telemetry.metrics import Metrics
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class ResyncAttempts:
     """Brings claimed repos to the state of the network, one attempt per call of `attempt`.
 
@@ -33,23 +35,13 @@ class ResyncAttempts:
     returns the policy with the present scope.
     """
 
-    def __init__(
-        self,
-        applies: Applies,
-        identities: IdentityCache,
-        pds: PdsClient,
-        policy: Callable[[], Policy],
-        metrics: Metrics,
-        sources: Sequence[str | None],
-        conditions: Conditions,
-    ) -> None:
-        self._applies = applies
-        self._identities = identities
-        self._pds = pds
-        self._policy = policy
-        self._metrics = metrics
-        self._sources = sources
-        self._conditions = conditions
+    applies: Applies
+    identities: IdentityCache
+    pds: PdsClient
+    policy: Callable[[], Policy]
+    metrics: Metrics
+    sources: Sequence[str | None]
+    conditions: Conditions
 
     async def attempt(self, resync: Resync, shares: Shares, identity: CachedIdentity) -> str:
         """Resync one repo; return "synchronized", "unchanged", or the reason why the repo is still desynchronized.
@@ -67,11 +59,11 @@ class ResyncAttempts:
         """
         claimed = resync.claimed
         resync.enter(Phase.LATEST_COMMIT)
-        policy = self._policy()
+        policy = self.policy()
         if await self._is_unchanged(claimed, identity, policy):
-            return await self._applies.write(resync, policy, identity.key, None)
+            return await self.applies.write(resync, policy, identity.key, None)
         failure: UpstreamError | UnavailableError = UnavailableError(FetchFailure.UNREACHABLE, "no source configured")
-        for source in self._sources:
+        for source in self.sources:
             try:
                 return await self._attempt_from(source, resync, shares, identity)
             except DatabaseError:
@@ -80,7 +72,7 @@ class ResyncAttempts:
                 failure = error
                 log.debug("resync.source-failed", did=claimed.did, source=source or identity.pds, error=str(error))
         permanent = isinstance(failure, UnavailableError) and failure.reason.is_permanent
-        if permanent and None in self._sources and not await self._is_host(claimed.did, identity):
+        if permanent and None in self.sources and not await self._is_host(claimed.did, identity):
             raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, f"the account may have moved: {failure}")
         raise failure
 
@@ -88,19 +80,19 @@ class ResyncAttempts:
         claimed = resync.claimed
         async with AsyncExitStack() as stack:
             resync.enter(Phase.DOWNLOAD)
-            with self._metrics.batch_seconds["fetch"].time():
-                opened = self._pds.open_export(claimed.did, source or identity.pds or "")
+            with self.metrics.batch_seconds["fetch"].time():
+                opened = self.pds.open_export(claimed.did, source or identity.pds or "")
                 download = await stack.enter_async_context(opened)
                 await _fetch(download, resync, shares)
             resync.enter(Phase.VERIFY)
             export, verified_by = await self._verify(claimed, download.reader, identity)
             crash_point("export.verified")
-            last = source is self._sources[-1]
+            last = source is self.sources[-1]
             if last and source is None and export.head.rev < _newest_known(claimed):
                 last = await self._is_host(claimed.did, identity)
             self._check_rev(claimed, export.head, last=last)
             sized = SizedExport(export, download.reader.size)
-            return await self._applies.write(resync, self._policy(), verified_by.key, sized)
+            return await self.applies.write(resync, self.policy(), verified_by.key, sized)
 
     async def _is_unchanged(self, claimed: Repo, identity: CachedIdentity, policy: Policy) -> bool:
         """Return True if the PDS reports the stored head as its latest commit, so that no export is needed.
@@ -110,7 +102,7 @@ class ResyncAttempts:
         if claimed.head is None or identity.pds is None or needs_export(claimed, policy.scope):
             return False
         try:
-            latest = await self._pds.fetch_latest_commit(claimed.did, identity.pds)
+            latest = await self.pds.fetch_latest_commit(claimed.did, identity.pds)
         except UnavailableError as error:
             if not error.reason.counts_as_attempt:
                 raise
@@ -128,7 +120,7 @@ class ResyncAttempts:
             UnavailableError: As `IdentityCache.lookup` raises it.
         """
         if not identity.is_recent(time()):
-            before, identity = identity, await self._identities.lookup(did, refresh=True)
+            before, identity = identity, await self.identities.lookup(did, refresh=True)
             if identity.pds != before.pds:
                 raise PostponedError
         return identity.is_recent(time())
@@ -142,18 +134,18 @@ class ResyncAttempts:
         except UpstreamError as error:
             if error.reason is not Rejection.SIGNATURE_INVALID:
                 raise
-        identity = await self._identities.lookup(claimed.did, refresh=True)
+        identity = await self.identities.lookup(claimed.did, refresh=True)
         return await self._verify_with(claimed, reader, identity), identity
 
     async def _verify_with(self, claimed: Repo, reader: ExportReader, identity: CachedIdentity) -> VerifiedExport:
         if identity.key is None:
             raise UnavailableError(FetchFailure.IDENTITY_MISSING, identity.problem or "no key")
-        return await self._applies.verify(claimed.did, reader, identity.key, self._policy().limits)
+        return await self.applies.verify(claimed.did, reader, identity.key, self.policy().limits)
 
     def _check_rev(self, claimed: Repo, exported: Head, *, last: bool) -> None:
         """Reject a verified export because of its rev. Of two states with one rev, the last source's is accepted."""
         rev = exported.rev
-        if is_future(rev, time(), self._policy().limits):
+        if is_future(rev, time(), self.policy().limits):
             raise UpstreamError(Rejection.FUTURE_REV, rev)
         if not last:
             _reject_stale(exported, _newest_known(claimed))
@@ -165,8 +157,8 @@ class ResyncAttempts:
                 raise UnavailableError(FetchFailure.EXPORT_STALE, f"differs from the stored state at {rev}")
             log.debug("resync.equivocation", did=claimed.did, rev=rev)
             message = f"{claimed.did} has another tree at {rev} than before; it was applied"
-            self._conditions.report(EQUIVOCATIONS, message=message)
-            self._metrics.desynchronized[Desync.EQUIVOCATION].inc()
+            self.conditions.report(EQUIVOCATIONS, message=message)
+            self.metrics.desynchronized[Desync.EQUIVOCATION].inc()
 
 
 async def _fetch(download: ExportDownload, resync: Resync, shares: Shares) -> None:

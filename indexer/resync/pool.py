@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic, time
 
 import structlog
@@ -61,6 +61,7 @@ class WorkerPoolSettings:
     attempt_timeout: float = 3_600.0
 
 
+@dataclass(eq=False)
 class WorkerPool:
     """Runs resyncs of the repos of one shard. `run` ends only with an exception that is a bug.
 
@@ -71,28 +72,18 @@ class WorkerPool:
         ended: The number of resyncs that have ended, with whatever result.
     """
 
-    def __init__(
-        self,
-        db: Database,
-        identities: IdentityCache,
-        attempts: ResyncAttempts,
-        deletion_grace: float,
-        shard: Shard,
-        metrics: Metrics,
-        conditions: Conditions,
-        settings: WorkerPoolSettings | None = None,
-        new_accounts: NewAccounts | None = None,
-    ) -> None:
-        self._db = db
-        self._identities = identities
-        self._attempts = attempts
-        self._deletion_grace = deletion_grace
-        self._buckets = shard.buckets
-        self._metrics = metrics
-        self._conditions = conditions
-        self._new_accounts = new_accounts or NewAccounts(0)
-        used = self._settings = settings or WorkerPoolSettings()
-        self._shares = Shares(used.workers, used.fair_time, used.large_bytes)
+    db: Database
+    identities: IdentityCache
+    attempts: ResyncAttempts
+    deletion_grace: float
+    shard: Shard
+    metrics: Metrics
+    conditions: Conditions
+    settings: WorkerPoolSettings = field(default_factory=WorkerPoolSettings)
+    new_accounts: NewAccounts = field(default_factory=lambda: NewAccounts(0))
+
+    def __post_init__(self) -> None:
+        self._shares = Shares(self.settings.workers, self.settings.fair_time, self.settings.large_bytes)
         self._slot_freed = asyncio.Event()
         self._claiming: asyncio.Task[list[Repo]] | None = None
         self.stage = StageProgress("resync pool")
@@ -124,7 +115,7 @@ class WorkerPool:
                 # They are postponed, and the repos of other hosts behind them are reached without a wait.
                 claim_size = min(2 * len(claimed), MAX_CLAIM) if 2 * started < len(claimed) else 1
                 if not started and len(claimed) < count:
-                    await self._wait_for_slot(self._settings.idle_interval / (4 if claimed else 1))
+                    await self._wait_for_slot(self.settings.idle_interval / (4 if claimed else 1))
 
     async def give_back(self) -> None:
         """End the claims of resyncs that were cancelled or not started, so that no process waits for their leases."""
@@ -149,14 +140,14 @@ class WorkerPool:
         while self.free_workers <= 0:
             if received != (received := self._received_bytes()):
                 self.stage.moved()
-            await self._wait_for_slot(self._settings.idle_interval)
+            await self._wait_for_slot(self.settings.idle_interval)
             self._shares.make_room(time())
         self.stage.idle()
 
     async def _gather_workers(self) -> None:
         """Wait until all workers are free, at most for the gathering time."""
-        end = monotonic() + self._settings.gathering_time
-        while self.free_workers < self._settings.workers and (left := end - monotonic()) > 0:
+        end = monotonic() + self.settings.gathering_time
+        while self.free_workers < self.settings.workers and (left := end - monotonic()) > 0:
             await self._wait_for_slot(left)
 
     def _received_bytes(self) -> int:
@@ -170,7 +161,7 @@ class WorkerPool:
 
     async def _claim(self, count: int) -> list[Repo]:
         """Claim repos. A claim completes even if this task is cancelled; `give_back` returns its repos."""
-        claim = self._db.resyncs.claim(count, self._buckets, self._settings.lease, time())
+        claim = self.db.resyncs.claim(count, self.shard.buckets, self.settings.lease, time())
         self._claiming = asyncio.create_task(claim, name="claim of repos")
         with DatabaseAttempt(self.claims):
             return await asyncio.shield(self._claiming)
@@ -179,13 +170,13 @@ class WorkerPool:
     async def _start(self, group: asyncio.TaskGroup, claimed: Sequence[Repo]) -> int:
         """Start the repos that find free slots and postpone the others; return how many were started."""
         with DatabaseAttempt() as preload:  # without the identities, each attempt looks up its own
-            await self._identities.preload([repo.did for repo in claimed])
+            await self.identities.preload([repo.did for repo in claimed])
         now, postponed = time(), []
         for repo in claimed:
             try:
                 resync = self._admit(repo, now)
             except PostponedError as error:
-                self._metrics.resyncs[error.result].inc()
+                self.metrics.resyncs[error.result].inc()
                 postponed.append((repo, error))
             else:
                 resync.preloaded = preload.error is None
@@ -196,24 +187,24 @@ class WorkerPool:
 
     def _admit(self, repo: Repo, now: float) -> Resync:
         """Occupy slots for a claimed repo. The host of a did:web counts until that of the PDS is known."""
-        identity = self._identities.peek(repo.did)
+        identity = self.identities.peek(repo.did)
         host = identity.host if identity else None
-        if host and self._new_accounts.is_limited(host, now):
+        if host and self.new_accounts.is_limited(host, now):
             self._count_as_new(repo, host, now)
         return self._shares.admit(repo, host or web_host(repo.did) or UNKNOWN_HOST, now)
 
     def _count_as_new(self, repo: Repo, host: str, now: float) -> None:
         """Count a new account. Raise PostponedError if its first fetch waits, because its host has too many."""
-        until = self._new_accounts.add(host, now) if repo.counts_as_new else None
+        until = self.new_accounts.add(host, now) if repo.counts_as_new else None
         if until is not None:
             domain = registered_domain(host)
             message = f"{domain} added too many accounts; the repo is fetched later"
-            self._conditions.report(NEW_ACCOUNTS_LIMITED, domain, message=f"{repo.did}: {message}")
+            self.conditions.report(NEW_ACCOUNTS_LIMITED, domain, message=f"{repo.did}: {message}")
             raise PostponedError(until, UnavailableError(FetchFailure.NEW_ACCOUNTS, message))
 
     async def _postpone(self, repos: Sequence[tuple[Repo, PostponedError]]) -> None:
         writes = [RepoWrite(repo, _released(repo, postponed)) for repo, postponed in repos]
-        changed = (await self._db.write(Batch(tuple(writes)))).skipped
+        changed = (await self.db.write(Batch(tuple(writes)))).skipped
         for repo in [repo for repo, _ in repos if repo.did in changed]:
             await self._update_claimed(repo, release)
 
@@ -229,15 +220,15 @@ class WorkerPool:
         if self.free_workers <= 0:  # it was large
             self.stage.moved()
         self._slot_freed.set()
-        self._metrics.resyncs[result].inc()
-        self._metrics.resync_seconds.observe(monotonic() - started)
+        self.metrics.resyncs[result].inc()
+        self.metrics.resync_seconds.observe(monotonic() - started)
         log.debug("resync.done", did=resync.claimed.did, result=result)
 
     async def _attempt_and_record(self, resync: Resync) -> str:
         """Run one attempt and write a failure or a postponement to the repo's row; return the result for metrics."""
         claimed = resync.claimed
         try:
-            return await run_under_lease(self._db, claimed, self._settings.lease, self._attempt(resync))
+            return await run_under_lease(self.db, claimed, self.settings.lease, self._attempt(resync))
         except DatabaseError:
             raise
         except PostponedError as error:
@@ -253,7 +244,7 @@ class WorkerPool:
             return await self._record_failure(claimed, failure)
 
     async def _attempt(self, resync: Resync) -> str:
-        seconds = self._settings.attempt_timeout
+        seconds = self.settings.attempt_timeout
         try:
             async with asyncio.timeout(seconds) as resync.deadline:
                 return await self._attempt_in_time(resync)
@@ -262,14 +253,14 @@ class WorkerPool:
                 raise UnavailableError(FetchFailure.TIMEOUT, f"no result after {seconds:.0f} s") from None
             log.debug("resync.slow", did=resync.claimed.did, host=resync.host, bytes_per_second=round(resync.rate))
             message = f"{resync.claimed.did}: {resync.rate:.0f} bytes per second; the resync starts again later"
-            self._conditions.report(RESYNCS_SLOW, resync.host, message=message)
+            self.conditions.report(RESYNCS_SLOW, resync.host, message=message)
             raise resync.ended from None
         finally:
             resync.deadline = None
 
     async def _attempt_in_time(self, resync: Resync) -> str:
         claimed = resync.claimed
-        identity = await self._identities.lookup(claimed.did, refresh=claimed.attempts > 0, preloaded=resync.preloaded)
+        identity = await self.identities.lookup(claimed.did, refresh=claimed.attempts > 0, preloaded=resync.preloaded)
         if identity.doubtful and claimed.head is not None:
             raise UnavailableError(FetchFailure.IDENTITY_DOUBTFUL, identity.problem or "")
         if identity.denied:
@@ -279,7 +270,7 @@ class WorkerPool:
         now = time()
         self._shares.change_host(resync, identity.host, now)
         self._count_as_new(claimed, identity.host, now)
-        return await self._attempts.attempt(resync, self._shares, identity)
+        return await self.attempts.attempt(resync, self._shares, identity)
 
     async def _record_failure(self, claimed: Repo, failure: UnavailableError) -> str:
         crash_point("resync.failed")
@@ -292,14 +283,14 @@ class WorkerPool:
         log.debug("resync.failed", did=claimed.did, error=str(failure), attempts=claimed.attempts + 1)
         if failure.reason in _REPORTED_BY_HOST:
             return
-        identity = self._identities.peek(claimed.did)
+        identity = self.identities.peek(claimed.did)
         subject = f"{failure.reason} at {identity.host}" if identity and identity.host else str(failure.reason)
-        self._conditions.report(RESYNCS_FAILING, subject, message=f"{claimed.did}: {failure}; {_what_follows(written)}")
+        self.conditions.report(RESYNCS_FAILING, subject, message=f"{claimed.did}: {failure}; {_what_follows(written)}")
 
     def _failed(self, repo: Repo, claimed: Repo, failure: UnavailableError) -> Repo:
         after = plan_failure(repo, claimed, failure, time())
         gone = failure.reason is FetchFailure.IDENTITY_GONE
-        return plan_existence(after, time(), self._deletion_grace, exists=False) if gone else after
+        return plan_existence(after, time(), self.deletion_grace, exists=False) if gone else after
 
     async def _update_claimed(self, claimed: Repo, change: Callable[[Repo], Repo]) -> Repo | None:
         """Write the changed row and return it; return None if the claim is lost."""
@@ -308,7 +299,7 @@ class WorkerPool:
             holds = repo.lease == claimed.lease and repo.sync_status is SyncStatus.IN_PROGRESS
             return change(repo) if holds else repo
 
-        return await self._db.repos.update(claimed.did, if_claimed)
+        return await self.db.repos.update(claimed.did, if_claimed)
 
 
 def _what_follows(written: Repo | None) -> str:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import time
 from typing import Any, TypeVar
 
@@ -95,37 +95,31 @@ class MaintenanceSettings:
     batch_pause: float = 0.1
 
 
+@dataclass(eq=False)
 class QueueMaintenance:
     """Changes repos that no worker holds. `run` ends only with an exception that is a bug.
 
     Attributes:
+        may_forget: Returns False while the operator chooses the repos.
         lease_expiry: The progress of the search for expired leases.
         parked_repos: The progress of the search for parked repos and missing values.
         unproven_repos: The progress of the search for repos with undecidable commits.
     """
 
-    def __init__(
-        self,
-        db: Database,
-        shard: Shard,
-        metrics: Metrics,
-        settings: MaintenanceSettings | None = None,
-        *,
-        may_forget: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """Create the maintenance. `may_forget` returns False while the operator chooses the repos."""
-        self._db = db
-        self._buckets = shard.buckets
-        self._metrics = metrics
-        self._settings = settings or MaintenanceSettings()
-        self._may_forget = may_forget
+    db: Database
+    shard: Shard
+    metrics: Metrics
+    settings: MaintenanceSettings = field(default_factory=MaintenanceSettings)
+    may_forget: Callable[[], bool] = lambda: True
+
+    def __post_init__(self) -> None:
         self.lease_expiry = StageProgress("lease expiry")
         self.parked_repos = StageProgress("parked repos")
         self.unproven_repos = StageProgress("unproven repos")
 
     async def run(self) -> None:
         """Run the searches at their intervals."""
-        settings = self._settings
+        settings = self.settings
         async with asyncio.TaskGroup() as group:
             for search, interval, progress in (
                 (self._expire_leases, settings.lease_interval, self.lease_expiry),
@@ -137,16 +131,16 @@ class QueueMaintenance:
 
     async def _expire_leases(self) -> None:
         # In a transaction of its own: expiry waits for row locks, claims skip locked rows.
-        expired = await self._db.resyncs.expire_leases(self._buckets, time())
-        self._metrics.desynchronized[Desync.LEASE_EXPIRED].inc(expired)
+        expired = await self.db.resyncs.expire_leases(self.shard.buckets, time())
+        self.metrics.desynchronized[Desync.LEASE_EXPIRED].inc(expired)
 
     async def _request_unproven(self) -> None:
         """Work in one batch: the rest waits for the next search."""
-        settings = self._settings
-        found = await self._db.resyncs.request_unproven(
-            self._buckets, settings.unproven_after, time(), settings.unproven_per_search
+        settings = self.settings
+        found = await self.db.resyncs.request_unproven(
+            self.shard.buckets, settings.unproven_after, time(), settings.unproven_per_search
         )
-        self._metrics.desynchronized[Desync.LENIENT_COMMIT].inc(found)
+        self.metrics.desynchronized[Desync.LENIENT_COMMIT].inc(found)
 
     async def _request_resyncs(self) -> None:
         """End waits that are too long, then work in batches until no repo is left that was due at the start.
@@ -154,13 +148,13 @@ class QueueMaintenance:
         Repos that become due meanwhile wait for the next search. Otherwise the first could fail and be parked again
         before the others had their turn.
         """
-        started, settings, resyncs = time(), self._settings, self._db.resyncs
-        forget_hidden_after = settings.forget_after if self._may_forget() else 0.0
+        started, settings, resyncs = time(), self.settings, self.db.resyncs
+        forget_hidden_after = settings.forget_after if self.may_forget() else 0.0
         unpark_after = max(settings.unpark_after, MIN_PARKED_SECONDS) if settings.unpark_after else forget_hidden_after
         if found := await self._repeat(resyncs.end_long_waits, LONGEST_WAIT_SECONDS, started):
             log.warning("clock.set-back", repos=found)
         found = await self._repeat(resyncs.request_missing_values, settings.missing_values_after, started)
-        self._metrics.desynchronized[Desync.RECORD_MISSING].inc(found)
+        self.metrics.desynchronized[Desync.RECORD_MISSING].inc(found)
         await self._repeat(resyncs.forget_denied, min(forget_hidden_after, unpark_after), started)
         await self._repeat(resyncs.forget_hidden, forget_hidden_after, started)
         await self._repeat(resyncs.unpark, settings.unpark_after, started)
@@ -168,8 +162,8 @@ class QueueMaintenance:
     async def _repeat(self, search: Search, seconds: float, started: float) -> int:
         """Repeat a search until it finds nothing more; return how many repos it found. 0 seconds: do not search."""
         total = 0
-        while seconds and (found := await search(self._buckets, seconds, started)):
+        while seconds and (found := await search(self.shard.buckets, seconds, started)):
             total += found
             self.parked_repos.moved()
-            await asyncio.sleep(self._settings.batch_pause)
+            await asyncio.sleep(self.settings.batch_pause)
         return total

@@ -180,7 +180,7 @@ class RunningPool:
             self.metrics,
             self.conditions,
             used,
-            new_accounts,
+            new_accounts or NewAccounts(0),
         )
 
     async def __aenter__(self) -> Self:
