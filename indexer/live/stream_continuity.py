@@ -164,6 +164,7 @@ def continuity(resumed_at: ResumePoint, seq: int | None, event_time: str | None)
     return Continuity.RESTARTED if stored is not None and sent is not None and stored != sent else Continuity.PROVEN
 
 
+@dataclass(eq=False)
 class StreamContinuity:
     """The start of the present connection of one shard.
 
@@ -174,26 +175,16 @@ class StreamContinuity:
         checked: True once it is known whether messages before the first one are missing. If some are, a gap is stored.
     """
 
-    def __init__(
-        self,
-        db: Database,
-        gaps: OpenGaps,
-        subscription: Subscription,
-        seek: Seek,
-        shard: Shard,
-        start: Start,
-        *,
-        proof_timeout: float = PROOF_TIMEOUT,
-        retry: float = RETRY_SECONDS,
-    ) -> None:
-        self._db = db
-        self._gaps = gaps
-        self._subscription = subscription
-        self._seek = seek
-        self._shard = shard
-        self._start = start
-        self._proof_timeout = proof_timeout
-        self._pause = retry
+    db: Database
+    gaps: OpenGaps
+    subscription: Subscription
+    seek: Seek
+    shard: Shard
+    start: Start
+    proof_timeout: float = PROOF_TIMEOUT
+    retry: float = RETRY_SECONDS
+
+    def __post_init__(self) -> None:
         # Opened before the first new message, because the relay said that messages are lost, or said nothing.
         self._early_gap: OpenGap | None = None
         self._restarting = False
@@ -205,7 +196,7 @@ class StreamContinuity:
     @property
     def is_known(self) -> bool:
         """True while the stream is connected, and it is known whether messages before it are missing."""
-        return self._subscription.connection is not None and (self.checked or self._early_gap is not None)
+        return self.subscription.connection is not None and (self.checked or self._early_gap is not None)
 
     async def begin(self, relay: str) -> StreamEntry:
         """Return the entry for a new connection, after its gap is stored, if it has one.
@@ -215,7 +206,7 @@ class StreamContinuity:
         Raises:
             OSError: The relay is unavailable.
         """
-        await self._retry(self._gaps.refresh)
+        await self._retry(self.gaps.refresh)
         self.entry = entry = await self._retry(lambda: self._find_entry(relay))
         if entry.gap is not None:
             await self._open(entry.gap)
@@ -232,10 +223,10 @@ class StreamContinuity:
             DatabaseError: The database is unavailable.
             OSError: The relay is unavailable (includes TimeoutError).
         """
-        cursors = await self._db.gaps.cursors()
-        point = resume_point(cursors, relay, self._shard)
+        cursors = await self.db.gaps.cursors()
+        point = resume_point(cursors, relay, self.shard)
         restarted = self._ended_epochs.get(relay) == point.epoch
-        last_time = known_until(cursors, self._shard)
+        last_time = known_until(cursors, self.shard)
         outdated = self._outdated.pop(relay, None) == point
         resumed = None if restarted else _resumed(relay, point, after_cursor=outdated)
         if resumed is not None and not _is_far_behind(point, last_time):
@@ -243,7 +234,7 @@ class StreamContinuity:
         epoch = point.epoch + restarted
         if last_time is None:
             return await self._first_entry(relay, epoch)
-        found = await self._seek(relay, last_time - OVERLAP_SECONDS)
+        found = await self.seek(relay, last_time - OVERLAP_SECONDS)
         if resumed is not None and (found.cursor or 0) <= (point.seq or 0):
             return resumed
         complete = found.oldest_time is not None and found.oldest_time <= last_time
@@ -253,12 +244,12 @@ class StreamContinuity:
 
     async def _first_entry(self, relay: str, epoch: int) -> StreamEntry:
         """Return the entry if no cursor of any relay is stored. Repos that are synchronized may be outdated then."""
-        cursor = self._start if isinstance(self._start, int) else {"live": None, "oldest": 0}[self._start]
-        reason = GapReason.NO_CURSOR if await self._db.gaps.has_synchronized_repo(self._shard.buckets) else None
+        cursor = self.start if isinstance(self.start, int) else {"live": None, "oldest": 0}[self.start]
+        reason = GapReason.NO_CURSOR if await self.db.gaps.has_synchronized_repo(self.shard.buckets) else None
         return StreamEntry(relay, epoch, cursor, gap=self._gap_before(relay, reason), from_oldest=cursor == 0)
 
     def _gap_before(self, relay: str, reason: GapReason | None) -> Gap | None:
-        return None if reason is None else Gap(relay, str(self._shard), reason)
+        return None if reason is None else Gap(relay, str(self.shard), reason)
 
     async def is_new(self, event: Event) -> bool:
         """Compare a message at the start of the connection with the stored cursor; return True if it comes after it.
@@ -294,7 +285,7 @@ class StreamContinuity:
     def _enter_again(self) -> None:
         """End this connection. Its further messages count as replayed."""
         self._restarting = True
-        self._subscription.reconnect()
+        self.subscription.reconnect()
 
     async def announce(self, first_seq: int) -> None:
         """Open a gap because the relay says that it no longer has all messages from `first_seq`.
@@ -319,40 +310,40 @@ class StreamContinuity:
         Raises:
             DatabaseError: The database is unavailable.
         """
-        connection, point = self._subscription.connection, self.entry.resumed_at
+        connection, point = self.subscription.connection, self.entry.resumed_at
         if connection is None or connection.frames or self.checked or self._early_gap is not None or point is None:
             return
-        if monotonic() - connection.opened_at <= self._proof_timeout:
+        if monotonic() - connection.opened_at <= self.proof_timeout:
             return
         if self.entry.after_cursor:
             self.checked = True
         else:
-            self._early_gap = await self._gaps.open(self._gap(GapReason.CURSOR_UNPROVEN, (point.seq or 0) + 1))
+            self._early_gap = await self.gaps.open(self._gap(GapReason.CURSOR_UNPROVEN, (point.seq or 0) + 1))
 
     async def _report_missing(self, first_seq: int, last_seq: int) -> None:
         """Open a gap for these messages. If one was opened before the first message, store only where it ends."""
-        connection = self._subscription.connection
+        connection = self.subscription.connection
         if connection is not None and connection.skips and last_seq <= (connection.cursor or 0):
             return  # only messages over the size limit are missing, and they are dead letters
         if self._early_gap is None:
             await self._open(self._gap(GapReason.CURSOR_OUTDATED, first_seq, last_seq))
         else:
             gap_id = self._early_gap.id
-            await self._retry(lambda: self._gaps.set_last_seq(gap_id, last_seq))
+            await self._retry(lambda: self.gaps.set_last_seq(gap_id, last_seq))
 
     async def _open(self, gap: Gap) -> OpenGap:
-        return await self._retry(lambda: self._gaps.open(gap))
+        return await self._retry(lambda: self.gaps.open(gap))
 
     def _gap(self, reason: GapReason, first_seq: int, last_seq: int | None = None) -> Gap:
         first = first_seq if first_seq <= MAX_SEQ else None  # no message can follow the highest number
-        return Gap(self.entry.relay, str(self._shard), reason, first, last_seq)
+        return Gap(self.entry.relay, str(self.shard), reason, first, last_seq)
 
     async def _retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Return the result of `attempt`, which is repeated while the database is unavailable."""
         while True:
             with DatabaseAttempt():
                 return await attempt()
-            await asyncio.sleep(self._pause)
+            await asyncio.sleep(self.retry)
 
 
 def _resumed(relay: str, point: ResumePoint, *, after_cursor: bool) -> StreamEntry | None:
