@@ -201,7 +201,8 @@ async def run_checks(
     async def run(name: str, check: Check, action: str) -> Sequence[Finding]:
         try:
             async with asyncio.timeout(timeouts.database + timeouts.check):
-                return await check(context)
+                found = check(context)
+                return [found] if isinstance(found, Finding) else await found
         except TimeoutError as error:
             return [Finding(name, FAIL, f"no answer in time {error}".rstrip(), action)]
         except (UnavailableError, SettingsError, OSError) as error:
@@ -245,19 +246,11 @@ async def _check_settings(context: Context) -> Sequence[Finding]:
     return findings
 
 
-async def _check_interpreter(_: Context) -> Sequence[Finding]:
-    return [interpreter_finding(interpreter_build())]
-
-
 def interpreter_finding(build: InterpreterBuild) -> Finding:
     """Return how the interpreter was built. One without profile-guided optimization is a warning."""
     slow = build.profile_guided is False
     found = f"{build}; up to {SLOWDOWN} times slower" if slow else str(build)
     return judge("interpreter", found, INTERPRETER_ACTION, warn=slow)
-
-
-async def _check_core(context: Context) -> Sequence[Finding]:
-    return [core_finding(context.settings)]
 
 
 def core_finding(settings: Settings) -> Finding:
@@ -361,10 +354,6 @@ def _connections_finding(values: Mapping[str, str], settings: Settings, layout: 
     )
 
 
-async def _check_disk(context: Context) -> Sequence[Finding]:
-    return [disk_finding(context.settings.data_dir)]
-
-
 def disk_finding(directory: Path) -> Finding:
     """Return the free space of the data directory, or of the nearest parent that exists.
 
@@ -383,10 +372,6 @@ def disk_finding(directory: Path) -> Finding:
         warn=usage.free < FEW_FREE_BYTES,
         fail=usage.free < MIN_FREE_BYTES,
     )
-
-
-async def _check_open_files(context: Context) -> Sequence[Finding]:
-    return [open_files_finding(resource.getrlimit(resource.RLIMIT_NOFILE)[1], context.settings)]
 
 
 def open_files_finding(limit: int, settings: Settings) -> Finding:
@@ -524,15 +509,23 @@ async def _check_handle(context: Context) -> Sequence[Finding]:
     return [Finding("dns txt", WARN, f"{name}: {result}; handles are verified by HTTPS only", HANDLE_ACTION)]
 
 
-Check = Callable[[Context], Awaitable[Sequence[Finding]]]
+Check = Callable[[Context], Finding | Awaitable[Sequence[Finding]]]
 CHECKS: tuple[tuple[str, Check, str], ...] = (
     ("settings", _check_settings, ""),
-    ("interpreter", _check_interpreter, ""),
-    ("core", _check_core, CORE_ACTION),
+    ("interpreter", lambda _: interpreter_finding(interpreter_build()), ""),
+    ("core", lambda context: core_finding(context.settings), CORE_ACTION),
     ("database", _check_database, DATABASE_ACTION),
     ("database settings", _check_database_settings, ""),
-    ("disk", _check_disk, "Create the directory, or set INDEXER_DATA_DIR to one that this account can write."),
-    ("open files", _check_open_files, ""),
+    (
+        "disk",
+        lambda context: disk_finding(context.settings.data_dir),
+        "Create the directory, or set INDEXER_DATA_DIR to one that this account can write.",
+    ),
+    (
+        "open files",
+        lambda context: open_files_finding(resource.getrlimit(resource.RLIMIT_NOFILE)[1], context.settings),
+        "",
+    ),
     ("clock", _check_clock, "Synchronize the clock of this machine, for example with chrony."),
     ("relay", _check_relays, RELAY_ACTION),
     ("cursor", _check_cursors, RELAY_ACTION),

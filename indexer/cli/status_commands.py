@@ -1,7 +1,7 @@
 """The commands `status`, `repo` and `record`."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from typing import Any, NoReturn
@@ -133,80 +133,75 @@ def status_tables(document: StatusDocument) -> Group:
     parts: list[RenderableType] = [
         Text(messages, "bold red") if messages else Text("ready", "bold green"),
         fact_table(_facts(document)),
-        _table(
-            "stream",
-            ("relay", "shard", "cursor", "lag"),
-            ((one.relay, one.shard, _number(one.seq), _duration(one.lag_seconds)) for one in document.cursors),
-        ),
     ]
-    tables = [
-        _table(
-            "daemons",
-            ("shard", "state", "from", "session", "since"),
-            ((one.shard, one.state, one.client, str(one.pid), _ago(one.seconds)) for one in document.daemons),
-        ),
-        _table(
-            "open gaps",
-            ("relay", "shard", "reason", "first seq", "last seq", "open for"),
-            (
-                (
-                    one.relay,
-                    one.shard,
-                    one.reason,
-                    _number(one.first_seq),
-                    _number(one.last_seq),
-                    _duration(one.open_seconds),
-                )
-                for one in document.gaps
-            ),
-        ),
-        _table("repos", ("", ""), [] if document.repos is None else _repo_rows(document.repos)),
-        _table(
-            "consumers of the change log",
-            ("consumer", "position", "changes behind", "lag", "last seen"),
-            (
-                (
-                    one.name,
-                    _number(one.seq),
-                    _number(one.behind),
-                    "disconnected" if one.cut_off else _duration(one.lag_seconds),
-                    _ago(one.silent_seconds),
-                )
-                for one in document.consumers
-            ),
-        ),
-        _table(
-            "dead letters",
-            ("reason", "last hour", "stored", "newest"),
-            (
-                (one.reason, _number(one.last_hour), _number(one.stored), _ago(one.newest_seconds_ago))
-                for one in document.rejections
-            ),
-        ),
-        _table(
-            "paused hosts",
-            ("host", "paused for", "reason", "failures in a row", "last error"),
-            (
-                (
-                    one.host,
-                    _duration(one.seconds_left),
-                    one.reason,
-                    str(one.failures_in_a_row),
-                    one.last_error or "-",
-                )
-                for one in document.hosts
-            ),
-        ),
-    ]
-    return Group(*parts, *(table for table in tables if table.rows))
+    return Group(*parts, *(_table(title, rows) for title, rows in _rows(document).items() if rows))
 
 
-def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
-    table = Table(*columns, title=title, title_justify="left", show_header=any(columns))
-    if not any(columns):
-        table.columns[-1].justify = "right"
+def _rows(document: StatusDocument) -> dict[str, list[dict[str, str]]]:
+    """Return the rows of each table by its title. A row has the cells by the names of the columns."""
+    return {
+        "stream": [
+            {"relay": one.relay, "shard": one.shard, "cursor": _number(one.seq), "lag": _duration(one.lag_seconds)}
+            for one in document.cursors
+        ],
+        "daemons": [
+            {
+                "shard": one.shard,
+                "state": one.state,
+                "from": one.client,
+                "session": str(one.pid),
+                "since": _ago(one.seconds),
+            }
+            for one in document.daemons
+        ],
+        "open gaps": [
+            {
+                "relay": one.relay,
+                "shard": one.shard,
+                "reason": one.reason,
+                "first seq": _number(one.first_seq),
+                "last seq": _number(one.last_seq),
+                "open for": _duration(one.open_seconds),
+            }
+            for one in document.gaps
+        ],
+        "repos": [] if document.repos is None else _repo_rows(document.repos),
+        "consumers of the change log": [
+            {
+                "consumer": one.name,
+                "position": _number(one.seq),
+                "changes behind": _number(one.behind),
+                "lag": "disconnected" if one.cut_off else _duration(one.lag_seconds),
+                "last seen": _ago(one.silent_seconds),
+            }
+            for one in document.consumers
+        ],
+        "dead letters": [
+            {
+                "reason": one.reason,
+                "last hour": _number(one.last_hour),
+                "stored": _number(one.stored),
+                "newest": _ago(one.newest_seconds_ago),
+            }
+            for one in document.rejections
+        ],
+        "paused hosts": [
+            {
+                "host": one.host,
+                "paused for": _duration(one.seconds_left),
+                "reason": one.reason,
+                "failures in a row": _number(one.failures_in_a_row),
+                "last error": one.last_error or "-",
+            }
+            for one in document.hosts
+        ],
+    }
+
+
+def _table(title: str, rows: list[dict[str, str]]) -> Table:
+    table = Table(*rows[0], title=title, title_justify="left")
     for row in rows:
-        table.add_row(*map(literal_text, row))
+        table.add_row(*map(literal_text, row.values()))
     return table
 
 
@@ -222,13 +217,13 @@ def _ago(seconds: float) -> str:
     return f"{duration_text(seconds)} ago"
 
 
-def _repo_rows(repos: RepoStatus) -> list[tuple[str, str]]:
+def _repo_rows(repos: RepoStatus) -> list[dict[str, str]]:
     rows = [
         *repos.statuses.items(),
         *((f"reason: {reason}", count) for reason, count in repos.reasons.items()),
         *((f"last error: {failure}", count) for failure, count in repos.failures.items()),
     ]
-    return [(name, _repos(repos, count)) for name, count in rows]
+    return [{"state": name, "repos": _repos(repos, count)} for name, count in rows]
 
 
 def _repos(repos: RepoStatus, count: int) -> str:
