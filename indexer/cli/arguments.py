@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, Literal, TypeVar
+from typing import IO, Any, Literal
 from urllib.parse import urlsplit
 
 import click
@@ -19,25 +19,6 @@ STDIN = "-"
 _MAX_SHOWN = 80
 _MAX_FIRST_PORT = 65_000
 """The following ports are used, too."""
-
-T = TypeVar("T")
-
-
-class CheckedParameter(click.ParamType[T]):
-    """A parameter type for click. `parse` returns the value, or raises ValueError with a message for the user."""
-
-    def __init__(self, name: str, parse: Callable[[str], T]) -> None:
-        self.name = name
-        self._parse = parse
-
-    def convert(self, value: str | T, param: click.Parameter | None, ctx: click.Context | None) -> T:
-        """Return the parsed value, or fail with the message of the parser."""
-        if not isinstance(value, str):
-            return value
-        try:
-            return self._parse(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
 
 
 class OutputFile(click.Path):
@@ -66,59 +47,63 @@ class Number(click.FloatRange):
     name = "number"
 
 
-def _shown(text: str) -> str:
-    return repr(text[:_MAX_SHOWN])
+def wrong(text: str, why: str) -> click.BadParameter:
+    """Return the error of an argument; `why` says what it is not."""
+    return click.BadParameter(f"{text[:_MAX_SHOWN]!r} {why}")
 
 
 def parse_did(text: str) -> str:
-    """Return the DID; raise ValueError if it is not one."""
+    """Return the DID; raise `BadParameter` if it is not one."""
     if not is_did(text):
-        raise ValueError(f"{_shown(text)} is not a DID")
+        raise wrong(text, "is not a DID")
     return text
 
 
 def parse_new_did(text: str) -> str:
-    """Return the DID; raise ValueError if no account can have it. One that is tracked already may be any DID."""
+    """Return the DID; raise `BadParameter` if no account can have it. One that is tracked already may be any DID."""
     if not is_account_did(text):
         rules = "did:plc: with 24 characters of a-z and 2-7, or did:web: with a host name"
-        raise ValueError(f"{_shown(text)} is not the DID of an account: {rules}")
+        raise wrong(text, f"is not the DID of an account: {rules}")
     return text
 
 
 def parse_account(text: str) -> str:
-    """Return a DID, or a handle in lower case and without a leading @; raise ValueError for anything else."""
+    """Return a DID, or a handle in lower case and without a leading @; raise `BadParameter` for anything else."""
     account = normalize_account(text)
     if account is None:
-        raise ValueError(f"{_shown(text)} is neither a DID nor a handle")
+        raise wrong(text, "is neither a DID nor a handle")
     return account
 
 
 def parse_record_uri(text: str) -> AtUri:
-    """Return the URI of a record; raise ValueError for anything else."""
-    uri = AtUri.parse(text).normalized()
+    """Return the URI of a record; raise `BadParameter` for anything else."""
+    try:
+        uri = AtUri.parse(text).normalized()
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
     if uri.rkey is None:
-        raise ValueError(f"{_shown(text)} is not the URI of a record: at://DID-or-handle/collection/rkey")
+        raise wrong(text, "is not the URI of a record: at://DID-or-handle/collection/rkey")
     return uri
 
 
 def parse_nsid(text: str) -> str:
-    """Return the normalized NSID; raise ValueError if it is not one."""
+    """Return the normalized NSID; raise `BadParameter` if it is not one."""
     nsid = normalize_nsid(text) if is_nsid(text) else ""
     if not nsid:
-        raise ValueError(f"{_shown(text)} is not an NSID")
+        raise wrong(text, "is not an NSID")
     return nsid
 
 
 def parse_key(text: str) -> PublicKey:
-    """Return the public key of a did:key; raise ValueError if the protocol does not allow it."""
+    """Return the public key of a did:key; raise `BadParameter` if the protocol does not allow it."""
     try:
         return parse_did_key(text)
     except UpstreamError as error:
-        raise ValueError(f"not a did:key that the protocol allows: {error.detail}") from None
+        raise click.BadParameter(f"not a did:key that the protocol allows: {error.detail}") from None
 
 
 def parse_origin(text: str) -> str:
-    """Return the HTTP base URL of a host from that URL or the URL of its stream; raise ValueError otherwise."""
+    """Return the HTTP base URL of a host from that URL or the URL of its stream; raise `BadParameter` otherwise."""
     try:
         parts = urlsplit(text.rstrip("/").removesuffix(STREAM_PATH))
         scheme = {"ws": "http", "wss": "https"}.get(parts.scheme, parts.scheme)
@@ -126,67 +111,59 @@ def parse_origin(text: str) -> str:
     except ValueError:
         known = False
     if not known or parts.path.strip("/") or parts.query or parts.fragment:
-        raise ValueError(f"{_shown(text)} is not the URL of a host")
+        raise wrong(text, "is not the URL of a host")
     return f"{scheme}://{parts.netloc}"
 
 
 def parse_listen_address(text: str) -> tuple[str, int]:
-    """Return the host and the port of `HOST:PORT`; raise ValueError if the text is not an address to listen on."""
+    """Return the host and the port of `HOST:PORT`; raise `BadParameter` if the text is not an address to listen on."""
     match = re.fullmatch(r"([A-Za-z0-9.-]+):([0-9]{1,5})", text)
     if match is None or not 0 < int(match[2]) <= _MAX_FIRST_PORT:
-        raise ValueError(f"{_shown(text)} is not HOST:PORT, with a port from 1 to {_MAX_FIRST_PORT}")
+        raise wrong(text, f"is not HOST:PORT, with a port from 1 to {_MAX_FIRST_PORT}")
     return match[1], int(match[2])
 
 
 def parse_reason(text: str) -> Rejection:
-    """Return the reason of a rejection; raise ValueError if there is none with this name."""
+    """Return the reason of a rejection; raise `BadParameter` if there is none with this name."""
     reason = next((reason for reason in Rejection if reason == text), None)
     if reason is None:
-        raise ValueError(f"{_shown(text)} is not one of {', '.join(Rejection)}")
+        raise wrong(text, f"is not one of {', '.join(Rejection)}")
     return reason
 
 
 def parse_position(text: str) -> Literal["live", "oldest"] | int:
-    """Return a position in the stream of a relay; raise ValueError if the text is not one."""
+    """Return a position in the stream of a relay; raise `BadParameter` if the text is not one."""
     if text == "live":
         return "live"
     if text == "oldest":
         return "oldest"
     if not (text.isascii() and text.isdigit() and len(text) <= len(str(MAX_SEQ))) or int(text) > MAX_SEQ:
-        raise ValueError(f"{_shown(text)} is not a sequence number, live or oldest")
+        raise wrong(text, "is not a sequence number, live or oldest")
     return int(text)
 
 
 OUTPUT_FILE = OutputFile()
-DID = CheckedParameter("did", parse_did)
-DID_OR_STDIN = CheckedParameter("did", lambda text: text if text == STDIN else parse_did(text))
-NEW_DID_OR_STDIN = CheckedParameter("did", lambda text: text if text == STDIN else parse_new_did(text))
-ACCOUNT = CheckedParameter("account", parse_account)
-RECORD_URI = CheckedParameter("uri", parse_record_uri)
-KEY = CheckedParameter("key", parse_key)
-NSID = CheckedParameter("nsid", parse_nsid)
-LISTEN_ADDRESS = CheckedParameter("host:port", parse_listen_address)
-ORIGIN = CheckedParameter("url", parse_origin)
-REASON = CheckedParameter("reason", parse_reason)
-START = CheckedParameter("position", parse_position)
 DEAD_LETTER_ID = WholeNumber(1, 2**63 - 1)
 
 
 def given_dids(dids: tuple[str, ...], file: IO[str] | None, parse: Callable[[str], str]) -> Iterator[str]:
     """Return the DIDs of the arguments, of a file, or of standard input for the argument `-`.
 
-    A file has one DID per line. Empty lines and lines that start with # are skipped. `parse` raises ValueError for a
-    text that is not a DID of the wanted kind.
+    A file has one DID per line. Empty lines and lines that start with # are skipped. `parse` raises `BadParameter` for
+    a text that is not a DID of the wanted kind.
 
     Raises:
         UsageError: There are arguments and a file, or neither.
-        BadParameter: A line is not a DID. It is raised when the line is read.
+        BadParameter: An argument is not a DID; or a line, when it is read.
     """
     if (file is None) != bool(dids) or (STDIN in dids and len(dids) > 1):
         raise click.UsageError("Give DIDs, or --file, or -.")
     if STDIN in dids:
         file = click.open_file(STDIN, errors="replace")
-    return iter(dids) if file is None else _read_dids(file, parse)
+    try:
+        return iter([parse(did) for did in dids]) if file is None else _read_dids(file, parse)
+    except click.BadParameter as error:
+        raise click.BadParameter(error.message, param_hint="'DID…|-'") from None
 
 
 def _read_dids(file: IO[str], parse: Callable[[str], str]) -> Iterator[str]:
@@ -195,6 +172,6 @@ def _read_dids(file: IO[str], parse: Callable[[str], str]) -> Iterator[str]:
         if text and not text.startswith("#"):
             try:
                 yield parse(text)
-            except ValueError as error:
+            except click.BadParameter as error:
                 where = f"line {number} of {file.name}"
-                raise click.BadParameter(f"{where}: {error}; earlier lines may have been read") from None
+                raise click.BadParameter(f"{where}: {error.message}; earlier lines may have been read") from None

@@ -19,7 +19,7 @@ from indexer.app.clients import make_did_resolver, make_pds_client, open_outboun
 from indexer.app.settings import Settings
 from indexer.atproto.cid import cid_text
 from indexer.atproto.crypto import PublicKey, parse_did_key
-from indexer.cli.arguments import DID, WholeNumber
+from indexer.cli.arguments import WholeNumber, parse_did
 from indexer.cli.audit_comparison import RepoAudit, RepoComparison
 from indexer.cli.command import ExitCode, command, json_lines_option, report_error
 from indexer.cli.database import connect_database
@@ -246,7 +246,7 @@ class AuditSummary:
 
 
 @command("audit")
-@click.argument("dids", nargs=-1, metavar="[DID…]", type=DID)
+@click.argument("dids", nargs=-1, metavar="[DID…]", type=parse_did)
 @click.option(
     "--sample",
     type=WholeNumber(1, 1_000_000),

@@ -10,7 +10,7 @@ import click
 from rich.table import Table
 
 from indexer.app.settings import Settings
-from indexer.cli.arguments import START
+from indexer.cli.arguments import parse_position
 from indexer.cli.command import ExitCode, command, config_option, confirm, json_option, report_error
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result, literal_text, result_console, to_json
@@ -62,7 +62,7 @@ async def show_command(settings: Settings, *, as_json: bool) -> int:
     default="oldest",
     show_default=True,
     metavar="SEQ|live|oldest",
-    type=START,
+    type=parse_position,
     help="Continue with this sequence number, with the next message, or with the oldest message that the relay has.",
 )
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")

@@ -23,16 +23,14 @@ from rich.table import Table
 from indexer.app.daemon import Daemon, open_daemon
 from indexer.app.process_setup import StopRequest, stop_on_signals
 from indexer.app.settings import DEMO_SETTINGS, Settings, load_from_environment
-from indexer.cli.arguments import LISTEN_ADDRESS, Number
+from indexer.cli.arguments import Number, parse_listen_address
 from indexer.cli.command import ExitCode, command
 from indexer.db import Database
 from indexer.db.migrate import migrate
-from indexer.db.schema_version import has_repos
 from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_plc import LocalDns
 from indexer.demo.scenario import Scenario, ScenarioReport, StatusActivity
 from indexer.embedded import database
-from indexer.errors import SettingsError
 from indexer.telemetry.log import configure_logging
 
 COMMITS_PER_SECOND = 40.0
@@ -62,53 +60,36 @@ MAX_LISTED_DIFFERENCES = 10
 @click.option("--keep", is_flag=True, help="Continue to run after the comparison, until Ctrl-C.")
 @click.option(
     "--serve",
-    type=LISTEN_ADDRESS,
+    type=parse_listen_address,
     metavar="HOST:PORT",
     help="Run no daemon: serve the network at this address and the next three ports until SIGTERM or SIGINT. "
     "Its accounts also write statuses of the example app Statusphere, and its PDSes accept records from everybody.",
 )
-@click.option(
-    "--database",
-    "url",
-    metavar="URL",
-    help="Use this database instead of an embedded one: any without repos, for example on a Citus cluster. "
-    "Delete it afterwards.",
-)
-async def demo_command(
-    settings: Settings, *, seconds: float, keep: bool, serve: tuple[str, int] | None, url: str | None
-) -> int:
+async def demo_command(settings: Settings, *, seconds: float, keep: bool, serve: tuple[str, int] | None) -> int:
     """Run the daemon against a small local network.
 
     All commits of the network are really signed. At the end, database and network are compared. All hosts are on
-    loopback, and all data is temporary, except in a database that you name. Settings have no effect, except
-    INDEXER_LOG_FORMAT, INDEXER_LOG_LEVEL, INDEXER_CORE and INDEXER_VERIFY_THREADS. The exit code is 0 only if every
-    repo is synchronized and equal.
+    loopback, and all data is temporary. Settings have no effect, except INDEXER_LOG_FORMAT, INDEXER_LOG_LEVEL,
+    INDEXER_CORE and INDEXER_VERIFY_THREADS. The exit code is 0 only if every repo is synchronized and equal.
     """
     if serve is not None:
         return await serve_network(*serve, seconds)
     if "log_level" not in settings.model_fields_set:
         # The network causes warnings on purpose, and they would disturb the live table.
         configure_logging(settings.log_format, "error")
-    return await demo(settings, seconds, keep=keep, url=url)
+    return await demo(settings, seconds, keep=keep)
 
 
-async def demo(settings: Settings, seconds: float, *, keep: bool, url: str | None) -> int:
+async def demo(settings: Settings, seconds: float, *, keep: bool) -> int:
     """Run the demo with `seconds` of activity. The exit code is 0 only if every repo is synchronized and equal.
 
-    With `keep`, the network and the daemon continue to run afterwards, until SIGINT or SIGTERM. `url` is a database
-    without repos; None for an embedded one.
-
-    Raises:
-        SettingsError: The database has repos.
+    With `keep`, the network and the daemon continue to run afterwards, until SIGINT or SIGTERM.
     """
     console = Console(soft_wrap=True)
     async with AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="indexer-demo-")))
-        server = "an embedded Postgres, and " if url is None else ""
-        console.print(f"Starting {server}a network of a PLC directory, two PDSes and a relay ...")
-        dsn = await stack.enter_async_context(database(url, directory))
-        if await has_repos(dsn):
-            raise SettingsError("the database has repos: the demo needs one without, in which it can write its own")
+        console.print("Starting an embedded Postgres, and a network of a PLC directory, two PDSes and a relay ...")
+        dsn = await stack.enter_async_context(database(None, directory))
         await migrate(dsn)
         network = await stack.enter_async_context(LocalNetwork())
         daemon = await stack.enter_async_context(open_daemon(_local_settings(settings, network, directory), dsn))

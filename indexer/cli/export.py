@@ -14,7 +14,7 @@ import orjson
 
 from indexer.app.clients import stored_policy
 from indexer.app.settings import Settings
-from indexer.cli.arguments import NSID, OUTPUT_FILE
+from indexer.cli.arguments import OUTPUT_FILE, parse_nsid
 from indexer.cli.command import ExitCode, command, report_error
 from indexer.cli.database import connect_database
 from indexer.cli.output import show_progress
@@ -144,7 +144,9 @@ def parquet(file: IO[bytes], group_bytes: int = ROW_GROUP_BYTES) -> Iterator[Wri
 
 
 @command("export")
-@click.option("--collection", required=True, metavar="NSID", type=NSID, help="Export the records of this collection.")
+@click.option(
+    "--collection", required=True, metavar="NSID", type=parse_nsid, help="Export the records of this collection."
+)
 @click.option(
     "--format",
     "form",

@@ -19,7 +19,7 @@ from indexer.atproto.mst import leaves, walk
 from indexer.atproto.mst.walk import BlockOf
 from indexer.atproto.record import Problem, decode_record
 from indexer.atproto.syntax import split_path
-from indexer.cli.arguments import KEY
+from indexer.cli.arguments import parse_key
 from indexer.cli.command import ExitCode, command, json_lines_option, report_error
 from indexer.cli.output import echo_result, show_progress
 from indexer.core.spool import Spool
@@ -104,7 +104,9 @@ def _verify(block_of: BlockOf, root: bytes, key: PublicKey | None, limits: Limit
 
 @command("inspect")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE.car")
-@click.option("--key", metavar="did:key:…", type=KEY, help="Check the signature with this signing key of the account.")
+@click.option(
+    "--key", metavar="did:key:…", type=parse_key, help="Check the signature with this signing key of the account."
+)
 @json_lines_option
 async def inspect_command(settings: Settings, *, file: Path, key: PublicKey | None, as_json: bool) -> int:
     """Verify a CAR export of a repo offline and list its records.

@@ -22,7 +22,7 @@ from indexer.atproto.lexicon import Lexicon, has_levels, parse_lexicon, referenc
 from indexer.atproto.limits import Limits
 from indexer.atproto.record import decode_record
 from indexer.atproto.syntax import is_nsid
-from indexer.cli.arguments import NSID, parse_nsid
+from indexer.cli.arguments import parse_nsid
 from indexer.cli.command import ExitCode, command, config_option, json_lines_option, report_error
 from indexer.cli.database import connect_database
 from indexer.cli.output import duration_text, echo_result, literal_text, result_console, show_progress, to_json
@@ -131,7 +131,7 @@ async def list_command(settings: Settings, *, as_json: bool) -> int:
 
 
 @command("remove", lexicon_command)
-@click.argument("nsids", metavar="NSID...", nargs=-1, required=True, type=NSID)
+@click.argument("nsids", metavar="NSID...", nargs=-1, required=True, type=parse_nsid)
 @json_lines_option
 async def remove_command(settings: Settings, *, nsids: tuple[str, ...], as_json: bool) -> int:
     """Remove lexicons with their views and indexes. Records are not changed."""
@@ -149,7 +149,7 @@ async def remove_command(settings: Settings, *, nsids: tuple[str, ...], as_json:
 
 
 @command("index", lexicon_command)
-@click.argument("nsid", metavar="NSID", type=NSID)
+@click.argument("nsid", metavar="NSID", type=parse_nsid)
 @click.argument("fields", metavar="COLUMN[,COLUMN]...", nargs=-1, required=True)
 @json_lines_option
 async def index_command(settings: Settings, *, nsid: str, fields: tuple[str, ...], as_json: bool) -> int:

@@ -8,7 +8,7 @@ from typing import IO, Any
 import click
 
 from indexer.app.settings import Settings
-from indexer.cli.arguments import DEAD_LETTER_ID, DID, REASON, WholeNumber
+from indexer.cli.arguments import DEAD_LETTER_ID, WholeNumber, parse_did, parse_reason
 from indexer.cli.command import ExitCode, command, config_option, json_lines_option, json_option, report_error
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result, fact_table, result_console, to_json, to_readable_json
@@ -92,9 +92,12 @@ def rejected_command(config: Path | None) -> None:
 
 @command("list", rejected_command)
 @click.option(
-    "--reason", metavar="REASON", type=REASON, help="List only messages rejected for this reason (docs/reasons.md)."
+    "--reason",
+    metavar="REASON",
+    type=parse_reason,
+    help="List only messages rejected for this reason (docs/reasons.md).",
 )
-@click.option("--did", metavar="DID", type=DID, help="List only messages that name this DID.")
+@click.option("--did", metavar="DID", type=parse_did, help="List only messages that name this DID.")
 @click.option(
     "--limit", default=50, show_default=True, type=WholeNumber(1, 1_000_000), help="Maximum number of messages."
 )
@@ -164,9 +167,9 @@ async def show_command(settings: Settings, *, number: int, as_json: bool, frame:
 
 @command("replay", rejected_command)
 @click.argument("numbers", nargs=-1, metavar="ID…", type=DEAD_LETTER_ID)
-@click.option("--reason", metavar="REASON", type=REASON, help="Replay every message rejected for this reason.")
+@click.option("--reason", metavar="REASON", type=parse_reason, help="Replay every message rejected for this reason.")
 @click.option("--feed", is_flag=True, help="Send the events again that clients of the feed refused.")
-@click.option("--did", metavar="DID", type=DID, help="With --feed: only events of this repo.")
+@click.option("--did", metavar="DID", type=parse_did, help="With --feed: only events of this repo.")
 @json_lines_option
 async def replay_command(
     settings: Settings,

@@ -8,7 +8,7 @@ import click
 
 from indexer.app.clients import http_origin, open_identities, open_outbound_client, stored_policy
 from indexer.app.settings import Settings
-from indexer.cli.arguments import DID, NEW_DID_OR_STDIN, NSID, ORIGIN, given_dids, parse_new_did
+from indexer.cli.arguments import given_dids, parse_did, parse_new_did, parse_nsid, parse_origin
 from indexer.cli.command import ExitCode, command, json_lines_option, json_option, report_error
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result, show_progress
@@ -27,7 +27,7 @@ ADD_BATCH_SIZE = 10_000
 
 
 @command("add")
-@click.argument("dids", nargs=-1, metavar="DID…|-", type=NEW_DID_OR_STDIN)
+@click.argument("dids", nargs=-1, metavar="DID…|-")
 @click.option("--file", "-f", type=click.File(errors="replace"), help="Read DIDs from a file, one per line.")
 @json_option
 async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str] | None, as_json: bool) -> int:
@@ -50,7 +50,7 @@ async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str
 
 
 @command("resync")
-@click.argument("dids", nargs=-1, metavar="DID…", type=DID)
+@click.argument("dids", nargs=-1, metavar="DID…", type=parse_did)
 @click.option("--errored", is_flag=True, help="Request a resync of every repo whose last resync failed.")
 @click.option("--all", "everything", is_flag=True, help="Request a resync of every repo.")
 @click.option("--behind", is_flag=True, help="Request a resync of every repo that is behind the relay's repo list.")
@@ -88,7 +88,7 @@ async def resync_command(
 
 
 @command("takedown")
-@click.argument("did", metavar="DID", type=DID)
+@click.argument("did", metavar="DID", type=parse_did)
 @click.option("--reverse", is_flag=True, help="Make the repo visible again.")
 @json_option
 async def takedown_command(settings: Settings, *, did: str, reverse: bool, as_json: bool) -> int:
@@ -111,11 +111,11 @@ async def takedown_command(settings: Settings, *, did: str, reverse: bool, as_js
     "collections",
     multiple=True,
     metavar="NSID",
-    type=NSID,
+    type=parse_nsid,
     help="Add only accounts that have records of this collection. May be repeated.",
 )
-@click.option("--relay", metavar="URL", type=ORIGIN, help="Ask this relay. Default: the first of INDEXER_RELAYS.")
-@click.option("--pds", metavar="URL", type=ORIGIN, help="Ask this PDS instead of a relay.")
+@click.option("--relay", metavar="URL", type=parse_origin, help="Ask this relay. Default: the first of INDEXER_RELAYS.")
+@click.option("--pds", metavar="URL", type=parse_origin, help="Ask this PDS instead of a relay.")
 @json_lines_option
 async def discover_command(
     settings: Settings, *, collections: tuple[str, ...], relay: str | None, pds: str | None, as_json: bool

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from indexer.app.settings import Settings
 from indexer.atproto.syntax import CollectionFilter, is_nsid
-from indexer.cli.arguments import DID_OR_STDIN, given_dids, parse_did
+from indexer.cli.arguments import given_dids, parse_did
 from indexer.cli.command import ExitCode, command, config_option, confirm, json_option
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result, literal_text, result_console, to_json
@@ -98,7 +98,7 @@ async def set_command(
 
 
 @command("untrack", scope_command)
-@click.argument("dids", nargs=-1, metavar="DID…|-", type=DID_OR_STDIN)
+@click.argument("dids", nargs=-1, metavar="DID…|-")
 @click.option("--file", "-f", type=click.File(errors="replace"), help="Read DIDs from a file, one per line.")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @json_option

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from indexer.app.settings import Settings
 from indexer.atproto.syntax import AtUri, is_did
-from indexer.cli.arguments import ACCOUNT, RECORD_URI
+from indexer.cli.arguments import parse_account, parse_record_uri
 from indexer.cli.command import ExitCode, command, json_option, report_error
 from indexer.cli.database import connect_database
 from indexer.cli.output import duration_text, fact_table, literal_text, result_console, to_json, to_readable_json
@@ -56,7 +56,7 @@ async def status_command(settings: Settings, *, as_json: bool, watch: bool) -> i
 
 
 @command("repo")
-@click.argument("account", metavar="DID|HANDLE", type=ACCOUNT)
+@click.argument("account", metavar="DID|HANDLE", type=parse_account)
 @json_option
 async def repo_command(settings: Settings, *, account: str, as_json: bool) -> int:
     """Show everything that is known about one repo.
@@ -78,7 +78,7 @@ async def repo_command(settings: Settings, *, account: str, as_json: bool) -> in
 
 
 @command("record")
-@click.argument("uri", metavar="AT-URI", type=RECORD_URI)
+@click.argument("uri", metavar="AT-URI", type=parse_record_uri)
 @json_option
 async def record_command(settings: Settings, *, uri: AtUri, as_json: bool) -> int:
     """Show the CID, the value and the rev of one record."""

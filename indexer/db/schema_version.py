@@ -60,19 +60,6 @@ async def schema_is_current(dsn: str) -> bool:
     return database == release
 
 
-async def has_repos(dsn: str) -> bool:
-    """Return True if a repo is stored in the database, whatever version its schema has.
-
-    Raises:
-        SettingsError: The operator has to correct the URL, the password or a privilege.
-        DatabaseError: The database is unavailable.
-    """
-    async with _opened(dsn) as connection:
-        if not await connection.fetchval("select to_regclass('indexer.repo') is not null"):
-            return False
-        return bool(await connection.fetchval("select exists (select 1 from indexer.repo)"))
-
-
 async def require_current_schema(dsn: str) -> None:
     """Raise an error unless this release can use the schema: it has the version needed, or a newer, compatible one.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.cli.command_line import PROJECT, Session, environment_without_settings
+from tests.cli.command_line import PROJECT, environment_without_settings
 from tests.telemetry.log_events import listed_events
 
 SETTINGS_FILE = "collections = ['com.example.none']\nshard = '1/2'\n"
@@ -69,12 +69,3 @@ async def test_demo_compares_its_own_network_and_keeps_running_whatever_the_sett
         if process.returncode is None:
             process.kill()
         await process.communicate()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("stored_account")
-def test_demo_refuses_a_database_with_repos(session: Session, database: str) -> None:
-    session.configure(INDEXER_LOG_LEVEL="error")
-    result = session("demo", "--seconds", "5", "--database", database)
-    assert result.returncode == 2
-    assert "the database has repos: the demo needs one without" in result.stderr
