@@ -23,6 +23,10 @@ from indexer.sync.identity import INVALID_HANDLE, HandleCheck, HandleClaim
 from indexer.sync.shard import Shard
 
 MAX_CONCURRENCY = 64
+LEASE_SECONDS = 600.0
+"""How long a claim lasts; then another process may claim the handle."""
+VALID_SECONDS = 7 * 86_400.0
+"""When a valid handle is checked again."""
 MAX_DOMAINS = 10_000
 """Registered domains whose postponed handles are spaced."""
 MAX_POSTPONED_SECONDS = 3_600.0
@@ -43,16 +47,12 @@ class HandleCheckIntervals:
     Attributes:
         idle: Pause between two looks at an empty queue.
         check: The longest duration of one check.
-        lease: How long a claim lasts; then another process may claim the handle.
-        valid: When a valid handle is checked again.
         first_retry: When a handle that is not valid is checked again for the first time.
         max_retry: The longest pause between two checks of a handle that is not valid.
     """
 
     idle: float = 2.0
     check: float = 8.0
-    lease: float = 600.0
-    valid: float = 7 * 86_400.0
     first_retry: float = 300.0
     max_retry: float = 86_400.0
 
@@ -100,13 +100,13 @@ class HandleChecks:
         """Claim the handles to check next, the domains in turn, and give the other ones back."""
         count, now, claims = self._concurrency * CLAIMS_PER_CHECK, time(), list[HandleClaim]()
         with DatabaseAttempt(self.stage):
-            claims = await self.db.identities.claim_handles(count, self.shard.buckets, self.intervals.lease, now)
+            claims = await self.db.identities.claim_handles(count, self.shard.buckets, LEASE_SECONDS, now)
         in_turn = _in_turn(claims)
         checked, others = in_turn[: self._concurrency], in_turn[self._concurrency :]
         is_alone = len({_domain(claim) for claim in claims}) == 1 and len(claims) < count
         due = [now if is_alone else self._schedule(_domain(claim), now) for claim in others]
         with DatabaseAttempt():  # if this fails, they are due again when their leases expire
-            await self.db.identities.postpone_handles(others, due, now + self.intervals.lease)
+            await self.db.identities.postpone_handles(others, due, now + LEASE_SECONDS)
         return checked
 
     def _schedule(self, domain: str, now: float) -> float:
@@ -132,7 +132,7 @@ class HandleChecks:
             handle = claim.known if attempts < MAX_ATTEMPTS else None
         else:
             if handle == claim.claimed:
-                return HandleCheck(claim, handle, 0, time() + self.intervals.valid)
+                return HandleCheck(claim, handle, 0, time() + VALID_SECONDS)
         first, maximum = self.intervals.first_retry, self.intervals.max_retry
         pause = backoff_seconds(attempts, claim.did, first=first, maximum=maximum)
         return HandleCheck(claim, handle, attempts, time() + pause)

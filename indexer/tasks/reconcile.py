@@ -80,7 +80,7 @@ class HostingStatusChecks:
     Attributes:
         scope: The policy says when the records of a deleted account are erased.
         stage: Each request is progress of it.
-        identities: The identities of accounts, which name their hosts; None: no host is asked.
+        identities: The identities of accounts, which name their hosts.
         stream_point: Returns the last stored message of the source's stream; None if that is not known or not open.
             An answer that is requested afterwards is at least as new.
         sources_are_hosts: True if the sources are PDSes, False if they are relays.
@@ -92,7 +92,7 @@ class HostingStatusChecks:
     metrics: Metrics
     scope: CurrentScope
     stage: Work
-    identities: IdentityCache | None
+    identities: IdentityCache
     stream_point: Callable[[str], StreamPoint | None]
     sources_are_hosts: bool
     first_retry: float
@@ -212,8 +212,6 @@ class HostingStatusChecks:
         The cache returns an older identity if its limits do not allow a lookup, or if the lookup fails. Then the next
         reconciliation asks again.
         """
-        if self.identities is None:
-            return True
         try:
             identity = await self.identities.lookup(did, refresh=True)  # a former PDS sends no `#identity`
         except UnavailableError:
@@ -225,8 +223,6 @@ class HostingStatusChecks:
 
         That the account is not active counts only if it is certain that it has not moved to another host.
         """
-        if self.identities is None:
-            return None
         try:
             identity = await self.identities.lookup(did)
             if identity.pds is None:
@@ -323,7 +319,7 @@ class Reconciliation:
             of preference; none if no stream is open.
         stream_point: Returns the last stored message of a source's stream; None if that is not known or not open.
         scope: If the present scope wants all repos, listed accounts that are unknown are tracked.
-        identities: The identities of accounts, which name their hosts; None: no host is asked.
+        identities: The identities of accounts, which name their hosts.
         sources_are_hosts: True if the sources are PDSes, False if they are relays.
         stage: Its progress. Each request for a page, and each comparison of a page, is work.
         crawl_progress: The progress of the last reconciliation of this process.
@@ -339,7 +335,7 @@ class Reconciliation:
     stream_point: Callable[[str], StreamPoint | None]
     scope: CurrentScope
     settings: ReconciliationSettings
-    identities: IdentityCache | None = None
+    identities: IdentityCache
     sources_are_hosts: bool = False
     crawl_progress: CrawlProgress | None = field(default=None, init=False)
     last_error: str | None = field(default=None, init=False)

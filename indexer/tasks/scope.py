@@ -48,6 +48,9 @@ SETTLE_SECONDS = 30.0
 RECHECK_SECONDS = (600.0, 86_400.0)
 """Times from the comparison with a list to its repetitions."""
 RECHECK_POLL_SECONDS = 60.0
+MAX_WAITING = 200
+"""Repos of a shard that are due at a time because of an added collection."""
+PAGE_SIZE = 2_000
 MAX_SEARCH_SHARE = 0.05
 """Share of the time that the search for incomplete repos takes while it finds none. It reads those of all inactive
 accounts."""
@@ -205,7 +208,6 @@ class ScopeBackfill:
         sources: Returns the base URLs of the relays to ask; none if no stream is open.
         give_up: Seconds after which a list that could not be read counts as one that no relay offers: all repos are
             fetched.
-        max_waiting: Repos of a shard that are due at a time because of an added collection.
         stage: Its progress. Requests, and the comparison with lists, are work.
     """
 
@@ -221,8 +223,6 @@ class ScopeBackfill:
     recheck_poll: float = RECHECK_POLL_SECONDS
     first_retry: float = RETRY_SECONDS
     give_up: float = 86_400.0
-    max_waiting: int = 200
-    page_size: int = 2_000
 
     def __post_init__(self) -> None:
         self._recheck_at = self._search_at = 0.0
@@ -255,7 +255,7 @@ class ScopeBackfill:
         began_at = monotonic()
         if not is_compared or began_at < self._search_at:  # a search that took long has found none just before
             return
-        requested = await self.db.scope_changes.request_incomplete(scope, self.shard.buckets, self.max_waiting, time())
+        requested = await self.db.scope_changes.request_incomplete(scope, self.shard.buckets, MAX_WAITING, time())
         if not requested:
             self._search_at = began_at + (monotonic() - began_at) / MAX_SEARCH_SHARE
         self.metrics.desynchronized[Desync.SCOPE_WIDENED].inc(requested)
@@ -392,7 +392,7 @@ class ScopeBackfill:
     async def _mark_complete(self, scope: Scope, lists: Lists) -> int:
         """Mark all repos that lack no records; return how many. Repos that change meanwhile are fetched."""
         after, complete = "", 0
-        while page := await self.db.scope_changes.incomplete_repos(scope, self.shard.buckets, after, self.page_size):
+        while page := await self.db.scope_changes.incomplete_repos(scope, self.shard.buckets, after, PAGE_SIZE):
             after = page[-1].did
             lacking_none = [repo for repo in page if not may_lack(repo, scope, lists)]
             complete += await self.db.scope_changes.mark_complete(lacking_none, scope)

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from math import inf
+from time import time
 from typing import Any
 
 import asyncpg
@@ -13,9 +15,12 @@ from indexer.db import Database
 from indexer.db.crawls import CrawlProgress
 from indexer.db.current_scope import CurrentScope
 from indexer.db.open_gaps import OpenGaps
+from indexer.errors import UnavailableError
 from indexer.net.http import OutboundClient
 from indexer.net.identity import IdentityCache
 from indexer.net.pds.xrpc import MissingMethodAnswer
+from indexer.reasons import FetchFailure
+from indexer.sync.identity import StoredIdentity
 from indexer.sync.repo import Repo, StreamPoint
 from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import Shard
@@ -87,6 +92,13 @@ def after(action: Callable[[], Awaitable[object]], response: bytes) -> Script:
     return answer
 
 
+class NoDirectory:
+    """A directory that never answers."""
+
+    async def resolve(self, did: str, *, known: bool) -> StoredIdentity:  # noqa: ARG002 - as the cache calls it
+        raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, "the directory is down")
+
+
 @dataclass
 class Crawl:
     """The database, and a host with a list of repos."""
@@ -135,7 +147,7 @@ class Crawl:
             stream_point,
             self.scope(track),
             settings,
-            identities,
+            identities or IdentityCache(NoDirectory(), self.db.identities, self.metrics, clock=time, refresh_rate=inf),
             sources_are_hosts=sources_are_hosts,
         )
 

@@ -108,7 +108,7 @@ async def test_requests_for_an_account_whose_row_was_removed_meanwhile_are_not_r
         Metrics(),
         crawl.scope(),
         stage,
-        None,
+        crawl.reconciliation().identities,
         lambda _: None,
         sources_are_hosts=False,
         first_retry=0.0,

@@ -23,6 +23,7 @@ from indexer.sync.events import Event, StreamError, decode_frame, event_seconds
 TIMES_PER_SIGHTING = 15
 """Event times that prove a position. A position with fewer messages after it is at the end of the stream."""
 MAX_PROBES = 60
+_SEARCH_SECONDS = 180.0
 _MESSAGES_PER_PROBE = 4 * TIMES_PER_SIGHTING
 """Messages received by one probe if many have no readable time."""
 _GROWTH = 1.5
@@ -108,7 +109,6 @@ class StreamSeek:
         connect_timeout: Seconds for the connection of one probe.
         message_timeout: Seconds in which the messages of one probe must arrive.
         pause_timeout: Seconds between two messages of one probe, after which no more are expected.
-        total_timeout: Seconds for all probes.
         first_distance: As in `seek`.
     """
 
@@ -117,7 +117,6 @@ class StreamSeek:
     connect_timeout: float = 5.0
     message_timeout: float = 5.0
     pause_timeout: float = 1.0
-    total_timeout: float = 180.0
     first_distance: int = 1_000
 
     async def __call__(self, relay: str, target: float) -> Entry:
@@ -126,7 +125,7 @@ class StreamSeek:
         Raises:
             OSError: The relay is unavailable or too slow (includes TimeoutError).
         """
-        async with asyncio.timeout(self.total_timeout):
+        async with asyncio.timeout(_SEARCH_SECONDS):
             return await seek(target, lambda cursor: self.probe(relay, cursor), first_distance=self.first_distance)
 
     async def probe(self, relay: str, cursor: int | None) -> Sighting | None:
