@@ -9,6 +9,7 @@ from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_plc import LocalDns
 from indexer.demo.local_relay import SUBSCRIBE_REPOS
 from indexer.errors import UnavailableError
+from indexer.net.http import OutboundClient
 from indexer.net.identity.handle_verifier import HandleVerifier
 from indexer.reasons import FetchFailure
 from tests.demo.independent_decoder import decode_all, decode_car, decode_frame, decode_records
@@ -53,7 +54,10 @@ async def test_frames_and_exports_have_the_form_of_the_reference_pds() -> None:
     assert decode_records(blocks, decode_all(blocks[root])[0]["data"]) == {path: op["cid"]}
 
 
-class NoHttp:
+class NoHttp(OutboundClient):
+    def __init__(self) -> None:
+        """Need no session."""
+
     async def get(self, url: str, **_: Any) -> Any:
         raise UnavailableError(FetchFailure.NO_SUCH_HOST, url)
 

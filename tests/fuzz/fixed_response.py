@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from indexer.errors import UnavailableError
-from indexer.net.http import Response
+from indexer.net.http import OutboundClient, Response
 from indexer.reasons import FetchFailure
 from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes
 from tests.fuzz.json_mutation import mutate_json
@@ -17,7 +17,7 @@ def response_with(status: int, body: bytes) -> Response:
     return Response(status, {}, body, "")
 
 
-class FixedResponse:
+class FixedResponse(OutboundClient):
     """Returns the same response to each request.
 
     Attributes:
@@ -34,7 +34,7 @@ class FixedResponse:
         url: str,
         *,
         max_bytes: int,
-        timeout: float,  # noqa: ARG002, ASYNC109
+        timeout: float = 30.0,  # noqa: ARG002, ASYNC109
         accept: str = "",  # noqa: ARG002
     ) -> Response:
         """Return the response within `max_bytes`; a longer one is an error of the client."""

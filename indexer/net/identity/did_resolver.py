@@ -9,13 +9,13 @@ import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from urllib.parse import unquote
 
 from indexer.atproto.did_document import DidDocument, parse_did_document
 from indexer.atproto.syntax import is_handle, is_resolvable
 from indexer.errors import UnavailableError, UpstreamError
-from indexer.net.http import Response
+from indexer.net.http import OutboundClient
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import CERTAIN_DENIALS, StoredIdentity
 
@@ -49,14 +49,6 @@ def web_host(did: str) -> str | None:
     return unquote(did.removeprefix("did:web:").partition(":")[0]).lower()
 
 
-class HttpGetter(Protocol):
-    """The method of `OutboundClient` that this package uses."""
-
-    async def get(self, url: str, *, max_bytes: int, timeout: float, accept: str) -> Response:  # noqa: ASYNC109
-        """Return the response; raise `UnavailableError` if there is none."""
-        ...
-
-
 @dataclass(eq=False)
 class DidResolver:
     """Fetches DID documents. The `plc_urls` are tried in order until one responds.
@@ -66,7 +58,7 @@ class DidResolver:
         clock: Returns Unix seconds.
     """
 
-    outbound: HttpGetter
+    outbound: OutboundClient
     plc_urls: Sequence[str]
     _: KW_ONLY
     plc_rate: float

@@ -11,8 +11,8 @@ from dns.rdatatype import TXT
 
 from indexer.atproto.syntax import MAX_HANDLE_CHARACTERS, is_did, is_handle, is_resolvable
 from indexer.errors import UnavailableError
+from indexer.net.http import OutboundClient
 from indexer.net.http.checked_connector import DnsResolver
-from indexer.net.identity.did_resolver import HttpGetter
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import INVALID_HANDLE
 
@@ -39,7 +39,7 @@ class HandleVerifier:
         on_lookup: Is called with the method ("dns" or "https") and the result of each lookup.
     """
 
-    outbound: HttpGetter
+    outbound: OutboundClient
     dns_servers: Sequence[tuple[str, int]] = ()
     _: KW_ONLY
     allow_private_hosts: bool

@@ -12,7 +12,7 @@ from tests.net.identity.identity_world import World
 from tests.net.identity.name_server import NameServer
 
 
-class Loopback:
+class Loopback(OutboundClient):
     """The real client, but https URLs of all host names lead to the path on `host`.
 
     Attributes:
@@ -20,26 +20,33 @@ class Loopback:
         missing_hosts: Host names that do not exist.
     """
 
-    def __init__(self, host: ScriptedHost, outbound: OutboundClient) -> None:
+    def __init__(self, host: ScriptedHost) -> None:
+        rates = RateLimits(host=1_000, total=1_000)
+        super().__init__(OutboundSettings("test", allow_private_hosts=True, rates=rates))
         self.host = host
         self.requests: list[str] = []
         self.missing_hosts: set[str] = set()
-        self._outbound = outbound
 
-    async def get(self, url: str, *, max_bytes: int, timeout: float, accept: str) -> Response:  # noqa: ASYNC109
+    async def get(
+        self,
+        url: str,
+        *,
+        max_bytes: int,
+        timeout: float = 30.0,  # noqa: ASYNC109 - as the client has it
+        accept: str = "",
+    ) -> Response:
         self.requests.append(url)
         _, _, name, path = url.split("/", 3)
         if name in self.missing_hosts:
             raise UnavailableError(FetchFailure.NO_SUCH_HOST, name)
         target = f"{self.host.url}/{path}" if url.startswith("https://") else url
-        return await self._outbound.get(target, max_bytes=max_bytes, timeout=timeout, accept=accept)
+        return await super().get(target, max_bytes=max_bytes, timeout=timeout, accept=accept)
 
 
 @pytest.fixture
 async def loopback() -> AsyncIterator[Loopback]:
-    settings = OutboundSettings("test", allow_private_hosts=True, rates=RateLimits(host=1_000, total=1_000))
-    async with ScriptedHost() as host, OutboundClient(settings) as outbound:
-        yield Loopback(host, outbound)
+    async with ScriptedHost() as host, Loopback(host) as loopback:
+        yield loopback
 
 
 @pytest.fixture
