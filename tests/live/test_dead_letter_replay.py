@@ -18,7 +18,7 @@ from indexer.demo.local_relay import error_frame
 from indexer.demo.local_repo import Write
 from indexer.errors import UnavailableError
 from indexer.live.dead_letter_replay import MAX_ATTEMPTS, UNKNOWN, UNTRIED, DeadLetterReplay, ReplayResult
-from indexer.net.identity import IdentityCache, IdentityLifetimes
+from indexer.net.identity import DidResolver, IdentityCache, IdentityLifetimes
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.batch import DEAD_LETTER_BYTES
 from indexer.sync.changes import Batch, DeadLetter, RepoWrite
@@ -39,7 +39,7 @@ PATH = f"{COLLECTIONS[0]}/new"
 RECORD = {"$type": COLLECTIONS[0]}
 
 
-class FakeDirectory:
+class FakeDirectory(DidResolver):
     """A directory with the owner's identity; raises `error` if it is set. `lookups` lists the requested DIDs."""
 
     def __init__(self, owner: AccountOwner) -> None:

@@ -22,7 +22,7 @@ from indexer.live.account_limits import AccountLimits
 from indexer.live.batch_writer import BatchWriter, WriterSettings
 from indexer.live.inbox import Inbox, StreamPosition
 from indexer.live.key_lookups import KeyLookups
-from indexer.net.identity import IdentityCache
+from indexer.net.identity import DidResolver, IdentityCache
 from indexer.net.new_accounts import NewAccounts
 from indexer.sync.batch import ReceivedMessage
 from indexer.sync.changes import Batch, RepoWrite
@@ -82,10 +82,13 @@ class ObservedDatabase(Database):
         return applied
 
 
-class NoDirectory:
+class NoDirectory(DidResolver):
     """A directory that knows nobody: all identities are stored."""
 
-    async def resolve(self, did: str, *, known: bool) -> StoredIdentity:
+    def __init__(self) -> None:
+        """Need no client."""
+
+    async def resolve(self, did: str, *, known: bool = True) -> StoredIdentity:
         raise AssertionError(f"looked up {did}, known: {known}")
 
 

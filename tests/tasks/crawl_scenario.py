@@ -17,7 +17,7 @@ from indexer.db.current_scope import CurrentScope
 from indexer.db.open_gaps import OpenGaps
 from indexer.errors import UnavailableError
 from indexer.net.http import OutboundClient
-from indexer.net.identity import IdentityCache
+from indexer.net.identity import DidResolver, IdentityCache
 from indexer.net.pds.xrpc import MissingMethodAnswer
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import StoredIdentity
@@ -92,10 +92,13 @@ def after(action: Callable[[], Awaitable[object]], response: bytes) -> Script:
     return answer
 
 
-class NoDirectory:
+class NoDirectory(DidResolver):
     """A directory that never answers."""
 
-    async def resolve(self, did: str, *, known: bool) -> StoredIdentity:  # noqa: ARG002 - as the cache calls it
+    def __init__(self) -> None:
+        """Need no client."""
+
+    async def resolve(self, did: str, *, known: bool = True) -> StoredIdentity:  # noqa: ARG002 - as the cache calls it
         raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, "the directory is down")
 
 

@@ -13,7 +13,7 @@ import pytest
 from indexer.atproto.crypto import PrivateKey
 from indexer.db import Database
 from indexer.errors import UnavailableError
-from indexer.net.identity import IdentityCache, IdentityLifetimes
+from indexer.net.identity import DidResolver, IdentityCache, IdentityLifetimes
 from indexer.reasons import FetchFailure
 from indexer.sync.changes import Batch
 from indexer.sync.identity import DueIdentity, StoredIdentity
@@ -32,14 +32,14 @@ HONEST_WEB = "did:web:honest.example.org"
 QUICK = IdentityLifetimes(refresh_interval=0.05, changed_interval=0.05)
 
 
-class Network:
+class Network(DidResolver):
     """Answers lookups; fails for DIDs of the hostile host, and hangs for those of the slow host."""
 
     def __init__(self, db: Database) -> None:
         self.db = db
         self.asked = Counter[str]()
 
-    async def resolve(self, did: str, *, known: bool) -> StoredIdentity:
+    async def resolve(self, did: str, *, known: bool = True) -> StoredIdentity:
         assert known
         self.asked[did] += 1
         if "hostile" in did:

@@ -16,7 +16,7 @@ from indexer.atproto.crypto import PrivateKey
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.errors import UnavailableError
 from indexer.net.http.host_limits import FAILURE_THRESHOLD
-from indexer.net.identity import IdentityCache
+from indexer.net.identity import DidResolver, IdentityCache
 from indexer.net.pds.xrpc import MISSING_METHOD_ANSWERS, MissingMethodAnswer
 from indexer.reasons import Desync, FetchFailure
 from indexer.sync.identity import StoredIdentity
@@ -219,7 +219,7 @@ async def test_listed_account_that_the_relay_withholds_is_added_and_not_called_c
     assert list(map(tuple, shown)) == [(did("a"), True, "throttled", False)]
 
 
-class Directory:
+class Directory(DidResolver):
     """A directory in which all accounts have the same PDS.
 
     Attributes:
@@ -230,7 +230,7 @@ class Directory:
         self._pds = pds
         self.down = False
 
-    async def resolve(self, did: str, *, known: bool) -> StoredIdentity:  # noqa: ARG002 - as the cache calls it
+    async def resolve(self, did: str, *, known: bool = True) -> StoredIdentity:  # noqa: ARG002 - as the cache calls it
         if self.down:
             raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, "the directory is down")
         return StoredIdentity(did, None, self._pds, KEY, fetched_at=time())

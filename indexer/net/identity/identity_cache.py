@@ -25,7 +25,7 @@ from indexer.concurrency.shared_calls import SharedCalls
 from indexer.crash_points import crash_point
 from indexer.errors import UnavailableError
 from indexer.net.http import host_of, registered_domain
-from indexer.net.identity.did_resolver import METHODS, Method, method_of, web_host
+from indexer.net.identity.did_resolver import METHODS, DidResolver, Method, method_of, web_host
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import StoredIdentity, add_denial
 from indexer.sync.policy import MAX_IDENTITY_AGE
@@ -101,14 +101,6 @@ class IdentityTable(Protocol):
 
     async def save(self, identities: Sequence[StoredIdentity]) -> None:
         """Write identities, unless newer ones are stored."""
-        ...
-
-
-class IdentitySource(Protocol):
-    """The source of new identities: `DidResolver`, or a directory of a test."""
-
-    async def resolve(self, did: str, *, known: bool) -> StoredIdentity:
-        """Return the identity, see `DidResolver.resolve`."""
         ...
 
 
@@ -219,7 +211,7 @@ class IdentityCache:
         lookups: The lookups of each DID method.
     """
 
-    source: IdentitySource
+    resolver: DidResolver
     table: IdentityTable
     metrics: Metrics
     _: KW_ONLY
@@ -419,7 +411,7 @@ class IdentityCache:
         totals, lookups = self.lookups[method_of(did)], self.metrics.identity_lookups
         before: StoredIdentity | None = None
         try:
-            found = await self.source.resolve(did, known=known)
+            found = await self.resolver.resolve(did, known=known)
             has_content = found.signing_key is not None or found.pds is not None
             if not has_content:
                 before = (await self._loads.add([did])).get(did)

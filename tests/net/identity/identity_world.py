@@ -3,9 +3,11 @@
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from typing import cast
 
 from indexer.atproto.crypto import PrivateKey, PublicKey
 from indexer.errors import UnavailableError
+from indexer.net.identity import DidResolver
 from indexer.net.identity.identity_cache import IdentityCache, IdentityLifetimes
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import StoredIdentity
@@ -113,7 +115,7 @@ class World:
 
     def identities(self, max_entries: int = 10, timeout: float = 5.0, refresh_rate: float = 10_000.0) -> IdentityCache:
         cache = IdentityCache(
-            self,
+            cast(DidResolver, self),
             self,
             self.metrics,
             clock=lambda: self.now,
