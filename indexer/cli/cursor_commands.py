@@ -7,20 +7,17 @@ from time import time
 from typing import Any, Literal
 
 import click
-from rich.table import Table
 
 from indexer.app.settings import Settings
 from indexer.cli.arguments import parse_position
 from indexer.cli.command import ExitCode, command, config_option, confirm, json_option, report_error
 from indexer.cli.database import connect_database
-from indexer.cli.output import echo_result, literal_text, result_console, to_json
+from indexer.cli.output import echo_result, result_console, row_table, to_json
 from indexer.net.relay.seek import first_event
 from indexer.serve.status_document import describe_gap
 from indexer.sync.events import InfoEvent, MalformedEvent, StreamError, UnknownEvent, event_seconds
 from indexer.sync.shard import BUCKETS, Shard
 from indexer.sync.stream import OpenGap, Position, StoredCursor
-
-COLUMNS = ("relay", "shard", "epoch", "seq", "event_time", "lag_seconds")
 
 
 @click.group("cursor")
@@ -43,10 +40,7 @@ async def show_command(settings: Settings, *, as_json: bool) -> int:
         click.echo(to_json({"cursors": rows, "open_gaps": [_gap_row(gap) for gap in gaps]}))
         return ExitCode.OK
     if rows:
-        table = Table(*(name.replace("_", " ") for name in COLUMNS), box=None)
-        for row in rows:
-            table.add_row(*(literal_text("-" if row[name] is None else str(row[name])) for name in COLUMNS))
-        result_console().print(table)
+        result_console().print(row_table(rows, box=None))
     else:
         click.echo("No cursor is stored. The daemon stores one when it has processed a message.")
     for gap in gaps:
@@ -121,8 +115,14 @@ async def _position(settings: Settings, relay: str, target: Literal["live", "old
 def _cursor_row(cursor: StoredCursor, now: float) -> dict[str, Any]:
     at = event_seconds(cursor.event_time)
     lag = None if at is None else round(now - at, 1)
-    values = (cursor.relay, str(cursor.shard), cursor.epoch, cursor.seq, cursor.event_time, lag)
-    return dict(zip(COLUMNS, values, strict=True))
+    return {
+        "relay": cursor.relay,
+        "shard": str(cursor.shard),
+        "epoch": cursor.epoch,
+        "seq": cursor.seq,
+        "event_time": cursor.event_time,
+        "lag_seconds": lag,
+    }
 
 
 def _gap_row(opened: OpenGap) -> dict[str, Any]:

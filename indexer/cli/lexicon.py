@@ -13,7 +13,6 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 import click
-from rich.table import Table
 
 from indexer.app.clients import make_did_resolver, make_pds_client, open_outbound_client, stored_policy
 from indexer.app.settings import Settings
@@ -25,7 +24,7 @@ from indexer.atproto.syntax import is_nsid
 from indexer.cli.arguments import parse_nsid
 from indexer.cli.command import ExitCode, command, config_option, json_lines_option, report_error
 from indexer.cli.database import connect_database
-from indexer.cli.output import duration_text, echo_result, literal_text, result_console, show_progress, to_json
+from indexer.cli.output import duration_text, echo_result, result_console, row_table, show_progress, to_json
 from indexer.db import (
     AddedLexicon,
     AddedState,
@@ -97,7 +96,8 @@ async def add_command(settings: Settings, *, names: tuple[str, ...], as_json: bo
             return report_error(_in_use(error), ExitCode.FAILED)
         for result in results:
             if result.state is AddedState.UPDATED or (result.nsid in given and result.state is not AddedState.SKIPPED):
-                echo_result(result._asdict(), _added_line(result), as_json=as_json)
+                view = f'view lexicon."{result.view}"' if result.view else "no view, other lexicons refer to it"
+                echo_result(result._asdict(), f"{result.nsid}: {result.state}, {view}", as_json=as_json)
         scope = (await stored_policy(settings, db)).scope
         _print_notices(scope, [result for result in results if result.nsid in given], given)
         _print_dropped(await db.lexicon_indexes.drop_outdated())
@@ -113,18 +113,24 @@ async def list_command(settings: Settings, *, as_json: bool) -> int:
     """List the stored lexicons with their views and indexes."""
     async with connect_database(settings) as db:
         stored, indexes = await db.lexicons.load(), await db.lexicon_indexes.load()
-    rows = [_list_row(one, [index for index in indexes if index.nsid == nsid]) for nsid, one in stored.items()]
+    rows: list[dict[str, Any]] = [
+        {
+            "nsid": nsid,
+            "view": one.view,
+            "columns": [column for field in one.fields.values() for column in field.columns],
+            "indexes": [{"columns": index.columns, "valid": index.valid} for index in indexes if index.nsid == nsid],
+            "source": one.source,
+        }
+        for nsid, one in stored.items()
+    ]
     if as_json:
         for row in rows:
             click.echo(to_json(row))
-        return ExitCode.OK
-    table = Table("nsid", "view", "columns", "indexes", "source", box=None)
-    for row in rows:
-        built = ", ".join(one["columns"] + ("" if one["valid"] else " (incomplete)") for one in row["indexes"])
-        cells = (row["nsid"], row["view"] or "-", str(len(row["columns"])), built or "-", row["source"])
-        table.add_row(*map(literal_text, cells))
-    if rows:
-        result_console().print(table)
+    elif rows:
+        for row in rows:
+            built = [one["columns"] + ("" if one["valid"] else " (incomplete)") for one in row["indexes"]]
+            row |= {"columns": len(row["columns"]), "indexes": ", ".join(built) or None}
+        result_console().print(row_table(rows, box=None))
     else:
         click.echo("No lexicon is stored; see indexer lexicon add --help.", err=True)
     return ExitCode.OK
@@ -415,11 +421,6 @@ def _missing(
         yield from sorted(references(one.lexicon, every) - every.keys() - problems.keys())
 
 
-def _added_line(result: AddedLexicon) -> str:
-    view = f'view lexicon."{result.view}"' if result.view else "no view, other lexicons refer to it"
-    return f"{result.nsid}: {result.state}, {view}"
-
-
 def _print_notices(scope: Scope, results: Sequence[AddedLexicon], given: Mapping[str, SourcedLexicon]) -> None:
     skipped = [result.nsid for result in results if result.state is AddedState.SKIPPED]
     if skipped:
@@ -461,13 +462,3 @@ def _column_of(name: str, stored: StoredLexicon) -> str:
 
 def _in_use(error: ViewInUseError) -> str:
     return f"nothing was changed: {error}; drop what depends on the view, run the command again, and create it again"
-
-
-def _list_row(one: StoredLexicon, indexes: Sequence[LexiconIndex]) -> dict[str, Any]:
-    return {
-        "nsid": one.lexicon.nsid,
-        "view": one.view,
-        "columns": [column for field in one.fields.values() for column in field.columns],
-        "indexes": [{"columns": index.columns, "valid": index.valid} for index in indexes],
-        "source": one.source,
-    }

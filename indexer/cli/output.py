@@ -6,7 +6,7 @@ Progress is a bar on a terminal, otherwise a line after two seconds and then eve
 import json
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
@@ -62,6 +62,14 @@ def fact_table(facts: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Table:
     table = Table.grid("name", "value", padding=(0, 2))
     for name, value in dict(facts).items():
         table.add_row(literal_text(name), literal_text(_shown(value)))
+    return table
+
+
+def row_table(rows: Sequence[Mapping[str, Any]], **options: Any) -> Table:
+    """Return a table of rows that have their cells by the names of the columns. None is shown as `-`."""
+    table = Table(*(name.replace("_", " ") for name in rows[0]), title_justify="left", **options)
+    for row in rows:
+        table.add_row(*(literal_text("-" if cell is None else str(cell)) for cell in row.values()))
     return table
 
 

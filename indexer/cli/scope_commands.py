@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import IO
 
 import click
-from rich.table import Table
 
 from indexer.app.settings import Settings
 from indexer.atproto.syntax import CollectionFilter, is_nsid
 from indexer.cli.arguments import given_dids, parse_did
 from indexer.cli.command import ExitCode, command, config_option, confirm, json_option
 from indexer.cli.database import connect_database
-from indexer.cli.output import echo_result, literal_text, result_console, to_json
+from indexer.cli.output import echo_result, result_console, row_table, to_json
 from indexer.db import CollectionProgress, Database
 from indexer.errors import InvalidScopeError
 from indexer.sync.scope import Scope, Track, filter_of
@@ -186,8 +185,5 @@ def _print(scope: Scope, progress: list[CollectionProgress], *, as_json: bool) -
         click.echo(
             f"found on the stream only, because relays list repos by complete NSIDs: repos of {','.join(unlisted)}"
         )
-    table = Table("collection", "added in", "repos", "complete", box=None)
-    for row in progress:
-        table.add_row(*(literal_text(str(cell)) for cell in (row.collection, row.added_in, row.repos, row.complete)))
     if progress:
-        result_console().print(table)
+        result_console().print(row_table([row._asdict() for row in progress], box=None))

@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 import click
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from indexer.app.settings import Settings
@@ -17,7 +16,7 @@ from indexer.atproto.syntax import AtUri, is_did
 from indexer.cli.arguments import parse_account, parse_record_uri
 from indexer.cli.command import ExitCode, command, json_option, report_error
 from indexer.cli.database import connect_database
-from indexer.cli.output import duration_text, fact_table, literal_text, result_console, to_json, to_readable_json
+from indexer.cli.output import duration_text, fact_table, result_console, row_table, to_json, to_readable_json
 from indexer.db import Database
 from indexer.errors import SchemaVersionError
 from indexer.serve.account_status import account_summary
@@ -134,7 +133,7 @@ def status_tables(document: StatusDocument) -> Group:
         Text(messages, "bold red") if messages else Text("ready", "bold green"),
         fact_table(_facts(document)),
     ]
-    return Group(*parts, *(_table(title, rows) for title, rows in _rows(document).items() if rows))
+    return Group(*parts, *(row_table(rows, title=title) for title, rows in _rows(document).items() if rows))
 
 
 def _rows(document: StatusDocument) -> dict[str, list[dict[str, str]]]:
@@ -196,13 +195,6 @@ def _rows(document: StatusDocument) -> dict[str, list[dict[str, str]]]:
             for one in document.hosts
         ],
     }
-
-
-def _table(title: str, rows: list[dict[str, str]]) -> Table:
-    table = Table(*rows[0], title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*map(literal_text, row.values()))
-    return table
 
 
 def _number(value: int | None) -> str:
