@@ -144,7 +144,7 @@ def _changed(
 
 async def _question(db: Database, before: Scope, after: Scope) -> str:
     """Return the question whether to delete what the change deletes; "" if it deletes nothing."""
-    parts, (_, unselected, records) = [], await db.scope_changes.count_unselected(after.collections, MAX_COUNTED)
+    parts, (unselected, records) = [], await db.scope_changes.count_unselected(after.collections, MAX_COUNTED)
     if records:
         named = ", ".join(unselected[:MAX_NAMED]) + (", ..." if len(unselected) > MAX_NAMED else "")
         parts.append(f"delete {_records(records)} of {len(unselected)} collections ({named})")

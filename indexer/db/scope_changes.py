@@ -80,20 +80,6 @@ class RecordPosition(NamedTuple):
     rkey: str
 
 
-class UnselectedRecords(NamedTuple):
-    """The records that a change of the scope would delete.
-
-    Attributes:
-        stored: All collections of stored records.
-        unselected: Those that the scope would not select.
-        records: The number of their records, at most the limit.
-    """
-
-    stored: list[str]
-    unselected: list[str]
-    records: int
-
-
 class NarrowedPage(NamedTuple):
     """A page of records that the scope does not select.
 
@@ -147,17 +133,18 @@ class ScopeChanges(Area):
             )
             return NarrowedPage(deleted, len(rows) - deleted, last)
 
-    async def count_unselected(self, collections: CollectionFilter, limit: int) -> UnselectedRecords:
-        """Return the stored collections that a scope with these would not select, and count their records."""
+    async def count_unselected(self, collections: CollectionFilter, limit: int) -> tuple[list[str], int]:
+        """Return the stored collections that a scope with these would not select, and the number of their records.
+
+        At most `limit` records are counted.
+        """
         async with self._pool.connection() as connection:
-            stored, after = list[str](), ""
+            unselected, after = list[str](), ""
             while (collection := await _next_collection(connection, after)) is not None:
-                stored.append(collection)
+                if not collections.matches(collection):
+                    unselected.append(collection)
                 after = collection
-            unselected = [collection for collection in stored if not collections.matches(collection)]
-            return UnselectedRecords(
-                stored, unselected, await connection.fetchval(_COUNT_OF_COLLECTIONS, unselected, limit)
-            )
+            return unselected, await connection.fetchval(_COUNT_OF_COLLECTIONS, unselected, limit)
 
     async def incomplete_repos(self, scope: Scope, buckets: Sequence[int], after: str, limit: int) -> list[Repo]:
         """Return the next synchronized repos of active accounts after this DID that may lack records of the scope."""

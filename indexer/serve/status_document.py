@@ -76,7 +76,6 @@ class RepoStatus:
     """The repos of all shards, as they were counted last.
 
     Attributes:
-        counted_seconds_ago: Age of the counts.
         counted_share: Share of the table that was counted; below 1, the numbers are estimates.
         reasons: Repos by the reason why they are not synchronized.
         failures: Repos by the reason why their last fetch failed.
@@ -112,7 +111,6 @@ class ConsumerStatus:
         seq: The last change that it was given.
         behind: Number of changes that it has not been given.
         lag_seconds: Age of the oldest of those changes.
-        silent_seconds: Seconds since it last asked for changes.
         cut_off: True if it was disconnected: it has to be unregistered and registered again.
     """
 
@@ -131,7 +129,6 @@ class GapStatus:
     Attributes:
         first_seq: The first sequence number that may be missing; None if it is not known.
         last_seq: The last one; None if it is not known.
-        open_seconds: Seconds since it was opened.
     """
 
     relay: str
@@ -147,9 +144,7 @@ class LinkStatus:
     """The links of all shards.
 
     Attributes:
-        state: `off`, `backfill`, or `complete`.
         progress: Estimated share of the repos whose links are stored; None if no links are kept.
-        repos_done: Repos that the backfill has visited.
         seconds_left: Time for the rest of the backfill, at the mean rate since it began; None if it is unknown.
         open_recounts: Repos whose visibility changed and whose links are not recounted yet, at most 100,000.
     """
@@ -169,8 +164,7 @@ class DaemonStatus:
         shard: Its shard as i/n, or its range of positions (`indexer.sync.shard`).
         state: `owns` if it processes the shard, `waits` if another process holds a part of it.
         client: The network address of the process.
-        pid: The process ID of its session in Postgres.
-        seconds: Seconds since that session began.
+        pid: The process ID of its session in Postgres, which began `seconds` ago.
     """
 
     shard: str
@@ -212,12 +206,9 @@ class StreamStatus:
     """The stream of the relay to this process.
 
     Attributes:
-        relay: The connected relay; None if none is connected.
         seq: Every message up to this sequence number is stored; None before the first one.
         lag_seconds: Time since the moment up to which all events are stored; None if it is not known.
-        silent_seconds: Time since the relay sent its last message; None before the first one.
         unsettled_messages: Messages that are received and not settled.
-        unsettled_bytes: Their size.
         waiting_for_keys: How many of them wait for a signing key.
         reconciliation: The progress of the last comparison with the relay's repo list.
     """
@@ -238,11 +229,8 @@ class ResyncStatus:
 
     Attributes:
         host: The host of the account; "" if it is not known yet.
-        phase: What the resync does now.
-        phase_seconds: Time since the phase began.
-        seconds: Time since the resync began.
-        received_bytes: Bytes of the export that have arrived; None before the response.
-        bytes_per_second: Mean rate of the export; None before the response.
+        phase: What the resync does, for `phase_seconds`.
+        received_bytes: Bytes of the export that have arrived; None before the response, as their mean rate.
         slot: `worker`, or `large` if its export is large, so that it occupies no worker.
     """
 
@@ -261,7 +249,7 @@ class ResyncPoolStatus:
     """The resync workers of this process.
 
     Attributes:
-        workers_free: Workers without a resync; None if this process runs none.
+        workers_free: None if this process runs no workers.
         running: The number of resyncs in progress, including those of large exports.
         longest: Those that run longest.
     """
@@ -289,7 +277,6 @@ class History:
 
     Attributes:
         times: When each sample was taken, in Unix seconds.
-        lag_seconds: None if the lag was not known.
         messages_per_second: Mean rate at which messages were settled since the previous sample.
         resyncs_per_second: Mean rate at which resyncs ended since the previous sample.
     """
