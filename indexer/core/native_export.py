@@ -113,8 +113,8 @@ class NativeReader:
             proof = self._export.prove(self.root, did, key.curve, key.uncompressed)
         if proof is None:
             snapshot = verify_snapshot(did, self.root, self.block, key, limits)
-            return VerifiedExport(snapshot.did, snapshot.head, snapshot.count, snapshot.block_of)
-        return ProvenExport(did, Head(proof.rev, proof.data, self.root), proof.count, self.block, proof)
+            return VerifiedExport(snapshot.did, snapshot.head, snapshot.count, snapshot.block_of, self.size)
+        return ProvenExport(did, Head(proof.rev, proof.data, self.root), proof.count, self.block, self.size, proof)
 
     def close(self) -> None:
         """Free the file and the memory. A call that runs in another thread fails soon, and frees them at its end."""
@@ -148,9 +148,9 @@ class ProvenExport(VerifiedExport):
         """Yield the path and the CID of each record, in bytewise path order."""
         return _entries(self.proof.records(["*"]))
 
-    def new_records(self, policy: Policy, source_bytes: int) -> NewRecords:
-        """Return the records that `policy` selects, converted as for an export of this size."""
-        converter = RecordConverter(policy, self.head.rev, source_bytes)
+    def new_records(self, policy: Policy) -> NewRecords:
+        """Return the records that `policy` selects, converted."""
+        converter = RecordConverter(policy, self.head.rev, self.size)
         records = self.proof.records(list(policy.scope.collections.patterns))
         if policy.store_values:
             return _NativeNewRecords(records, self.block_of, converter)

@@ -91,7 +91,7 @@ class Spool:
     def verify(self, did: str, key: PublicKey, limits: Limits) -> VerifiedExport:
         """Verify the whole export: see `ExportReader`."""
         snapshot = verify_snapshot(did, self.root, self.block, key, limits)
-        return VerifiedExport(snapshot.did, snapshot.head, snapshot.count, snapshot.block_of)
+        return VerifiedExport(snapshot.did, snapshot.head, snapshot.count, snapshot.block_of, self.size)
 
     def close(self) -> None:
         """Delete the file and forget the blocks."""

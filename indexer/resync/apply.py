@@ -70,14 +70,6 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class SizedExport:
-    """A verified export and the total size of its blocks in bytes."""
-
-    export: VerifiedExport
-    size: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class NewRepo:
     """A claimed repo of which nothing is stored, and all its selected records; None if there are none."""
@@ -92,9 +84,9 @@ class NewRepo:
 class _Differences:
     """Turns the differences between stored records and an export into record changes, one chunk at a time."""
 
-    def __init__(self, export: SizedExport, policy: Policy) -> None:
-        self._export = export.export
-        self._converter = RecordConverter(policy, export.export.head.rev, export.size)
+    def __init__(self, export: VerifiedExport, policy: Policy) -> None:
+        self._export = export
+        self._converter = RecordConverter(policy, export.head.rev, export.size)
         self._collections = policy.scope.collections
 
     def selected(self) -> Iterator[tuple[bytes, bytes]]:
@@ -154,7 +146,7 @@ class Applies:
         with self._metrics.batch_seconds["verify-export"].time():
             return await asyncio.get_running_loop().run_in_executor(thread, partial(reader.verify, did, key, limits))
 
-    async def write(self, resync: Resync, policy: Policy, key: PublicKey | None, export: SizedExport | None) -> str:
+    async def write(self, resync: Resync, policy: Policy, key: PublicKey | None, export: VerifiedExport | None) -> str:
         """Write a verified export, which `key` has signed; None: the stored head is current.
 
         Return "synchronized", "unchanged", or the reason why the repo is still desynchronized.
@@ -173,7 +165,7 @@ class Applies:
             if export is not None and claimed.head is None and export.size <= SHARED_BYTES:
                 whole, chunk = await self._in_thread(_whole_chunk, export, policy)
                 if whole and not (chunk is not None and chunk.missing):
-                    repo = NewRepo(claimed, export.export.head, key_state, policy, chunk)
+                    repo = NewRepo(claimed, export.head, key_state, policy, chunk)
                     if batch := await self.write_shared(repo):
                         return self._result(Counter(create=chunk.count if chunk else 0), Counter(), batch)
             return await self._write_alone(policy, claimed, export, key_state)
@@ -196,9 +188,9 @@ class Applies:
             log.debug("resync.group-failed", repos=len(group), error=str(error))
             return {}
 
-    async def _write_alone(self, policy: Policy, claimed: Repo, export: SizedExport | None, key: KeyState) -> str:
+    async def _write_alone(self, policy: Policy, claimed: Repo, export: VerifiedExport | None, key: KeyState) -> str:
         """Write the differences, drain the buffer, and end the resync, in a transaction of its own."""
-        head = export.export.head if export else claimed.head
+        head = export.head if export else claimed.head
         if head is None:
             raise BrokenInvariantError(f"{claimed.did}: no export, and no stored head")
         async with self._db.resyncs.transaction(claimed, policy.scope.version) as transaction:
@@ -259,14 +251,14 @@ class Applies:
         return write.repo.sync_reason
 
     async def _write_export(
-        self, policy: Policy, transaction: ResyncTransaction, export: SizedExport, written: Counter[str]
+        self, policy: Policy, transaction: ResyncTransaction, export: VerifiedExport, written: Counter[str]
     ) -> int:
         """Write all differences, and count in `written` how many records were created, updated and deleted.
 
         Return how many records lack their block.
         """
         if not await transaction.stores_records():
-            return await self._create_all(transaction, export.export.new_records(policy, export.size), written)
+            return await self._create_all(transaction, export.new_records(policy), written)
         differences = _Differences(export, policy)
         diff, missing = SnapshotDiff(differences.selected()), 0
         async for chunk in transaction.stored():
@@ -338,12 +330,12 @@ class Applies:
             raise ClaimLostError("claimed by another worker, or desynchronized again")
 
 
-def _whole_chunk(export: SizedExport, policy: Policy) -> tuple[bool, RecordChunk | None]:
+def _whole_chunk(export: VerifiedExport, policy: Policy) -> tuple[bool, RecordChunk | None]:
     """Return whether the first chunk holds all selected records, and this chunk (None: no records).
 
     A full chunk is taken for one of several: to convert the next one only to find out would cost more.
     """
-    records = export.export.new_records(policy, export.size)
+    records = export.new_records(policy)
     chunk = records.next_chunk()
     full = chunk is not None and (chunk.count >= CHUNK_RECORDS or chunk.size >= CHUNK_BYTES)
     return not full and records.next_chunk() is None, chunk

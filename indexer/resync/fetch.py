@@ -16,7 +16,7 @@ from indexer.errors import UnavailableError, UpstreamError
 from indexer.net.identity import CachedIdentity, IdentityCache
 from indexer.net.pds import LARGE_BYTES, ExportDownload, PdsClient
 from indexer.reasons import Desync, FetchFailure, Rejection
-from indexer.resync.apply import Applies, SizedExport
+from indexer.resync.apply import Applies
 from indexer.resync.shares import Phase, PostponedError, Resync, Shares
 from indexer.sync.export import ExportReader, VerifiedExport
 from indexer.sync.policy import Policy, is_future
@@ -91,8 +91,7 @@ class ResyncAttempts:
             if last and source is None and export.head.rev < _newest_known(claimed):
                 last = await self._is_host(claimed.did, identity)
             self._check_rev(claimed, export.head, last=last)
-            sized = SizedExport(export, download.reader.size)
-            return await self.applies.write(resync, self.policy(), verified_by.key, sized)
+            return await self.applies.write(resync, self.policy(), verified_by.key, export)
 
     async def _is_unchanged(self, claimed: Repo, identity: CachedIdentity, policy: Policy) -> bool:
         """Return True if the PDS reports the stored head as its latest commit, so that no export is needed.

@@ -65,7 +65,8 @@ class NewRecords:
     """The selected records of an export, in chunks. It takes no entry before it is needed."""
 
     def __init__(self, entries: Iterator[Entry], block_of: BlockOf, converter: RecordConverter) -> None:
-        self._changes = _creates(entries, block_of, converter)
+        creates = (converter.convert(VerifiedChange(path, None, cid, block_of(cid))) for path, cid in entries)
+        self._changes = filter(None, creates)
         self._converter = converter
 
     def next_chunk(self) -> RecordChunk | None:
@@ -86,19 +87,19 @@ class NewRecords:
         return RecordChunk(len(changes), missing, converter.bytes_converted - start, changes) if changes else None
 
 
-def _creates(entries: Iterator[Entry], block_of: BlockOf, converter: RecordConverter) -> Iterator[RecordChange]:
-    for path, cid in entries:
-        change = converter.convert(VerifiedChange(path, None, cid, block_of(cid)))
-        if change is not None:
-            yield change
-
-
+@dataclass(frozen=True, slots=True)
 class VerifiedExport(Snapshot):
-    """A snapshot whose records can be taken."""
+    """A snapshot whose records can be taken.
 
-    def new_records(self, policy: Policy, source_bytes: int) -> NewRecords:
-        """Return the records that `policy` selects, converted as for an export of this size."""
-        return NewRecords(self.records(), self.block_of, RecordConverter(policy, self.head.rev, source_bytes))
+    Attributes:
+        size: The size of all its blocks with their lengths and CIDs, in bytes.
+    """
+
+    size: int
+
+    def new_records(self, policy: Policy) -> NewRecords:
+        """Return the records that `policy` selects, converted."""
+        return NewRecords(self.records(), self.block_of, RecordConverter(policy, self.head.rev, self.size))
 
 
 class ExportReader(Protocol):

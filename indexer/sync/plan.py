@@ -156,7 +156,7 @@ def _plan_with_key(
     limits = context.policy.limits
     try:
         if isinstance(event, SyncEvent):
-            return _plan_sync(repo, verify_sync(event, key.key, limits).head, size, context)
+            return _plan_sync(repo, verify_sync(event, key.key, limits), size, context)
         return _plan_commit(repo, context.verify(event, key.key, limits), size, context)
     except UpstreamError as error:
         if error.reason is Rejection.SIGNATURE_INVALID and not key.final:

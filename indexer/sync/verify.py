@@ -1,6 +1,6 @@
 """Verify commits, #sync events and exports against the account's signing key.
 
-Only this module and the native core create `VerifiedCommit`, and only this module `VerifiedSync` and `Snapshot`. So no
+Only this module and the native core create `VerifiedCommit`, and only this module creates a `Snapshot`. So no
 plan is based on an unsigned commit or on a part of a tree.
 
 If a check up to that of the signature fails, a function raises `UpstreamError`: the message is rejected and changes
@@ -113,14 +113,6 @@ class VerifiedCommit(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class VerifiedSync:
-    """A `#sync` with a valid signature. `head` is taken from the signed commit alone."""
-
-    did: str
-    head: Head
-
-
-@dataclass(frozen=True, slots=True)
 class Snapshot:
     """A verified export: a valid signature, and every tree node present, canonical and in order.
 
@@ -175,14 +167,14 @@ def previous_root(event: CommitEvent) -> bytes | None:
     return event.prev_data or (EMPTY_TREE if event.since is None else None)
 
 
-def verify_sync(event: SyncEvent, key: PublicKey, limits: Limits) -> VerifiedSync:
-    """Return the verified head of a `#sync`.
+def verify_sync(event: SyncEvent, key: PublicKey, limits: Limits) -> Head:
+    """Return the head in the signed commit of a `#sync`.
 
     Raises:
         UpstreamError: The message, its CAR slice, the commit object or its signature is invalid.
     """
     commit, _ = _signed_commit(event, key, limits, limits.sync_blocks_bytes)
-    return VerifiedSync(commit.did, Head(commit.rev, commit.data, commit.cid))
+    return Head(commit.rev, commit.data, commit.cid)
 
 
 def verify_snapshot(did: str, root: bytes, block_of: BlockOf, key: PublicKey, limits: Limits) -> Snapshot:

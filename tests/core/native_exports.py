@@ -98,7 +98,7 @@ def outcome(
         reader.finish()
         export = reader.verify(DID, key, limits)
         proven = isinstance(export, ProvenExport)
-        chunks = list(chunks_of(export, policy, reader.size))
+        chunks = list(chunks_of(export, policy))
         entries = list(export.records())
         blocks = [export.block_of(cid) for _, cid in entries]
         rest = (export.head, entries, blocks, reader.size)
@@ -107,8 +107,8 @@ def outcome(
     return Outcome(error, isinstance(reader, NativeReader) and reader.ordinary, proven, chunks, (read, rest))
 
 
-def chunks_of(export: VerifiedExport, policy: Policy, size: int) -> Iterator[Chunk]:
-    records = export.new_records(policy, size)
+def chunks_of(export: VerifiedExport, policy: Policy) -> Iterator[Chunk]:
+    records = export.new_records(policy)
     while (chunk := records.next_chunk()) is not None:
         changes = changes_of(chunk)
         assert chunk.count == len(changes)

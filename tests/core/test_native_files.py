@@ -33,7 +33,7 @@ def test_the_file_has_no_name_and_is_freed_although_the_export_is_still_referenc
     assert len(open_descriptors(tmp_path)) == 1
     reader.close()
     assert not open_descriptors(tmp_path)
-    for read in (lambda: export.block_of(cid_of(post(0))), export.new_records(STORE_ALL, 0).next_chunk):
+    for read in (lambda: export.block_of(cid_of(post(0))), export.new_records(STORE_ALL).next_chunk):
         with pytest.raises(UnavailableError, match="closed"):
             read()
 
@@ -46,8 +46,8 @@ def test_a_disk_error_is_reported_by_each_read(tmp_path: Path) -> None:
         lambda reader, _export: reader.verify(DID, key, DEFAULT_LIMITS),
         lambda _reader, export: export.block_of(cid_of(post(0))),
         lambda _reader, export: list(export.records()),
-        lambda _reader, export: export.new_records(STORE_ALL, 0).next_chunk(),
-        lambda _reader, export: export.new_records(without_values, 0).next_chunk(),
+        lambda _reader, export: export.new_records(STORE_ALL).next_chunk(),
+        lambda _reader, export: export.new_records(without_values).next_chunk(),
     ):
         with closing(native_reader(tmp_path, DEFAULT_LIMITS, **SMALL_BUFFERS)) as reader:
             reader.write(car(repo(posts(2_000))))

@@ -274,7 +274,7 @@ def test_ready_rows_are_those_of_the_reference(tmp_path: Path) -> None:
     records = posts(3) | {f"{POST}/x".encode(): SHAPES["no type"]}
     reader = native_reader(tmp_path, DEFAULT_LIMITS)
     reader.write(car(repo(records)))
-    chunk = reader.verify(DID, KEYS["k256"].public, DEFAULT_LIMITS).new_records(STORE_ALL, reader.size).next_chunk()
+    chunk = reader.verify(DID, KEYS["k256"].public, DEFAULT_LIMITS).new_records(STORE_ALL).next_chunk()
     assert chunk is not None
     did, rev, bucket = DID.encode(), REV.encode(), bucket_of(DID).to_bytes(2)
     rows, logged = [], []
@@ -294,7 +294,7 @@ def test_rows_have_the_columns_that_the_layout_names(tmp_path: Path) -> None:
     layout = ColumnLayout(("value", "rkey", "collection"), ("rkey", "ordinal", "collection"))
     reader = NativeReader(native_module().Export, tmp_path, DEFAULT_LIMITS, layout)
     reader.write(car(repo(posts(1))))
-    chunk = reader.verify(DID, KEYS["k256"].public, DEFAULT_LIMITS).new_records(STORE_ALL, reader.size).next_chunk()
+    chunk = reader.verify(DID, KEYS["k256"].public, DEFAULT_LIMITS).new_records(STORE_ALL).next_chunk()
     assert chunk is not None
     assert chunk.rows is not None
     rkey = b"000000"
@@ -331,5 +331,5 @@ def chunk_sizes(reader: ExportReader, data: bytes) -> list[tuple[int, int]]:
     with closing(reader):
         reader.write(data)
         reader.finish()
-        records = reader.verify(DID, KEYS["k256"].public, DEFAULT_LIMITS).new_records(STORE_ALL, reader.size)
+        records = reader.verify(DID, KEYS["k256"].public, DEFAULT_LIMITS).new_records(STORE_ALL)
         return [(chunk.count, chunk.size) for chunk in iter(records.next_chunk, None)]

@@ -42,7 +42,7 @@ def chunks_of(reader: ExportReader, sections: list[bytes]) -> list[RecordChunk]:
     for section in sections:
         reader.write(section)
     reader.finish()
-    records = reader.verify(DID, KEY.public, DEFAULT_LIMITS).new_records(STORE_ALL, reader.size)
+    records = reader.verify(DID, KEY.public, DEFAULT_LIMITS).new_records(STORE_ALL)
     return list(iter(records.next_chunk, None))
 
 

@@ -107,7 +107,7 @@ def _read(reader: ExportReader, data: bytes, owner: SigningAccount, variant: Var
             export = reader.verify(owner.did, owner.key.public, variant.policy.limits)
         except (UpstreamError, UnavailableError) as error:
             return Reading((type(error), error.reason, error.detail))
-        records = export.new_records(variant.policy, reader.size)
+        records = export.new_records(variant.policy)
         chunks = list(iter(records.next_chunk, None))
         entries = [(path, cid, export.block_of(cid)) for path, cid in export.records()]
         found = [

@@ -24,7 +24,7 @@ def export_of(account: SigningAccount, *missing: str) -> VerifiedExport:
         del blocks[cid_of(account.repo.records[f"{POST}/{rkey}"])]
     head = account.repo.head.cid
     snapshot = verify_snapshot(account.did, head, blocks.get, account.key.public, DEFAULT_LIMITS)
-    return VerifiedExport(snapshot.did, snapshot.head, snapshot.count, snapshot.block_of)
+    return VerifiedExport(snapshot.did, snapshot.head, snapshot.count, snapshot.block_of, 10_000)
 
 
 def account_with_posts() -> SigningAccount:
@@ -57,7 +57,7 @@ def test_export_has_the_head_and_the_records_of_its_snapshot() -> None:
 def test_all_selected_records_are_converted() -> None:
     account = account_with_posts()
     account.commit(Write.create("not a path", {}))
-    [chunk] = chunks_of(export_of(account, "03").new_records(STORE_ALL, 10_000))
+    [chunk] = chunks_of(export_of(account, "03").new_records(STORE_ALL))
     assert (rkeys(chunk), chunk.count, chunk.missing) == (RKEYS, 7, 1)
     first, missing = chunk.changes[0], chunk.changes[3]
     cid = cid_of(account.repo.records[f"{POST}/00"])
@@ -72,7 +72,7 @@ def test_chunk_ends_after_the_maximum_of_records(monkeypatch: pytest.MonkeyPatch
     """Values are kept for one chunk only."""
     monkeypatch.setattr("indexer.sync.export.CHUNK_RECORDS", 3)
     with patch.object(RecordConverter, "forget_values") as forget:
-        chunks = chunks_of(export_of(account_with_posts(), "04", "06").new_records(STORE_ALL, 10_000))
+        chunks = chunks_of(export_of(account_with_posts(), "04", "06").new_records(STORE_ALL))
     assert [rkeys(chunk) for chunk in chunks] == [RKEYS[:3], RKEYS[3:6], RKEYS[6:]]
     assert [chunk.missing for chunk in chunks] == [0, 1, 1]
     assert forget.call_count == 5, "before each chunk, and before it is known that there are no more"
@@ -83,9 +83,9 @@ def test_chunk_ends_with_the_record_that_takes_it_to_the_maximum_of_bytes(
     less: int, records: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export = export_of(account_with_posts())
-    [whole] = chunks_of(export.new_records(STORE_ALL, 10_000))
+    [whole] = chunks_of(export.new_records(STORE_ALL))
     two = sum(change.size for change in whole.changes[:2])
     monkeypatch.setattr("indexer.sync.export.CHUNK_BYTES", two - less)
-    chunks = chunks_of(export.new_records(STORE_ALL, 10_000))
+    chunks = chunks_of(export.new_records(STORE_ALL))
     assert [rkeys(chunk) for chunk in chunks] == [RKEYS[n : n + records] for n in range(0, 7, records)]
     assert all(chunk.size == sum(change.size for change in chunk.changes) for chunk in chunks)

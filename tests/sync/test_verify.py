@@ -202,8 +202,8 @@ def test_a_flipped_bit_never_changes_the_verified_commit(data: st.DataObject) ->
 def test_the_head_of_a_sync_is_that_of_the_signed_commit() -> None:
     account = account_with_posts()
     payload = account.sync_event()
-    verified = verify_sync(decoded_event("sync", payload), account.key.public, DEFAULT_LIMITS)
-    assert (verified.head.rev, verified.head.data) == (account.repo.head.rev, account.repo.head.data)
+    head = verify_sync(decoded_event("sync", payload), account.key.public, DEFAULT_LIMITS)
+    assert (head.rev, head.data) == (account.repo.head.rev, account.repo.head.data)
     with pytest.raises(UpstreamError) as caught:
         verify_sync(decoded_event("sync", payload | {"rev": "3jzfcijpj2z2a"}), account.key.public, DEFAULT_LIMITS)
     assert caught.value.reason is Rejection.ENVELOPE_MISMATCH
