@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from benchmarks.growing_tree import GrowingNode, GrowingTree
 from indexer.atproto import cbor
 from indexer.atproto.cid import RAW, cid_of, cid_text
-from indexer.atproto.commit import encode_signed, encode_unsigned
 from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.syntax import tid_of
 from indexer.demo.local_repo import LocalChange, LocalCommit, car, car_header, car_section
@@ -128,8 +127,8 @@ class SigningAccount:
 
     def _sign(self) -> LocalCommit:
         rev, data = self._tid(), self.tree.root.cid
-        unsigned = encode_unsigned(self.did, rev, data)
-        block = encode_signed(unsigned, self.key.sign(unsigned))
+        unsigned = {"did": self.did, "rev": rev, "data": data, "prev": None, "version": 3}
+        block = cbor.encode(unsigned | {"sig": self.key.sign(cbor.encode(unsigned))})
         return LocalCommit(rev, data, cid_of(block), block)
 
     def _record(self, collection: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from indexer.atproto.cbor import CborError, Link, decode_canonical, encode
+from indexer.atproto.cbor import CborError, Link, decode_canonical
 from indexer.atproto.cid import is_cid
 from indexer.atproto.syntax import is_did, is_tid
 from indexer.errors import UpstreamError
@@ -14,7 +14,6 @@ MAX_COMMIT_BYTES = 8_192
 """Maximum size of a commit. Most have 188 bytes; the rest is for a DID of 2,048 bytes and for unknown fields."""
 
 _SIG_KEY_AND_HEAD = b"\x63sig\x58\x40"  # the key "sig" and the head of a byte string of 64 bytes
-_DATA_KEY_AND_TAG = b"\x64data\xd8\x2a"  # the key "data" and tag 42, which marks a link
 _MAP_OF_2 = 0xA2
 _MAP_OF_23 = 0xB7  # the largest map whose size is in the first byte
 
@@ -76,18 +75,3 @@ def _without_sig(block: bytes, sig: bytes) -> bytes:
         raise UpstreamError(Rejection.COMMIT_MALFORMED, "more than 23 fields, or the bytes of sig occur twice")
     start = block.index(entry)
     return bytes([block[0] - 1]) + block[1:start] + block[start + len(entry) :]
-
-
-def encode_unsigned(did: str, rev: str, data: bytes, prev: bytes | None = None) -> bytes:
-    """Return the bytes to sign for a commit."""
-    return encode({"did": did, "rev": rev, "data": data, "prev": prev, "version": VERSION})
-
-
-def encode_signed(unsigned: bytes, sig: bytes) -> bytes:
-    """Return the commit block for bytes of `encode_unsigned`: with the entry `sig` before the entry `data`.
-
-    The only values before `data` are texts. They may contain "ddata", but not the bytes of the tag after it, because
-    these are not valid UTF-8.
-    """
-    start = unsigned.index(_DATA_KEY_AND_TAG)
-    return bytes([unsigned[0] + 1]) + unsigned[1:start] + _SIG_KEY_AND_HEAD + sig + unsigned[start:]

@@ -308,7 +308,8 @@ class BatchWriter:
         """
         plan = whole.without(unconfirmed)
         with self.metrics.batch_seconds["apply"].time():
-            cursor = self._cursor_after(plan)
+            position = self.position.watermark.position_if_done(_seqs([item.received for item in plan.settled]))
+            cursor = None if position.seq is None else self._cursor(position)
             batch = Batch(plan.writes, tuple(plan.dead_letters), frozenset(plan.stale_identities), cursor)
             applied = await self.db.write(batch)
         self._rows.put([write.repo for write in batch.writes])
@@ -335,13 +336,6 @@ class BatchWriter:
         await self.db.write(Batch(cursor=cursor))
         self.metrics.cursor_seq.labels(self.position.relay).set(seq)
         self._clock.catch_up(now)
-
-    def _cursor_after(self, plan: BatchPlan) -> Cursor | None:
-        """Return the cursor that is valid when the plan is committed; None if there is none yet."""
-        position = self.position.watermark.position_if_done(_seqs([item.received for item in plan.settled]))
-        if position.seq is None:
-            return None
-        return self._cursor(position)
 
     def _cursor(self, position: Position, caught_up_at: float | None = None) -> Cursor:
         return Cursor(

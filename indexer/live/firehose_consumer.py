@@ -97,7 +97,8 @@ class FirehoseConsumer:
     async def _process(self, event: Event, frame: bytes) -> None:
         """Process any message."""
         self.stage.moved()
-        if not self.continuity.checked and await self._is_replayed(event):
+        at_start = not self.continuity.checked and not isinstance(event, InfoEvent | StreamError)
+        if at_start and not await self.continuity.is_new(event):  # the stored cursor includes it
             self.metrics.events_received[event.kind].inc()
             self.metrics.events[event.kind, Outcome.REPLAYED].inc()
         else:
@@ -127,10 +128,6 @@ class FirehoseConsumer:
         if self.inbox.is_full:
             self.stage.idle()
         await self.inbox.put(received)
-
-    async def _is_replayed(self, event: Event) -> bool:
-        """Return True for a message at the start of a connection that the stored cursor includes."""
-        return not isinstance(event, InfoEvent | StreamError) and not await self.continuity.is_new(event)
 
     async def _reject_skipped(self) -> None:
         """Record a rejection for each message over the size limit, which the subscription skipped."""

@@ -138,7 +138,9 @@ class WorkerPool:
         """Wait until a worker is free. The stage has stalled if all workers are occupied and no resync moves."""
         received = -1
         while self.free_workers <= 0:
-            if received != (received := self._received_bytes()):
+            # Each resync that begins or ends changes the sum.
+            sizes = [resync.download.received for resync in self.running if resync.download is not None]
+            if received != (received := sum(sizes)):
                 self.stage.moved()
             await self._wait_for_slot(self.settings.idle_interval)
             self._shares.make_room(time())
@@ -149,10 +151,6 @@ class WorkerPool:
         end = monotonic() + self.settings.gathering_time
         while self.free_workers < self.settings.workers and (left := end - monotonic()) > 0:
             await self._wait_for_slot(left)
-
-    def _received_bytes(self) -> int:
-        """Return the bytes of the exports that are being received. Each resync that begins or ends changes it."""
-        return sum([resync.download.received for resync in self.running if resync.download is not None])
 
     async def _wait_for_slot(self, seconds: float | None) -> None:
         """Wait until a slot has become free, at most for `seconds`."""

@@ -224,14 +224,12 @@ def _plan_commit(repo: Repo, commit: VerifiedCommit, size: int, context: PlanCon
         )
     if repo.sync_status is SyncStatus.SYNCHRONIZED:
         planned = _apply(repo, Trigger.EXTENDS, commit, context)
-        return _mark_unproven(planned, context.now) if lenient else planned
+        if not lenient:
+            return planned
+        # The operations may lack a change of the tree.
+        since = context.now if planned.repo.unproven_since is None else planned.repo.unproven_since
+        return planned._replace(repo=planned.repo._replace(unproven_since=since), lenient=True)
     return _plan_without_records(repo, Trigger.EXTENDS, size, context, verified_rev=rev)
-
-
-def _mark_unproven(plan: Plan, now: float) -> Plan:
-    """Mark the repo of an undecidable commit that is applied: its operations may lack a change of the tree."""
-    since = now if plan.repo.unproven_since is None else plan.repo.unproven_since
-    return plan._replace(repo=plan.repo._replace(unproven_since=since), lenient=True)
 
 
 def _is_signal(commit: VerifiedCommit, scope: Scope) -> bool:
