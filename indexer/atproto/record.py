@@ -168,8 +168,8 @@ def _decode_unusual(block: bytes, collection: str, limits: Limits, budget: ItemB
     except CborError:
         return Value(None, Problem.NOT_DAG_CBOR, block)
     problem = None
-    if any(key.encode() in block for key in _RESERVED_KEYS) and _has_reserved_key(value):
-        value, problem = _without_reserved_keys(value), Problem.RESERVED_KEY
+    if any(key.encode() in block for key in _RESERVED_KEYS) and (stripped := _without_reserved_keys(value)) != value:
+        value, problem = stripped, Problem.RESERVED_KEY
     text = json.dumps(value, ensure_ascii=False, check_circular=False, separators=(",", ":"), default=_bytes_to_json)
     if len(text) > limits.record_json_bytes or len(text.encode()) > limits.record_json_bytes:
         return Value(None, Problem.TOO_LARGE, block)
@@ -189,15 +189,11 @@ def _bytes_to_json(value: bytes) -> dict[str, str]:
     return {"$bytes": b64encode(value).decode().rstrip("=")}
 
 
-def _has_reserved_key(value: Any) -> bool:
-    """Return True if a map has the key of a link or of a byte string. The value has at most `MAX_DEPTH` levels."""
-    if isinstance(value, dict):
-        return not _RESERVED_KEYS.isdisjoint(value) or any(map(_has_reserved_key, value.values()))
-    return isinstance(value, list) and any(map(_has_reserved_key, value))
-
-
 def _without_reserved_keys(value: Any) -> Any:
-    """Return the value with null in place of the maps that would look like a link or a byte string in JSON."""
+    """Return the value with null in place of the maps that would look like a link or a byte string in JSON.
+
+    The value has at most `MAX_DEPTH` levels.
+    """
     if isinstance(value, dict):
         if not _RESERVED_KEYS.isdisjoint(value):
             return None

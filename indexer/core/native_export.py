@@ -120,10 +120,6 @@ class NativeReader:
         """Free the file and the memory. A call that runs in another thread fails soon, and frees them at its end."""
         self._export.close()
 
-    def __len__(self) -> int:
-        """Return the number of different blocks."""
-        return len(self._export)
-
     def _feed(self, data: bytes) -> bool:
         """Give bytes to the native core; return False if it leaves some of them to `CarReader`."""
         try:

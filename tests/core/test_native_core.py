@@ -374,7 +374,7 @@ def test_panic_while_an_export_is_read_ends_each_further_call(tmp_path: Path) ->
     with pytest.raises(BaseException, match="capacity overflow") as raised:
         reader.block(account.repo.head.cid)
     assert is_panic(raised.value)
-    calls: list[Callable[[], object]] = [reader.finish, lambda: reader.write(b"x"), lambda: len(reader)]
+    calls: list[Callable[[], object]] = [reader.finish, lambda: reader.write(b"x"), lambda: reader.size]
     for call in calls:
         with pytest.raises(RuntimeError, match="an earlier call has panicked"):
             call()
