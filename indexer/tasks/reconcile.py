@@ -276,9 +276,8 @@ class _PendingPage:
         cursor: The cursor of the next page; None if this page is the last one.
         listed: The number of accounts on the page.
         revs: The listed revs of the repos that seemed to be behind, by DID.
-        hidden: The DIDs of accounts that are listed as active, and hidden or withheld in the database.
-        inactive: Why accounts are listed as inactive that are shown in the database or unknown, by DID.
-        point: The last message of the relay's stream that was stored before the page was requested; None: not known.
+        reports: What the list says, by DID, about accounts that are listed as active and hidden or withheld in the
+            database, or listed as inactive and shown in the database or unknown.
         unknown: The DIDs of listed accounts that are not tracked, if the scope wants all repos.
         only_from_stream: The DIDs of listed accounts that only the stream has named so far.
     """
@@ -287,9 +286,7 @@ class _PendingPage:
     cursor: str | None
     listed: int
     revs: Mapping[str, str]
-    hidden: Sequence[str]
-    inactive: Mapping[str, str | None]
-    point: StreamPoint | None
+    reports: Mapping[str, ListReport]
     unknown: Sequence[str]
     only_from_stream: Sequence[str]
 
@@ -526,7 +523,7 @@ class Reconciliation:
         reported = {one.did: one.status for one in page.accounts if not one.active and shard.owns(one.did)}
         repos = await self.db.repos.load(list(reported)) if reported else {}
         shown = {did for did, repo in repos.items() if repo.active}.union(unknown)
-        inactive = {did: status for did, status in reported.items() if did in shown}
+        inactive = {did: ListReport(False, status, point) for did, status in reported.items() if did in shown}
         if listed is not None:
             # Unknown accounts and those of other shards would fill the set.
             owned = {account.did for account in page.accounts if account.active and shard.owns(account.did)}
@@ -539,9 +536,7 @@ class Reconciliation:
             cursor=page.cursor,
             listed=len(page.accounts),
             revs={did: revs[did] for did in behind},
-            hidden=[did for did in hidden if did not in inactive],
-            inactive=inactive,
-            point=point,
+            reports={did: ListReport(True, None, point) for did in hidden} | inactive,
             unknown=unknown,
             only_from_stream=only_from_stream,
         )
@@ -551,10 +546,9 @@ class Reconciliation:
         behind = await self.db.crawls.desynchronize_behind(page.revs, time()) if page.revs else 0
         crash_point("reconciliation.compared")
         self.metrics.desynchronized[Desync.BEHIND].inc(behind)
-        listed = ListReport(active=True, point=page.point)
-        followed = sum([await self._statuses.follow(progress.source, did, listed) for did in page.hidden])
-        known = [did for did in page.inactive if did not in page.unknown]
-        followed += await self._follow_inactive(progress.source, page, known)
+        added = {did: report for did, report in page.reports.items() if did in page.unknown}
+        known = {did: report for did, report in page.reports.items() if did not in added}
+        followed = await self._follow(progress.source, known)
         if page.cursor is None:
             followed += await self._hide_unlisted(progress) + await self._statuses.repeat_failed(progress.source)
         after_page = progress.after_page(page.cursor, page.listed, behind + followed, time())
@@ -563,13 +557,11 @@ class Reconciliation:
         # If the scope changes meanwhile, the next reconciliation adds what it wants.
         stored = await self.db.crawls.add_listed(unknown, after_page, scope=scope, close_gaps=close_gaps)
         self.metrics.desynchronized[Desync.NEW].inc(stored.found - after_page.found)
-        added = [did for did in page.inactive if did in page.unknown]
-        await self._follow_inactive(progress.source, page, added)
+        await self._follow(progress.source, added)
         return stored
 
-    async def _follow_inactive(self, source: str, page: _PendingPage, dids: Sequence[str]) -> int:
-        """Follow the status of accounts that the page lists as inactive; return how many rows changed."""
-        reports = {did: ListReport(active=False, status=page.inactive[did], point=page.point) for did in dids}
+    async def _follow(self, source: str, reports: Mapping[str, ListReport]) -> int:
+        """Follow the status of listed accounts; return how many rows changed."""
         return sum([await self._statuses.follow(source, did, report) for did, report in reports.items()])
 
     async def _hide_unlisted(self, progress: CrawlProgress) -> int:
