@@ -25,9 +25,8 @@ from indexer.db.current_scope import CurrentScope
 from indexer.db.periodic import run_periodically
 from indexer.errors import UnavailableError
 from indexer.net.http import OutboundClient
-from indexer.net.pds.repo_list import RepoListPage
 from indexer.net.pds.xrpc import MethodNotOfferedError
-from indexer.reasons import Desync, FetchFailure
+from indexer.reasons import Desync
 from indexer.sync.repo import Repo
 from indexer.sync.scope import Scope
 from indexer.sync.shard import Shard
@@ -305,18 +304,21 @@ class ScopeBackfill:
             elif recheck.began_at > time():  # before the clock was set back
                 await self.db.crawls.save(replace(recheck, began_at=time()))
             elif time() >= recheck.began_at + self.recheck[recheck.found] and self._may_read(recheck.collection):
+                collection, since = recheck.collection, recheck.began_at
+                mark = self.db.scope_changes.mark_incomplete
                 try:
-                    found = await self._find_incomplete(sources, recheck, added_in[recheck.collection])
+                    pages = self._pages(sources, collection)
+                    found = sum([await mark(dids, collection, added_in[collection], since) async for dids in pages])
                 except DatabaseError:
                     raise
                 except UnavailableError as error:
-                    self._note_failure(recheck.collection, error)
+                    self._note_failure(collection, error)
                     continue
-                self._failed.pop(recheck.collection, None)
+                self._failed.pop(collection, None)
                 self._search_at = 0.0
                 done, ended = recheck.found + 1, time() if recheck.found + 1 >= len(self.recheck) else None
                 await self.db.crawls.save(replace(recheck, found=done, finished_at=ended))
-                log.info("scope.compared-again", collection=recheck.collection, incomplete=found)
+                log.info("scope.compared-again", collection=collection, incomplete=found)
 
     def _may_read(self, collection: str) -> bool:
         """Return True if the list did not fail, or if its pause is over."""
@@ -331,47 +333,29 @@ class ScopeBackfill:
         log.warning("scope.list-failed", collection=collection, error=str(error), retry_seconds=pause)
         return now - failures.since
 
-    async def _find_incomplete(self, sources: Sequence[str], recheck: CrawlProgress, added_in: int) -> int:
-        """Mark listed repos that lack records of the collection; return how many.
-
-        Raises:
-            UnavailableError: No relay gives the whole list, or the database does not answer.
-        """
-        incomplete, collection, read_to_the_end = 0, recheck.collection, False
-        async for page in self._pages(sources, collection):
-            dids = [account.did for account in page.accounts if self.shard.owns(account.did)]
-            incomplete += await self.db.scope_changes.mark_incomplete(dids, collection, added_in, recheck.began_at)
-            read_to_the_end = page.cursor is None
-        if not read_to_the_end:
-            raise UnavailableError(FetchFailure.HTTP_STATUS, "no relay offers the list any more")
-        return incomplete
-
     async def _read_list(self, sources: Sequence[str], collection: str) -> ListedAccounts | None:
         """Return the stored repos that the first relay lists which offers it; None if none does.
 
         Raises:
             UnavailableError: A relay that may offer it does not answer, or the database does not.
         """
-        stored = sum((await self.db.reports.counts()).statuses.values())
-        listed, read_to_the_end = ListedAccounts(2 * stored), False
-        async for page in self._pages(sources, collection):
-            for did in await self._stored(page):
-                listed.add(did)
-            read_to_the_end = page.cursor is None
-        return listed if read_to_the_end else None
+        listed = ListedAccounts(2 * sum((await self.db.reports.counts()).statuses.values()))
+        try:
+            async for dids in self._pages(sources, collection):
+                differences = await self.db.crawls.find_differences(dict.fromkeys(dids, ""))
+                for did in set(dids).difference(differences.unknown):  # the others would fill the set
+                    listed.add(did)
+        except MethodNotOfferedError:
+            return None
+        return listed
 
-    async def _stored(self, page: RepoListPage) -> set[str]:
-        """Return the accounts of a page that are stored in this shard. The others would fill the set."""
-        owned = {account.did for account in page.accounts if self.shard.owns(account.did)}
-        differences = await self.db.crawls.find_differences(dict.fromkeys(owned, ""))
-        return owned.difference(differences.unknown)
-
-    async def _pages(self, sources: Sequence[str], collection: str) -> AsyncIterator[RepoListPage]:
-        """Yield the pages of the first relay that offers the list. The last page has no cursor.
+    async def _pages(self, sources: Sequence[str], collection: str) -> AsyncIterator[list[str]]:
+        """Yield the accounts of this shard on each page of the first relay that offers the list.
 
         If a relay stops offering it, the pages of the next one follow.
 
         Raises:
+            MethodNotOfferedError: No relay offers the list.
             UnavailableError: A relay that may offer it does not answer.
         """
         self.stage.idle()  # each request is work of `_requests`, and a pause before a retry is not
@@ -380,10 +364,12 @@ class ScopeBackfill:
                 try:
                     async for page in repo_list_pages(self.outbound, source, collection, None, self._requests):
                         self.stage.moved()
-                        yield page
+                        yield [account.did for account in page.accounts if self.shard.owns(account.did)]
                         self.stage.idle()
                 except MethodNotOfferedError as error:
                     log.info("scope.list-not-offered", relay=source, collection=collection, error=str(error))
+                    if source == sources[-1]:
+                        raise
                 else:
                     return
         finally:
