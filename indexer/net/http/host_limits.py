@@ -45,7 +45,6 @@ MAX_RETRY_AFTER = 3_600.0
 _MIN_RETRY_AFTER = 1.0
 _EPOCH = 1_000_000_000  # larger numbers are Unix times, not durations
 _EVICTION_BATCH = MAX_HOSTS // 16  # many at a time, because each eviction sorts the hosts
-_SERVER_ERROR, _NOT_IMPLEMENTED = 500, 501
 
 _GIVEN_UP = "given-up"  # the caller stopped waiting for the response
 _SUCCESS = "2xx"
@@ -80,7 +79,7 @@ class RequestSlot:
         A 5xx status is a failure, except 501 and a response that asks for a pause.
         """
         self.result, self.pause = _BY_CLASS.get(status // 100, _OTHER), pause
-        if status >= _SERVER_ERROR and status != _NOT_IMPLEMENTED and pause is None:
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR and status != HTTPStatus.NOT_IMPLEMENTED and pause is None:
             self.error = f"{FetchFailure.HTTP_STATUS}: {status}"
 
     @contextmanager

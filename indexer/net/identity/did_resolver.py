@@ -9,6 +9,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from http import HTTPStatus
 from typing import Any, Literal
 from urllib.parse import unquote
 
@@ -32,9 +33,6 @@ GONE = "not registered, or tombstoned"
 
 _PLC = re.compile(r"did:plc:[a-z2-7]{24}").fullmatch
 _LOCAL = re.compile(r"localhost(:[0-9]{1,5})?").fullmatch
-_NOT_FOUND = 404
-_TOMBSTONED = 410
-_OK = 200
 
 
 def method_of(did: str) -> Method:
@@ -112,9 +110,13 @@ class DidResolver:
     async def _fetch(self, did: str, url: str) -> StoredIdentity:
         asked_at = self.clock()
         response = await self.outbound.get(url, max_bytes=DOCUMENT_BYTES, timeout=self.request_timeout, accept=ACCEPT)
-        if response.status in {_NOT_FOUND, _TOMBSTONED}:
-            return _denied(did, response.status, asked_at)
-        if response.status != _OK:
+        if response.status in {HTTPStatus.NOT_FOUND, HTTPStatus.GONE}:
+            if method_of(did) == "web":
+                return _missing(did, "no document at its host", asked_at)
+            # Only a directory can deny that a DID exists; a 404 of it may be a mistake.
+            denials = CERTAIN_DENIALS if response.status == HTTPStatus.GONE else 1
+            return replace(_missing(did, GONE, asked_at), denials=denials, denied_at=asked_at)
+        if response.status != HTTPStatus.OK:
             raise UnavailableError(FetchFailure.HTTP_STATUS, f"{response.status} from {url}")
         try:
             raw: Any = json.loads(response.body.decode("utf-8-sig", "replace"))
@@ -122,14 +124,6 @@ class DidResolver:
         except (ValueError, RecursionError, UpstreamError) as error:
             raise UnavailableError(FetchFailure.BAD_ANSWER, f"{url}: {error!s:.200}") from None
         return _found(document, asked_at)
-
-
-def _denied(did: str, status: int, asked_at: float) -> StoredIdentity:
-    """Return the denial of a DID. Only a directory can deny that a DID exists; a 404 of it may be a mistake."""
-    if method_of(did) == "web":
-        return _missing(did, "no document at its host", asked_at)
-    denials = CERTAIN_DENIALS if status == _TOMBSTONED else 1
-    return replace(_missing(did, GONE, asked_at), denials=denials, denied_at=asked_at)
 
 
 def _missing(did: str, problem: str, asked_at: float) -> StoredIdentity:

@@ -6,6 +6,7 @@ Handles are only for display. No key and no request to a host depends on this.
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from http import HTTPStatus
 
 from dns.rdatatype import TXT
 
@@ -19,8 +20,6 @@ from indexer.sync.identity import INVALID_HANDLE
 WELL_KNOWN_BYTES = 2_048
 _DID = "did="
 _PREFIX = "_atproto."
-_OK = 200
-_SERVER_ERROR = 500
 _DEFINITE = frozenset(
     {FetchFailure.NO_SUCH_HOST, FetchFailure.TOO_LARGE, FetchFailure.BAD_ANSWER, FetchFailure.REFUSED_ADDRESS}
 )
@@ -99,10 +98,10 @@ class HandleVerifier:
             if error.reason in _DEFINITE:
                 return set()
             raise
-        if response.status >= _SERVER_ERROR:
+        if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise UnavailableError(FetchFailure.HTTP_STATUS, f"{response.status} from {url}")
         text = response.body.decode("utf-8-sig", "replace").strip().partition("\n")[0].rstrip()
-        return {text} if response.status == _OK and is_did(text) else set()
+        return {text} if response.status == HTTPStatus.OK and is_did(text) else set()
 
 
 async def dids_in_dns(dns: DnsResolver, name: str) -> set[str]:
