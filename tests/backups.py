@@ -1,4 +1,4 @@
-"""Back up a database and restore it with the programs of Postgres, as docs/operations.md#back-up-and-restore says."""
+"""Back up a database and restore it with the programs of Postgres, as docs/runbook.md#back-up-and-restore says."""
 
 import subprocess
 from pathlib import Path

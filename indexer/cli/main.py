@@ -50,8 +50,8 @@ The short help is here, too, so that help and shell completion do not import all
 """
 
 REPLACED = {
-    "backup": "use pg_dump (docs/operations.md#back-up-and-restore)",
-    "restore": "use pg_restore (docs/operations.md#back-up-and-restore)",
+    "backup": "use pg_dump (docs/runbook.md#back-up-and-restore)",
+    "restore": "use pg_restore (docs/runbook.md#back-up-and-restore)",
     "sweep": "use indexer resync --behind",
 }
 """The replacements of removed commands."""
