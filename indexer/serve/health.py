@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from time import monotonic
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
-import orjson
 from aiohttp import hdrs, web
 from aiohttp.http import HttpProcessingError
 from prometheus_client import CollectorRegistry
@@ -138,17 +137,19 @@ async def serve_health(
         SettingsError: Another process uses the address, this machine does not have it, or this account may not use it.
     """
     listener = bind if isinstance(bind, Listener) else Listener(bind, limits.backlog)
-    app = make_application(probe, MetricsPage(registry, limits.scrape_interval), limits.request_interval)
-    app.router.add_routes(routes)
+    app = _application(probe, MetricsPage(registry, limits.scrape_interval), limits.request_interval)
+    app.add_routes(routes)
     app[WEBSOCKETS] = websockets = Websockets(limits.max_websockets, conditions)
-    app.on_shutdown.append(_close_websockets)
+    app.on_shutdown.append(lambda _: websockets.close())
+    logger = logging.getLogger("aiohttp.server")
+    logger.addFilter(_is_not_malformed_request)
     runner = web.AppRunner(
         app,
         access_log=None,
         handle_signals=False,
         shutdown_timeout=1,
         keepalive_timeout=limits.header_timeout,  # it also applies to the first request of a connection
-        logger=_logger(),
+        logger=logger,
     )
     await runner.setup()
     try:
@@ -161,10 +162,6 @@ async def serve_health(
             listener.close()
     finally:
         await runner.cleanup()
-
-
-async def _close_websockets(app: web.Application) -> None:
-    await app[WEBSOCKETS].close()
 
 
 class MetricsPage:
@@ -189,18 +186,12 @@ class MetricsPage:
 _OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
 
-def _logger() -> logging.Logger:
-    """Return the logger of the server. A malformed request is answered with status 400 and is not logged."""
-    logger = logging.getLogger("aiohttp.server")
-    logger.addFilter(_is_not_malformed_request)
-    return logger
-
-
 def _is_not_malformed_request(record: logging.LogRecord) -> bool:
+    """Return False for a malformed request: it is answered with status 400 and is not logged."""
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
-def make_application(probe: Probe, metrics_page: MetricsPage, request_interval: float) -> web.Application:
+def _application(probe: Probe, metrics_page: MetricsPage, request_interval: float) -> web.Application:
     """Return the web application with the routes for programs."""
     turns = Turns()
 
@@ -221,17 +212,17 @@ def make_application(probe: Probe, metrics_page: MetricsPage, request_interval: 
         return web.Response(body=text, headers={hdrs.CONTENT_TYPE: content_type})
 
     async def version(_: web.Request) -> web.Response:
-        return _json_response({"version": __version__})
+        return web.json_response({"version": __version__})
 
-    routes: dict[str, Handler] = {
-        "/healthz": healthz,
-        "/readyz": readyz,
-        "/metrics": metrics,
-        "/xrpc/_health": version,
-    }
     app = web.Application(middlewares=[in_turn])
-    for path, handler in routes.items():
-        app.router.add_get(path, handler)
+    app.add_routes(
+        [
+            web.get("/healthz", healthz),
+            web.get("/readyz", readyz),
+            web.get("/metrics", metrics),
+            web.get("/xrpc/_health", version),
+        ]
+    )
     return app
 
 
@@ -242,10 +233,6 @@ def not_ready_reasons(probe: Probe) -> list[ReadinessReason]:
 
 def _check_response(reasons: Sequence[ReadinessReason]) -> web.Response:
     if not reasons:
-        return _json_response({"status": "ok"})
+        return web.json_response({"status": "ok"})
     body = {"status": "unavailable", "reason": reasons[0].message, "reasons": [asdict(reason) for reason in reasons]}
-    return _json_response(body, 503)
-
-
-def _json_response(body: Any, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
+    return web.json_response(body, status=503)
