@@ -349,15 +349,15 @@ class StatusDocument:
 def _short_texts(value: Any) -> Any:
     match value:
         case str():
-            return short(value)
+            return _short(value)
         case dict():
-            return {short(name): _short_texts(item) for name, item in value.items()}
+            return {_short(name): _short_texts(item) for name, item in value.items()}
         case list():
             return [_short_texts(item) for item in value]
     return value
 
 
-def short(text: str) -> str:
+def _short(text: str) -> str:
     """Return a text from outside without secrets, and cut off at `MAX_TEXT_LENGTH`."""
     text = without_secrets(text[: 4 * MAX_TEXT_LENGTH])
     return text if len(text) <= MAX_TEXT_LENGTH else f"{text[: MAX_TEXT_LENGTH - 1]}…"

@@ -130,7 +130,7 @@ def _show_state(document: StatusDocument, shard: Shard, state: DatabaseState, no
         CursorStatus(cursor.relay, cursor.shard, cursor.seq, cursor.event_time, _lag(cursor, now))
         for cursor in state.cursors
     ]
-    document.links = link_status(state.links, now)
+    document.links = _link_status(state.links, now)
     document.gaps_open = len(state.gaps)
     document.gaps = [
         GapStatus(gap.relay, gap.shard, gap.reason, gap.first_seq, gap.last_seq, since(opened.opened_at))
@@ -193,7 +193,7 @@ def _new_events(earlier: list[Cursor], latest: list[Cursor]) -> int:
     return sum(advanced.values())
 
 
-def link_status(links: LinkProgress, now: float) -> LinkStatus:
+def _link_status(links: LinkProgress, now: float) -> LinkStatus:
     """Return the status of links at `now` (Unix seconds)."""
     left = None
     if links.state == "backfill" and links.progress > 0 and links.enabled_at is not None:
