@@ -37,7 +37,15 @@ async def repo_list_pages(
     invalid, first = 0, ""
     try:
         while True:
-            page = await _fetch_page(outbound, source, collection, cursor, requests)
+            async for attempt in stamina.retry_context(
+                on=_retry_after, attempts=MAX_ATTEMPTS, timeout=None, wait_initial=1.0, wait_max=60.0
+            ):
+                with attempt, requests.busy():
+                    try:
+                        page = await list_repos(outbound, source, collection, cursor)
+                    except UnavailableError as error:
+                        log.debug("repo-list.page-failed", source=source, attempt=attempt.num, error=str(error))
+                        raise
             if page.cursor is not None and page.cursor == earlier:
                 raise UnavailableError(FetchFailure.BAD_ANSWER, f"the cursors lead in a circle: {page.cursor!r:.100}")
             invalid, first = invalid + page.invalid_entries, first or page.first_invalid
@@ -50,22 +58,6 @@ async def repo_list_pages(
     finally:
         if invalid:
             log.warning("repo-list.invalid-entries", source=source, count=invalid, first=first)
-
-
-async def _fetch_page(
-    outbound: OutboundClient, source: str, collection: str, cursor: str | None, requests: Work
-) -> RepoListPage:
-    attempts = stamina.retry_context(
-        on=_retry_after, attempts=MAX_ATTEMPTS, timeout=None, wait_initial=1.0, wait_max=60.0
-    )
-    async for attempt in attempts:
-        with attempt, requests.busy():
-            try:
-                return await list_repos(outbound, source, collection, cursor)
-            except UnavailableError as error:
-                log.debug("repo-list.page-failed", source=source, attempt=attempt.num, error=str(error))
-                raise
-    raise AssertionError("the last attempt raises")
 
 
 def _retry_after(error: Exception) -> bool | float:
