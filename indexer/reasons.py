@@ -69,7 +69,7 @@ class Desync(DescribedEnum):
         "status-unknown",
         "The relay does not list the account, and its hosting status could not be fetched.",
     )
-    WITHHELD = "withheld", "The relay does not pass on the account, for a trouble of its own."
+    WITHHELD = "withheld", "The relay does not pass on the account, for a reason of its own."
     SCOPE_WIDENED = "scope-widened", "Collections were added to the scope."
     ERASED = "erased", "The records were erased: the account or its DID stayed deleted, or the repo was untracked."
     STORE_FAILED = "store-failed", "The database could not store the effects of a message."

@@ -81,7 +81,7 @@ class Stage:
     name: str
     role: str | None
     run: Callable[[], Coroutine[Any, Any, None]] | None
-    progress: Sequence[StageProgress] = ()
+    progress: Sequence[StageProgress]
     needs_shard: bool = False
     drain: Mapping[Drain, Callable[[Task], Awaitable[object]]] = field(default_factory=dict)
     not_ready: Callable[[], Iterable[ReadinessReason]] = tuple
@@ -100,11 +100,12 @@ def _common(daemon: "Daemon") -> Iterator[Stage]:
     conditions, reading, hosts = daemon.conditions, daemon.status_reading, daemon.hosts
     retention, host_states = daemon.change_log_retention, StageProgress("host states")
 
-    yield Stage("database monitor", None, partial(daemon.database_monitor.run, daemon.report))
+    yield Stage("database monitor", None, partial(daemon.database_monitor.run, daemon.report), [])
     yield Stage(
         "daemon monitor",
         None,
         daemon.daemon_monitor.run,
+        [],
         not_ready=partial(active_conditions, conditions),
         gauges={
             "indexer_condition_occurrences": lambda: {
@@ -113,9 +114,9 @@ def _common(daemon: "Daemon") -> Iterator[Stage]:
         },
         show=partial(_show_conditions, conditions),
     )
-    yield Stage("garbage collection", None, partial(collect_garbage, daemon.tuning.garbage_interval))
-    yield Stage("event loop delay", None, partial(measure_delays, daemon.metrics.event_loop_delay.observe))
-    yield Stage("status samples", None, daemon.history.run)
+    yield Stage("garbage collection", None, partial(collect_garbage, daemon.tuning.garbage_interval), [])
+    yield Stage("event loop delay", None, partial(measure_delays, daemon.metrics.event_loop_delay.observe), [])
+    yield Stage("status samples", None, daemon.history.run, [])
     yield Stage("repo counts", None, reading.run, [reading.stage])
     yield Stage(
         "host states",
@@ -131,7 +132,7 @@ def _common(daemon: "Daemon") -> Iterator[Stage]:
             },
         },
     )
-    yield Stage("identity cache", None, daemon.identities.run)
+    yield Stage("identity cache", None, daemon.identities.run, [])
     yield Stage("change log retention", None, retention.run, [retention.stage])
     yield Stage("change notifier", None, daemon.change_notifier.run, [daemon.change_notifier.stage])
     yield Stage("scope", None, daemon.scope.run, [daemon.scope.stage])
@@ -239,7 +240,8 @@ def _gaps(daemon: "Daemon") -> Iterator[Stage]:
         process.stream.reconciliation = reconciliation.progress
 
     yield Stage("open gaps", "live", gaps.run, [gaps.stage], not_ready=open_gaps)
-    yield Stage("stream continuity", "live", lambda: run_periodically(silence, SILENCE_CHECK_SECONDS, gaps.stage.add()))
+    check = gaps.stage.add()
+    yield Stage("stream continuity", "live", lambda: run_periodically(silence, SILENCE_CHECK_SECONDS, check), [])
     yield Stage(
         "reconciliation",
         "live",

@@ -150,7 +150,7 @@ def _reported(status: str | None) -> str | None:
 def _withheld(repo: Repo, status: str | None, now: float) -> Repo:
     """Return the row of a repo that its relay withholds; the same object if that is known, or if it stays hidden.
 
-    The relay's trouble says nothing about an account that is hidden for a reason of its own.
+    A problem of the relay says nothing about an account that is hidden for a reason of its own.
     """
     if not repo.tracked or not repo.active or (repo.withheld_since is not None and repo.hosting_status == status):
         return repo

@@ -30,7 +30,7 @@ OUT_OF_SCOPE = "out-of-scope"
 HIDING_STATUSES = frozenset({"takendown", "suspended", DELETED, "deactivated", "inactive"})
 """The statuses of an account that is not active. `inactive` is the word of Bluesky's relay for no status.
 
-Any other status is a relay's own trouble: `throttled`, `desynchronized`, and what is not known yet
+Any other status is a problem of the relay itself: `throttled`, `desynchronized`, and what is not known yet
 (docs/protocol.md#accounts).
 """
 CHOSEN = 2**63 - 1

@@ -95,7 +95,7 @@ comment on column atproto.repos.updated_at is 'When this row was last updated.';
 comment on column atproto.repos.bucket is
     'The bucket of the DID. Queries on a cluster compare it with atproto.bucket_of($1).';
 comment on column atproto.repos.withheld_since is
-    'Since when the relay does not pass on the account, for a trouble of its own, so that records may be outdated; '
+    'Since when the relay does not pass on the account, for a reason of its own, so that records may be outdated; '
     'null if it does.';
 
 comment on view atproto.records is
