@@ -304,7 +304,7 @@ class Repo(PublicView):
     bucket: Mapped[int] = mapped_column(SmallInteger)
     """The bucket of the DID. Queries on a cluster compare it with atproto.bucket_of($1)."""
     withheld_since: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
-    """Since when the relay does not pass on the account, for a trouble of its own, so that records may be outdated;
+    """Since when the relay does not pass on the account, for a reason of its own, so that records may be outdated;
     null if it does."""
     last_failure: Mapped[str | None] = mapped_column(Text)
     """Why the last fetch failed (docs/reasons.md); null if it did not fail."""
