@@ -44,7 +44,7 @@ def previous_release(tmp_path: Path) -> Path:
     directory = tmp_path / "previous"
     directory.mkdir()
     subprocess.run(["tar", "--extract", "--directory", str(directory)], input=archive, check=True)
-    imported = run_previous(directory, "-c", "import indexer.daemon; print(indexer.daemon.__file__)")
+    imported = run_previous(directory, "-c", "import indexer.app.daemon; print(indexer.app.daemon.__file__)")
     if "ModuleNotFoundError" in imported.stderr:
         pytest.skip(f"the previous release needs a library that is not installed: {imported.stderr.splitlines()[-1]}")
     assert Path(imported.stdout.strip()).is_relative_to(directory), imported.stderr
