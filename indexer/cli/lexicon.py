@@ -209,7 +209,7 @@ class SourcedLexicon(NamedTuple):
 
 @dataclass(slots=True)
 class _Arguments:
-    """What the arguments of `add` name.
+    """The lexicons that the arguments of `add` name.
 
     Attributes:
         files: The lexicons of files and directories, by NSID.

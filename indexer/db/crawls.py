@@ -183,7 +183,7 @@ class Crawls(Area):
         self, dids: Sequence[str], scope: Scope | None, *, by_signal: bool
     ) -> tuple[int, Sequence[str]]:
         """Add repos in a transaction for each part of the layout, if they are many; return how many, and the rest."""
-        if self._pool.layout.parts == 1 or len(dids) < MIN_DIVIDED * self._pool.layout.parts:
+        if len(self._pool.layout.divide(dids, str, MIN_DIVIDED)) <= 1:
             return 0, dids
 
         async def add(part: Sequence[str]) -> int | None:
@@ -224,7 +224,7 @@ class Crawls(Area):
             after = {did: plan_listed(repo, revs[did], now) for did, repo in repos.items()}
             writes = [RepoWrite(repos[did], repo) for did, repo in after.items() if repo is not repos[did]]
             async with self._pool.transaction() as connection:
-                pending = list((await write(connection, Batch(tuple(writes)))).skipped)
+                pending = list((await write(connection, Batch(tuple(writes)), layout=self._pool.layout)).skipped)
             desynchronized += sum(
                 planned.repo.sync_status is SyncStatus.DESYNCHRONIZED
                 for planned in writes

@@ -330,7 +330,7 @@ async def count_refused(connection: Connection) -> int:
 
 
 class Feed(Area):
-    """What the feed for clients of tap reads and stores."""
+    """The reads and writes of the feed for clients of tap."""
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[FeedSession]:

@@ -67,7 +67,7 @@ _LOAD_PAUSED = f"""
 
 
 class Hosts(Area):
-    """What is known about hosts."""
+    """The states of hosts."""
 
     async def load(self) -> list[HostState]:
         """Return the hosts that are paused, or whose last request failed less than a day ago."""

@@ -289,7 +289,7 @@ class Identities(Area):
             dids, renamed = [claim.did], False
             if check.handle is not None and check.handle == claim.claimed != claim.known:
                 dids += [did for (did,) in await connection.fetch(_OTHERS_WITH_HANDLE, claim.did, check.handle)]
-            # Rows are locked in the order of DIDs, as in all statements: `save_identities` may write the same rows.
+            # Rows are locked in the order of DIDs, as in all statements: `save` may write the same rows.
             for did in sorted(dids):
                 if did == claim.did:
                     result = (claim.claimed, check.handle, check.attempts, check.due_at)

@@ -29,6 +29,7 @@ from indexer.db import schema_version
 from indexer.db.database_errors import DatabaseError, connect, opening, unusable, without_password
 from indexer.db.migration_locks import LOCK_TIMES, LockTimes, MigrationLocks
 from indexer.db.requirements import missing_roles, missing_to_migrate
+from indexer.db.schema_version import SchemaChange
 from indexer.reasons import FetchFailure
 from indexer.sync.backoff import backoff_seconds
 
@@ -44,10 +45,6 @@ OnVersion = Callable[[int, int], None]
 
 def _ignore(_applied: int, _total: int) -> None:
     """Report no progress."""
-
-
-SchemaChange = Callable[[asyncpg.Connection], AbstractAsyncContextManager[None]]
-"""Surrounds the changes of the schema in the transaction of a migration."""
 
 
 def on_one_server(_connection: asyncpg.Connection) -> AbstractAsyncContextManager[None]:

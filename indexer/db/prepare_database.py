@@ -1,24 +1,19 @@
 """Prepare the database at the start of the daemon: wait until it answers, then migrate or check it."""
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from itertools import count
 from time import monotonic
 
-import asyncpg
 import structlog
 
 from indexer.db.database_errors import DatabaseError, without_password
-from indexer.db.schema_version import needs_upgrade, require_current_schema, require_privileges
+from indexer.db.schema_version import SchemaChange, needs_upgrade, require_current_schema, require_privileges
 from indexer.sync.backoff import backoff_seconds
 
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.4, 12.0
 """Pauses between attempts, before the jitter of 25 %: the longest pause is 15 seconds."""
 FIRST_LINE_SECONDS, LINE_SECONDS = 2.0, 10.0
 """Time until the first line about a migration that lasts, and the interval of the following ones."""
-
-SchemaChange = Callable[[asyncpg.Connection], AbstractAsyncContextManager[None]]
 
 log = structlog.get_logger(__name__)
 

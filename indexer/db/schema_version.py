@@ -5,8 +5,8 @@ daemon or a command starts, so only what finds an older schema imports it.
 """
 
 from asyncio import CancelledError
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,9 @@ A release can use newer schemas, unless a migration says otherwise. A migration 
 the previous release uses stores its own version as the setting `oldest_compatible_schema`
 (docs/decisions/0011-expand-then-contract.md).
 """
+
+SchemaChange = Callable[[asyncpg.Connection], AbstractAsyncContextManager[None]]
+"""Surrounds the changes of the schema in the transaction of a migration."""
 
 _PACKAGE = Path(__file__).parents[1]
 # Not `to_regclass`, which is an error without the right to use the schema.

@@ -30,7 +30,7 @@ from indexer.sync.stream import Position, SequenceOrder, Step
 from indexer.telemetry.metrics import Metrics
 
 STALL_SECONDS = 240.0
-"""The search for a position in the stream of another relay takes up to `StreamSeek.total_timeout`, three minutes."""
+"""The search for a position in the stream of another relay takes up to three minutes (`indexer.net.relay.seek`)."""
 MAX_INFO_NAMES = 16
 """Names of info messages that are logged for each connection."""
 

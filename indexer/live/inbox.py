@@ -1,4 +1,4 @@
-"""What the firehose consumer and the batch writer share: a queue of messages, and the position in the stream."""
+"""The queue of messages, and the position in the stream: the firehose consumer and the batch writer share both."""
 
 import asyncio
 from collections import deque

@@ -130,7 +130,7 @@ class SignalDiscovery:
         self.stage = StageProgress("signal discovery")
         self._checks = self.stage.add()
         self._discovery = Discovery(self.db, self.outbound, self.stage)
-        # What the lists are read for: the version of the scope, and the reconciliation before.
+        # The reason to read the lists: the version of the scope, and the reconciliation before.
         self._due: tuple[int, float | None] | None = None
         self._read: set[str] = set()
         self._retry_at = 0.0

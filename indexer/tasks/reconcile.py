@@ -519,7 +519,7 @@ class Reconciliation:
         }
         behind, hidden, unknown, only_from_stream = await self.db.crawls.find_differences(revs)
         behind = [did for did in behind if revs[did]]
-        # Those that are shown here, and those that are added.
+        # Of the inactive accounts, look at those that are shown here, and at those that are added.
         reported = {one.did: one.status for one in page.accounts if not one.active and shard.owns(one.did)}
         repos = await self.db.repos.load(list(reported)) if reported else {}
         shown = {did for did, repo in repos.items() if repo.active}.union(unknown)
