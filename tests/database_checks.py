@@ -7,6 +7,7 @@ import asyncpg
 
 from indexer.cli.demo import NetworkComparison, compare
 from indexer.db import Database
+from indexer.db.requirements import opened, schema_state
 from indexer.demo.local_network import LocalNetwork
 from tests.waiting import until
 
@@ -24,6 +25,13 @@ async def fetch(dsn: str, statement: str, *values: object) -> list[asyncpg.Recor
         return rows
     finally:
         await connection.close()
+
+
+async def schema_is_current(dsn: str) -> bool:
+    """Return True if the schema has exactly the version that this release needs."""
+    async with opened(dsn) as connection:
+        state = await schema_state(connection)
+    return state.database == state.release
 
 
 async def wait_until_equal(network: LocalNetwork, dsn: str, min_records: int = 100) -> None:

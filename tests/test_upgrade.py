@@ -14,12 +14,11 @@ import asyncpg
 import pytest
 
 from indexer.db.migrate import migrate
-from indexer.db.schema_version import schema_is_current
 from indexer.demo.local_network import LocalNetwork
 from indexer.demo.scenario import Scenario
 from tests.cli.command_line import PROJECT
 from tests.daemon_process import daemon_environment, daemon_process, log_tail
-from tests.database_checks import assert_change_log_consistent, wait_until_equal
+from tests.database_checks import assert_change_log_consistent, schema_is_current, wait_until_equal
 from tests.waiting import until
 
 STEPS = 40

@@ -36,7 +36,7 @@ from indexer.app.tuning import Tuning
 from indexer.cluster.tables import on_all_nodes
 from indexer.concurrency.event_wait import wait_for_event
 from indexer.db import DatabaseError
-from indexer.db.prepare_database import prepare_database, start_pause
+from indexer.db.migrate import prepare_database, start_pause
 from indexer.embedded import database, postgres_stage
 from indexer.embedded.server_parent import end_with_parent
 from indexer.errors import SettingsError

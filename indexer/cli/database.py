@@ -5,7 +5,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from indexer.app.settings import Settings
 from indexer.db import Database
-from indexer.db.schema_version import require_current_schema
+from indexer.db.requirements import require_usable_schema
 from indexer.embedded import database
 
 
@@ -30,7 +30,7 @@ async def connect_database(
         DatabaseError: The database does not answer.
     """
     async with open_database(settings) as dsn:
-        await require_current_schema(dsn)
+        await require_usable_schema(dsn)
         db = await Database.open(dsn, connections=connections, readonly=readonly)
         try:
             yield db

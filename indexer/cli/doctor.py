@@ -25,7 +25,7 @@ from indexer.app.settings import Settings, load_from_environment, load_settings
 from indexer.cli.command import ExitCode, command, config_file, json_option
 from indexer.cli.database import open_database
 from indexer.cli.output import result_console, show_progress, to_json
-from indexer.db.server_facts import ServerFacts, load_server_facts
+from indexer.db.requirements import DatabaseFacts, load_database_facts
 from indexer.errors import SettingsError, UnavailableError
 from indexer.net.http import OutboundClient
 from indexer.net.http.checked_connector import DnsResolver, resolve_with_system
@@ -130,10 +130,10 @@ class Context:
 
     settings: Settings
     outbound: OutboundClient
-    facts: "asyncio.Task[ServerFacts]"
+    facts: "asyncio.Task[DatabaseFacts]"
     timeouts: Timeouts
 
-    async def facts_if_available(self) -> ServerFacts | None:
+    async def facts_if_available(self) -> DatabaseFacts | None:
         """Return the facts about the database; None if it is not available, which its own check reports."""
         await asyncio.wait([self.facts])
         return None if self.facts.cancelled() or self.facts.exception() else self.facts.result()
@@ -217,12 +217,12 @@ async def run_checks(
 
 
 @asynccontextmanager
-async def _facts_task(settings: Settings, timeouts: Timeouts) -> "AsyncIterator[asyncio.Task[ServerFacts]]":
+async def _facts_task(settings: Settings, timeouts: Timeouts) -> "AsyncIterator[asyncio.Task[DatabaseFacts]]":
     """Read the facts about the database in a task."""
 
-    async def read() -> ServerFacts:
+    async def read() -> DatabaseFacts:
         async with asyncio.timeout(timeouts.database), open_database(settings) as dsn:
-            return await load_server_facts(dsn)
+            return await load_database_facts(dsn)
 
     task = asyncio.create_task(read(), name="database facts")
     try:
@@ -274,13 +274,13 @@ async def _check_database(context: Context) -> Sequence[Finding]:
     return [Finding("database", OK, f"Postgres {version} at {facts.address}"), _schema_finding(facts)]
 
 
-def _schema_finding(facts: ServerFacts) -> Finding:
+def _schema_finding(facts: DatabaseFacts) -> Finding:
     schema = facts.schema
-    if schema.missing is not None:
-        return Finding("schema", FAIL, schema.missing, DATABASE_ACTION)
-    if schema.is_current:
+    if facts.missing is not None:
+        return Finding("schema", FAIL, facts.missing, DATABASE_ACTION)
+    if schema.database == schema.release:
         return Finding("schema", OK, f"version {schema.database}")
-    if schema.compatible:
+    if schema.is_usable:
         found = f"version {schema.database} of a newer release, which this release can use"
         return Finding("schema", WARN, found, "Upgrade this program, too.")
     found = "no schema" if schema.database is None else f"version {schema.database}"
@@ -317,7 +317,7 @@ _HUGE_PAGES = (
 )
 
 
-def database_setting_findings(facts: ServerFacts, settings: Settings) -> list[Finding]:
+def database_setting_findings(facts: DatabaseFacts, settings: Settings) -> list[Finding]:
     """Return one finding for each setting of Postgres that matters."""
     values, sizes = facts.settings, facts.sizes
     bad_values = [*BAD_VALUES, _HUGE_PAGES] if sizes["shared_buffers"] >= HUGE_PAGES_FROM else BAD_VALUES

@@ -12,7 +12,7 @@ from indexer.cli.output import echo_result, show_progress
 from indexer.cluster.distribute import Distribution, distribute
 from indexer.cluster.tables import on_all_nodes
 from indexer.db.migrate import migrate
-from indexer.db.schema_version import schema_state
+from indexer.db.requirements import opened, schema_state
 from indexer.sync.shard import BUCKETS
 
 
@@ -21,13 +21,9 @@ from indexer.sync.shard import BUCKETS
 async def migrate_command(settings: Settings, *, as_json: bool) -> int:
     """Upgrade the database schema to the version of this release."""
     async with open_database(settings) as dsn:
-        with show_progress("versions of the schema", None) as progress:
-            await migrate(
-                dsn,
-                on_version=lambda applied, total: progress.update(applied, total=total),
-                changing=on_all_nodes,
-            )
-        version = (await schema_state(dsn)).database
+        await migrate(dsn, on_all_nodes)
+        async with opened(dsn) as connection:
+            version = (await schema_state(connection)).database
     echo_result({"version": version}, f"The database schema is current: version {version}.", as_json=as_json)
     return ExitCode.OK
 

@@ -46,7 +46,7 @@ from indexer.db.columns import Connection
 from indexer.db.database_errors import CONNECT_TIMEOUT, opening, unusable
 from indexer.db.gaps import load_cursors, open_gap
 from indexer.db.layout import load_layout
-from indexer.db.schema_version import require_current_schema, require_ownership
+from indexer.db.requirements import require_privileges, require_usable_schema
 from indexer.db.shard_lock import FEED, open_lock, session_name
 from indexer.reasons import GapReason
 from indexer.sync.shard import BUCKETS, Shard
@@ -243,8 +243,8 @@ async def distribute(dsn: str, shards: int | None, on_progress: OnProgress) -> D
             try:
                 nodes = await load_nodes(connection)
                 check_nodes(nodes)
-                await require_current_schema(dsn)
-                await require_ownership(dsn)
+                await require_usable_schema(dsn)
+                await require_privileges(dsn, to_migrate=True)
                 async with _owning_everything(connection):
                     return await _Command(connection, nodes, on_progress).run(shards)
             except UnsuitableClusterError as error:

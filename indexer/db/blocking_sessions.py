@@ -11,6 +11,8 @@ does, until the end of its transaction. A query of any view keeps the view and i
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
 
 import asyncpg
 
@@ -35,7 +37,7 @@ _COLUMNS = """
 """
 _SESSIONS = f"""
     {_COLUMNS}
-    where a.pid <> pg_backend_pid() and a.pid = any(coalesce($2::int[], array[a.pid])) and a.pid in (
+    where a.pid <> pg_backend_pid() and a.pid in (
         select l.pid from pg_locks l
         where l.granted and l.locktype = 'relation' and l.relation = any($1::oid[])
             and l.database = (select oid from pg_database where datname = current_database())
@@ -100,6 +102,11 @@ class BlockingSession:
         """Return True unless its transaction is known to be younger."""
         return self.seconds is None or self.seconds >= min_seconds
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of a line of the log."""
+        return {"role": self.role, "pid": self.pid, "seconds": self.seconds and round(self.seconds)}
+
 
 @dataclass(frozen=True, slots=True)
 class OldSnapshots:
@@ -122,10 +129,9 @@ class BlockingSessions(Area):
     async def end_users_of_segments(self, segments: Sequence[int], min_seconds: float) -> list[BlockingSession]:
         """End the sessions of consumers whose transactions lock one of the segments and are this old; return them."""
         async with self._pool.connection() as connection:
-            relations = await connection.fetch(_OF_SEGMENTS, segments)
-            sessions = await _load(connection, [oid for (oid,) in relations])
+            sessions = await _load(connection, _OF_SEGMENTS, segments)
             old = [session for session in sessions if session.is_consumer and session.is_old(min_seconds)]
-            return await _end(connection, old)
+            return await _end(connection, old, min_seconds)
 
     async def end_oldest_transaction(self, min_seconds: float) -> list[BlockingSession]:
         """Return the sessions with the oldest transactions: of the consumers of this database, and of all others.
@@ -136,8 +142,7 @@ class BlockingSessions(Area):
         """
         async with self._pool.connection() as connection:
             sessions = [BlockingSession(*row) for row in await connection.fetch(_OLDEST)]
-            old = [session for session in sessions if session.is_consumer and session.is_old(min_seconds)]
-            return [session for session in sessions if session not in old] + await _end(connection, old)
+            return await _end(connection, sessions, min_seconds)
 
     async def end_old_snapshots(self, max_dead_cursors: int, min_seconds: float) -> OldSnapshots:
         """Return the old snapshots if so many dead cursors are left; end sessions of consumers that are this old."""
@@ -147,38 +152,35 @@ class BlockingSessions(Area):
                 return OldSnapshots(dead_cursors)
             # Each dead cursor has been written by a transaction of its own.
             sessions = [BlockingSession(*row) for row in await connection.fetch(_OLD_SNAPSHOTS, max_dead_cursors)]
-            old = [session for session in sessions if session.is_consumer and session.is_old(min_seconds)]
             others = [name for (name,) in await connection.fetch(_OTHER_OLD_SNAPSHOTS, max_dead_cursors)]
-            sessions = [session for session in sessions if session not in old]
-            return OldSnapshots(dead_cursors, await _end(connection, old) + sessions, others)
+            return OldSnapshots(dead_cursors, await _end(connection, sessions, min_seconds), others)
 
 
-async def end_sessions_before_migration(
-    connection: Connection, blocking: Sequence[int], min_seconds: float
-) -> list[BlockingSession]:
-    """Return the sessions among these process IDs that use a table or view; end those of consumers that are this old.
+async def end_users_of_schema(connection: Connection, min_seconds: float, max_seconds: float) -> list[BlockingSession]:
+    """Return the sessions whose transactions use a table or view and are `min_seconds` old.
 
-    None is ended while an old session of another role blocks the migration, too: that would help nobody.
+    End those of consumers that are `max_seconds` old, unless an old session of another role is among them: that would
+    help nobody.
     """
-    relations = await connection.fetch(_OF_SCHEMAS)
-    sessions = await _load(connection, [oid for (oid,) in relations], blocking)
-    old = [session for session in sessions if session.is_old(min_seconds)]
-    if not all(session.is_consumer for session in old):
-        return sessions
-    return [session for session in sessions if session not in old] + await _end(connection, old)
+    sessions = [session for session in await _load(connection, _OF_SCHEMAS) if session.is_old(min_seconds)]
+    old = [session for session in sessions if session.is_old(max_seconds)]
+    return await _end(connection, sessions, max_seconds if all(session.is_consumer for session in old) else inf)
 
 
-async def _load(
-    connection: Connection, relations: Sequence[int], pids: Sequence[int] | None = None
+async def _load(connection: Connection, relations: str, *arguments: object) -> list[BlockingSession]:
+    """Return the sessions that have a lock on one of the relations that a query returns, the oldest first."""
+    oids = [oid for (oid,) in await connection.fetch(relations, *arguments)]
+    return [BlockingSession(*row) for row in await connection.fetch(_SESSIONS, oids)]
+
+
+async def _end(
+    connection: Connection, sessions: Sequence[BlockingSession], min_seconds: float
 ) -> list[BlockingSession]:
-    """Return the sessions that have a lock on one of the relations, the oldest transaction first."""
-    return [BlockingSession(*row) for row in await connection.fetch(_SESSIONS, relations, pids)]
-
-
-async def _end(connection: Connection, sessions: Sequence[BlockingSession]) -> list[BlockingSession]:
-    """End the sessions whose age is known; return all of them."""
+    """End the sessions of consumers whose transactions are this old; return all sessions."""
     return [
-        replace(session, ended=session.seconds is not None and await _terminate(connection, session.pid))
+        replace(session, ended=session.is_consumer and await _terminate(connection, session.pid))
+        if session.seconds is not None and session.seconds >= min_seconds
+        else session
         for session in sessions
     ]
 

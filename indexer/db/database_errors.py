@@ -3,8 +3,8 @@
 import socket
 import ssl
 from asyncio import CancelledError, current_task
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import asyncpg
@@ -195,12 +195,20 @@ def opening(dsn: str) -> Iterator[None]:
         raise
 
 
-async def connect(dsn: str) -> asyncpg.Connection:
-    """Connect to the database. Use it in a block of `opening`."""
+@asynccontextmanager
+async def connect(dsn: str) -> AsyncIterator[asyncpg.Connection]:
+    """Open a connection for a block, and close it at the end. Use it in a block of `opening`."""
     try:
-        return await asyncpg.connect(dsn, timeout=CONNECT_TIMEOUT)
+        connection = await asyncpg.connect(dsn, timeout=CONNECT_TIMEOUT)
     except ValueError as error:  # a part of the URL that the driver cannot read
         raise unusable(dsn, str(error)) from error
+    try:
+        yield connection
+    except CancelledError:
+        connection.terminate()  # without a wait for the end of the statement, which a server that hangs never sends
+        raise
+    finally:
+        await connection.close(timeout=CONNECT_TIMEOUT)
 
 
 def without_password(dsn: str) -> str:

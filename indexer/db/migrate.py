@@ -1,59 +1,48 @@
-"""Create the schema of a database, or upgrade it to the latest version in `migrations/`, with Alembic.
+"""Create the schema of a database, or upgrade it to the latest version in `migrations/`.
 
 The files in `schema/` have every table, index, view and function as it is now. An empty database gets them as they
 stand, and counts as upgraded to the latest version. A database with an older schema gets the versions after it.
 """
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from enum import Enum, auto
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from itertools import count
-from pathlib import Path
-from typing import Any, cast
+from time import monotonic
 
 import asyncpg
 import structlog
-from alembic import command
-from alembic.config import Config
-from alembic.script import ScriptDirectory
 from asyncpg import exceptions
-from sqlalchemy import Connection, text
-from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
-from sqlalchemy.pool import NullPool
 
 from indexer.crash_points import COMMITTED, crash_point
-from indexer.db import schema_version
+from indexer.db.blocking_sessions import end_users_of_schema
 from indexer.db.database_errors import DatabaseError, connect, opening, unusable, without_password
-from indexer.db.migration_locks import LOCK_TIMES, LockTimes, MigrationLocks
-from indexer.db.requirements import missing_roles, missing_to_migrate
-from indexer.db.schema_version import SchemaChange
-from indexer.reasons import FetchFailure
+from indexer.db.requirements import (
+    missing_to_migrate,
+    opened,
+    require_privileges,
+    require_usable_schema,
+    schema_state,
+)
 from indexer.sync.backoff import backoff_seconds
 
-MAX_ATTEMPTS = 50
-"""Attempts to migrate a database while other databases of the same server are migrated."""
-POLL_SECONDS = 0.02
+LOCK_SECONDS, MAX_LOCK_SECONDS = 2.0, 64.0
+"""How long an attempt waits for a lock. Queries of the same table or view wait behind it.
 
-SCHEMA_FOLDER = Path(__file__).parent / "schema"
+The time doubles as long as no session with an old transaction stays. It gets longer than `CONSUMER_SECONDS`, so that no
+number of consumers whose queries overlap can keep a migration waiting."""
+CONSUMER_SECONDS = 60.0
+"""Age of the transaction of a consumer at which its session is ended for a migration: the limit of its role."""
+MAX_CONFLICTS = 50
+"""Attempts while other databases of the same server are migrated."""
+MAX_PAUSE_SECONDS = 10.0
+"""Longest pause before a migration is tried again."""
+FIRST_START_SECONDS, MAX_START_SECONDS = 0.4, 12.0
+"""Pauses between attempts to start, before the jitter of 25 %: the longest pause is 15 seconds."""
 
-OnVersion = Callable[[int, int], None]
-"""Called with the number of versions that are applied, and of all versions to apply: first with 0, then after each."""
+SchemaChange = Callable[[asyncpg.Connection], AbstractAsyncContextManager[None]]
+"""Surrounds the changes of the schema in the transaction of a migration."""
 
-
-def _ignore(_applied: int, _total: int) -> None:
-    """Report no progress."""
-
-
-def on_one_server(_connection: asyncpg.Connection) -> AbstractAsyncContextManager[None]:
-    """Change the schema of a plain database, which needs nothing besides."""
-    return nullcontext()
-
-
-_alembic_lock = threading.Lock()
-_HAS_LEXICONS = "select to_regprocedure('indexer.recreate_lexicon_views()') is not null"
 # `indexer distribute` creates on the other nodes what they need. Citus would copy everything there, which needs the
 # rights of a superuser: for a function that reads pg_roles, Citus replaces this view of Postgres on the nodes. If the
 # nodes know the schema, the tables are distributed, or an earlier release has copied functions, which must stay equal.
@@ -69,40 +58,73 @@ _ONLY_ON_THIS_SERVER = """
         end if;
     end $$
 """
+# One migration at a time. The first one creates the schema, and another one waits at this statement. Later ones have a
+# table to lock. Any role could take an advisory lock.
+_CREATE_SCHEMA = "create schema if not exists indexer"
+_LOCK = "lock table indexer.alembic_version in exclusive mode"
+# Postgres ends the transaction a minute after this process was stopped, for example with SIGSTOP.
+_LIMITS = "set local lock_timeout = {}; set local idle_in_transaction_session_timeout = '60s'"
 _RECREATE_VIEWS = "select indexer.recreate_lexicon_views()"
+_MISSING_ROLES = """
+    select array_agg(name) from unnest(array['atproto_operator', 'atproto_reader']) name where to_regrole(name) is null
+"""
 _CONFLICT = "tuple concurrently updated"  # asyncpg has no class for this error, only one for all internal errors
 
 log = structlog.get_logger(__name__)
 
-# A second process waits here until the first one commits, and then gets a unique violation.
-_CREATE_LOCK = """
-    do $$ begin
-        begin
-            if to_regnamespace('indexer') is null then
-                create schema indexer;
-            end if;
-        exception when unique_violation or duplicate_schema then
-            null;
-        end;
-        begin
-            if to_regclass('indexer.migration_lock') is null then
-                create table indexer.migration_lock ();
-            end if;
-        exception when unique_violation or duplicate_table then
-            null;
-        end;
-    end $$
-"""
-# Not an advisory lock, because any role could take it.
-_LOCK = "lock table indexer.migration_lock in exclusive mode"
+
+def on_one_server(_connection: asyncpg.Connection) -> AbstractAsyncContextManager[None]:
+    """Change the schema of a plain database, which needs nothing besides."""
+    return nullcontext()
 
 
-async def migrate(
-    dsn: str,
-    on_version: OnVersion = _ignore,
-    times: LockTimes = LOCK_TIMES,
-    changing: SchemaChange = on_one_server,
-) -> None:
+async def prepare_database(dsn: str, stop: asyncio.Event, *, migrate_first: bool, changing: SchemaChange) -> bool:
+    """Wait until the database answers, and migrate it or check its version; return False if `stop` ended this.
+
+    Args:
+        dsn: The database.
+        stop: Set it to end the wait. A migration that has begun is rolled back.
+        migrate_first: Upgrade the schema. Otherwise this release must be able to use it as it is.
+        changing: See `migrate`.
+
+    Raises:
+        SchemaVersionError: The schema is too old and `migrate_first` is False, or it is too new for this release.
+        SettingsError: The operator has to correct the URL, the password, a privilege, or the contents of the database.
+    """
+    prepared = asyncio.create_task(_prepare(dsn, changing if migrate_first else None), name="prepare database")
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([prepared, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if prepared.done():
+            prepared.result()
+        return not stop.is_set()
+    finally:
+        prepared.cancel()
+        stopped.cancel()
+        await asyncio.gather(prepared, stopped, return_exceptions=True)
+
+
+async def _prepare(dsn: str, changing: SchemaChange | None) -> None:
+    for attempt in count(1):
+        try:
+            await (require_usable_schema(dsn) if changing is None else migrate(dsn, changing))
+            await require_privileges(dsn)
+        except DatabaseError as error:
+            if attempt == 1:
+                log.warning("database.waiting", error=error.detail)
+        else:
+            if attempt > 1:
+                log.info("database.answered", database=without_password(dsn), attempts=attempt)
+            return
+        await asyncio.sleep(start_pause(attempt, dsn))
+
+
+def start_pause(attempt: int, dsn: str) -> float:
+    """Return the pause in seconds after this number of attempts to start with the database."""
+    return backoff_seconds(attempt, without_password(dsn), first=FIRST_START_SECONDS, maximum=MAX_START_SECONDS)
+
+
+async def migrate(dsn: str, changing: SchemaChange = on_one_server) -> None:
     """Create or upgrade the schema in one transaction. Waits for another process that does the same.
 
     The transaction is repeated if a concurrent migration of another database of the server fails it, because roles
@@ -110,8 +132,6 @@ async def migrate(
 
     Args:
         dsn: The database.
-        on_version: Called when the migration begins, and after each version that is applied.
-        times: How long it waits for locks.
         changing: Surrounds the changes of the schema, and does what the layout of the database needs besides.
 
     Raises:
@@ -119,143 +139,83 @@ async def migrate(
         SettingsError: The operator has to correct the URL, the password, a privilege, or the contents of the database.
         DatabaseError: The database is unavailable.
     """
-    if not await schema_version.needs_upgrade(dsn):
-        return
-    conflicts, locks = 0, MigrationLocks(dsn, times)
-    while conflicts < MAX_ATTEMPTS:
+    async with opened(dsn) as connection:
+        state = await schema_state(connection)
+        if not state.is_old:
+            state.require_usable()
+            return
+    log.info("database.migrating", database=state.database, release=state.release)
+    began, lock_seconds, conflicts = monotonic(), LOCK_SECONDS, 0
+    for attempt in count(1):
         with opening(dsn):
-            async with _only_migration_of_this_process():
-                obstacle = await _upgrade(dsn, on_version, locks, changing)
-            if obstacle is None:
-                return
-            if obstacle is _Obstacle.LOCK:
-                await locks.make_way()
-                continue
-        conflicts += 1
-        await asyncio.sleep(backoff_seconds(conflicts, dsn, first=0.1, maximum=2.0))
-    obstacles = "concurrent changes of roles or deadlocks"
-    text = f"{MAX_ATTEMPTS} attempts to migrate the database {without_password(dsn)} met {obstacles}"
-    raise DatabaseError(FetchFailure.UNREACHABLE, text)
-
-
-class _Obstacle(Enum):
-    """The reason why the transaction of a migration has to be repeated."""
-
-    LOCK = auto()
-    OTHER_MIGRATION = auto()
-
-
-@asynccontextmanager
-async def _only_migration_of_this_process() -> AsyncIterator[None]:
-    """Run the block alone: Alembic keeps the connection of the running migration in global variables."""
-    while not _alembic_lock.acquire(blocking=False):  # noqa: ASYNC110 - several threads with event loops may need it
-        await asyncio.sleep(POLL_SECONDS)
-    try:
-        yield
-    finally:
-        _alembic_lock.release()
-
-
-async def _upgrade(dsn: str, on_version: OnVersion, locks: MigrationLocks, changing: SchemaChange) -> _Obstacle | None:
-    """Upgrade the schema; return why the transaction has to be repeated, or None."""
-    try:
-        async with _transaction(dsn) as (connection, driver):
-            if missing := await missing_to_migrate(driver):
-                raise unusable(dsn, missing)
-            await connection.execute(text(_ONLY_ON_THIS_SERVER))
-            await connection.execute(text(_CREATE_LOCK))
-            await connection.execute(text(_LOCK))
-            if not await schema_version.is_old(driver):  # another process has migrated it
-                return None
-            database = await schema_version.database_version(driver)
-            async with changing(driver), locks.limited(driver, database):
-                await connection.run_sync(_apply_versions, database, on_version)
-                if await driver.fetchval(_HAS_LEXICONS):
-                    await driver.execute(_RECREATE_VIEWS)
-            if roles := await missing_roles(driver):
-                log.warning("database.roles-missing", roles=roles)
-            crash_point("migration.done")
-        crash_point(COMMITTED)
-    except (DBAPIError, exceptions.PostgresError) as error:
-        cause = _driver_error(error)
-        if isinstance(cause, exceptions.DependentObjectsStillExistError):
-            raise unusable(dsn, _in_use(cause)) from error
-        if (obstacle := _obstacle(cause)) is None:
-            raise cause from None
-        return obstacle
-    return None
-
-
-def _driver_error(error: BaseException) -> BaseException:
-    """Return the driver's own error if SQLAlchemy has wrapped it, otherwise the same error."""
-    cause = error.orig.__cause__ if isinstance(error, DBAPIError) and error.orig is not None else None
-    return cause or error
-
-
-def _apply_versions(connection: Connection, database: str | None, on_version: OnVersion) -> None:
-    """Apply the versions after `database`; if it is None, the files of the schema."""
-    config = _config(connection)
-    target = "head" if database else schema_version.FIRST_VERSION
-    versions = ScriptDirectory.from_config(config).iterate_revisions(target, database or "base")
-    waiting, applied = len(list(versions)), count(1)
-    on_version(0, waiting)
-
-    def on_version_apply(**_: Any) -> None:
-        on_version(next(applied), waiting)
-        crash_point("migration.version")
-
-    config.attributes["on_version_apply"] = [on_version_apply]
-    command.upgrade(config, target)
-    config.attributes["on_version_apply"] = []
-    command.stamp(config, "head")  # the files have the effects of all later versions
-
-
-def _in_use(error: exceptions.DependentObjectsStillExistError) -> str:
-    """Return what depends on a view that the migration replaces. The hint of Postgres is to drop that, too."""
-    return (
-        f"{error.detail or error.args[0]}; nothing was changed: this release replaces the view; drop what depends on "
-        "it, run the command again, and create it again"
-    )
-
-
-def _obstacle(cause: BaseException) -> _Obstacle | None:
-    """Return what the error says about other sessions; None if they did not cause it."""
-    if isinstance(cause, exceptions.LockNotAvailableError):
-        return _Obstacle.LOCK
-    is_conflict = (
-        (isinstance(cause, exceptions.UniqueViolationError) and cause.schema_name == "pg_catalog")
-        or (isinstance(cause, exceptions.InternalServerError) and _CONFLICT in str(cause))
-        or isinstance(cause, exceptions.DeadlockDetectedError)
-    )
-    return _Obstacle.OTHER_MIGRATION if is_conflict else None
-
-
-@asynccontextmanager
-async def _transaction(dsn: str) -> AsyncIterator[tuple[AsyncConnection, asyncpg.Connection]]:
-    """Open a connection and a transaction that is committed at the end of the block; yield it and its driver's one.
-
-    The transaction begins with the first statement of SQLAlchemy's connection.
-    """
-
-    async def creator() -> asyncpg.Connection:
-        return await connect(dsn)
-
-    engine = create_async_engine("postgresql+asyncpg://", async_creator=creator, poolclass=NullPool)
-    try:
-        async with engine.begin() as connection:
-            driver = cast("asyncpg.Connection", (await connection.get_raw_connection()).driver_connection)
             try:
-                yield connection, driver
-            except asyncio.CancelledError:
-                await connection.invalidate()  # else the rollback waits for the driver's cancelled statement
-                raise
-    finally:
-        await engine.dispose()
+                await _upgrade(dsn, lock_seconds, changing)
+                break
+            except exceptions.LockNotAvailableError:
+                lock_seconds = await _make_way(dsn, lock_seconds)
+            except asyncpg.PostgresError as error:
+                conflicts += 1
+                if conflicts == MAX_CONFLICTS or not _is_conflict(error):
+                    raise
+        await asyncio.sleep(backoff_seconds(attempt, dsn, first=0.2, maximum=MAX_PAUSE_SECONDS))
+    log.info("database.migrated", release=state.release, seconds=round(monotonic() - began))
 
 
-def _config(connection: Connection) -> Config:
-    """Return the configuration, with everything in `attributes` that migrations/env.py needs."""
-    config = Config()
-    config.set_main_option("script_location", str(schema_version.migrations_folder()).replace("%", "%%"))
-    config.attributes.update(connection=connection, schema_folder=SCHEMA_FOLDER)
-    return config
+async def _upgrade(dsn: str, lock_seconds: float, changing: SchemaChange) -> None:
+    """Upgrade the schema in one transaction. If it fails, Postgres rolls back when the connection is closed."""
+    from indexer.db.apply_versions import apply_versions  # noqa: PLC0415 - loads SQLAlchemy and Alembic
+
+    async with connect(dsn) as connection:
+        transaction = connection.transaction()
+        await transaction.start()
+        if missing := await missing_to_migrate(connection):
+            raise unusable(dsn, missing)
+        await connection.execute(_ONLY_ON_THIS_SERVER)
+        await connection.execute(_CREATE_SCHEMA)
+        if (state := await schema_state(connection)).database:
+            await connection.execute(_LOCK)
+            state = await schema_state(connection)
+        if not state.is_old:  # another process has migrated it
+            return
+        await connection.execute(_LIMITS.format(round(1000 * lock_seconds)))
+        async with changing(connection):
+            try:
+                await apply_versions(connection, state.database)
+                await connection.execute(_RECREATE_VIEWS)
+            except exceptions.DependentObjectsStillExistError as error:  # the hint of Postgres is to drop that, too
+                detail = f"{error.detail or error.args[0]}; nothing was changed: this release replaces the view"
+                reason = f"{detail}; drop what depends on it, run the command again, and create it again"
+                raise unusable(dsn, reason) from error
+        if roles := await connection.fetchval(_MISSING_ROLES):
+            log.warning("database.roles-missing", roles=roles)
+        crash_point("migration.done")
+        await transaction.commit()
+    crash_point(COMMITTED)
+
+
+async def _make_way(dsn: str, lock_seconds: float) -> float:
+    """Log for which sessions a migration waited so long, and end those of consumers that are too old.
+
+    Returns:
+        How long the next attempt waits for a lock.
+    """
+    async with connect(dsn) as connection:
+        sessions = await end_users_of_schema(connection, lock_seconds, CONSUMER_SECONDS)
+    for session in sessions:
+        if session.ended:
+            log.error("consumer.session-ended", **session.fields)
+        else:
+            log.warning("database.migration-waiting", **session.fields)
+    if not sessions:
+        log.warning("database.migration-waiting", role=None, pid=None, seconds=None)
+    stays = any(session.is_old(CONSUMER_SECONDS) and not session.ended for session in sessions)
+    return LOCK_SECONDS if stays else min(2 * lock_seconds, MAX_LOCK_SECONDS)
+
+
+def _is_conflict(error: BaseException) -> bool:
+    """Return True if another migration of this server caused the error, or a deadlock."""
+    return (
+        (isinstance(error, exceptions.UniqueViolationError) and error.schema_name == "pg_catalog")
+        or (isinstance(error, exceptions.InternalServerError) and _CONFLICT in str(error))
+        or isinstance(error, exceptions.DeadlockDetectedError)
+    )

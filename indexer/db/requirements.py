@@ -1,18 +1,63 @@
-"""Check that the server is new enough, and that the database role has the privileges that it needs.
+"""Check that this release can use a database: the versions of Postgres and of the schema, and privileges.
 
-docs/operations.md#postgres-version-and-privileges lists both for operators.
+docs/operations.md#postgres-version-and-privileges lists them for operators. `indexer.db.migrate` upgrades the schema.
 """
 
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import time
+
+import asyncpg
+import structlog
+
 from indexer.db.columns import Connection
+from indexer.db.database_errors import connect, opening, unusable, without_password
+from indexer.db.gaps import load_cursors
+from indexer.db.layout import load_layout
+from indexer.errors import SchemaVersionError
+from indexer.sync.shard import PLAIN, Layout
+from indexer.sync.stream import merged
 
 OLDEST_POSTGRES = 15
 """The oldest major version with which the tests were run. The SQL needs version 14 (functions with BEGIN ATOMIC)."""
+FIRST_VERSION = "0101"
+"""The version that `migrations/versions/0101_schema.py` creates. Earlier ones are of unreleased commits.
 
-PUBLIC_ROLES = frozenset({"atproto_reader", "atproto_operator"})
-"""The roles to which the migrations grant access to the public schema."""
+A release can use newer schemas, unless a migration says otherwise. A migration that removes or renames something that
+the previous release uses stores its own version as the setting `oldest_compatible_schema`
+(docs/decisions/0011-expand-then-contract.md).
+"""
+SETTINGS = (
+    "server_version",
+    "fsync",
+    "full_page_writes",
+    "autovacuum",
+    "synchronous_commit",
+    "jit",
+    "huge_pages_status",
+    "max_connections",
+    "superuser_reserved_connections",
+)
+SIZES = ("shared_buffers", "max_wal_size")
 
-_VERSION_FACTOR = 10_000
-"""`server_version_num` is the major version times this, plus the minor version."""
+_PACKAGE = Path(__file__).parents[1]
+# Not `to_regclass`, which is an error without the right to use the schema.
+_HAS_VERSION = """
+    select exists (
+        select from pg_class where relnamespace = to_regnamespace('indexer') and relname = 'alembic_version'
+    )
+"""
+_VERSION = "select version_num from indexer.alembic_version"
+_OLDEST_COMPATIBLE = "select value from indexer.stored_setting where name = 'oldest_compatible_schema'"
+_FACTS = """
+    select (select jsonb_object_agg(name, coalesce(current_setting(name, true), 'unknown'))
+            from unnest($1::text[]) name)::text,
+        (select jsonb_object_agg(name, pg_size_bytes(current_setting(name))) from unnest($2::text[]) name)::text,
+        date_part('epoch', clock_timestamp())
+"""
 
 # Only the owner of an object may alter it, and all members of the owner's role count as owners.
 _MISSING_TO_MIGRATE = """
@@ -65,18 +110,105 @@ _MISSING_TO_RUN = """
     from missing limit 1
 """
 
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaState:
+    """The schema of a database, compared with the one that this release needs.
+
+    Attributes:
+        database: The version of the database schema; None if there is no schema.
+        release: The version that this release needs.
+        is_usable: This release can use the schema: it has the version needed, or a newer one that keeps what this
+            release needs.
+    """
+
+    database: str | None
+    release: str
+    is_usable: bool
+
+    @property
+    def is_old(self) -> bool:
+        """True if this release can create or upgrade the schema."""
+        return self.database is None or FIRST_VERSION <= self.database < self.release
+
+    def require_usable(self) -> None:
+        """Raise `SchemaVersionError` unless this release can use the schema; log that it is newer."""
+        if not self.is_usable:
+            raise SchemaVersionError(self.database, self.release, FIRST_VERSION)
+        if self.database != self.release:
+            log.warning("database.newer-schema", database=self.database, release=self.release)
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseFacts:
+    """The database as a new session sees it: the data of `indexer doctor`.
+
+    Attributes:
+        address: The connection string without passwords.
+        settings: The values of `SETTINGS`; `unknown` if the server is too old for the setting.
+        sizes: The values of `SIZES`, in bytes.
+        clock_ahead: Seconds by which the clock of the server is ahead of the one of this machine.
+        schema: The version of the schema.
+        missing: A privilege that the role lacks, to upgrade the schema or to run the daemon; None if it has all.
+        cursors: The position in the stream of each relay up to which all buckets were processed; empty if the schema
+            cannot be used.
+        layout: The layout of the database; `PLAIN` if the schema cannot be used.
+    """
+
+    address: str
+    settings: Mapping[str, str]
+    sizes: Mapping[str, int]
+    clock_ahead: float
+    schema: SchemaState
+    missing: str | None
+    cursors: Mapping[str, int]
+    layout: Layout
+
 
 def unsupported_version(version_number: int) -> str | None:
     """Return what is wrong with a server of this `server_version_num`; None if it is supported."""
-    major = version_number // _VERSION_FACTOR
+    major = version_number // 10_000
     if major >= OLDEST_POSTGRES:
         return None
     return f"the server is Postgres {major}; this program needs Postgres {OLDEST_POSTGRES} or newer"
 
 
-async def server_version(connection: Connection) -> int:
-    """Return the `server_version_num` of the server."""
-    return int(await connection.fetchval("select current_setting('server_version_num')"))
+def migrations_folder() -> Path:
+    """Return the folder of the migrations (docs/architecture.md#schema-and-migrations).
+
+    A wheel has it in the package. In the repository, and in an editable installation, it is beside the package.
+    """
+    installed = _PACKAGE / "migrations"
+    return installed if installed.is_dir() else _PACKAGE.parent / "migrations"
+
+
+@asynccontextmanager
+async def opened(dsn: str) -> AsyncIterator[asyncpg.Connection]:
+    """Open a connection. Its errors, and those of the block, are raised as `opening` says.
+
+    Raises:
+        SettingsError: The operator has to correct something, or the server is too old.
+        DatabaseError: The database is unavailable.
+    """
+    with opening(dsn):
+        async with connect(dsn) as connection:
+            version = await connection.fetchval("select current_setting('server_version_num')::int")
+            if problem := unsupported_version(version):
+                raise unusable(dsn, problem)
+            yield connection
+
+
+async def schema_state(connection: Connection) -> SchemaState:
+    """Return the version of the schema."""
+    database = await connection.fetchval(_VERSION) if await connection.fetchval(_HAS_VERSION) else None
+    files = (migrations_folder() / "versions").glob("[0-9]*.py")
+    release = max(path.name.partition("_")[0] for path in files)
+    is_usable = database == release
+    if database is not None and database > release:
+        is_usable = (await connection.fetchval(_OLDEST_COMPATIBLE) or FIRST_VERSION) <= release
+    return SchemaState(database, release, is_usable)
 
 
 async def missing_to_migrate(connection: Connection) -> str | None:
@@ -85,13 +217,55 @@ async def missing_to_migrate(connection: Connection) -> str | None:
     return missing
 
 
-async def missing_to_run(connection: Connection) -> str | None:
-    """Return a privilege that the role lacks to run the daemon; None if it has all of them."""
-    missing: str | None = await connection.fetchval(_MISSING_TO_RUN)
-    return missing
+async def require_usable_schema(dsn: str) -> None:
+    """Raise an error unless this release can use the schema.
+
+    Raises:
+        SchemaVersionError: It cannot; the message names both versions.
+        SettingsError: The operator has to correct the URL, the password or a privilege.
+        DatabaseError: The database is unavailable.
+    """
+    async with opened(dsn) as connection:
+        (await schema_state(connection)).require_usable()
 
 
-async def missing_roles(connection: Connection) -> list[str]:
-    """Return the roles of the public schema that do not exist, because this role may not create roles."""
-    found = await connection.fetch("select rolname from pg_roles")
-    return sorted(PUBLIC_ROLES - {row["rolname"] for row in found})
+async def require_privileges(dsn: str, *, to_migrate: bool = False) -> None:
+    """Raise an error if the role lacks a privilege to run the daemon, or to change the schema (`to_migrate`).
+
+    Raises:
+        SettingsError: It lacks one.
+        DatabaseError: The database is unavailable.
+    """
+    async with opened(dsn) as connection:
+        if missing := await connection.fetchval(_MISSING_TO_MIGRATE if to_migrate else _MISSING_TO_RUN):
+            raise unusable(dsn, missing)
+
+
+async def load_database_facts(dsn: str) -> DatabaseFacts:
+    """Read the facts. Nothing is written.
+
+    Raises:
+        SettingsError: The operator has to correct the URL, the password or a privilege, or the server is too old.
+        DatabaseError: The database is unavailable.
+    """
+    async with opened(dsn) as connection:
+        schema = await schema_state(connection)
+        missing = await connection.fetchval(_MISSING_TO_RUN if schema.is_usable else _MISSING_TO_MIGRATE)
+        asked_at = time()
+        [(settings, sizes, server_time)] = await connection.fetch(_FACTS, SETTINGS, SIZES)
+        answered_at = time()
+        readable = schema.is_usable and missing is None
+        cursors = await load_cursors(connection) if readable else []
+        return DatabaseFacts(
+            without_password(dsn),
+            json.loads(settings),
+            json.loads(sizes),
+            server_time - (asked_at + answered_at) / 2,
+            schema,
+            missing,
+            {
+                relay: merged([cursor for cursor in cursors if cursor.relay == relay])[0].seq
+                for relay in {cursor.relay for cursor in cursors}
+            },
+            await load_layout(connection) if readable else PLAIN,
+        )

@@ -117,11 +117,10 @@ class ChangeLogRetention:
         sessions = await self.db.blocking_sessions.end_users_of_segments(segments, self.max_transaction_seconds)
         reported, self._blocked = self._blocked, {session.pid for session in sessions if not session.ended}
         for session in sessions:
-            seconds = None if session.seconds is None else round(session.seconds)
             if session.ended:
-                log.error("consumer.session-ended", role=session.role, pid=session.pid, seconds=seconds)
+                log.error("consumer.session-ended", **session.fields)
             elif session.pid not in reported:
-                log.error("change-log.blocked", role=session.role, pid=session.pid, seconds=seconds)
+                log.error("change-log.blocked", **session.fields)
 
     def _report_lagging(self, consumers: list[ConsumerState], now: float) -> None:
         lagging = [consumer for consumer in consumers if consumer.lag(now) > self.lag_alarm]

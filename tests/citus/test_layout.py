@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import asyncpg
 import pytest
 
-from indexer.db.migrate import SCHEMA_FOLDER
+from indexer.db.apply_versions import SCHEMA_FOLDER
 from indexer.sync.shard import BUCKETS, PLAIN, Layout, Shard
 from tests.citus_server import CitusServer
 

@@ -10,7 +10,7 @@ import pytest
 
 from indexer.cluster.distribute import distribute
 from indexer.db.migrate import migrate
-from indexer.db.schema_version import require_privileges
+from indexer.db.requirements import require_privileges
 from indexer.demo.local_network import LocalNetwork
 from indexer.demo.scenario import Scenario
 from indexer.errors import SettingsError

@@ -30,8 +30,7 @@ from indexer.cli.doctor import (
     run_checks,
 )
 from indexer.db import Database
-from indexer.db.schema_version import SchemaState
-from indexer.db.server_facts import ServerFacts, load_server_facts
+from indexer.db.requirements import DatabaseFacts, SchemaState, load_database_facts
 from indexer.demo.http_server import Fault
 from indexer.demo.local_network import LocalNetwork
 from indexer.errors import SettingsError
@@ -83,10 +82,10 @@ async def silent_server() -> AsyncIterator[str]:
             connection.close()
 
 
-def facts(settings: Mapping[str, str] | None = None, layout: Layout = PLAIN, **sizes: Any) -> ServerFacts:
+def facts(settings: Mapping[str, str] | None = None, layout: Layout = PLAIN, **sizes: Any) -> DatabaseFacts:
     all_sizes = {"shared_buffers": 2**30, "max_wal_size": 4 * 2**30} | sizes
-    schema = SchemaState("0019", "0019", None)
-    return ServerFacts("postgresql:///any", GOOD | dict(settings or {}), all_sizes, 0.0, schema, {}, layout)
+    schema = SchemaState("0019", "0019", is_usable=True)
+    return DatabaseFacts("postgresql:///any", GOOD | dict(settings or {}), all_sizes, 0.0, schema, None, {}, layout)
 
 
 @pytest.mark.slow
@@ -176,7 +175,7 @@ async def test_doctor_compares_the_stored_cursor_with_the_relay(
     assert "FutureCursor" in found["cursor"].found
     for shard, seq in (("0/2", 9_000), ("1/2", 8_000)):  # the row of the single shard stays when there are more shards
         await db.write(Batch(cursor=Cursor(network.relay_url, shard, seq, None)))
-    assert (await load_server_facts(database)).cursors == {network.relay_url: 8_000}
+    assert (await load_database_facts(database)).cursors == {network.relay_url: 8_000}
 
 
 @pytest.mark.slow

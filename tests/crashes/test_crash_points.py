@@ -18,7 +18,6 @@ from indexer import crash_points
 from indexer.app.tuning import Tuning
 from indexer.atproto.syntax import CollectionFilter
 from indexer.db import Database
-from indexer.db.schema_version import schema_is_current
 from indexer.demo.http_server import Fault
 from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_pds import GET_REPO
@@ -32,7 +31,7 @@ from tests.crashes.death_world import Act, DeathWorld, death_world
 from tests.daemon.running_daemon import FilteredNetwork, publish_key_silently
 from tests.daemon_forks import DaemonFork, Death
 from tests.daemon_process import daemon_environment
-from tests.database_checks import assert_change_log_consistent, wait_until_equal
+from tests.database_checks import assert_change_log_consistent, schema_is_current, wait_until_equal
 from tests.db.link_steps import turn_on
 from tests.passed_time import EXPIRE_LEASES
 from tests.quick_tuning import MORTAL

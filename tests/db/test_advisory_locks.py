@@ -7,10 +7,10 @@ import pytest
 
 from indexer.db import Database
 from indexer.db.migrate import migrate
-from indexer.db.schema_version import schema_is_current
 from indexer.sync.shard import Shard
 from indexer.tasks.shard_ownership import ShardOwnership
 from tests.background import running
+from tests.database_checks import schema_is_current
 from tests.db.change_log_helpers import connected
 from tests.db.later_release import use_later_release
 from tests.waiting import until
@@ -56,7 +56,7 @@ async def test_a_migration_waits_for_another_one(
         await first.execute("commit")
         await second
         use_later_release(monkeypatch, tmp_path, ["alter table indexer.repo add column later integer"])
-        await first.execute("begin; lock table indexer.migration_lock in exclusive mode")
+        await first.execute("begin; lock table indexer.alembic_version in exclusive mode")
         second = asyncio.create_task(migrate(empty_database))
         while not await other.fetchval("select count(*) from pg_locks where not granted"):
             assert not second.done()

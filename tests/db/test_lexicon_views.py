@@ -8,11 +8,11 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from indexer.db import AddedState, Database, DatabaseError, ViewInUseError, schema_version
+from indexer.db import AddedState, Database, DatabaseError, ViewInUseError
 from indexer.db.migrate import migrate
-from indexer.db.schema_version import migrations_folder
 from indexer.errors import SettingsError
 from tests.db.change_log_helpers import connected
+from tests.db.later_release import use_later_release
 from tests.db.lexicon_views import COLUMNS, LIKES, VIEW, columns, put_reviews
 from tests.db.repo_rows import waiting_for_locks
 from tests.lexicons.samples import (
@@ -129,35 +129,16 @@ async def test_removal_drops_the_view_and_lexicons_that_only_it_refers_to(
     assert await sql.fetchval("select to_regclass($1)", VIEW) is None
 
 
-MIGRATION = """
-from alembic import op
-
-revision, down_revision, branch_labels, depends_on = "9999", "{latest}", None, None
-
-
-def upgrade() -> None:
-    op.execute("create table public.definition as select pg_get_viewdef('atproto.records'::regclass) as query")
-    op.execute("drop view atproto.records cascade")
-    op.execute('''
-        do $$ begin
-            execute 'create view atproto.records as select *, 1 as added from (' ||
-                (select rtrim(query, ';') from public.definition) || ') before';
-        end $$
-    ''')
-"""
-
-
-async def add_migration(
-    sql: asyncpg.Connection, directory: Path, monkeypatch: pytest.MonkeyPatch, content: str
-) -> None:
-    """Let the next release have one migration more."""
-    latest = await sql.fetchval("select version_num from indexer.alembic_version")
-    folder = directory / "migrations"
-    (folder / "versions").mkdir(parents=True)
-    for path in (*migrations_folder().glob("*.*"), *migrations_folder().glob("versions/*.py")):
-        (folder / path.relative_to(migrations_folder())).write_bytes(path.read_bytes())
-    (folder / "versions" / "9999_new.py").write_text(content.format(latest=latest))
-    monkeypatch.setattr(schema_version, "migrations_folder", lambda: folder)
+REPLACE_VIEW = [
+    "create table public.definition as select pg_get_viewdef('atproto.records'::regclass) as query",
+    "drop view atproto.records cascade",
+    """
+    do $$ begin
+        execute 'create view atproto.records as select *, 1 as added from (' ||
+            (select rtrim(query, ';') from public.definition) || ') before';
+    end $$
+    """,
+]
 
 
 async def test_migration_that_replaces_the_public_view_recreates_typed_views(
@@ -169,7 +150,7 @@ async def test_migration_that_replaces_the_public_view_recreates_typed_views(
 ) -> None:
     await put_reviews(reviews, REVIEW_VALUE)
     before = [tuple(row) for row in await sql.fetch(COLUMNS, VIEW)]
-    await add_migration(sql, tmp_path, monkeypatch, MIGRATION)
+    use_later_release(monkeypatch, tmp_path, REPLACE_VIEW)
     await migrate(database)
     assert await sql.fetchval("select added from atproto.records") == 1
     assert [tuple(row) for row in await sql.fetch(COLUMNS, VIEW)] == before
@@ -177,23 +158,17 @@ async def test_migration_that_replaces_the_public_view_recreates_typed_views(
     assert await sql.fetchval(f"select title from {VIEW}") == "Grüße"
 
 
-NEW_TYPE = """
-from alembic import op
-
-revision, down_revision, branch_labels, depends_on = "9999", "{latest}", None, None
-
-
-def upgrade() -> None:
-    op.execute('create table public.half_way ()')
-    op.execute('''
-        do $$ begin
-            execute replace(
-                pg_get_functiondef('indexer.lexicon_expressions(jsonb)'::regprocedure),
-                'lexicon.to_text(%s, %s)', 'lexicon.to_text(%s, %s)::varchar'
-            );
-        end $$
-    ''')
-"""
+NEW_TYPE = [
+    "create table public.half_way ()",
+    """
+    do $$ begin
+        execute replace(
+            pg_get_functiondef('indexer.lexicon_expressions(jsonb)'::regprocedure),
+            'lexicon.to_text(%s, %s)', 'lexicon.to_text(%s, %s)::varchar'
+        );
+    end $$
+    """,
+]
 
 
 async def test_release_that_would_drop_a_view_of_a_user_migrates_nothing_and_names_it(
@@ -203,7 +178,7 @@ async def test_release_that_would_drop_a_view_of_a_user_migrates_nothing_and_nam
     await put_reviews(reviews, REVIEW_VALUE)
     await sql.execute(f"create view public.titles as select title from {VIEW}")
     latest = await sql.fetchval("select version_num from indexer.alembic_version")
-    await add_migration(sql, tmp_path, monkeypatch, NEW_TYPE)
+    use_later_release(monkeypatch, tmp_path, NEW_TYPE)
     with pytest.raises(SettingsError) as error:
         await migrate(database)
     assert re.search(

@@ -13,17 +13,18 @@ from structlog.testing import capture_logs
 
 from indexer.db import DatabaseError
 from indexer.db.migrate import migrate
-from indexer.db.requirements import OLDEST_POSTGRES, unsupported_version
-from indexer.db.schema_version import (
-    require_current_schema,
+from indexer.db.requirements import (
+    OLDEST_POSTGRES,
+    load_database_facts,
     require_privileges,
-    schema_is_current,
-    schema_state,
+    require_usable_schema,
+    unsupported_version,
 )
 from indexer.embedded import database as embedded_database
 from indexer.errors import SchemaVersionError, SettingsError
 from tests.cli.command_line import PROJECT, environment_without_settings
-from tests.database_server import SERVER_SETTINGS, DatabaseServer
+from tests.database_checks import schema_is_current
+from tests.database_server import SERVER_SETTINGS
 from tests.db.change_log_helpers import connected
 from tests.db.later_release import use_later_release
 
@@ -89,17 +90,6 @@ async def migrate_in_process(dsn: str) -> tuple[int | None, bytes]:
     return process.returncode, errors
 
 
-async def test_concurrent_migrations_in_one_process_succeed(postgres: DatabaseServer) -> None:
-    databases = [postgres.create(migrated=False) for _ in range(2)]
-    try:
-        await asyncio.gather(*map(migrate, [*databases, *databases]))
-        for dsn in databases:
-            assert await schema_is_current(dsn)
-    finally:
-        for dsn in databases:
-            postgres.drop(dsn)
-
-
 async def test_missing_privilege_is_named_before_the_migration(
     empty_database: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -114,7 +104,9 @@ async def test_missing_privilege_is_named_before_the_migration(
             await migrate(dsn)
         assert str(error.value).startswith("INDEXER_DATABASE_URL: cannot use the database postgresql://")
         assert database in str(error.value)
-        assert (await schema_state(dsn)).missing == f"to create the schema indexer, {lacks}", "indexer doctor shows it"
+        assert (await load_database_facts(dsn)).missing == f"to create the schema indexer, {lacks}", (
+            "indexer doctor shows it"
+        )
         await sql.execute(f"grant create on database {database} to {name}")
         await migrate(dsn)
         use_later_release(monkeypatch, tmp_path, ["alter table indexer.repo add column later integer"])
@@ -135,7 +127,7 @@ async def test_role_without_ownership_migrates_a_current_schema_and_lacks_no_pri
     async with role(database) as name:
         dsn = with_user(database, name)
         with pytest.raises(SettingsError, match="permission denied for schema indexer"):
-            await require_current_schema(dsn)
+            await require_usable_schema(dsn)
         await sql.execute(GRANTS.format(role=name))
         await migrate(dsn)
         await require_privileges(dsn)
@@ -160,16 +152,16 @@ async def test_release_uses_a_newer_schema_unless_that_removed_something(
     """While a rollout lasts, a daemon of the previous release may start again."""
     await sql.execute("update indexer.alembic_version set version_num = '9999'")
     await sql.execute("alter table indexer.repo add column of_the_future text")
-    for check in (migrate, require_current_schema):
+    for check in (migrate, require_usable_schema):
         with capture_logs() as lines:
             await check(database)
         assert [line["event"] for line in lines] == ["database.newer-schema"]
-    assert (await schema_state(database)).compatible
+    assert (await load_database_facts(database)).schema.is_usable
     assert not await schema_is_current(database)
     assert await sql.fetchval("select version_num from indexer.alembic_version") == "9999"
     await sql.execute("insert into indexer.stored_setting values ('oldest_compatible_schema', '9998')")
-    assert not (await schema_state(database)).compatible
-    for check in (migrate, require_current_schema):
+    assert not (await load_database_facts(database)).schema.is_usable
+    for check in (migrate, require_usable_schema):
         with pytest.raises(SchemaVersionError, match=r"schema is version 9999; .* Use the release that upgraded it"):
             await check(database)
 
@@ -181,7 +173,7 @@ async def test_older_server_than_the_oldest_supported_is_refused_by_every_use_of
     expected = f"the server is Postgres 9; this program needs Postgres {OLDEST_POSTGRES} or newer"
     assert unsupported_version(90_624) == expected
     monkeypatch.setattr("indexer.db.requirements.OLDEST_POSTGRES", 999)
-    for use in (migrate, require_current_schema, require_privileges):
+    for use in (migrate, require_usable_schema, require_privileges):
         with pytest.raises(SettingsError, match="this program needs Postgres 999 or newer"):
             await use(database)
 

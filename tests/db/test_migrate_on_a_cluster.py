@@ -14,9 +14,10 @@ from indexer.cluster.distribute import distribute
 from indexer.cluster.tables import on_all_nodes
 from indexer.db import Database
 from indexer.db.migrate import migrate
-from indexer.db.schema_version import migrations_folder, schema_is_current
+from indexer.db.requirements import migrations_folder
 from tests.citus_cluster import WORKERS
 from tests.citus_server import CitusServer
+from tests.database_checks import schema_is_current
 from tests.database_server import dsn_of
 from tests.db.change_log_helpers import connected
 from tests.db.filled_tables import REPOS, fill
@@ -109,7 +110,7 @@ def later(full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     latest = max(path.name[:4] for path in (folder / "versions").glob("[0-9]*.py"))
     file = folder / "versions" / "9999_later.py"
     file.write_text(LATER.replace("{latest}", latest))
-    monkeypatch.setattr("indexer.db.schema_version.migrations_folder", lambda: folder)
+    monkeypatch.setattr("indexer.db.requirements.migrations_folder", lambda: folder)
     monkeypatch.setattr(tables, "DISTRIBUTED", (*tables.DISTRIBUTED, "later"))
     return file
 

@@ -9,11 +9,9 @@ from urllib.parse import urlsplit
 import pytest
 from structlog.testing import capture_logs
 
-from indexer.db import prepare_database as prepare_module
-from indexer.db.migrate import on_one_server
-from indexer.db.prepare_database import prepare_database
-from indexer.db.schema_version import schema_is_current
+from indexer.db.migrate import on_one_server, prepare_database
 from indexer.errors import SchemaVersionError, SettingsError
+from tests.database_checks import schema_is_current
 from tests.database_proxy import DatabaseProxy
 from tests.db.change_log_helpers import connected
 from tests.db.later_release import use_later_release
@@ -71,16 +69,13 @@ async def test_daemon_waits_until_the_database_answers_and_says_so(empty_databas
         with capture_logs() as more:
             proxy.open()
             assert await waiting
-    assert [line["event"] for line in more if line["event"] != "database.migrating"] == [
-        "database.migrated",
-        "database.answered",
-    ]
+    assert [line["event"] for line in more] == ["database.migrating", "database.migrated", "database.answered"]
     assert f"the database postgresql://postgres@127.0.0.1:{proxy.port}/" in lines[0]["error"]
     assert "hunter2" not in str([*lines, *more])
     assert await schema_is_current(empty_database)
 
 
-@pytest.mark.parametrize("statement", [b"user", b"alembic_version", b"lock table indexer"])
+@pytest.mark.parametrize("statement", [b"user", b"alembic_version", b"create schema if"])
 async def test_stop_ends_a_start_on_a_server_that_hangs(empty_database: str, statement: bytes) -> None:
     """While it connects, checks the version, and migrates."""
     stop, proxy = asyncio.Event(), HangsAtStatement(empty_database, statement)
@@ -110,35 +105,23 @@ async def test_stop_ends_the_wait_for_a_migration_of_another_process(empty_datab
         await other.execute("rollback")
 
 
-async def test_daemon_says_how_far_a_migration_is_while_it_lasts(
+async def test_daemon_says_which_version_it_migrates_and_when_this_is_done(
     database: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(prepare_module, "FIRST_LINE_SECONDS", 0.01)
-    monkeypatch.setattr(prepare_module, "LINE_SECONDS", 0.01)
     use_later_release(monkeypatch, tmp_path, ["alter table indexer.cursor add column later integer"])
-
-    def latest() -> tuple[object, ...]:
-        return tuple(lines[-1].get(name) for name in ("event", "applied", "versions")) if lines else ()
-
-    # The first version to apply changes the table that the one session has locked.
-    async with connected(database) as other, connected(database) as reader:
+    prepare = partial(prepare_database, database, asyncio.Event(), migrate_first=True, changing=on_one_server)
+    async with connected(database) as other:
         with capture_logs() as lines:
-            await other.execute("begin; lock table indexer.migration_lock in exclusive mode")
-            await reader.execute("begin; lock table indexer.cursor in access share mode")
-            preparing = asyncio.create_task(
-                prepare_database(database, asyncio.Event(), migrate_first=True, changing=on_one_server)
-            )
-            await until(lambda: latest() == ("database.migrating", 0, None))
+            await other.execute("begin; lock table indexer.alembic_version in exclusive mode")
+            preparing = asyncio.create_task(prepare())
+            await until(lambda: bool(lines))
+            assert [(line["event"], line["release"]) for line in lines] == [("database.migrating", "9000")]
             await other.execute("rollback")
-            await until(lambda: latest()[:2] == ("database.migrating", 0) and latest()[2] is not None)
-            versions = latest()[2]
-            await reader.execute("rollback")
             assert await preparing
-    assert latest()[0] == "database.migrated"
-    assert lines[-1]["versions"] == versions
+    assert [line["event"] for line in lines] == ["database.migrating", "database.migrated"]
     with capture_logs() as lines:
-        assert await prepare_database(database, asyncio.Event(), migrate_first=True, changing=on_one_server)
-    assert {line["event"] for line in lines} <= {"database.migrating"}, "nothing was migrated"
+        assert await prepare()
+    assert not lines, "nothing was migrated"
 
 
 async def test_errors_that_the_operator_has_to_correct_end_the_start_at_once(empty_database: str) -> None:

@@ -11,11 +11,10 @@ import asyncpg
 import pytest
 
 from indexer.atproto.cid import cid_of, cid_text
-from indexer.db import Database
-from indexer.db import migrate as migrate_module
+from indexer.db import Database, apply_versions
 from indexer.db.columns import storable
 from indexer.db.migrate import migrate
-from indexer.db.schema_version import migrations_folder
+from indexer.db.requirements import migrations_folder
 from indexer.db.write import write
 from indexer.sync.changes import Batch, RepoWrite, visibility_of
 from indexer.sync.shard import BUCKETS, bucket_of
@@ -65,7 +64,7 @@ async def catalog(dsn: str) -> list[tuple[str, ...]]:
 def files_before(versions: Sequence[Path], directory: Path) -> Path:
     """Return a folder with the files of the schema as they were before the commit that added these versions."""
     if not versions:
-        return migrate_module.SCHEMA_FOLDER
+        return apply_versions.SCHEMA_FOLDER
     git = ["git", "-C", str(PROJECT)]
     added = ["log", "--diff-filter=A", "--format=%H^", "--", str(versions[0])]
     commit = subprocess.run([*git, *added], capture_output=True, text=True, check=True).stdout.strip() or "HEAD"
@@ -83,8 +82,8 @@ async def test_versions_after_the_first_one_give_the_schema_of_the_files(
     first = tmp_path / "first"
     shutil.copytree(migrations_folder(), first, ignore=lambda _, names: {p.name for p in LATER_VERSIONS} & {*names})
     with monkeypatch.context() as before:
-        before.setattr("indexer.db.schema_version.migrations_folder", lambda: first)
-        before.setattr(migrate_module, "SCHEMA_FOLDER", files_before(LATER_VERSIONS, tmp_path))
+        before.setattr("indexer.db.requirements.migrations_folder", lambda: first)
+        before.setattr(apply_versions, "SCHEMA_FOLDER", files_before(LATER_VERSIONS, tmp_path))
         await migrate(empty_database)
     await migrate(empty_database)
     async with connected(database) as connection:

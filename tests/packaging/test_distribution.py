@@ -46,7 +46,7 @@ def test_both_distributions_contain_the_package_with_its_migrations(tmp_path: Pa
         assert {f"{folder}/{name}" for name in files_in(folder)} <= names
     assert {"pyproject.toml", "constraints.txt", "README.md", "CHANGELOG.md", "LICENSE"} <= names
     unpack_archive(wheel, tmp_path / "installed", "zip")
-    program = "from indexer.db.schema_version import migrations_folder; print(migrations_folder())"
+    program = "from indexer.db.requirements import migrations_folder; print(migrations_folder())"
     result = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path / "installed", capture_output=True, text=True, check=True
     )

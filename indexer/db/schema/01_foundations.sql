@@ -35,7 +35,7 @@ begin
     end loop;
 end $$;
 
--- `migrate` creates the schema indexer and the table migration_lock before it runs these files.
+-- `migrate` creates the schema indexer before it runs these files.
 comment on schema indexer is
     'Private tables of the daemon. They may change with any release. Use schema atproto.';
 create schema atproto;
