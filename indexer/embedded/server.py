@@ -14,7 +14,7 @@ import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db.database_errors import UnusableDatabaseError
-from indexer.embedded.cluster import POLL_SECONDS, PORT, Cluster, ParentConnection
+from indexer.embedded.cluster import POLL_SECONDS, PORT, Cluster
 from indexer.errors import SettingsError, UnavailableError
 from indexer.reasons import FetchFailure
 
@@ -74,25 +74,25 @@ async def database(
         return
     server = EmbeddedPostgres(data_dir / "postgres", settings or {}, on_restart, stage or postgres_stage())
     try:
-        await server.start()
-    except OSError as error:
-        if error.errno not in _UNUSABLE_DIRECTORY:
-            raise
-        reason = f"the embedded Postgres cannot use {error.filename or data_dir}: {error.strerror}"
-        raise SettingsError(f"INDEXER_DATA_DIR: {reason}") from error
-    keep_alive = asyncio.create_task(server.keep_alive(), name="postgres")
-    try:
-        yield server.dsn
-    except UnusableDatabaseError as error:
-        raise UnusableDatabaseError("INDEXER_DATA_DIR", error.problem) from error
-    finally:
-        keep_alive.cancel()
         try:
-            await asyncio.wait([keep_alive])
+            await server.start()
+        except OSError as error:
+            if error.errno not in _UNUSABLE_DIRECTORY:
+                raise
+            reason = f"the embedded Postgres cannot use {error.filename or data_dir}: {error.strerror}"
+            raise SettingsError(f"INDEXER_DATA_DIR: {reason}") from error
+        keep_alive = asyncio.create_task(server.keep_alive(), name="postgres")
+        try:
+            yield server.dsn
+        except UnusableDatabaseError as error:
+            raise UnusableDatabaseError("INDEXER_DATA_DIR", error.problem) from error
         finally:
-            await server.stop()
-    if not keep_alive.cancelled():
-        keep_alive.result()
+            keep_alive.cancel()
+            await asyncio.wait([keep_alive])
+        if not keep_alive.cancelled():
+            keep_alive.result()
+    finally:
+        await server.stop()
 
 
 class EmbeddedPostgres:
@@ -109,7 +109,7 @@ class EmbeddedPostgres:
         self._on_restart = on_restart
         self._stage = stage
         self._settings = {**_default_settings(), **settings, "listen_addresses": "", "port": str(PORT)}
-        self._connection: ParentConnection | None = None
+        self._user: int | None = None
 
     @property
     def dsn(self) -> str:
@@ -120,7 +120,7 @@ class EmbeddedPostgres:
         """Use the running server, or start one; wait until it accepts connections."""
         try:
             async with asyncio.timeout(START_TIMEOUT):
-                while (connection := await self._use()) is None:  # noqa: ASYNC110 - there is no event for a file lock
+                while not await self._use():  # noqa: ASYNC110 - there is no event for a file lock
                     await asyncio.sleep(POLL_SECONDS)
         except TimeoutError:
             message = (
@@ -128,20 +128,18 @@ class EmbeddedPostgres:
                 f"connections; see {self._cluster.log}"
             )
             raise UnavailableError(FetchFailure.TIMEOUT, message) from None
-        ended, self._connection = self._connection, connection
-        if ended is not None:
-            await ended.close()
 
     async def stop(self) -> None:
         """Stop the server, unless other processes use it. Open transactions are rolled back."""
-        if self._connection is not None and await self._connection.leave():
-            log.error("postgres.killed", log=str(self._cluster.log))
+        if self._user is not None:
+            user, self._user = self._user, None
+            await self._cluster.leave(user)
 
     async def keep_alive(self) -> None:
         """Restart the server whenever it ends. Runs until it is cancelled."""
-        while self._connection is not None:
-            code = await self._connection.wait_until_ended()
-            log.error("postgres.ended", code=code, log=str(self._cluster.log))
+        while True:
+            await self._cluster.wait_until_ended()
+            log.error("postgres.ended", log=str(self._cluster.log))
             with self._stage.busy():
                 await self._restart()
 
@@ -161,32 +159,21 @@ class EmbeddedPostgres:
                 self._on_restart()
                 return
 
-    async def _use(self) -> ParentConnection | None:
-        """Become a user of a server that accepts connections; None if another process starts or stops one."""
-        connection, started = await self._cluster.connect(), False
-        if connection is None:
-            options = [word for name, value in self._settings.items() for word in ("-c", f"{name}={value}")]
-            connection, started = await self._cluster.start(options), True
-        if connection is None:
-            return None
-        try:
-            usable = await self._wait_until_usable(connection)
-        except BaseException:
-            await connection.leave()
-            raise
-        if usable:
-            return connection
-        await connection.close()
-        if started:
-            words = " ".join(self._cluster.log.read_text(errors="replace").splitlines()[-3:])
-            raise UnavailableError(FetchFailure.UNREACHABLE, f"the embedded Postgres ended: {words}")
-        return None
-
-    async def _wait_until_usable(self, connection: ParentConnection) -> bool:
-        """Wait until the server accepts connections; return False if it has ended instead."""
+    async def _use(self) -> bool:
+        """Use a server that accepts connections; return False if another process starts or stops one."""
+        if self._user is None:
+            self._user = self._cluster.use()
+        if self._user is None:
+            return False
+        options = [word for name, value in self._settings.items() for word in ("-c", f"{name}={value}")]
+        started = await self._cluster.start(options)
         while not await self._has_database():
-            if await connection.has_ended(POLL_SECONDS):
+            if self._cluster.has_ended():
+                if started:
+                    words = " ".join(self._cluster.log.read_text(errors="replace").splitlines()[-3:])
+                    raise UnavailableError(FetchFailure.UNREACHABLE, f"the embedded Postgres ended: {words}")
                 return False
+            await asyncio.sleep(POLL_SECONDS)
         return True
 
     async def _has_database(self) -> bool:
