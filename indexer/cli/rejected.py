@@ -13,7 +13,7 @@ from indexer.cli.command import ExitCode, command, config_option, json_lines_opt
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result, fact_table, result_console, to_json, to_readable_json
 from indexer.db import StoredDeadLetter
-from indexer.db.feed_delivery import SetAside
+from indexer.db.tap_feed import SetAside
 from indexer.errors import UpstreamError
 from indexer.live.dead_letter_replay import ReplayResult
 from indexer.reasons import Rejection

@@ -4,6 +4,7 @@ import asyncpg
 
 from indexer.crash_points import crash_point
 from indexer.db.blocking_sessions import BlockingSessions
+from indexer.db.change_log_reads import ChangePages
 from indexer.db.change_log_segments import ChangeLogSegments
 from indexer.db.collection_export import Exports
 from indexer.db.connections import Connections
@@ -11,8 +12,6 @@ from indexer.db.crawls import Crawls
 from indexer.db.database_errors import DatabaseError, is_conflict, is_read_only, refused_writes
 from indexer.db.dead_letters import DeadLetters
 from indexer.db.erasure import Erasure
-from indexer.db.feed_page import ChangePages
-from indexer.db.feed_rows import Feed
 from indexer.db.gaps import Gaps
 from indexer.db.hosts import Hosts
 from indexer.db.identities import Identities
@@ -26,6 +25,7 @@ from indexer.db.resync_queue import Resyncs
 from indexer.db.scope_changes import ScopeChanges
 from indexer.db.scope_row import StoredScope
 from indexer.db.shard_lock import ShardLocks
+from indexer.db.tap_feed import Feed
 from indexer.db.write import WrittenBatch, write
 from indexer.sync.changes import Batch
 

@@ -18,12 +18,10 @@ from typing import Any, NamedTuple
 
 from indexer.atproto.links import links_of
 from indexer.crash_points import COMMITTED, crash_point
-from indexer.db.change_signal import ChangeSignal, listen_on
+from indexer.db.change_log_reads import ChangeSignal, LoggedChange, LogTrimmedError, listen_on, load_changes
 from indexer.db.columns import Columns, Connection, buckets_of, columns_of, of_buckets, unnest
 from indexer.db.connections import SERVER_SETTINGS, Area
 from indexer.db.database_errors import database_errors
-from indexer.db.feed_delivery import LoggedChange
-from indexer.db.feed_page import LogTrimmedError, load_changes
 from indexer.db.shard_lock import LINKS, ShardLock, open_lock
 from indexer.sync.changes import RecordKey
 from indexer.sync.shard import bucket_of, bucket_of_target

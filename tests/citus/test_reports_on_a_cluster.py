@@ -3,7 +3,7 @@
 import asyncpg
 import pytest
 
-from indexer.db import Database, feed_rows, report_queries
+from indexer.db import Database, report_queries, tap_feed
 from indexer.db.layout import load_parts
 from indexer.sync.repo import SyncStatus
 from indexer.sync.shard import BUCKETS, bucket_of
@@ -107,7 +107,7 @@ async def test_large_tables_are_not_counted_for_clients_of_tap(
 ) -> None:
     await sql.execute("update indexer.repo set tracked = false where sync_status = 'desynchronized'")
     assert await many.feed.count_rows("repo") == MANY * 9 // 10
-    monkeypatch.setattr(feed_rows, "MAX_COUNTED_ROWS", MANY // 2)
+    monkeypatch.setattr(tap_feed, "MAX_COUNTED_ROWS", MANY // 2)
     assert await many.feed.count_rows("repo") >= MANY * 95 // 100, "the estimate contains untracked repos"
 
 

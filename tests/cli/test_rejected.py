@@ -5,7 +5,7 @@ import pytest
 
 from indexer.atproto.cid import cid_text
 from indexer.db import Database
-from indexer.db.feed_delivery import DeliveryProgress, SetAside, SetAsideChanges
+from indexer.db.tap_feed import DeliveryProgress, SetAside, SetAsideChanges
 from indexer.demo.local_relay import message_frame
 from indexer.reasons import Rejection
 from indexer.sync.changes import Batch, DeadLetter

@@ -5,8 +5,7 @@ import pytest
 
 from indexer.atproto.cid import cid_text
 from indexer.db import Database
-from indexer.db.feed_delivery import LoggedChange
-from indexer.db.feed_page import LogTrimmedError
+from indexer.db.change_log_reads import LoggedChange, LogTrimmedError
 from indexer.sync.changes import Batch, RepoWrite
 from tests.db.change_log_helpers import batches, change, log
 from tests.db.repo_rows import delete, did, insert, put, synchronized

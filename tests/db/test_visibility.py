@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from indexer.db import Database
-from indexer.db.feed_delivery import SNAPSHOT_BEGIN, DeliveryProgress
+from indexer.db.tap_feed import SNAPSHOT_BEGIN, DeliveryProgress
 from indexer.readers.jetstream.events import LogPosition, encode_page
 from indexer.readers.jetstream.options import EventFilter
 from indexer.readers.tap.deliveries import Deliveries, RefusalLimits
@@ -148,6 +148,6 @@ async def test_there_is_one_definition_of_what_is_hidden(sql: asyncpg.Connection
         assert "takedown" not in text.lower() or name in COLUMN_ITSELF, name
         found |= {name} if ".visible" in text else set()
     assert found >= {"repos", "records", "blobs", "links", "record_bytes", "link_count", "stop_tracking"}
-    own = {"indexer/sync/repo.py", "indexer/db/feed_delivery.py"}
+    own = {"indexer/sync/repo.py", "indexer/db/change_log_reads.py"}
     places = [path for path in source_files("indexer") if path.suffix == ".py" and IN_PYTHON.search(path.read_text())]
     assert {str(path.relative_to(PROJECT)) for path in places} == own

@@ -9,7 +9,7 @@ import pytest
 from indexer.atproto.cid import cid_of
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.record import decode_record
-from indexer.db.feed_delivery import LoggedChange, StoredRecord
+from indexer.db.change_log_reads import LoggedChange, StoredRecord
 from indexer.readers.tap.events import record_event
 from indexer.reasons import OmittedValue
 from tests.feed_clients.link_records import encode, link

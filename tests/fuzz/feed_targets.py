@@ -11,7 +11,8 @@ from urllib.parse import urlencode
 
 from aiohttp import web
 
-from indexer.db.feed_delivery import DeliveryProgress, LoggedChange
+from indexer.db.change_log_reads import LoggedChange
+from indexer.db.tap_feed import DeliveryProgress
 from indexer.readers.access import Access
 from indexer.readers.jetstream.options import (
     ALL_EVENTS,

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer.db.feed_delivery import SNAPSHOT_BEGIN, DeliveryProgress, LoggedChange, SnapshotPosition
+from indexer.db.change_log_reads import LoggedChange
+from indexer.db.tap_feed import SNAPSHOT_BEGIN, DeliveryProgress, SnapshotPosition
 from indexer.readers.tap.delivery_window import FIRST_SNAPSHOT_ID, MAX_IN_FLIGHT, DeliveryWindow
 from tests.profiles import scaled
 

@@ -12,8 +12,7 @@ from websockets.protocol import CLIENT, Protocol
 
 from indexer.atproto.cid import cid_of, cid_text
 from indexer.atproto.syntax import CollectionFilter
-from indexer.db.feed_delivery import LoggedChange, StoredAccount, StoredRecord
-from indexer.db.feed_page import FeedPage, LoggedBatch
+from indexer.db.change_log_reads import FeedPage, LoggedBatch, LoggedChange, StoredAccount, StoredRecord
 from indexer.readers.jetstream import events
 from indexer.readers.jetstream.events import EventChunk, LogPosition, encode_page, position_before
 from indexer.readers.jetstream.options import ALL_EVENTS, EventFilter

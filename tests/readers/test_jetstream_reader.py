@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import asyncpg
 import pytest
 
-from indexer.db import Database, change_signal
+from indexer.db import Database, change_log_reads
 from indexer.readers.jetstream.log_reading import JetstreamReader
 from tests.db.change_log_helpers import change, log
 from tests.waiting import TIMEOUT, until
@@ -31,7 +31,7 @@ async def test_subscriber_that_connects_while_the_reader_waits_for_changes_gets_
     db: Database, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise, the next change wakes the reader, which begins after it."""
-    monkeypatch.setattr(change_signal, "POLL_SECONDS", 10 * TIMEOUT)
+    monkeypatch.setattr(change_log_reads, "POLL_SECONDS", 10 * TIMEOUT)
     await log(sql, change("a"))
     async with running_reader(db) as reader:
         with reader.subscriber():

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from typing import cast
 
 from indexer.db import Database
-from indexer.db.feed_delivery import LoggedChange
-from indexer.db.feed_page import FeedPage
+from indexer.db.change_log_reads import FeedPage, LoggedChange
 from indexer.readers.jetstream.events import LogPosition
 from indexer.readers.jetstream.log_reading import PAGE_CHANGES, ReplayPages
 from indexer.readers.jetstream.options import ALL_EVENTS, EventFilter

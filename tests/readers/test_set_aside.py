@@ -5,7 +5,8 @@ from typing import Any, cast
 
 import pytest
 
-from indexer.db.feed_delivery import DeliveryProgress, LoggedChange, SetAside
+from indexer.db.change_log_reads import LoggedChange
+from indexer.db.tap_feed import DeliveryProgress, SetAside
 from indexer.readers.tap.deliveries import Deliveries, RefusalLimits
 from indexer.readers.tap.delivery_window import FIRST_SNAPSHOT_ID
 from indexer.telemetry.metrics import Metrics

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from indexer.atproto.cid import cid_text, parse_cid
-from indexer.db.feed_delivery import LoggedChange, StoredAccount, StoredRecord
+from indexer.db.change_log_reads import LoggedChange, StoredAccount, StoredRecord
 from indexer.readers.tap.events import MAX_LEVELS, identity_event, record_event, value_refusal
 from indexer.reasons import OmittedValue
 

@@ -4,8 +4,7 @@ import asyncpg
 import pytest
 
 from indexer.db import Database
-from indexer.db.change_signal import Notified
-from indexer.db.feed_page import ChangePages
+from indexer.db.change_log_reads import ChangePages, Notified
 from indexer.tasks.notifications import ChangeNotifier
 from indexer.telemetry.conditions import NOTIFICATION_QUEUE_FILLS, Conditions
 from indexer.telemetry.metrics import Metrics

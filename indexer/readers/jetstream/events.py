@@ -14,8 +14,7 @@ import orjson
 from backports.zstd import ZstdCompressor, ZstdDict
 
 from indexer.atproto.cid import cid_text
-from indexer.db.feed_delivery import LoggedChange, StoredAccount, StoredRecord
-from indexer.db.feed_page import FeedPage, LoggedBatch
+from indexer.db.change_log_reads import FeedPage, LoggedBatch, LoggedChange, StoredAccount, StoredRecord
 from indexer.readers.jetstream.options import EventFilter
 from indexer.sync.repo import DELETED, OUT_OF_SCOPE
 

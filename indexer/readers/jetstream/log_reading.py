@@ -15,9 +15,7 @@ from indexer.concurrency.event_wait import wait_for_event
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.concurrency.turns import Turns
 from indexer.db import Database
-from indexer.db.change_signal import ChangeSignal
-from indexer.db.feed_delivery import LoggedChange
-from indexer.db.feed_page import LogTrimmedError
+from indexer.db.change_log_reads import ChangeSignal, LoggedChange, LogTrimmedError
 from indexer.db.periodic import DatabaseAttempt
 from indexer.readers.jetstream.events import EventChunk, LogPosition, encode_page, position_before
 from indexer.readers.jetstream.options import ALL_EVENTS, EventFilter

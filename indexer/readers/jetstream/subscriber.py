@@ -13,7 +13,7 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from indexer.concurrency.event_wait import wait_for_event
 from indexer.concurrency.turns import Turns
 from indexer.db import Database, DatabaseError
-from indexer.db.feed_page import LogTrimmedError
+from indexer.db.change_log_reads import LogTrimmedError
 from indexer.net.server.connection_limit import WEBSOCKETS, client_network
 from indexer.readers.connection import READ_PIECE_BYTES, SEND_SECONDS, FrameWriter, LimitedReading, reading_seconds
 from indexer.readers.jetstream.events import EventChunk, LogPosition

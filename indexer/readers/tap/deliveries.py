@@ -21,15 +21,8 @@ from time import monotonic, time
 from typing import NamedTuple, Self
 
 from indexer.db import Database
-from indexer.db.feed_delivery import (
-    DeliveryProgress,
-    LoggedChange,
-    SetAside,
-    SetAsideChanges,
-    SetAsideKey,
-    StoredAccount,
-)
-from indexer.db.feed_rows import FeedRecords
+from indexer.db.change_log_reads import LoggedChange, StoredAccount
+from indexer.db.tap_feed import DeliveryProgress, FeedRecords, SetAside, SetAsideChanges, SetAsideKey
 from indexer.readers.tap.delivery_window import FIRST_SNAPSHOT_ID, RECORD_ACTIONS, DeliveryWindow
 from indexer.readers.tap.events import identity_event, record_event
 from indexer.telemetry.metrics import Metrics
@@ -290,7 +283,7 @@ class Deliveries:
         """
         keys = [_key(change) for change in changes if _needs_record(change)]
         dids = [change.did for change in changes if change.action not in RECORD_ACTIONS]
-        records = await self._db.feed.records(keys, MAX_LOAD_LENGTH) if keys else _NO_RECORDS
+        records = await self._db.feed.records(keys, MAX_LOAD_LENGTH) if keys else FeedRecords({}, set(), set())
         accounts = await self._db.feed.accounts(dids) if dids else {}
         later = [change for change in changes if _needs_record(change) and _key(change) in records.omitted]
         events = [
@@ -324,9 +317,6 @@ class Deliveries:
         else:
             self._visible.pop(change.did, None)
         return identity_event(change, account)
-
-
-_NO_RECORDS = FeedRecords({}, frozenset(), frozenset())
 
 
 def _needs_record(change: LoggedChange) -> bool:

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from math import inf
 
-from indexer.db.feed_delivery import SNAPSHOT_BEGIN, DeliveryProgress, LoggedChange, SetAside, SnapshotPosition
+from indexer.db.change_log_reads import LoggedChange
+from indexer.db.tap_feed import SNAPSHOT_BEGIN, DeliveryProgress, SetAside, SnapshotPosition
 
 IDENTITY_ACTIONS = frozenset({"identity", "hidden", "visible", "deleted"})
 """Changes of a repo that are delivered as the present state of the account."""

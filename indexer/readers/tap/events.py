@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from indexer.atproto.cid import cid_text
-from indexer.db.feed_delivery import LoggedChange, StoredAccount, StoredRecord
+from indexer.db.change_log_reads import LoggedChange, StoredAccount, StoredRecord
 from indexer.reasons import OmittedValue
 from indexer.sync.identity import INVALID_HANDLE
 from indexer.sync.repo import DELETED

@@ -18,9 +18,8 @@ import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Database
-from indexer.db.feed_delivery import DeliveryProgress
-from indexer.db.feed_rows import FEED_CONSUMER, FeedSession
 from indexer.db.periodic import DatabaseAttempt
+from indexer.db.tap_feed import FEED_CONSUMER, DeliveryProgress, FeedSession
 from indexer.readers.tap.deliveries import Deliveries, RefusalLimits
 from indexer.readers.tap.delivery_window import MAX_IN_FLIGHT, MAX_UNACKNOWLEDGED
 from indexer.telemetry.conditions import (

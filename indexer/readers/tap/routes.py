@@ -10,7 +10,7 @@ from aiohttp import web
 from indexer.atproto.limits import max_items
 from indexer.atproto.syntax import is_did
 from indexer.db import Database, DatabaseError
-from indexer.db.feed_rows import CountedTable
+from indexer.db.tap_feed import CountedTable
 from indexer.errors import InvalidScopeError, UnavailableError
 from indexer.net.identity import IdentityCache
 from indexer.readers.access import Access, Handler, answer, problem

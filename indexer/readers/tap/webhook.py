@@ -8,7 +8,7 @@ from aiohttp import hdrs
 
 from indexer.concurrency.stage_progress import StageProgress, Work
 from indexer.db import DatabaseError
-from indexer.db.feed_delivery import LoggedChange
+from indexer.db.change_log_reads import LoggedChange
 from indexer.errors import UnavailableError
 from indexer.net.http import OutboundClient, host_of
 from indexer.readers.access import USER

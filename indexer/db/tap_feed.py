@@ -1,4 +1,4 @@
-"""The consumer of the change log that feeds clients of tap, what it has delivered, and what it delivers.
+"""The consumer of the change log that feeds clients of tap: what it reads, delivers, and has delivered.
 
 One process at a time serves the feed. It owns the feed by its session, like a shard (`shard_lock`), and stores what was
 delivered in this session. So a process that lost the session cannot store anything any more.
@@ -6,28 +6,30 @@ delivered in this session. So a process that lost the session cannot store anyth
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import orjson
 from asyncpg import Record
 
 from indexer.crash_points import COMMITTED, crash_point
-from indexer.db.columns import Connection, buckets_of, columns_of, of_buckets, unnest
-from indexer.db.connections import SERVER_SETTINGS, Area
-from indexer.db.database_errors import database_errors
-from indexer.db.feed_delivery import (
-    SNAPSHOT_BEGIN,
-    DeliveryProgress,
+from indexer.db.change_log_reads import (
     LoggedChange,
-    SetAside,
-    SetAsideChanges,
-    SnapshotPosition,
+    LogTrimmedError,
     StoredAccount,
     StoredRecord,
+    load_accounts,
+    load_changes,
+    load_latest_seq,
+    load_records,
+    load_trimmed_seq,
 )
-from indexer.db.feed_page import LogTrimmedError, load_changes, load_latest_seq
+from indexer.db.columns import Connection, columns_of, unnest
+from indexer.db.connections import SERVER_SETTINGS, Area
+from indexer.db.database_errors import database_errors
 from indexer.db.layout import estimate_rows
 from indexer.db.shard_lock import FEED, ShardLock, open_lock
+from indexer.sync.changes import RecordKey
 from indexer.sync.shard import bucket_of
 
 FEED_CONSUMER = "tap-feed"
@@ -37,18 +39,11 @@ MAX_COUNTED_ROWS = 1_000_000
 
 CountedTable = Literal["repo", "record", "buffered_event"]
 
-_COUNT_REPOS = "select count(*) from indexer.repo where tracked"
-_COUNT_RECORDS = "select count(*) from indexer.record"
-_COUNT_BUFFERED = "select count(*) from indexer.buffered_event"
-
-RecordKey = tuple[str, str, str]
-"""DID, collection and record key."""
 
 _IS_CUT_OFF = """
     select d.id is not null from indexer.consumer c left join indexer.disconnected_consumer d on d.id = c.id
     where c.name = $1
 """
-_TRIMMED_SEQ = "select last_value from indexer.trimmed_seq"
 _REGISTER = "select atproto.register_reader($1, $2)"
 
 _LOAD_PROGRESS = """
@@ -92,32 +87,6 @@ _SNAPSHOT_PAGE = """
         )
     ) page
     order by did, collection, rkey limit $4
-"""
-
-_RECORD_KEY = {"did": "text", "collection": "text", "rkey": "text"}
-
-# The first record is returned whatever its size.
-_LOAD_RECORDS = f"""
-    with found as materialized (
-        select r.did, r.collection, r.rkey, r.cid, r.rev, case when p.visible then r.value::text end as value,
-            p.visible, w.ordinal
-        from {unnest(_RECORD_KEY, "w", 2)}
-        join indexer.record r
-            on r.did = w.did and r.collection = w.collection and r.rkey = w.rkey and {of_buckets("r")}
-        join indexer.repo p on p.did = r.did and p.bucket = r.bucket and {of_buckets("p")}
-    ), summed as (
-        select *, sum(length(value)) over (order by ordinal) - coalesce(length(value), 0) as length_before from found
-    )
-    select did, collection, rkey, cid, rev, visible,
-        case when coalesce(length_before, 0) < $5 then value end as value, coalesce(length_before, 0) >= $5 as omitted
-    from summed
-"""
-
-_LOAD_ACCOUNTS = f"""
-    select r.did, i.handle, r.active, r.hosting_status, r.takedown
-    from indexer.repo r
-    left join indexer.identity i on i.did = r.did and i.bucket = r.bucket and {of_buckets("i", 2)}
-    where r.did = any($1::text[]) and r.bucket = any($2::smallint[]) and r.tracked
 """
 
 _RECORDS_FROM_REV = """
@@ -182,6 +151,90 @@ _BEHIND = """
 """
 
 
+class SnapshotPosition(NamedTuple):
+    """A position among the stored repos and records, in the order of DIDs; a repo comes before its records.
+
+    Attributes:
+        collection: Empty for the repo itself.
+        rkey: Empty for the repo itself.
+    """
+
+    did: str
+    collection: str
+    rkey: str
+
+
+SNAPSHOT_BEGIN = SnapshotPosition("", "", "")
+
+
+class DeliveryProgress(NamedTuple):
+    """The changes that were acknowledged, as they are stored.
+
+    Attributes:
+        position: All changes up to this number are acknowledged.
+        delivered_to: The number of the newest acknowledged change; `position` if there is none after it.
+        undelivered: The numbers of unacknowledged changes up to `delivered_to`, besides those of `behind`.
+        snapshot: The snapshot is acknowledged up to here; None if there is none, or if all of it is acknowledged.
+        behind: Repos of which no change from this number on is acknowledged.
+    """
+
+    position: int
+    delivered_to: int
+    undelivered: tuple[int, ...] = ()
+    snapshot: SnapshotPosition | None = None
+    behind: tuple[tuple[str, int], ...] = ()
+
+
+SetAsideReason = Literal["hidden", "refused"]
+SetAsideKey = tuple[SetAsideReason, str, str, str]
+"""Reason, DID, collection and record key."""
+
+
+class SetAside(NamedTuple):
+    """Events that a consumer has not received, although its position has passed them.
+
+    Attributes:
+        reason: `hidden`: records of a repo that was hidden when their events were due. `refused`: one event that
+            clients refused for too long.
+        collection: Empty for a whole repo, and for an identity event.
+        rkey: Empty for a whole repo, and for an identity event.
+        rev: The rev of the event, or the lowest rev of the records; empty for all records.
+        action: The action of a refused event.
+        attempts: How often a refused event was sent.
+        since: When it was set aside, or first not acknowledged, in Unix seconds.
+        failure: Why a refused event counts as not acknowledged.
+    """
+
+    reason: SetAsideReason
+    did: str
+    collection: str
+    rkey: str
+    rev: str
+    action: str
+    attempts: int
+    since: float
+    failure: str
+
+    @property
+    def key(self) -> SetAsideKey:
+        """The primary key."""
+        return self.reason, self.did, self.collection, self.rkey
+
+
+class SetAsideChanges(NamedTuple):
+    """Changes of the rows that are set aside, to be stored with the progress that depends on them.
+
+    Attributes:
+        added: New rows.
+        visible: DIDs of repos that are visible again, so that their records are due.
+        delivered: The keys of rows whose events are delivered now.
+    """
+
+    added: Sequence[SetAside] = ()
+    visible: Sequence[str] = ()
+    delivered: Sequence[SetAsideKey] = ()
+
+
 class FeedRecords(NamedTuple):
     """Records that the feed has asked for.
 
@@ -191,11 +244,12 @@ class FeedRecords(NamedTuple):
         hidden: The keys of records whose repos are hidden.
     """
 
-    shown: Mapping[RecordKey, StoredRecord]
-    omitted: frozenset[RecordKey]
-    hidden: frozenset[RecordKey]
+    shown: dict[RecordKey, StoredRecord]
+    omitted: set[RecordKey]
+    hidden: set[RecordKey]
 
 
+@dataclass
 class FeedSession:
     """The session of the process that serves the feed. Every method raises `DatabaseError` for a transient error.
 
@@ -203,9 +257,8 @@ class FeedSession:
         lock: The ownership of the feed.
     """
 
-    def __init__(self, connection: Connection, lock: ShardLock) -> None:
-        self._connection = connection
-        self.lock = lock
+    _connection: Connection
+    lock: ShardLock
 
     async def begin(self) -> DeliveryProgress | None:
         """Register the consumer if it is not registered; return what was delivered.
@@ -220,7 +273,7 @@ class FeedSession:
             async with self._connection.transaction():
                 for statement in _FORGET_REMOVED:
                     await self._connection.execute(statement)
-                if await is_cut_off(self._connection) is None:
+                if await self._connection.fetchval(_IS_CUT_OFF, FEED_CONSUMER) is None:
                     await self._register()
                 row = await self._connection.fetchrow(_LOAD_PROGRESS, FEED_CONSUMER)
                 crash_point("feed.begun")
@@ -230,7 +283,7 @@ class FeedSession:
         return _progress_of(row)
 
     async def _register(self) -> None:
-        is_trimmed = await self._connection.fetchval(_TRIMMED_SEQ) > 0
+        is_trimmed = await load_trimmed_seq(self._connection) > 0
         await self._connection.fetchval(_REGISTER, FEED_CONSUMER, None if is_trimmed else 0)
         row = await self._connection.fetchrow(_LOAD_PROGRESS, FEED_CONSUMER)
         if row is not None and is_trimmed:
@@ -344,7 +397,8 @@ class Feed(Area):
     async def is_cut_off(self) -> bool | None:
         """Return True if the consumer was disconnected; None if it is not registered."""
         async with self._pool.connection() as connection:
-            return await is_cut_off(connection)
+            cut_off: bool | None = await connection.fetchval(_IS_CUT_OFF, FEED_CONSUMER)
+            return cut_off
 
     async def set_aside(self, did: str | None, limit: int) -> list[SetAside]:
         """Return refused events that are set aside, the newest first, only those of the DID if it is given."""
@@ -356,27 +410,27 @@ class Feed(Area):
         async with self._pool.transaction() as connection:
             return len(await connection.fetch(_SEND_AGAIN, FEED_CONSUMER, did))
 
-    async def records(self, keys: Sequence[RecordKey], max_length: int) -> FeedRecords:
+    async def records(self, keys: Sequence[RecordKey], max_bytes: int) -> FeedRecords:
         """Return the stored records of visible repos.
 
-        Records are omitted from the first one on before which the values have `max_length` characters or more.
+        Records are omitted from the first one on before which the values have `max_bytes` bytes or more.
         """
         async with self._pool.connection() as connection:
-            rows = await connection.fetch(
-                _LOAD_RECORDS, buckets_of(did for did, *_ in keys), *columns_of(keys, _RECORD_KEY), max_length
-            )
-            shown = [row for row in rows if row["visible"]]
-            return FeedRecords(
-                {row[:3]: StoredRecord(row["cid"], row["rev"], row["value"]) for row in shown if not row["omitted"]},
-                frozenset([row[:3] for row in shown if row["omitted"]]),
-                frozenset([row[:3] for row in rows if not row["visible"]]),
-            )
+            records = FeedRecords({}, set(), set())
+            for row in await load_records(connection, keys, max_bytes):
+                key = keys[row["number"]]
+                if not row["visible"]:
+                    records.hidden.add(key)
+                elif row["omitted"]:
+                    records.omitted.add(key)
+                else:
+                    records.shown[key] = StoredRecord(row["cid"], row["rev"], row["value"])
+            return records
 
     async def accounts(self, dids: Sequence[str]) -> Mapping[str, StoredAccount]:
         """Return the states of accounts by DID; those that are not tracked are left out."""
         async with self._pool.connection() as connection:
-            rows = await connection.fetch(_LOAD_ACCOUNTS, list(dids), buckets_of(dids))
-            return {row["did"]: StoredAccount(*row[1:]) for row in rows}
+            return await load_accounts(connection, dids, only_tracked=True)
 
     async def count_rows(self, table: CountedTable) -> int:
         """Return the number of rows of the table. Above `MAX_COUNTED_ROWS`, it is an estimate."""
@@ -390,23 +444,17 @@ class Feed(Area):
         """
         async with self._pool.connection() as connection:
             row = await connection.fetchrow(_BEHIND, FEED_CONSUMER)
-            if row is None and await connection.fetchval(_TRIMMED_SEQ) == 0:
+            if row is None and await load_trimmed_seq(connection) == 0:
                 return await load_latest_seq(connection)
             snapshot = row is None or row["snapshot"]
             stored = await _count_rows(connection, "repo") + await _count_rows(connection, "record") if snapshot else 0
             return stored + (row["behind"] if row is not None else 0)
 
 
-async def is_cut_off(connection: Connection) -> bool | None:
-    """Return True if the consumer was disconnected; None if it is not registered."""
-    cut_off: bool | None = await connection.fetchval(_IS_CUT_OFF, FEED_CONSUMER)
-    return cut_off
-
-
 async def _count_rows(connection: Connection, table: CountedTable) -> int:
     estimate = await estimate_rows(connection, f"indexer.{table}")
     if estimate > MAX_COUNTED_ROWS:
         return estimate
-    statements = {"repo": _COUNT_REPOS, "record": _COUNT_RECORDS, "buffered_event": _COUNT_BUFFERED}
-    count: int = await connection.fetchval(statements[table])
+    tracked = "where tracked" if table == "repo" else ""
+    count: int = await connection.fetchval(f"select count(*) from indexer.{table} {tracked}")
     return count
