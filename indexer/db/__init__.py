@@ -11,7 +11,7 @@ from indexer.db.dead_letters import DeadLetterGoneError, StoredDeadLetter
 from indexer.db.erasure import ErasedBatch
 from indexer.db.lexicon_indexes import LexiconIndex, UnknownColumnError
 from indexer.db.lexicon_rows import AddedLexicon, AddedState, StoredLexicon, ViewInUseError
-from indexer.db.link_progress import LinkProgress, LinkProgressState
+from indexer.db.links import LinkProgress, LinkProgressState
 from indexer.db.report_queries import Counts
 from indexer.db.resync_transaction import NewReposTransaction, ResyncTransaction
 from indexer.db.scope_changes import NarrowedPage

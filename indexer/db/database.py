@@ -17,7 +17,7 @@ from indexer.db.hosts import Hosts
 from indexer.db.identities import Identities
 from indexer.db.lexicon_indexes import LexiconIndexes
 from indexer.db.lexicon_rows import Lexicons
-from indexer.db.link_session import Links
+from indexer.db.links import Links
 from indexer.db.out_of_scope import OutOfScope
 from indexer.db.report_queries import Reports
 from indexer.db.repos import Repos

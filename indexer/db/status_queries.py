@@ -7,7 +7,7 @@ from indexer.db.change_log_segments import ConsumerState, load_consumers
 from indexer.db.columns import Connection
 from indexer.db.gaps import load_open as load_open_gaps
 from indexer.db.hosts import load_paused
-from indexer.db.link_progress import LinkProgress, load_progress
+from indexer.db.links import LinkProgress, load_progress
 from indexer.db.process_reports import ProcessReport
 from indexer.db.shard_lock import ShardSession
 from indexer.db.tap_feed import count_refused

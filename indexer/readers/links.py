@@ -7,7 +7,7 @@ import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Database
-from indexer.db.link_session import LINK_CONSUMER, LinkSession, PositionLostError
+from indexer.db.links import LINK_CONSUMER, LinkSession, PositionLostError
 from indexer.db.periodic import DatabaseAttempt
 
 RETRY_SECONDS = 1.0

@@ -9,7 +9,7 @@ import asyncpg
 
 from indexer.cluster.change_numbering import ChangeNumbering
 from indexer.db import Database
-from indexer.db.link_session import LinkSession
+from indexer.db.links import LinkSession
 from indexer.readers.links import LinkReader
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
 from indexer.sync.repo import Repo

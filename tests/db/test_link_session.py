@@ -3,9 +3,9 @@
 import asyncpg
 import pytest
 
-from indexer.db import Database, LinkProgress, link_progress, link_session
-from indexer.db.link_progress import share_before
-from indexer.db.link_session import LINK_CONSUMER, PositionLostError
+from indexer.db import Database, LinkProgress
+from indexer.db import links as db_links
+from indexer.db.links import LINK_CONSUMER, PositionLostError
 from indexer.readers.links import LinkReader
 from indexer.sync.changes import Batch, RepoWrite
 from tests.background import running
@@ -32,8 +32,8 @@ async def test_stored_records_are_backfilled_while_others_are_written(
     db: Database, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A transaction ends with the first value beyond its bytes, and a restart continues after the last one."""
-    monkeypatch.setattr(link_session, "MAX_CHANGES", 100)
-    monkeypatch.setattr(link_session, "MAX_BYTES", 8_000)
+    monkeypatch.setattr(db_links, "MAX_CHANGES", 100)
+    monkeypatch.setattr(db_links, "MAX_BYTES", 8_000)
     changes = tuple(like(f"r{number:04}", number % 3) for number in range(300))
     await insert(db, *[synchronized(number) for number in range(3)], changes=changes[:40])
     await insert(db, synchronized("large"), synchronized("hidden", takedown=True), changes=changes)
@@ -129,37 +129,20 @@ async def test_the_log_waits_for_links(db: Database, sql: asyncpg.Connection) ->
     assert before["seq"] < after["seq"] == await sql.fetchval("select seq from atproto.link_progress")
 
 
-@pytest.mark.parametrize(
-    ("repo", "share"),
-    [
-        *[("", 0.0), ("did:key:z", 0.0), ("did:plc:2", 0.0), ("did:plc:a", 6 / 32)],
-        ("did:plc:jaaaaaaaaaaaaaaaaaaaaaaa", 15 / 32 + 6 / 32**2 + 6 / 32**3),
-        *[("did:plc:zzzzzzzzzzzzzzzzzzzzzzzz", 1.0), ("did:plc:~", 1.0), ("did:web:example.com", 1.0)],
-    ],
-)
-def test_the_place_of_a_did_among_all_is_estimated(repo: str, share: float) -> None:
-    assert share_before(repo) == pytest.approx(share, abs=1e-4)
-
-
-def test_the_estimate_grows_with_the_did() -> None:
-    dids = sorted(f"did:plc:{first}{second}x" for first in "27az" for second in "27amz")
-    shares = [share_before(did) for did in dids]
-    assert shares == sorted(shares)
-    assert 0 <= shares[0] <= shares[-1] <= 1
-
-
 async def test_progress_of_links_in_each_state(
     db: Database, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert (await db.reports.state()).links == LinkProgress()
     await insert(db, synchronized(1), changes=(like("a"),))
+    await insert(db, *[synchronized(number) for number in (4, 5, 6)])
+    await sql.execute("analyze indexer.repo")
     async with owned_links(db):
         links = (await db.reports.state()).links
     assert (links.state, links.progress, links.repos_done) == ("backfill", 0.0, 0)
     assert links.enabled_at is not None
-    await sql.execute("update indexer.link_reader set did = 'did:plc:j2', repos = 2")
+    await sql.execute("update indexer.link_reader set repos = 3")
     links = (await db.reports.state()).links
-    assert (links.state, links.progress, links.repos_done) == ("backfill", 15 / 32, 2)
+    assert (links.state, links.progress, links.repos_done) == ("backfill", 3 / 4, 3)
     await turn_on(db)
     links = (await db.reports.state()).links
     assert (links.state, links.progress, links.open_recounts) == ("complete", 1.0, 0)
@@ -169,7 +152,7 @@ async def test_progress_of_links_in_each_state(
     async with owned_links(db) as session:
         await session.read_changes()
     assert (await db.reports.state()).links.open_recounts == 2
-    monkeypatch.setattr(link_progress, "MAX_OPEN", 1)
+    monkeypatch.setattr(db_links, "MAX_OPEN", 1)
     assert (await db.reports.state()).links.open_recounts == 1
     await turn_off(db)
     assert (await db.reports.state()).links == LinkProgress()

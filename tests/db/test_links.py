@@ -12,7 +12,8 @@ from typing import Any
 import asyncpg
 import pytest
 
-from indexer.db import Database, link_session
+from indexer.db import Database
+from indexer.db import links as db_links
 from indexer.readers.links import LinkReader
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
 from indexer.sync.repo import Repo, SyncStatus
@@ -286,9 +287,9 @@ async def test_every_snapshot_is_exact_while_everything_runs_at_once(
     db: Database, sql: asyncpg.Connection, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Live writes, resyncs, takedowns, the scope, deletions, erasures, the backfill and the reader of the log."""
-    monkeypatch.setattr(link_session, "MAX_BYTES", 200)
-    monkeypatch.setattr(link_session, "MAX_CHANGES", 5)
-    monkeypatch.setattr(link_session, "MAX_RECOUNTED", 2)
+    monkeypatch.setattr(db_links, "MAX_BYTES", 200)
+    monkeypatch.setattr(db_links, "MAX_CHANGES", 5)
+    monkeypatch.setattr(db_links, "MAX_RECOUNTED", 2)
     for number in range(8):
         await insert(db, synchronized(number), changes=tuple(like(rkey) for rkey in "abcdef"))
     many = await Database.open(database, connections=6)

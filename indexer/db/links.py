@@ -1,4 +1,4 @@
-"""Read the change log for links: keep the links of stored records, and their counts by target.
+"""Keep the links of stored records, and their counts by target, from the change log.
 
 One process keeps the links of all shards. It owns them by its connection, like the feed (`shard_lock`), and writes them
 only over this connection. Each transaction reads what follows its position in the change log, replaces the links of the
@@ -14,14 +14,24 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from asyncpg import Record as Row
 
 from indexer.atproto.links import links_of
 from indexer.crash_points import COMMITTED, crash_point
-from indexer.db.change_log_reads import ChangeSignal, LoggedChange, LogTrimmedError, listen_on, load_changes
+from indexer.db.change_log_reads import (
+    ChangeSignal,
+    LoggedChange,
+    LogTrimmedError,
+    listen_on,
+    load_changes,
+    load_records,
+)
 from indexer.db.columns import Columns, Connection, buckets_of, columns_of, of_buckets, unnest
 from indexer.db.connections import SERVER_SETTINGS, Area
 from indexer.db.database_errors import database_errors
+from indexer.db.layout import estimate_rows
 from indexer.db.shard_lock import LINKS, ShardLock, open_lock
 from indexer.sync.changes import RecordKey
 from indexer.sync.shard import bucket_of, bucket_of_target
@@ -54,21 +64,6 @@ _ADVANCE = f"""
 """
 
 _KEY = {"did": "text", "collection": "text", "rkey": "text"}
-_NUMBERED_KEY = {**_KEY, "number": "integer"}
-# A value beyond the limit is null: its record is read again by the next transaction.
-_VALUES = f"""
-    with found as (
-        select w.number, p.visible, r.value::text as value
-        from {unnest(_NUMBERED_KEY, "w", 3)}
-        join indexer.record r
-            on r.did = w.did and r.collection = w.collection and r.rkey = w.rkey and {of_buckets("r")}
-        join indexer.repo p on p.did = r.did and p.bucket = r.bucket and {of_buckets("p")}
-        where r.value is not null
-    ), measured as (
-        select found.*, sum(octet_length(value)) over (order by number) - octet_length(value) as before from found
-    )
-    select number, visible, case when before < $2 then value end as value from measured order by number
-"""
 _NEXT_KEYS = """
     select did, collection, rkey from indexer.record where (did, collection, rkey) > ($1, $2, $3)
     order by did, collection, rkey limit $4
@@ -117,8 +112,44 @@ _SET_COUNTED = """
 _RECOUNTED = "delete from indexer.links_to_recount where did = $1 and bucket = $2 and seq = $3"
 
 
+_PROGRESS = "select state, repos_done, date_part('epoch', enabled_at) as enabled_at from atproto.link_progress"
+_OPEN_RECOUNTS = "select count(*) from (select 1 from indexer.links_to_recount limit $1) found"
+MAX_OPEN = 100_000
+"""Recounts that are counted at most."""
+
+LinkProgressState = Literal["off", "backfill", "complete"]
+
+
 class PositionLostError(Exception):
     """Changes after the position may have been trimmed: the consumer was disconnected or removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkProgress:
+    """The progress of links. How far they are behind is in the status of the consumer `links`.
+
+    Attributes:
+        progress: The estimated share of the repos that the backfill has visited; 0 if no links are kept.
+        repos_done: Repos that the backfill has visited.
+        enabled_at: When links were turned on, in Unix seconds; None if they are off.
+        open_recounts: Repos whose visibility changed and whose links are not recounted yet, at most `MAX_OPEN`.
+    """
+
+    state: LinkProgressState = "off"
+    progress: float = 0.0
+    repos_done: int = 0
+    enabled_at: float | None = None
+    open_recounts: int = 0
+
+
+async def load_progress(connection: Connection) -> LinkProgress:
+    """Return the progress. The cost does not depend on the number of links."""
+    [(state, repos_done, enabled_at)] = await connection.fetch(_PROGRESS)
+    progress = float(state == "complete")
+    if state == "backfill":
+        progress = min(1.0, repos_done / max(1, await estimate_rows(connection, "indexer.repo")))
+    open_recounts = await connection.fetchval(_OPEN_RECOUNTS, MAX_OPEN)
+    return LinkProgress(state, progress, repos_done, enabled_at, open_recounts)
 
 
 class _Target(NamedTuple):
@@ -271,13 +302,11 @@ class LinkSession:
 
     async def _replace(self, keys: Sequence[RecordKey]) -> int:
         """Replace the links of the first records by those of their stored values; return how many they are."""
-        numbered = [(*key, number) for number, key in enumerate(keys)]
-        buckets = buckets_of(did for did, *_ in keys)
-        stored = await self.connection.fetch(_VALUES, buckets, MAX_BYTES, *columns_of(numbered, _NUMBERED_KEY))
-        within = [row for row in stored if row["value"] is not None]
-        replaced = len(keys) if len(within) == len(stored) else stored[len(within)]["number"]
+        stored = await load_records(self.connection, keys, MAX_BYTES)
+        replaced = next((row["number"] for row in stored if row["omitted"]), len(keys))
         # Not on the event loop: a value of hostile shape takes long.
-        links = await asyncio.to_thread(_link_rows, keys, within)
+        links = await asyncio.to_thread(_link_rows, keys, stored)
+        buckets = buckets_of(did for did, *_ in keys)
         deleted = await self.connection.fetch(_DELETE_LINKS, buckets, *columns_of(keys[:replaced], _KEY))
         if links:
             await self.connection.copy_records_to_table(
@@ -332,11 +361,11 @@ def _first_changes(changes: Sequence[LoggedChange]) -> dict[RecordKey, int]:
     return first
 
 
-def _link_rows(keys: Sequence[RecordKey], values: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Return the values of `_LINK`. `values` has the rows of `_VALUES`."""
+def _link_rows(keys: Sequence[RecordKey], stored: Sequence[Row]) -> list[tuple[Any, ...]]:
+    """Return the values of `_LINK`. `stored` has the rows of `load_records`."""
     return [
-        (*key, bucket_of(key[0]), link.target, link.kind, link.path, shown)
-        for number, shown, value in values
-        for key in (keys[number],)
-        for link in links_of(value)
+        (*keys[row["number"]], bucket_of(keys[row["number"]][0]), link.target, link.kind, link.path, row["visible"])
+        for row in stored
+        if row["value"] is not None
+        for link in links_of(row["value"])
     ]
