@@ -40,7 +40,7 @@ from indexer.crash_points import crash_point
 from indexer.db import RESERVED_CONNECTIONS, Database, RetentionPolicy
 from indexer.db.current_scope import CurrentScope
 from indexer.db.open_gaps import OpenGaps
-from indexer.db.process_reports import ProcessReport
+from indexer.db.process_reports import DatabaseCheck, ProcessReport
 from indexer.live.account_limits import AccountLimits
 from indexer.live.batch_writer import BATCH_SIZE, BatchWriter
 from indexer.live.firehose_consumer import FirehoseConsumer
@@ -410,7 +410,7 @@ class Daemon:
         self.status_reading = StatusReading(
             self.db, self._shard, self.metrics, self.tuning.count_interval, self.tuning.max_count_share
         )
-        self.database_monitor = DatabaseMonitor(self.db, self.conditions, self.metrics)
+        self.database_monitor = DatabaseMonitor(self.db, DatabaseCheck(self.db.dsn), self.conditions, self.metrics)
         self.daemon_monitor = DaemonMonitor(
             self.batch_writer.totals, self.identities.lookups, self.hosts, self.conditions
         )

@@ -5,7 +5,6 @@ from indexer.db.collection_export import ExportedRecord
 from indexer.db.connections import RESERVED_CONNECTIONS
 from indexer.db.consistent_read import ConsistentRead, RecordRow
 from indexer.db.database import Database
-from indexer.db.database_check import DatabaseCheck
 from indexer.db.database_errors import DatabaseError
 from indexer.db.dead_letters import DeadLetterGoneError, StoredDeadLetter
 from indexer.db.erasure import ErasedBatch
@@ -29,7 +28,6 @@ __all__ = [
     "ConsumerState",
     "Counts",
     "Database",
-    "DatabaseCheck",
     "DatabaseError",
     "DatabaseState",
     "DeadLetterGoneError",

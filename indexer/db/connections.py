@@ -9,7 +9,6 @@ import asyncpg
 
 from indexer.crash_points import COMMITTED, crash_point
 from indexer.db.columns import Connection
-from indexer.db.database_check import DatabaseCheck
 from indexer.db.database_errors import (
     CONNECT_TIMEOUT,
     DatabaseError,
@@ -120,10 +119,6 @@ class Connections:
         """The connection string without the password."""
         return without_password(self.dsn)
 
-    def database_check(self) -> DatabaseCheck:
-        """Return a check whether the database answers."""
-        return DatabaseCheck(self.dsn)
-
     @asynccontextmanager
     async def maintenance_connection(self) -> AsyncIterator[asyncpg.Connection]:
         """Open a connection for statements that may take hours, or for a lock that is held meanwhile."""
@@ -223,18 +218,23 @@ class Connections:
         It is closed if the block is cancelled or a time limit ends it.
         """
         with database_errors():
-            connection = await self._acquire()
+            # `asyncio.timeout` never loses a cancellation. The timeout of `acquire` would apply to `release`, too.
+            async with timeout(CONNECT_TIMEOUT):
+                connection = await self._pool.acquire()
         try:
-            async with _closed_after_cancellation(connection):
-                yield connection
+            yield connection
+        except BaseException as error:
+            # Postgres may receive the cancellation of a statement so late that it affects the next one. An inner block
+            # may have turned the error of a time limit into a `DatabaseError`.
+            if isinstance(error, ENDS_STATEMENT) or isinstance(error.__cause__, ENDS_STATEMENT):
+                # `terminate` would drop the request to cancel the statement, which would go on, with its locks. The
+                # driver closes the socket before it raises one of these errors.
+                with suppress(OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
+                    await connection.close(timeout=CANCEL_TIMEOUT)
+            raise
         finally:
             with database_errors():
                 await self._pool.release(connection)
-
-    async def _acquire(self) -> asyncpg.pool.PoolConnectionProxy:
-        # `asyncio.timeout` never loses a cancellation. The timeout of `acquire` would apply to `release`, too.
-        async with timeout(CONNECT_TIMEOUT):
-            return await self._pool.acquire()
 
     @contextmanager
     def count_failures(self) -> Iterator[None]:
@@ -255,31 +255,6 @@ class Area:
 
     def __init__(self, pool: Connections) -> None:
         self._pool = pool
-
-
-@asynccontextmanager
-async def _closed_after_cancellation(connection: Connection) -> AsyncIterator[None]:
-    """Close the connection if the block is cancelled or a time limit ends it.
-
-    Postgres may receive the cancellation of a statement so late that it affects the next one.
-    """
-    try:
-        yield
-    except BaseException as error:
-        # An inner block may have turned the error of a time limit into a `DatabaseError`.
-        if isinstance(error, ENDS_STATEMENT) or isinstance(error.__cause__, ENDS_STATEMENT):
-            await _close_in_time(connection)
-        raise
-
-
-async def _close_in_time(connection: Connection) -> None:
-    """Close the connection when Postgres has ended a cancelled statement, at the latest after `CANCEL_TIMEOUT`.
-
-    `terminate` would drop the request to cancel it: the statement would go on, with its locks, although nobody waits.
-    """
-    # The driver closes the socket before it raises one of these, so the connection is closed in any case.
-    with suppress(OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
-        await connection.close(timeout=CANCEL_TIMEOUT)
 
 
 async def _keep_session(_connection: asyncpg.Connection) -> None:

@@ -9,7 +9,7 @@ from indexer.db.change_log_segments import ChangeLogSegments
 from indexer.db.collection_export import Exports
 from indexer.db.connections import Connections
 from indexer.db.crawls import Crawls
-from indexer.db.database_errors import DatabaseError, is_conflict, is_read_only, refused_writes
+from indexer.db.database_errors import DatabaseError, may_be_caused_by_values, refused_writes
 from indexer.db.dead_letters import DeadLetters
 from indexer.db.erasure import Erasure
 from indexer.db.gaps import Gaps
@@ -73,8 +73,5 @@ class Database(Connections):
         return written
 
     async def answers_after(self, error: DatabaseError) -> bool:
-        """Return True if the database answers and can be written, so that the write that failed may be the cause.
-
-        Of a deadlock, another transaction is the cause, and the write never is.
-        """
-        return not is_read_only(error) and not is_conflict(error) and await self.accepts_writes()
+        """Return True if the database answers and can be written, so that the write that failed may be the cause."""
+        return may_be_caused_by_values(error) and await self.accepts_writes()

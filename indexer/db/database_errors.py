@@ -60,16 +60,7 @@ full, as a program limit (54000). So a write counts as refused only while the se
 _READ_ONLY = (exceptions.DiskFullError, exceptions.ReadOnlySQLTransactionError)
 """Transient errors after which a database still answers queries."""
 _CONFLICTS = (exceptions.DeadlockDetectedError, exceptions.SerializationError)
-"""Transient errors of which other transactions are the cause, and never the values of the failed one.
-
-Unless a trigger raises them (`_is_raised_conflict`).
-"""
-_RAISE = "exec_stmt_raise"
-"""The function of the server that reports what the statement RAISE of PL/pgSQL raises.
-
-It reports no deadlock or serialization failure of its own: `DeadLockReport` and others do. On a cluster, errors of a
-worker come from a function of Citus, whatever caused them, and so they stay conflicts.
-"""
+"""Transient errors of which other transactions are the cause, and never the values of the failed one."""
 _WRONG_ADDRESS = (
     exceptions.InvalidAuthorizationSpecificationError,  # includes a wrong password
     exceptions.InvalidCatalogNameError,
@@ -144,20 +135,11 @@ def refused_writes() -> Iterator[None]:
         yield
     except _REFUSALS as error:
         raise RefusedWriteError(_text(error)) from error
-    except DatabaseError as error:
-        if error.__cause__ is None or not _is_raised_conflict(error.__cause__):
-            raise
-        raise RefusedWriteError(_text(error.__cause__)) from error
 
 
-def is_read_only(error: DatabaseError) -> bool:
-    """Return True if the database answers queries, but can store nothing at present."""
-    return isinstance(error.__cause__, _READ_ONLY)
-
-
-def is_conflict(error: DatabaseError) -> bool:
-    """Return True if the transaction failed because of other transactions, as in a deadlock."""
-    return isinstance(error.__cause__, _CONFLICTS)
+def may_be_caused_by_values(error: DatabaseError) -> bool:
+    """Return False if other transactions caused the error, as in a deadlock, or the database can store nothing."""
+    return not isinstance(error.__cause__, (*_READ_ONLY, *_CONFLICTS))
 
 
 class UnusableDatabaseError(SettingsError):
@@ -246,11 +228,6 @@ def _is_transient(cause: BaseException) -> bool:
         return any(text in str(cause) for text in _NODE_LOST)
     # Nor has it one for a session that the server ended with an error message, while the socket is still open.
     return isinstance(cause, exceptions.InternalClientError) and _SESSION_ENDED in str(cause)
-
-
-def _is_raised_conflict(cause: BaseException) -> bool:
-    """Return True if a trigger raised the error of a conflict, so that each attempt may fail as this one."""
-    return isinstance(cause, _CONFLICTS) and cause.server_source_function == _RAISE
 
 
 def _failure(cause: BaseException) -> FetchFailure:

@@ -1,23 +1,31 @@
-"""The reports of the processes of the daemon about themselves, for `indexer status`.
+"""The session by which each process of the daemon checks the database, and reports about itself, for `indexer status`.
 
 A row is valid as long as the session that wrote it exists. So it says at once that a process has ended, however it did.
 """
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import asyncpg
+
 from indexer.db.columns import Connection
+from indexer.db.database_errors import DatabaseError, database_errors
+from indexer.reasons import FetchFailure
+
+CHECK_TIMEOUT = 5.0
+"""Seconds after which a database that has not answered counts as unavailable."""
 
 # As in `shard_lock`: the start of a session of another role may be hidden (null).
 _OF_SESSION = "a.pid = p.pid and a.usesysid = p.role and coalesce(a.backend_start, p.started_at) = p.started_at"
 
-_FORGET_ENDED = f"""
-    delete from indexer.process_report p where not exists (select from pg_stat_activity a where {_OF_SESSION})
-"""
-
-_SAVE = """
+_SAVE = f"""
+    with ended as (
+        delete from indexer.process_report p
+        where pid <> pg_backend_pid() and not exists (select from pg_stat_activity a where {_OF_SESSION})
+    )
     insert into indexer.process_report as p
         (pid, role, started_at, roles, first_bucket, last_bucket, owns, reported_at, reasons)
     select a.pid, a.usesysid, a.backend_start, $1, $2, $3, $4, clock_timestamp(), $5
@@ -56,13 +64,39 @@ class ProcessReport:
     age: float = 0.0
 
 
-async def forget_ended(connection: Connection) -> None:
-    """Delete the rows of sessions that have ended."""
-    await connection.execute(_FORGET_ENDED)
+class DatabaseCheck:
+    """A session of its own, so that a check never waits for a connection of the pool."""
+
+    def __init__(self, dsn: str, seconds: float = CHECK_TIMEOUT) -> None:
+        self._dsn = dsn
+        self._seconds = seconds
+        self._connection: asyncpg.Connection | None = None
+
+    async def run(self, report: ProcessReport | None = None) -> str | None:
+        """Check that the database answers in time, and store the report if there is one; return the error, or None."""
+        try:
+            with database_errors():
+                async with asyncio.timeout(self._seconds):
+                    if self._connection is None:
+                        settings = {"application_name": "indexer database check"}
+                        self._connection = await asyncpg.connect(self._dsn, server_settings=settings)
+                    if report is None:
+                        await self._connection.execute("select 1")
+                    else:
+                        await _save(self._connection, report)
+        except DatabaseError as error:
+            self.close()
+            return f"no answer for {self._seconds:g} s" if error.reason is FetchFailure.TIMEOUT else str(error)
+        return None
+
+    def close(self) -> None:
+        """Close the connection without waiting for the server, which may not answer."""
+        if self._connection is not None:
+            self._connection.terminate()
+            self._connection = None
 
 
-async def save(connection: Connection, report: ProcessReport) -> None:
-    """Store the report of the process that owns the connection."""
+async def _save(connection: Connection, report: ProcessReport) -> None:
     positions = report.positions
     reasons = json.dumps([dict(reason) for reason in report.reasons])
     await connection.execute(_SAVE, list(report.roles), positions[0], positions[-1], report.owns, reasons)

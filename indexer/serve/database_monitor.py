@@ -6,7 +6,7 @@ from time import monotonic
 from typing import NoReturn
 
 from indexer.db import Database
-from indexer.db.process_reports import ProcessReport
+from indexer.db.process_reports import DatabaseCheck, ProcessReport
 from indexer.telemetry.conditions import DATABASE_ERRORS, DATABASE_UNAVAILABLE, Conditions
 from indexer.telemetry.metrics import Metrics
 
@@ -24,11 +24,11 @@ class DatabaseMonitor:
         answering_since: When the database began to answer (monotonic seconds); None while it does not answer.
     """
 
-    def __init__(self, db: Database, conditions: Conditions, metrics: Metrics) -> None:
+    def __init__(self, db: Database, check: DatabaseCheck, conditions: Conditions, metrics: Metrics) -> None:
         self._db = db
         self._conditions = conditions
         self._metrics = metrics
-        self._check = db.database_check()
+        self._check = check
         self._failed_operations = 0
         self.answering_since: float | None = monotonic()
 
@@ -63,6 +63,6 @@ class DatabaseMonitor:
 
     async def save(self, report: ProcessReport) -> None:
         """Store the state of this process."""
-        if (error := await self._check.save(report)) is not None:
+        if (error := await self._check.run(report)) is not None:
             message = f"the state for `indexer status` was not stored, and is retried: {error}"
             self._conditions.report(DATABASE_ERRORS, message=message)

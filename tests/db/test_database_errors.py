@@ -10,8 +10,9 @@ import asyncpg
 import pytest
 from asyncpg.exceptions import TargetServerAttributeNotMatched
 
-from indexer.db import Database, DatabaseCheck, DatabaseError
+from indexer.db import Database, DatabaseError
 from indexer.db.database_errors import database_errors, opening, without_password
+from indexer.db.process_reports import DatabaseCheck
 from indexer.errors import IndexerError, SettingsError
 from indexer.reasons import FetchFailure
 from tests.database_proxy import DatabaseProxy

@@ -24,10 +24,11 @@ class ScriptedCheck:
 class Monitored:
     def __init__(self) -> None:
         self.check = ScriptedCheck()
-        self.db = SimpleNamespace(failed_operations=0, last_error=None, database_check=lambda: self.check)
+        self.db = SimpleNamespace(failed_operations=0, last_error=None)
         db: Any = self.db
+        check: Any = self.check
         self.conditions, self.metrics = Conditions(), Metrics()
-        self.monitor = DatabaseMonitor(db, self.conditions, self.metrics)
+        self.monitor = DatabaseMonitor(db, check, self.conditions, self.metrics)
 
     def fail(self, operations: int) -> None:
         self.db.failed_operations += operations
