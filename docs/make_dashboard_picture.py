@@ -22,8 +22,6 @@ import httpx
 
 from docs.dashboard_picture import Span, draw
 from indexer.db.migrate import migrate
-from indexer.demo.http_server import Fault
-from indexer.demo.local_network import LocalNetwork
 from indexer.demo.scenario import Scenario
 from indexer.embedded import database
 from indexer.net.server.address import Address
@@ -31,6 +29,7 @@ from indexer.serve.health import serve_health
 from indexer.telemetry.log import configure_logging
 from tests import waiting
 from tests.daemon.running_daemon import RunningDaemon, running_daemon
+from tests.faulty_network import Fault, FaultyNetwork
 from tests.waiting import until
 
 COMMITS_PER_SECOND = 20.0
@@ -120,7 +119,7 @@ async def monitored_network(
     is yielded is set when all of this has happened.
     """
     async with AsyncExitStack() as stack:
-        network = await stack.enter_async_context(LocalNetwork(pds=3))
+        network = await stack.enter_async_context(FaultyNetwork(pds=3))
         for reader in ("feeds", "search"):  # before the start: the daemon looks at consumers once a minute
             await _execute(dsn, "select atproto.register_reader($1)", reader)
         daemon = await stack.enter_async_context(running_daemon(dsn, directory, network, resync_source="pds"))
@@ -174,7 +173,7 @@ async def _execute(dsn: str, statement: str, *values: str) -> None:
         await connection.close()
 
 
-async def _run_scenario(network: LocalNetwork, seconds: float) -> None:
+async def _run_scenario(network: FaultyNetwork, seconds: float) -> None:
     await Scenario(network, accounts=40).run(seconds, COMMITS_PER_SECOND)
 
 

@@ -18,9 +18,6 @@ import asyncpg
 
 from indexer.app.daemon import Daemon
 from indexer.db.migrate import migrate
-from indexer.demo.http_server import Fault
-from indexer.demo.local_account import LocalAccount
-from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_pds import GET_REPO
 from indexer.demo.local_relay import message_frame
 from indexer.demo.scenario import POST, Scenario
@@ -28,6 +25,7 @@ from indexer.embedded import database
 from indexer.telemetry.log import configure_logging
 from tests.chromium import Page, Scheme, open_browser
 from tests.daemon_harness import run_daemon, settings_for
+from tests.faulty_network import Fault, FaultyAccount, FaultyNetwork
 
 IMAGES = Path(__file__).parent / "images"
 PICTURES: tuple[tuple[str, int, int | None, Scheme], ...] = (
@@ -43,7 +41,7 @@ SAMPLE_SECONDS = 3.0
 
 
 @asynccontextmanager
-async def running_daemon(network: LocalNetwork, directory: Path) -> AsyncIterator[tuple[Daemon, str]]:
+async def running_daemon(network: FaultyNetwork, directory: Path) -> AsyncIterator[tuple[Daemon, str]]:
     """Run a daemon that may send only a few requests per second; yield it and the DSN of its database."""
     async with database(None, directory) as dsn:
         await migrate(dsn)
@@ -52,7 +50,7 @@ async def running_daemon(network: LocalNetwork, directory: Path) -> AsyncIterato
             yield daemon, dsn
 
 
-def create_backfill(network: LocalNetwork) -> list[LocalAccount]:
+def create_backfill(network: FaultyNetwork) -> list[FaultyAccount]:
     """Create accounts with some posts, on the first two hosts."""
     accounts = [network.create_account(f"early{number}.test", pds=number % 2) for number in range(BACKFILL)]
     for account in accounts:
@@ -61,7 +59,7 @@ def create_backfill(network: LocalNetwork) -> list[LocalAccount]:
     return accounts
 
 
-def inject_faults(network: LocalNetwork, accounts: list[LocalAccount]) -> None:
+def inject_faults(network: FaultyNetwork, accounts: list[FaultyAccount]) -> None:
     """Let the third host fail, and some exports arrive slowly."""
     network.pdses[2].faults.append(Fault(GET_REPO, status=502, times=None))
     for number in range(40):
@@ -72,7 +70,7 @@ def inject_faults(network: LocalNetwork, accounts: list[LocalAccount]) -> None:
         account.pds.faults.append(Fault(GET_REPO, did=account.did, rate=SLOW_BYTES_PER_SECOND))
 
 
-async def act(network: LocalNetwork, seconds: float) -> None:
+async def act(network: FaultyNetwork, seconds: float) -> None:
     """Let the accounts of a scenario act, now more and now less, and let the relay pass on some bad messages."""
     scenario, began, step, steps = Scenario(network, accounts=24), monotonic(), 0, round(seconds * MESSAGES_PER_SECOND)
     while True:
@@ -134,7 +132,7 @@ async def take_picture(page: Page, url: str, picture: tuple[str, int, int | None
 async def make(seconds: float) -> None:
     """Run the network and the daemon for a while, then take all pictures."""
     with TemporaryDirectory(prefix="indexer-pictures-") as directory:
-        async with LocalNetwork(pds=3) as network:
+        async with FaultyNetwork(pds=3) as network:
             accounts = create_backfill(network)
             inject_faults(network, accounts)
             async with running_daemon(network, Path(directory)) as (daemon, dsn), daemon.serve_http() as address:

@@ -8,7 +8,7 @@ import asyncpg
 from indexer.cli.demo import NetworkComparison, compare
 from indexer.db import Database
 from indexer.db.requirements import opened, schema_state
-from indexer.demo.local_network import LocalNetwork
+from tests.faulty_network import FaultyNetwork
 from tests.waiting import until
 
 
@@ -34,7 +34,7 @@ async def schema_is_current(dsn: str) -> bool:
     return state.database == state.release
 
 
-async def wait_until_equal(network: LocalNetwork, dsn: str, min_records: int = 100) -> None:
+async def wait_until_equal(network: FaultyNetwork, dsn: str, min_records: int = 100) -> None:
     """Wait until the cursor is at the last message and the database equals the network."""
     db = await Database.open(dsn)
     comparison = NetworkComparison(0, 0, ["not compared"])

@@ -7,12 +7,10 @@ import pytest
 
 from indexer.atproto.cid import cid_of
 from indexer.demo import dag_cbor
-from indexer.demo.http_server import Fault
-from indexer.demo.local_account import LocalAccount
-from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_pds import CAR_TYPE, GET_REPO
 from indexer.demo.local_repo import Write, car
 from tests.daemon_process import daemon_process, log_tail
+from tests.faulty_network import Fault, FaultyAccount, FaultyNetwork
 from tests.waiting import until
 
 RECORDS = 1_000_000
@@ -58,7 +56,7 @@ async def test_repo_of_a_million_records_is_resynced_in_bounded_memory(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.waiting.TIMEOUT", 600.0)
-    async with LocalNetwork() as network:
+    async with FaultyNetwork() as network:
         account = network.create_account("ada.test")
         account.repo.import_records(make_likes(RECORDS), account.key, network.clock.tid())
         async with daemon_process(network, database, tmp_path) as process:
@@ -78,7 +76,7 @@ async def test_repo_of_a_million_records_is_resynced_in_bounded_memory(
 async def test_commit_of_many_paths_to_one_large_value_takes_bounded_memory(database: str, tmp_path: Path) -> None:
     """One commit of 1.06 MB names a block of control characters 200 times: 1.2 GB of JSON."""
     characters = b"\x7a" + (1_040_000).to_bytes(4) + b"\x01" * 1_040_000
-    async with LocalNetwork() as network:
+    async with FaultyNetwork() as network:
         hostile, honest = network.create_account("eve.test"), network.create_account("bob.test")
 
         async def everything_stored() -> bool:
@@ -107,7 +105,7 @@ async def stored_records(dsn: str) -> tuple[int | None, dict[str, int]]:
         await connection.close()
 
 
-def serve_each_block_once(account: LocalAccount) -> None:
+def serve_each_block_once(account: FaultyAccount) -> None:
     """Let the PDS send a block once, even if many paths name it."""
     repo = account.repo
     blocks = {repo.head.cid: repo.head.block, **repo.tree.blocks()}
@@ -123,7 +121,7 @@ def serve_each_block_once(account: LocalAccount) -> None:
 async def test_export_of_many_paths_to_one_large_value_is_resynced_in_bounded_memory(
     database: str, tmp_path: Path, name: str
 ) -> None:
-    async with LocalNetwork() as network:
+    async with FaultyNetwork() as network:
         account = network.create_account("eve.test")
         records = {f"{LIKE}/{number:013}": AMPLIFYING[name] for number in range(PATHS)}
         account.repo.import_records(records, account.key, network.clock.tid())

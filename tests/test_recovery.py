@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from indexer.demo.local_network import LocalNetwork
 from indexer.demo.scenario import Scenario
 from tests.background import running
 from tests.backups import back_up, restore
 from tests.daemon.running_daemon import running_daemon
 from tests.database_checks import assert_change_log_consistent, fetch
+from tests.faulty_network import FaultyNetwork
 from tests.passed_time import expire_waits
 
 STEPS = 60
@@ -19,7 +19,7 @@ STEPS = 60
 async def test_restored_database_ends_equal_to_the_network(database: str, empty_database: str, tmp_path: Path) -> None:
     """The relay no longer has the messages after the cursor of the backup."""
     backup = tmp_path / "indexer.dump"
-    async with LocalNetwork() as network:
+    async with FaultyNetwork() as network:
         scenario = Scenario(network, seed=21)
         async with running_daemon(database, tmp_path, network) as daemon:
             for step in range(STEPS):

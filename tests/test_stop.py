@@ -14,10 +14,9 @@ import pytest
 
 from indexer import embedded
 from indexer.db.migrate import migrate
-from indexer.demo.local_account import LocalAccount
-from indexer.demo.local_network import LocalNetwork
 from tests.daemon_process import daemon_environment, log_tail
 from tests.database_checks import assert_change_log_consistent, wait_until_equal
+from tests.faulty_network import FaultyAccount, FaultyNetwork
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(300)
@@ -62,7 +61,7 @@ def send(pid: int, number: signal.Signals) -> None:
 
 @asynccontextmanager
 async def indexer_run(
-    network: LocalNetwork, dsn: str, directory: Path, *arguments: str, stop_timeout: float
+    network: FaultyNetwork, dsn: str, directory: Path, *arguments: str, stop_timeout: float
 ) -> AsyncIterator[Process]:
     """Run `indexer run`; kill it at the end of the block."""
     environment = daemon_environment(network, dsn, directory)
@@ -87,7 +86,7 @@ async def ended_after(process: Process, number: signal.Signals, limit: float) ->
     return monotonic() - began
 
 
-def create_posts(accounts: list[LocalAccount]) -> None:
+def create_posts(accounts: list[FaultyAccount]) -> None:
     for account in accounts:
         account.create(POST, {"$type": POST})
 
@@ -105,7 +104,7 @@ async def test_a_stop_ends_in_time_while_postgres_hangs_and_nothing_is_lost(
     tmp_path: Path, arguments: list[str], second_signal: bool
 ) -> None:
     server, daemons = tmp_path / "server", int(arguments[-1]) if arguments else 1
-    async with LocalNetwork() as network, own_database(server) as dsn:
+    async with FaultyNetwork() as network, own_database(server) as dsn:
         accounts = [network.create_account(f"a{number}.test") for number in range(8)]
         stop_timeout = 600.0 if second_signal else STOP_TIMEOUT
         async with indexer_run(network, dsn, tmp_path, *arguments, stop_timeout=stop_timeout) as process:

@@ -14,11 +14,11 @@ import asyncpg
 import pytest
 
 from indexer.db.migrate import migrate
-from indexer.demo.local_network import LocalNetwork
 from indexer.demo.scenario import Scenario
 from tests.cli.command_line import PROJECT
 from tests.daemon_process import daemon_environment, daemon_process, log_tail
 from tests.database_checks import assert_change_log_consistent, schema_is_current, wait_until_equal
+from tests.faulty_network import FaultyNetwork
 from tests.waiting import until
 
 STEPS = 40
@@ -58,7 +58,7 @@ def run_previous(directory: Path, *arguments: str) -> subprocess.CompletedProces
 
 
 @asynccontextmanager
-async def previous_daemon(release: Path, network: LocalNetwork, dsn: str, directory: Path) -> AsyncIterator[Process]:
+async def previous_daemon(release: Path, network: FaultyNetwork, dsn: str, directory: Path) -> AsyncIterator[Process]:
     """Run the daemon of the previous release, which migrates an empty database to its own schema."""
     environment = daemon_environment(network, dsn, directory) | {"PYTHONPATH": str(release)}
     with (directory / "daemon.log").open("ab") as log:
@@ -82,7 +82,7 @@ async def test_previous_release_runs_on_the_present_schema_until_the_present_dae
     dsn, old_directory, new_directory = empty_database, tmp_path / "old", tmp_path / "new"
     old_directory.mkdir()
     new_directory.mkdir()
-    async with LocalNetwork() as network:
+    async with FaultyNetwork() as network:
         scenario = Scenario(network, seed=11)
         steps = iter(range(PHASES * STEPS))
 
@@ -119,7 +119,7 @@ async def is_migrated(dsn: str) -> bool:
     return True
 
 
-async def wait_until_stored(network: LocalNetwork, dsn: str, directory: Path) -> None:
+async def wait_until_stored(network: FaultyNetwork, dsn: str, directory: Path) -> None:
     """Wait until the cursor has reached the last message."""
 
     async def reached() -> bool:

@@ -104,26 +104,6 @@ class LocalAccount:
         """Delete the account at its PDS. The identity remains in the directory."""
         self.set_status("deleted")
 
-    def migrate(self, to: LocalPds, *, sign_again: bool = True) -> None:
-        """Move to another PDS, with a new key.
-
-        Args:
-            to: The new PDS.
-            sign_again: The new PDS makes a commit with the new key at once. Reference PDSes do not: there, `#sync` and
-                exports contain the commit of the old PDS, signed with the old key, until the next write.
-        """
-        old, self.pds = self.pds, to
-        to.hosted[self.did] = HostedRepo(self.repo, self.apply_writes)
-        self.swap_key()
-        if sign_again:
-            self.apply_writes([], lost=True)
-        self.publish_key()
-        self._emit_account()
-        self._emit_identity(handle=self.handle)
-        self.emit_sync(rev=self.rev if sign_again else self._clock.tid())
-        old.hosted[self.did].status = "deactivated"
-        old.emit(self.did, "#account", self._event(active=False, status="deactivated"))
-
     def _next_key(self, curve: Curve) -> PrivateKey:
         self._keys += 1
         return PrivateKey.from_seed(curve, f"{self.did} key {self._keys}".encode())

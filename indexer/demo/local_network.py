@@ -1,6 +1,7 @@
-"""A local AT Protocol network: a PLC directory, PDSes and relays, usually on loopback, with signed repos."""
+"""A local AT Protocol network: a PLC directory, PDSes and a relay, usually on loopback, with signed repos."""
 
 from base64 import b32encode
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from types import TracebackType
 from typing import Self
@@ -17,57 +18,51 @@ from indexer.demo.local_repo import TidClock
 RecordsByRepo = dict[str, dict[str, bytes]]
 """DID to path to record CID."""
 
-RELAY_SEQ_DISTANCE = 1_000
-"""The sequence of relay number n begins after n times this number."""
-
 
 class LocalNetwork:
     """The network, serving inside `async with LocalNetwork() as net:`.
 
-    All servers listen on `host`. The relays use `first_port` and the following ports, then come the PLC directory and
-    the PDSes. Without `first_port`, the system chooses all ports.
+    All servers listen on `host`. The relay uses `first_port`, then come the PLC directory and the PDSes. Without
+    `first_port`, the system chooses all ports.
 
     Attributes:
         clock: Makes the TIDs and timestamps of all accounts.
-        relays: Each one receives the events of all PDSes and numbers them in a sequence of its own.
-        relay: The first relay.
+        relay: Receives the events of all PDSes and numbers them.
         accounts: The accounts by DID.
+        servers: All servers.
     """
 
-    def __init__(self, *, pds: int = 2, relays: int = 1, host: str = LOOPBACK, first_port: int = 0) -> None:
+    plc_type, pds_type, relay_type, account_type = LocalPlc, LocalPds, LocalRelay, LocalAccount
+
+    def __init__(self, *, pds: int = 2, host: str = LOOPBACK, first_port: int = 0) -> None:
         self.clock = TidClock()
-        self.plc = LocalPlc()
-        self.pdses = [LocalPds() for _ in range(pds)]
-        self.relays = [LocalRelay(self.plc, number * RELAY_SEQ_DISTANCE) for number in range(relays)]
-        self.relay = self.relays[0]
-        self.accounts: dict[str, LocalAccount] = {}
+        self.plc = self.plc_type()
+        self.pdses: Sequence[LocalPds] = [self.pds_type() for _ in range(pds)]
+        self.relay = self.relay_type(self.plc)
+        self._accounts: dict[str, LocalAccount] = {}
+        self.accounts: Mapping[str, LocalAccount] = self._accounts
         for pds_server in self.pdses:
-            pds_server.listeners += [relay.receive for relay in self.relays]
-        servers: list[HttpServer] = [*self.relays, self.plc, *self.pdses]
-        for number, server in enumerate(servers):
+            pds_server.listeners.append(self.relay.receive)
+        self.servers: list[HttpServer] = [self.relay, self.plc, *self.pdses]
+        for number, server in enumerate(self.servers):
             server.host = host
             server.port = first_port + number if first_port else 0
 
     async def __aenter__(self) -> Self:
-        for server in (self.plc, *self.pdses, *self.relays):
+        for server in self.servers:
             await server.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for server in (self.plc, *self.pdses, *self.relays):
+        for server in self.servers:
             await server.stop()
 
     @property
     def relay_url(self) -> str:
-        """The websocket URL of the first relay."""
-        return self.relay_urls[0]
-
-    @property
-    def relay_urls(self) -> list[str]:
-        """The websocket URLs of the relays, in the order of `relays`."""
-        return [relay.url.replace("http", "ws", 1) for relay in self.relays]
+        """The websocket URL of the relay."""
+        return self.relay.url.replace("http", "ws", 1)
 
     @property
     def plc_url(self) -> str:
@@ -81,8 +76,8 @@ class LocalNetwork:
         number = len(self.accounts)
         handle = handle or f"account{number}.test"
         host = self.pdses[number % len(self.pdses) if pds is None else pds]
-        account = LocalAccount(did_of(handle), handle, curve=curve, pds=host, plc=self.plc, clock=self.clock)
-        self.accounts[account.did] = account
+        account = self.account_type(did_of(handle), handle, curve=curve, pds=host, plc=self.plc, clock=self.clock)
+        self._accounts[account.did] = account
         return account
 
     def expected_records(self) -> RecordsByRepo:

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from aiohttp import hdrs, web
+from aiohttp import web
 
 from indexer.atproto import cid
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.record import decode_record
-from indexer.demo.http_server import BODY, HttpServer, ServerResponse, XrpcError, json_response
+from indexer.demo.http_server import BODY, HttpServer, XrpcError, json_response
 from indexer.demo.local_repo import LocalChange, LocalRepo, Record, TidClock, Write
 
 CAR_TYPE = "application/vnd.ipld.car"
@@ -73,27 +73,25 @@ class LocalPds(HttpServer):
         for listener in self.listeners:
             listener(self, did, kind, payload)
 
-    def _get_repo(self, request: web.Request) -> ServerResponse:
-        return ServerResponse(
-            self._active(request.query.get("did")).repo.export(), headers={hdrs.CONTENT_TYPE: CAR_TYPE}
-        )
+    def _get_repo(self, request: web.Request) -> web.Response:
+        return web.Response(body=b"".join(self._active(request.query.get("did")).repo.export()), content_type=CAR_TYPE)
 
-    def _get_record(self, request: web.Request) -> ServerResponse:
+    def _get_record(self, request: web.Request) -> web.Response:
         path = f"{request.query.get('collection', '')}/{request.query.get('rkey', '')}"
         proof = self._active(request.query.get("did")).repo.record_proof(path)
-        return ServerResponse((proof,), headers={hdrs.CONTENT_TYPE: CAR_TYPE})
+        return web.Response(body=proof, content_type=CAR_TYPE)
 
-    def _get_latest_commit(self, request: web.Request) -> ServerResponse:
+    def _get_latest_commit(self, request: web.Request) -> web.Response:
         head = self._active(request.query.get("did")).repo.head
         return json_response({"cid": cid.cid_text(head.cid), "rev": head.rev})
 
-    def _get_repo_status(self, request: web.Request) -> ServerResponse:
+    def _get_repo_status(self, request: web.Request) -> web.Response:
         hosted = self._hosted(request.query.get("did"))
         state = {"did": hosted.repo.did, "active": hosted.status is None}
         detail = {"status": hosted.status} if hosted.status else {"rev": hosted.repo.head.rev}
         return json_response(state | detail)
 
-    def _list_repos(self, request: web.Request) -> ServerResponse:
+    def _list_repos(self, request: web.Request) -> web.Response:
         entries = [
             None
             if hosted.status == "deleted"
@@ -102,7 +100,7 @@ class LocalPds(HttpServer):
         ]
         return page_response(request, entries, cursor_on_last_page=True)
 
-    def _list_records(self, request: web.Request) -> ServerResponse:
+    def _list_records(self, request: web.Request) -> web.Response:
         """Return a page of a collection, the greatest record keys first, as reference PDSes do."""
         repo = self._active(request.query.get("repo")).repo
         collection, cursor = request.query.get("collection", ""), request.query.get("cursor")
@@ -113,17 +111,17 @@ class LocalPds(HttpServer):
         body: dict[str, Any] = {"records": [_record_entry(repo, collection, rkey) for rkey in page]}
         return json_response(body | {"cursor": page[-1]} if page else body)
 
-    def _create_record(self, request: web.Request) -> ServerResponse:
+    def _create_record(self, request: web.Request) -> web.Response:
         hosted, path, fields = self._written(request)
         if path in hosted.repo.records:
             raise XrpcError("InvalidRequest", f"Record already exists: {path}")
         return _apply(hosted, path, fields, Write.create)
 
-    def _put_record(self, request: web.Request) -> ServerResponse:
+    def _put_record(self, request: web.Request) -> web.Response:
         hosted, path, fields = self._written(request)
         return _apply(hosted, path, fields, Write.update if path in hosted.repo.records else Write.create)
 
-    def _delete_record(self, request: web.Request) -> ServerResponse:
+    def _delete_record(self, request: web.Request) -> web.Response:
         """Delete a record; do nothing if it does not exist."""
         hosted, path, _ = self._written(request)
         if path not in hosted.repo.records:
@@ -167,7 +165,7 @@ def _record_entry(repo: LocalRepo, collection: str, rkey: str) -> dict[str, Any]
 
 def _apply(
     hosted: HostedRepo, path: str, fields: dict[str, Any], write: Callable[[str, Record], Write]
-) -> ServerResponse:
+) -> web.Response:
     record = fields.get("record")
     if not isinstance(record, dict):
         raise XrpcError("InvalidRequest", "record must be an object")
@@ -204,7 +202,7 @@ def page_response(
     *,
     cursor_on_last_page: bool,
     max_limit: int = 1_000,
-) -> ServerResponse:
+) -> web.Response:
     """Return one page of a list.
 
     Args:

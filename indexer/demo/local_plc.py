@@ -11,7 +11,7 @@ import dns.rcode
 import dns.rrset
 from aiohttp import web
 
-from indexer.demo.http_server import HttpServer, ServerResponse, json_response
+from indexer.demo.http_server import HttpServer, json_response
 
 _CONTEXT = [
     "https://www.w3.org/ns/did/v1",
@@ -43,7 +43,7 @@ class LocalPlc(HttpServer):
         self.identities: dict[str, LocalIdentity | None] = {}
         self.route("/{did}", self._resolve)
 
-    def _resolve(self, request: web.Request) -> ServerResponse:
+    def _resolve(self, request: web.Request) -> web.Response:
         did = request.match_info["did"]
         if did not in self.identities:
             return json_response({"message": f"DID not registered: {did}"}, 404)

@@ -14,7 +14,6 @@ from indexer.app.process_setup import StopRequest
 from indexer.app.tuning import Tuning
 from indexer.core.core import with_native
 from indexer.core.native_core import CommitsBeingVerified, NativeCore
-from indexer.demo.local_network import LocalNetwork
 from indexer.errors import BrokenInvariantError
 from indexer.live.batch_writer import BATCH_SIZE, BatchWriter
 from indexer.resync.apply import LARGE_TURNS, TURNS
@@ -23,6 +22,7 @@ from indexer.sync.repo import Repo
 from indexer.tasks.retention import ChangeLogRetention
 from tests.batch_sizes import first_batch_size
 from tests.daemon_harness import run_daemon, settings_for
+from tests.faulty_network import FaultyNetwork
 from tests.native_module import CountingCore, module_core
 from tests.waiting import until
 
@@ -38,7 +38,7 @@ async def test_broken_invariant_in_any_stage_ends_the_daemon(
 
     monkeypatch.setattr(stage, "run", breaks)
     async with (
-        LocalNetwork() as network,
+        FaultyNetwork() as network,
         open_daemon(settings_for(network.relay_url, network.plc_url, tmp_path), database) as running,
     ):
         with pytest.raises(BrokenInvariantError, match="a broken rule"):
@@ -51,7 +51,7 @@ async def test_panic_in_a_thread_of_the_native_core_ends_the_daemon(
     core = module_core(2)
     monkeypatch.setattr(NativeCore, "begin_verification", lambda *_: CommitsBeingVerified([], core.panic(2)))
     async with (
-        LocalNetwork() as network,
+        FaultyNetwork() as network,
         open_daemon(settings_for(network.relay_url, network.plc_url, tmp_path, core="native"), database) as running,
     ):
         account = network.create_account("ada.test")
@@ -66,7 +66,7 @@ async def test_panic_in_a_thread_of_the_native_core_ends_the_daemon(
 async def test_daemon_uses_the_native_core_for_frames_and_commits(database: str, tmp_path: Path) -> None:
     counting, stop = CountingCore(), StopRequest()
     core = with_native(counting)
-    async with LocalNetwork() as network:
+    async with FaultyNetwork() as network:
         settings = settings_for(network.relay_url, network.plc_url, tmp_path)
         async with open_daemon(settings, database, core=core) as running:
             account = network.create_account("ada.test")
@@ -92,7 +92,7 @@ async def test_broken_invariant_while_draining_is_raised(
 
     monkeypatch.setattr(BatchWriter, "run", breaks_at_the_end)
     async with (
-        LocalNetwork() as network,
+        FaultyNetwork() as network,
         open_daemon(settings_for(network.relay_url, network.plc_url, tmp_path), database) as running,
     ):
         network.create_account("ada.test")
@@ -133,7 +133,7 @@ async def test_garbage_is_collected_without_load(database: str, tmp_path: Path) 
     try:
         del old
         async with (
-            LocalNetwork() as network,
+            FaultyNetwork() as network,
             run_daemon(
                 settings_for(network.relay_url, network.plc_url, tmp_path),
                 database,

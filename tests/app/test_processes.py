@@ -12,12 +12,12 @@ import pytest
 
 from indexer.app.processes import process_environment, run_several
 from indexer.app.settings import Settings
-from indexer.demo.local_network import LocalNetwork
 from indexer.demo.scenario import Scenario
 from indexer.errors import SettingsError
 from indexer.sync.shard import Shard
 from tests.daemon_process import daemon_environment
 from tests.database_checks import assert_change_log_consistent, wait_until_equal
+from tests.faulty_network import FaultyNetwork
 from tests.waiting import until
 
 
@@ -43,7 +43,7 @@ async def test_more_processes_than_buckets_are_a_settings_error() -> None:
 
 @asynccontextmanager
 async def processes(
-    network: LocalNetwork, dsn: str, directory: Path, count: int
+    network: FaultyNetwork, dsn: str, directory: Path, count: int
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     command = [sys.executable, "-m", "indexer", "run", "--no-migrate", "--processes", str(count)]
     with (directory / "daemon.log").open("ab") as log:
@@ -68,7 +68,7 @@ async def test_processes_index_a_network_and_drain_once_at_ctrl_c_or_when_their_
 ) -> None:
     """A terminal sends SIGINT to the process group, and a second signal would end a process without draining."""
     log = tmp_path / "daemon.log"
-    async with LocalNetwork() as network:
+    async with FaultyNetwork() as network:
         scenario = Scenario(network, seed=11)
         async with processes(network, database, tmp_path, 2) as parent:
             for step in range(40):

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from indexer.demo.local_network import LocalNetwork
 from indexer.demo.scenario import Scenario
 from tests.citus.own_cluster import distribute_new_schema, own_cluster
 from tests.citus_cluster import COORDINATOR, Cluster
 from tests.daemon.running_daemon import RunningDaemon, running_daemon
 from tests.database_checks import assert_change_log_consistent, fetch
+from tests.faulty_network import FaultyNetwork
 from tests.waiting import until
 
 pytestmark = [pytest.mark.proof("cluster"), pytest.mark.timeout(600)]
@@ -41,7 +41,7 @@ async def test_nodes_are_restored_to_one_restore_point_and_the_daemon_continues(
     """Each base backup is taken at another moment, and the daemon writes before and after the restore point."""
     dsn = cluster.url_of(COORDINATOR)
     await distribute_new_schema(dsn)
-    async with LocalNetwork() as network:
+    async with FaultyNetwork() as network:
         scenario, step = Scenario(network, seed=18), 0
 
         async def act(daemon: RunningDaemon, steps: int) -> tuple[int, int]:

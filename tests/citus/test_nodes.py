@@ -12,7 +12,6 @@ import pytest
 from indexer.cluster.distribute import distribute
 from indexer.cluster.tables import DISTRIBUTED
 from indexer.db.migrate import migrate
-from indexer.demo.local_network import LocalNetwork
 from indexer.demo.scenario import Scenario
 from tests.citus.own_cluster import own_cluster
 from tests.citus_cluster import COORDINATOR, WORKERS, Cluster
@@ -22,6 +21,7 @@ from tests.database_checks import assert_change_log_consistent, wait_until_equal
 from tests.database_server import dsn_of
 from tests.db.change_log_helpers import connected
 from tests.db.filled_tables import contents, fill
+from tests.faulty_network import FaultyNetwork
 
 pytestmark = [pytest.mark.proof("cluster"), pytest.mark.timeout(600)]
 
@@ -98,7 +98,7 @@ async def test_a_daemon_indexes_while_shards_move_to_a_new_node(
     dsn = await create_database(cluster, "grows", WORKERS[:1])
     await distribute(dsn, 4, lambda *_: None)
     new = cluster.ports[WORKERS[1]]
-    async with LocalNetwork() as network, daemon_process(network, dsn, tmp_path) as daemon, connected(dsn) as sql:
+    async with FaultyNetwork() as network, daemon_process(network, dsn, tmp_path) as daemon, connected(dsn) as sql:
         scenario = Scenario(network, seed=19, accounts=16)
         for step in range(STEPS_BEFORE):
             scenario.perform(step, MAX_STEPS)

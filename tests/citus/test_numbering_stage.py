@@ -9,7 +9,6 @@ import pytest
 from indexer.cluster.change_numbering import IN_DOUBT_SECONDS, ChangeNumbering
 from indexer.cluster.numbering import numbering_session
 from indexer.db import Database
-from indexer.demo.local_network import LocalNetwork
 from indexer.telemetry.conditions import TRANSACTIONS_IN_DOUBT, Conditions
 from indexer.telemetry.metrics import Metrics
 from tests.citus_cluster import WORKERS
@@ -18,6 +17,7 @@ from tests.daemon_harness import run_daemon, settings_for, wait_for_cursor
 from tests.database_server import dsn_of
 from tests.db.change_log_helpers import after, connected
 from tests.db.repo_rows import did, insert, synchronized
+from tests.faulty_network import FaultyNetwork
 from tests.waiting import until
 
 pytestmark = pytest.mark.proof("cluster")
@@ -34,7 +34,7 @@ async def test_daemon_that_ends_numbers_its_last_changes(
         await asyncio.Event().wait()
 
     monkeypatch.setattr(ChangeNumbering, "run", number_nothing)
-    async with LocalNetwork() as network:
+    async with FaultyNetwork() as network:
         account = network.create_account()
         settings = settings_for(network.relay_url, network.plc_url, tmp_path)
         async with run_daemon(settings, database) as daemon:

@@ -11,7 +11,6 @@ import pytest
 from indexer.cluster.distribute import distribute
 from indexer.db.migrate import migrate
 from indexer.db.requirements import require_privileges
-from indexer.demo.local_network import LocalNetwork
 from indexer.demo.scenario import Scenario
 from indexer.errors import SettingsError
 from tests.citus_cluster import WORKERS
@@ -21,6 +20,7 @@ from tests.daemon_process import daemon_process
 from tests.database_checks import assert_change_log_consistent, wait_until_equal
 from tests.db.change_log_helpers import connected
 from tests.db.test_migrate import GRANTS, role, with_user
+from tests.faulty_network import FaultyNetwork
 
 pytestmark = [pytest.mark.proof("cluster"), pytest.mark.timeout(300)]
 
@@ -72,7 +72,7 @@ async def test_an_owner_that_is_no_superuser_migrates_distributes_and_runs_a_dae
     await migrate(dsn)
     result = await distribute(dsn, SHARDS, lambda *_: None)
     assert any(owner in notice and "from public" in notice for notice in result.notices)
-    async with LocalNetwork() as network:
+    async with FaultyNetwork() as network:
         scenario = Scenario(network, seed=5)
         async with daemon_process(network, dsn, tmp_path):
             for step in range(STEPS):

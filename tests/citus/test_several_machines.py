@@ -14,7 +14,6 @@ import pytest
 
 from indexer.cli.demo import compare
 from indexer.db import Database
-from indexer.demo.local_network import LocalNetwork
 from indexer.demo.scenario import Scenario
 from indexer.sync.shard import BUCKETS, Shard
 from tests.background import running
@@ -23,6 +22,7 @@ from tests.citus_cluster import COORDINATOR, WORKERS, Cluster
 from tests.daemon_forks import DaemonFork, start_fork_server
 from tests.daemon_process import daemon_environment
 from tests.database_checks import assert_change_log_consistent, fetch
+from tests.faulty_network import FaultyNetwork
 from tests.lost_commits import active_account, lose_commit
 from tests.passed_time import EXPIRE_LEASES, EXPIRE_WAITS
 from tests.waiting import until
@@ -60,7 +60,7 @@ class Machines:
         daemons: All daemons that were created.
     """
 
-    def __init__(self, network: LocalNetwork, dsn: str, directory: Path) -> None:
+    def __init__(self, network: FaultyNetwork, dsn: str, directory: Path) -> None:
         self.owners = Counter[int]()
         self.unowned_seconds = 0.0
         self.daemons: list[DaemonFork] = []
@@ -125,7 +125,7 @@ def has_logged(daemon: DaemonFork, event: str) -> bool:
     return daemon.log.exists() and f'"{event}"' in daemon.log.read_text()
 
 
-async def wait_until_equal(machines: Machines, network: LocalNetwork, dsn: str, shards: int) -> None:
+async def wait_until_equal(machines: Machines, network: FaultyNetwork, dsn: str, shards: int) -> None:
     """Wait until the cursor of each shard is at the last message and the database is equal to the network."""
     connection, db = await asyncpg.connect(dsn), await Database.open(dsn)
     await connection.execute(EXPIRE_LEASES)  # also of the workers that were killed
@@ -146,7 +146,7 @@ async def wait_until_equal(machines: Machines, network: LocalNetwork, dsn: str, 
         await connection.close()
 
 
-async def act(network: LocalNetwork, scenario: Scenario, enough: asyncio.Event) -> None:
+async def act(network: FaultyNetwork, scenario: Scenario, enough: asyncio.Event) -> None:
     """Let the accounts write all steps of the scenario, and then go on until there was enough load."""
     random = Random(33)
     for step in count():
@@ -163,7 +163,7 @@ async def test_number_of_shards_changes_while_accounts_write(
     database: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """Two daemons hand over to three: the new ones wait until the old ones have drained."""
-    async with LocalNetwork() as network, AsyncExitStack() as stack:
+    async with FaultyNetwork() as network, AsyncExitStack() as stack:
         machines = Machines(network, database, tmp_path)
         await stack.enter_async_context(machines.watched())
         scenario = Scenario(network, seed=31, accounts=16)
@@ -206,7 +206,7 @@ KILLS = (WORKERS[:1], (COORDINATOR,), WORKERS, (COORDINATOR, WORKERS[0]))
 async def test_nodes_are_killed_while_accounts_write(cluster: Cluster, tmp_path: Path) -> None:
     """A daemon and a machine with the other roles go on as soon as the nodes answer again, and nothing is lost."""
     dsn = cluster.url_of(COORDINATOR)
-    async with LocalNetwork() as network, AsyncExitStack() as stack:
+    async with FaultyNetwork() as network, AsyncExitStack() as stack:
         machines, enough = Machines(network, dsn, tmp_path), asyncio.Event()
         for settings in ({"roles": "live"}, {"roles": "resync"}):
             await stack.enter_async_context(machines.daemon(**settings).supervised())

@@ -12,11 +12,10 @@ from indexer.app.settings import Settings
 from indexer.cli.audit import AuditTimeouts, open_auditor
 from indexer.cli.audit_comparison import RepoAudit
 from indexer.db import Database
-from indexer.demo.local_account import LocalAccount
-from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_repo import Write
 from tests.daemon_harness import run_daemon, settings_for
 from tests.database_checks import fetch
+from tests.faulty_network import FaultyAccount, FaultyNetwork
 from tests.waiting import until
 
 POST = "app.bsky.feed.post"
@@ -28,7 +27,7 @@ OF_POST = f"where did = $1 and collection = '{POST}' and rkey"
 
 @dataclass
 class AuditWorld:
-    network: LocalNetwork
+    network: FaultyNetwork
     db: Database
     dsn: str
     directory: Path
@@ -36,7 +35,7 @@ class AuditWorld:
     def settings(self, **changes: Any) -> Settings:
         return settings_for(self.network.relay_url, self.network.plc_url, self.directory, **changes)
 
-    def create_account(self, name: str, posts: int = 5) -> LocalAccount:
+    def create_account(self, name: str, posts: int = 5) -> FaultyAccount:
         account = self.network.create_account(f"{name}.test")
         account.apply_writes([Write.create(f"{POST}/{n:03}", {"$type": POST, "text": f"{n}"}) for n in range(posts)])
         return account
@@ -55,7 +54,7 @@ class AuditWorld:
     async def sql(self, statement: str, *values: Any) -> list[asyncpg.Record]:
         return await fetch(self.dsn, statement, *values)
 
-    async def delete_post(self, account: LocalAccount, rkey: str) -> None:
+    async def delete_post(self, account: FaultyAccount, rkey: str) -> None:
         """Delete the row of a post from the database."""
         assert await self.sql(f"delete from indexer.record {OF_POST} = $2 returning 1", account.did, rkey)  # noqa: S608
 
@@ -68,7 +67,7 @@ class AuditWorld:
         }
 
     async def audit(
-        self, *accounts: LocalAccount | str, timeouts: AuditTimeouts = NO_WAIT, **changes: Any
+        self, *accounts: FaultyAccount | str, timeouts: AuditTimeouts = NO_WAIT, **changes: Any
     ) -> dict[str, RepoAudit]:
         """Audit the accounts and return the results by DID."""
         dids = [account if isinstance(account, str) else account.did for account in accounts]
@@ -78,7 +77,7 @@ class AuditWorld:
         ):
             return {result.did: result async for result in results}
 
-    async def differences(self, account: LocalAccount, **changes: Any) -> list[str]:
+    async def differences(self, account: FaultyAccount, **changes: Any) -> list[str]:
         """Return the differences of one repo, one line each. The repo must not be skipped."""
         result = (await self.audit(account, **changes))[account.did]
         assert result.reason_skipped is None
@@ -86,7 +85,7 @@ class AuditWorld:
         prefix = f"at://{account.did}/"
         return [f"{one.subject.removeprefix(prefix)} {one.description}" for one in result.listed]
 
-    async def reason_skipped(self, account: LocalAccount | str, **changes: Any) -> str:
+    async def reason_skipped(self, account: FaultyAccount | str, **changes: Any) -> str:
         """Return the reason why one repo was skipped."""
         [result] = (await self.audit(account, **changes)).values()
         assert result.reason_skipped is not None
@@ -107,7 +106,7 @@ async def audit_world(dsn: str, directory: Path, hosts: int = 2) -> AsyncIterato
     """Run a network without accounts, with an empty database."""
     db = await Database.open(dsn, connections=5)
     try:
-        async with LocalNetwork(pds=hosts) as network:
+        async with FaultyNetwork(pds=hosts) as network:
             yield AuditWorld(network, db, dsn, directory)
     finally:
         await db.close()

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from indexer.db import Database
-from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_repo import Write
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
 from indexer.sync.identity import HandleCheck, HandleClaim, StoredIdentity
@@ -17,6 +16,7 @@ from tests.cli.command_line import Session
 from tests.cli.stored_account import CID, DID, HANDLE, REV
 from tests.db.test_values import COLLECTION as UNUSUAL_COLLECTION
 from tests.db.test_values import ODD as UNUSUAL_RECORDS
+from tests.faulty_network import FaultyAccount
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def world_session(world: AuditWorld, session: Session) -> Session:
 
 
 @pytest.fixture
-async def ada(world: AuditWorld) -> LocalAccount:
+async def ada(world: AuditWorld) -> FaultyAccount:
     """Create a synchronized account with unusual records."""
     ada = world.create_account("ada")
     ada.create(POST, {"$type": POST, "on": True, "n": 1, "big": -(2**63), "text": "é 雨"}, rkey="odd")

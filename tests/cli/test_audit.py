@@ -16,8 +16,6 @@ from indexer.cli.audit import MAX_CONCURRENCY, AuditTimeouts, audit_concurrency
 from indexer.cli.audit_comparison import BEING_DELETED, BEING_FETCHED, RepoAudit
 from indexer.db import DatabaseError
 from indexer.db.collection_export import Exports
-from indexer.demo.http_server import Fault
-from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_pds import GET_REPO
 from indexer.net.pds import PdsClient
 from indexer.reasons import FetchFailure
@@ -25,12 +23,13 @@ from indexer.sync.export import ExportReader
 from tests.cli.audit_world import LIKE, NO_WAIT, OF_POST, POST, AuditWorld, audit_world
 from tests.daemon_harness import run_daemon
 from tests.db.test_values import COLLECTION as UNUSUAL_COLLECTION
+from tests.faulty_network import Fault, FaultyAccount
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
 
-async def test_resynchronized_repo_with_unusual_records_is_equal(world: AuditWorld, ada: LocalAccount) -> None:
+async def test_resynchronized_repo_with_unusual_records_is_equal(world: AuditWorld, ada: FaultyAccount) -> None:
     result = (await world.audit(ada))[ada.did]
     [[problems]] = await world.sql("select count(distinct value_problem) from indexer.record")
     assert problems >= 9, "the account has many kinds of unusual records"
@@ -59,7 +58,7 @@ ROW_CHANGES: list[tuple[str, str, list[str]]] = [
 """Changes of rows that the property test of the comparison does not make, which rows, and the differences."""
 
 
-async def test_every_change_to_stored_rows_is_found(world: AuditWorld, ada: LocalAccount) -> None:
+async def test_every_change_to_stored_rows_is_found(world: AuditWorld, ada: FaultyAccount) -> None:
     await world.sql("create table original as table indexer.record")
     for change, condition, expected in ROW_CHANGES:
         statement = f"update indexer.record {change}" if change.startswith("set") else change
@@ -122,17 +121,17 @@ async def test_rows_with_values_and_of_a_repo_with_a_local_takedown_are_compared
     assert await world.differences(ada, store_values="false") == [DIFFERENT_VALUE]
 
 
-def publish_another_key(_: AuditWorld, account: LocalAccount) -> None:
+def publish_another_key(_: AuditWorld, account: FaultyAccount) -> None:
     """Publish a key that did not sign the last commit."""
     account.swap_key()
     account.publish_key()
 
 
-def send_no_last_record(_: AuditWorld, account: LocalAccount) -> None:
+def send_no_last_record(_: AuditWorld, account: FaultyAccount) -> None:
     account.pds.faults.append(Fault(GET_REPO, sections=len(list(account.repo.export())) - 1))
 
 
-def fault(**values: Any) -> Callable[[AuditWorld, LocalAccount], Any]:
+def fault(**values: Any) -> Callable[[AuditWorld, FaultyAccount], Any]:
     return lambda _, ada: ada.pds.faults.append(Fault(GET_REPO, **values))
 
 
@@ -142,7 +141,7 @@ PAUSE = (
     "update indexer.host set paused_until = now() + interval '1 hour', pause_reason = 'host-paused' "
     "where host = $1 returning host"
 )
-SKIPPED: dict[str, Callable[[AuditWorld, LocalAccount], Any]] = {
+SKIPPED: dict[str, Callable[[AuditWorld, FaultyAccount], Any]] = {
     "unreachable: ": lambda _, ada: ada.pds.stop(),
     "throttled: ": fault(status=429, headers={"Retry-After": "9"}),
     "repo-not-found: ": lambda _, ada: ada.delete_account(),

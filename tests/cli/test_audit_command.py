@@ -8,18 +8,17 @@ from functools import partial
 import pytest
 
 from indexer.cli.audit_comparison import MAX_LISTED_DIFFERENCES
-from indexer.demo.http_server import Fault
-from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_pds import GET_REPO
 from tests.cli.audit_world import POST, UNKNOWN_DID, AuditWorld
 from tests.cli.command_line import PROJECT, Session, environment_without_settings, error_line
+from tests.faulty_network import Fault, FaultyAccount
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
 
 async def test_audit_prints_differences_and_writes_nothing(
-    world: AuditWorld, ada: LocalAccount, world_session: Session
+    world: AuditWorld, ada: FaultyAccount, world_session: Session
 ) -> None:
     bob, cyd = world.create_account("bob"), world.create_account("cyd")
     await world.synchronize()

@@ -6,13 +6,13 @@ import asyncpg
 import pytest
 
 from indexer.db import Database
-from indexer.demo.local_network import LocalNetwork
 from indexer.sync.changes import Batch
 from indexer.sync.events import MAX_SEQ
 from indexer.sync.shard import Shard
 from indexer.sync.stream import Cursor
 from tests.cli.command_line import Session, error_line
 from tests.daemon.running_daemon import POST, post, running_daemon
+from tests.faulty_network import FaultyNetwork
 from tests.waiting import until
 
 RELAY = "wss://one.example"
@@ -81,7 +81,7 @@ async def test_reset_repairs_a_cursor_above_all_messages(
     database: str, sql: asyncpg.Connection, tmp_path: Path, session: Session, target: str
 ) -> None:
     """The next daemon reads the stream again, and closes the gap."""
-    async with LocalNetwork() as network:
+    async with FaultyNetwork() as network:
         async with running_daemon(database, tmp_path, network) as daemon:
             account = daemon.create_account("one.test")
             await daemon.wait_until_equal()

@@ -9,12 +9,12 @@ import pytest
 
 from indexer.db import Database
 from indexer.db.crawls import CrawlProgress
-from indexer.demo.local_network import LocalNetwork
 from indexer.reasons import Desync
 from indexer.sync.repo import SyncStatus
 from indexer.tasks.reconcile import ReconciliationSettings
 from tests.cli.command_line import Session
 from tests.daemon_harness import run_daemon, settings_for, wait_for_cursor
+from tests.faulty_network import FaultyNetwork
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -23,9 +23,9 @@ NOTE = "com.example.note"
 
 
 @pytest.fixture
-async def network(session: Session, tmp_path: Path) -> AsyncIterator[LocalNetwork]:
+async def network(session: Session, tmp_path: Path) -> AsyncIterator[FaultyNetwork]:
     """Run a network of three accounts, each with a record in a collection of its own; commands use it."""
-    async with LocalNetwork() as network:
+    async with FaultyNetwork() as network:
         session.configure(
             INDEXER_RELAYS=network.relay_url,
             INDEXER_PLC_URL=network.plc_url,
@@ -38,14 +38,14 @@ async def network(session: Session, tmp_path: Path) -> AsyncIterator[LocalNetwor
         yield network
 
 
-async def tracked(db: Database, network: LocalNetwork) -> list[str]:
+async def tracked(db: Database, network: FaultyNetwork) -> list[str]:
     """Return the DIDs of the accounts that the database has, in their order in the network."""
     repos = await db.repos.load(list(network.accounts))
     return [did for did in network.accounts if did in repos]
 
 
 async def test_discover_adds_accounts_by_collection_by_pds_and_by_relay(
-    network: LocalNetwork, session: Session, db: Database
+    network: FaultyNetwork, session: Session, db: Database
 ) -> None:
     ada, bob, cyd = network.accounts.values()
     result = await session.run("discover", "--collection", "com.example.ada", "--collection", "com.example.bob")
@@ -59,7 +59,7 @@ async def test_discover_adds_accounts_by_collection_by_pds_and_by_relay(
 
 
 async def test_interrupted_discover_continues_at_its_cursor(
-    network: LocalNetwork, session: Session, db: Database
+    network: FaultyNetwork, session: Session, db: Database
 ) -> None:
     await db.crawls.save(CrawlProgress("discover", network.relay.url, "", "2", 2, 2, began_at=time()))
     result = await session.run("discover")
@@ -70,7 +70,7 @@ async def test_interrupted_discover_continues_at_its_cursor(
 
 
 async def test_resync_is_requested_for_repos_that_are_behind(
-    network: LocalNetwork,
+    network: FaultyNetwork,
     session: Session,
     db: Database,
     database: str,

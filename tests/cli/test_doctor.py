@@ -31,8 +31,6 @@ from indexer.cli.doctor import (
 )
 from indexer.db import Database
 from indexer.db.requirements import DatabaseFacts, SchemaState, load_database_facts
-from indexer.demo.http_server import Fault
-from indexer.demo.local_network import LocalNetwork
 from indexer.errors import SettingsError
 from indexer.sync.changes import Batch
 from indexer.sync.events import InfoEvent, StreamError
@@ -40,6 +38,7 @@ from indexer.sync.shard import PLAIN, Layout
 from indexer.sync.stream import Cursor
 from tests.cli.command_line import Session
 from tests.daemon_harness import settings_for
+from tests.faulty_network import Fault, FaultyNetwork
 
 CLOSED_PORT = "127.0.0.1:1"
 GOOD = {
@@ -57,13 +56,13 @@ SHORT = Timeouts(check=2.0, database=20.0, connect=0.5, message=0.5)
 
 
 @pytest.fixture
-async def network() -> AsyncIterator[LocalNetwork]:
-    async with LocalNetwork() as network:
+async def network() -> AsyncIterator[FaultyNetwork]:
+    async with FaultyNetwork() as network:
         network.create_account("ada.test").create("com.example.note", {"text": "hello"})
         yield network
 
 
-async def findings(network: LocalNetwork, dsn: str, directory: Path, **changes: Any) -> dict[str, Finding]:
+async def findings(network: FaultyNetwork, dsn: str, directory: Path, **changes: Any) -> dict[str, Finding]:
     """Return the last finding of each check."""
     given = {"relays": network.relay_url, "plc_url": network.plc_url, "database_url": dsn} | changes
     relay, plc = given.pop("relays"), given.pop("plc_url")
@@ -90,7 +89,7 @@ def facts(settings: Mapping[str, str] | None = None, layout: Layout = PLAIN, **s
 
 @pytest.mark.slow
 async def test_doctor_finds_nothing_wrong_with_a_new_installation(
-    network: LocalNetwork, session_without_database: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    network: FaultyNetwork, session_without_database: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the embedded Postgres; then with a wrong setting."""
     monkeypatch.delenv("INDEXER_DATABASE_URL")
@@ -116,7 +115,7 @@ async def test_doctor_finds_nothing_wrong_with_a_new_installation(
 
 
 @pytest.mark.slow
-async def test_doctor_reports_a_database_that_refuses_connections_once(network: LocalNetwork, tmp_path: Path) -> None:
+async def test_doctor_reports_a_database_that_refuses_connections_once(network: FaultyNetwork, tmp_path: Path) -> None:
     found = await findings(network, f"postgresql://{CLOSED_PORT}/none", tmp_path)
     assert found["database"].level is Level.FAIL
     assert "INDEXER_DATABASE_URL" in str(found["database"].action)
@@ -126,7 +125,7 @@ async def test_doctor_reports_a_database_that_refuses_connections_once(network: 
 
 @pytest.mark.slow
 async def test_doctor_reports_a_missing_an_older_and_a_newer_schema(
-    network: LocalNetwork, empty_database: str, database: str, tmp_path: Path
+    network: FaultyNetwork, empty_database: str, database: str, tmp_path: Path
 ) -> None:
     found = await findings(network, empty_database, tmp_path)
     assert found["schema"].level is Level.WARN
@@ -145,7 +144,7 @@ async def test_doctor_reports_a_missing_an_older_and_a_newer_schema(
 
 @pytest.mark.slow
 async def test_doctor_reports_a_directory_and_a_relay_that_fail_or_hang(
-    network: LocalNetwork, database: str, tmp_path: Path
+    network: FaultyNetwork, database: str, tmp_path: Path
 ) -> None:
     network.plc.faults.append(Fault("", times=None, status=502))
     async with silent_server() as relay:
@@ -163,7 +162,7 @@ async def test_doctor_reports_a_directory_and_a_relay_that_fail_or_hang(
 
 @pytest.mark.slow
 async def test_doctor_compares_the_stored_cursor_with_the_relay(
-    network: LocalNetwork, database: str, db: Database, tmp_path: Path
+    network: FaultyNetwork, database: str, db: Database, tmp_path: Path
 ) -> None:
     await db.write(Batch(cursor=Cursor(network.relay_url, "0/1", network.relay.seq, None)))
     found = await findings(network, database, tmp_path)
@@ -180,7 +179,7 @@ async def test_doctor_compares_the_stored_cursor_with_the_relay(
 
 @pytest.mark.slow
 async def test_doctor_reports_name_servers_that_do_not_answer(
-    network: LocalNetwork, database: str, tmp_path: Path
+    network: FaultyNetwork, database: str, tmp_path: Path
 ) -> None:
     found = await findings(
         network,

@@ -9,12 +9,10 @@ import pytest
 
 from indexer.atproto.lexicon import MAX_FIELDS, STRONG_REFERENCE
 from indexer.db import Database
-from indexer.demo.http_server import Fault
-from indexer.demo.local_account import LocalAccount
-from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_pds import GET_RECORD
 from tests.backups import back_up, restore
 from tests.cli.command_line import Session, error_line
+from tests.faulty_network import Fault, FaultyAccount, FaultyNetwork
 from tests.lexicons.published import published_directory
 from tests.lexicons.samples import (
     DEFS,
@@ -247,9 +245,9 @@ async def name_server() -> AsyncIterator[NameServer]:
 
 
 @pytest.fixture
-async def publisher(session: Session, name_server: NameServer, tmp_path: Path) -> AsyncIterator[LocalAccount]:
+async def publisher(session: Session, name_server: NameServer, tmp_path: Path) -> AsyncIterator[FaultyAccount]:
     """Publish the lexicons of com.example by an account of a local network, which the settings name."""
-    async with LocalNetwork() as network:
+    async with FaultyNetwork() as network:
         session.configure(
             INDEXER_PLC_URL=network.plc_url,
             INDEXER_RELAYS=network.relay_url,
@@ -271,7 +269,7 @@ async def add(session: Session, *nsids: str) -> Any:
 
 
 async def test_nsid_is_resolved_and_verified_with_the_lexicons_that_it_refers_to(
-    session: Session, publisher: LocalAccount, name_server: NameServer
+    session: Session, publisher: FaultyAccount, name_server: NameServer
 ) -> None:
     result = await add(session, REVIEW)
     assert (result.returncode, result.stdout.splitlines()) == (
@@ -290,7 +288,7 @@ async def test_nsid_is_resolved_and_verified_with_the_lexicons_that_it_refers_to
 
 
 async def test_lexicons_that_refer_to_others_without_end_are_bounded_in_bytes(
-    session: Session, publisher: LocalAccount
+    session: Session, publisher: FaultyAccount
 ) -> None:
     """Each of them has a record type, and would get a view with a thousand columns."""
     reference = {"type": "ref", "ref": STRONG_REFERENCE}
@@ -307,7 +305,7 @@ async def test_lexicons_that_refer_to_others_without_end_are_bounded_in_bytes(
 
 
 async def test_nsid_that_nobody_publishes_is_reported_in_one_line(
-    session: Session, publisher: LocalAccount, name_server: NameServer
+    session: Session, publisher: FaultyAccount, name_server: NameServer
 ) -> None:
     result = await add(session, "com.example.nothing")
     assert result.returncode == 2
@@ -329,7 +327,7 @@ async def test_nsid_that_nobody_publishes_is_reported_in_one_line(
     assert "its authority did:plc:bbbbbbbbbbbbbbbbbbbbbbbb cannot be resolved: not registered" in error_line(result)
 
 
-async def test_lexicon_with_a_wrong_signature_is_rejected(session: Session, publisher: LocalAccount) -> None:
+async def test_lexicon_with_a_wrong_signature_is_rejected(session: Session, publisher: FaultyAccount) -> None:
     publisher.swap_key()
     publisher.create(SCHEMA, {"$type": SCHEMA} | LIKE_DOCUMENT, rkey="com.example.more")
     result = await add(session, REVIEW)
@@ -338,7 +336,7 @@ async def test_lexicon_with_a_wrong_signature_is_rejected(session: Session, publ
     assert await asyncio.to_thread(stored, session) == {}
 
 
-async def test_published_record_that_is_no_lexicon_is_reported(session: Session, publisher: LocalAccount) -> None:
+async def test_published_record_that_is_no_lexicon_is_reported(session: Session, publisher: FaultyAccount) -> None:
     for rkey, record, problem in (
         ("com.example.wrong", {"$type": SCHEMA} | LIKE_DOCUMENT, f"is the lexicon of {LIKE}"),
         ("com.example.empty", {"$type": SCHEMA}, "is not a lexicon: it has no field `lexicon`"),
@@ -351,7 +349,7 @@ async def test_published_record_that_is_no_lexicon_is_reported(session: Session,
 
 
 async def test_dns_or_pds_that_does_not_answer_is_reported(
-    session: Session, publisher: LocalAccount, name_server: NameServer
+    session: Session, publisher: FaultyAccount, name_server: NameServer
 ) -> None:
     publisher.pds.faults.append(Fault(GET_RECORD, status=500))
     result = await add(session, REVIEW)

@@ -11,13 +11,13 @@ import asyncpg
 
 from indexer.app.tuning import Tuning
 from indexer.db import Database
-from indexer.demo.local_account import LocalAccount
-from indexer.demo.local_network import LocalNetwork, did_of
+from indexer.demo.local_network import did_of
 from indexer.demo.scenario import NOTE, Scenario
 from tests.background import running
 from tests.daemon_forks import DaemonFork, Death, do_not_prepare
 from tests.daemon_process import daemon_environment
 from tests.database_checks import apply_strictly, fetch, wait_until_equal
+from tests.faulty_network import FaultyAccount, FaultyNetwork
 from tests.lost_commits import active_account, lose_commit
 from tests.numbered_changes import number_changes
 from tests.passed_time import EXPIRE_LEASES, expire_waits
@@ -53,7 +53,7 @@ class DeathWorld:
 
     def __init__(
         self,
-        network: LocalNetwork,
+        network: FaultyNetwork,
         dsn: str,
         directory: Path,
         db: Database,
@@ -91,17 +91,17 @@ class DeathWorld:
             self._scenario.perform(self._steps, STEPS)
             self._steps += 1
 
-    def account(self) -> LocalAccount:
+    def account(self) -> FaultyAccount:
         """Return an account that is active."""
         return active_account(self.network, self.random)
 
-    def lose_commit(self) -> LocalAccount:
+    def lose_commit(self) -> FaultyAccount:
         """Let the relay lose a commit of an account, which then writes another one: so its repo needs a resync."""
         account = self.account()
         lose_commit(account)
         return account
 
-    def create_unseen_account(self) -> LocalAccount:
+    def create_unseen_account(self) -> FaultyAccount:
         """Create an account with records of which the relay sends only the last commit: so its repo is fetched."""
         handle = f"{self._name()}.test"
         self.network.relay.drop(did_of(handle), EVENTS_OF_A_NEW_ACCOUNT)
@@ -109,7 +109,7 @@ class DeathWorld:
         account.create(NOTE, {"text": "seen"})
         return account
 
-    def create_account(self) -> LocalAccount:
+    def create_account(self) -> FaultyAccount:
         return self.network.create_account(f"{self._name()}.test")
 
     async def die(self, death: Death, before: Act, meanwhile: Act | None = None) -> None:
@@ -196,7 +196,7 @@ async def death_world(
     seed: int = 1,
     steps: int = FIRST_STEPS,
     prepare: Callable[[], None] = do_not_prepare,
-    network: LocalNetwork | None = None,
+    network: FaultyNetwork | None = None,
 ) -> AsyncIterator[DeathWorld]:
     """Run accounts on a network, a new one or the given one. All are indexed when the block begins, without a daemon.
 
@@ -205,7 +205,7 @@ async def death_world(
     """
     if network is None:
         async with (
-            LocalNetwork() as new,
+            FaultyNetwork() as new,
             death_world(dsn, directory, settings, seed=seed, steps=steps, prepare=prepare, network=new) as world,
         ):
             yield world

@@ -12,13 +12,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from indexer.demo.http_server import Fault
 from indexer.demo.local_pds import GET_REPO
 from indexer.demo.scenario import NOTE
 from indexer.net.http.host_limits import FAILURE_THRESHOLD
 from indexer.reasons import Rejection
 from tests.crashes.death_world import DeathWorld, death_world
 from tests.crashes.shifted_clock import Offset, read_wrong_clock
+from tests.faulty_network import Fault
 from tests.lost_commits import lose_commit
 from tests.waiting import until
 

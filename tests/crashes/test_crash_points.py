@@ -18,8 +18,6 @@ from indexer import crash_points
 from indexer.app.tuning import Tuning
 from indexer.atproto.syntax import CollectionFilter
 from indexer.db import Database
-from indexer.demo.http_server import Fault
-from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_pds import GET_REPO
 from indexer.demo.local_repo import Write
 from indexer.demo.scenario import NOTE
@@ -33,6 +31,7 @@ from tests.daemon_forks import DaemonFork, Death
 from tests.daemon_process import daemon_environment
 from tests.database_checks import assert_change_log_consistent, schema_is_current, wait_until_equal
 from tests.db.link_steps import turn_on
+from tests.faulty_network import Fault, FaultyNetwork
 from tests.passed_time import EXPIRE_LEASES
 from tests.quick_tuning import MORTAL
 from tests.readers.webhook_server import WebhookServer
@@ -374,7 +373,7 @@ async def test_killed_while_a_changed_scope_is_followed(
             record_property("deaths", world.deaths.total())
 
 
-def did_of_other(network: LocalNetwork, number: int) -> str:
+def did_of_other(network: FaultyNetwork, number: int) -> str:
     return next(account.did for account in network.accounts.values() if account.handle == f"other{number}.test")
 
 
@@ -525,7 +524,7 @@ async def test_migration_is_killed(
     empty_database: str, tmp_path: Path, record_property: RecordProperty, deaths: Sequence[Death]
 ) -> None:
     """The schema of a killed migration is the one before it, or the complete one."""
-    async with LocalNetwork() as network:
+    async with FaultyNetwork() as network:
         network.create_account("ada.test").create(NOTE, {"text": "stored after the migration"})
         daemon = DaemonFork(daemon_environment(network, empty_database, tmp_path), tmp_path, MORTAL)
         try:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from indexer.demo.local_network import LocalNetwork
 from tests.crashes.death_world import DeathWorld, death_world
 from tests.database_proxy import DatabaseProxy
+from tests.faulty_network import FaultyNetwork
 from tests.http_proxy import HttpProxy
 from tests.tcp_proxy import TcpProxy
 from tests.waiting import until
@@ -112,7 +112,7 @@ async def test_connections_to_a_server_break_at_each_message(
     kinds: set[str],
 ) -> None:
     """The URLs in settings and identities name a proxy in place of the server."""
-    async with LocalNetwork() as network, AsyncExitStack() as stack:
+    async with FaultyNetwork() as network, AsyncExitStack() as stack:
         settings: dict[str, str] = {}
         if server == "database":
             proxy: TcpProxy = (of_database := DatabaseProxy(database))

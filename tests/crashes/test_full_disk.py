@@ -12,10 +12,10 @@ from urllib.parse import parse_qs, urlsplit
 import asyncpg
 import pytest
 
-from indexer.demo.local_account import LocalAccount
 from indexer.demo.scenario import NOTE
 from tests.crashes.death_world import DeathWorld, death_world
 from tests.database_server import dsn_of
+from tests.faulty_network import FaultyAccount
 from tests.lost_commits import lose_commit
 from tests.waiting import until
 
@@ -73,7 +73,7 @@ async def test_full_disk_of_spool_files_delays_large_exports_and_nothing_else(da
             await world.check()
 
 
-async def has_row(world: DeathWorld, account: LocalAccount, failure: str | None, sync_status: str) -> bool:
+async def has_row(world: DeathWorld, account: FaultyAccount, failure: str | None, sync_status: str) -> bool:
     query = "select last_failure, sync_status, attempts from indexer.repo where did = $1"
     rows = await world.execute(query, account.did)
     assert all(row["attempts"] <= 1 for row in rows), "a full disk does not count as an attempt, the broken chain does"

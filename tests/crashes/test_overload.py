@@ -13,13 +13,13 @@ import httpx
 import pytest
 
 from indexer.app.daemon import INBOX_BYTES
-from indexer.demo.local_network import LocalNetwork
 from indexer.demo.scenario import NOTE
 from tests.background import running
 from tests.daemon_forks import DaemonFork
 from tests.daemon_process import daemon_environment
 from tests.database_checks import assert_change_log_consistent, wait_until_equal
 from tests.database_proxy import DatabaseProxy
+from tests.faulty_network import FaultyNetwork
 from tests.quick_tuning import MORTAL
 
 MAX_MIB = 400
@@ -49,7 +49,7 @@ class Load:
         commits: The number of changes.
     """
 
-    def __init__(self, network: LocalNetwork) -> None:
+    def __init__(self, network: FaultyNetwork) -> None:
         self._random = Random(5)
         self._accounts = [network.create_account(f"a{number}.test") for number in range(ACCOUNTS)]
         self.commits = 0
@@ -115,7 +115,7 @@ async def test_stream_faster_than_the_database(
     monkeypatch.setattr("tests.waiting.TIMEOUT", 900.0)  # all that has piled up is written at the end
     seconds = 60 * request.config.getoption("--minutes")
     clock, proxy = asyncio.get_running_loop().time, DatabaseProxy(database)
-    async with proxy.serve(), LocalNetwork() as network:
+    async with proxy.serve(), FaultyNetwork() as network:
         network.relay.max_lag = MAX_LAG
         load = Load(network)
         daemon = DaemonFork(daemon_environment(network, proxy.dsn, tmp_path), tmp_path, MORTAL)

@@ -15,14 +15,14 @@ from indexer.atproto.limits import Limits
 from indexer.cli.demo import NetworkComparison, compare
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Database
-from indexer.demo.local_account import LocalAccount
-from indexer.demo.local_network import LocalNetwork, RecordsByRepo
+from indexer.demo.local_network import RecordsByRepo
 from indexer.demo.local_pds import GET_REPO
 from indexer.demo.local_relay import message_frame
 from indexer.demo.local_repo import LocalChange
 from indexer.sync.events import MalformedEvent, decode_frame
 from tests.daemon_harness import run_daemon, settings_for, wait_for_cursor
 from tests.database_checks import fetch
+from tests.faulty_network import FaultyAccount, FaultyNetwork
 from tests.lost_commits import lose_commit
 from tests.quick_tuning import QUICK
 from tests.waiting import until
@@ -37,7 +37,7 @@ REPO_ROW = """
 UNKNOWN_KEY = PrivateKey.from_seed("k256", b"a key that no account has")
 
 
-class FilteredNetwork(LocalNetwork):
+class FilteredNetwork(FaultyNetwork):
     """A network of which the database must contain only the given accounts and collections."""
 
     def __init__(self, dids: Iterable[str] | None = None, collections: Iterable[str] | None = None) -> None:
@@ -67,7 +67,7 @@ class RunningDaemon:
         recorded: The sequence numbers of dead letters that were seen.
     """
 
-    network: LocalNetwork
+    network: FaultyNetwork
     stages: Daemon
     dsn: str
     limits: Limits
@@ -84,8 +84,7 @@ class RunningDaemon:
         """
         seqs = set[int]()
         for sent in reversed(self.network.relay.log):
-            frame = sent.frame.encode() if isinstance(sent.frame, str) else sent.frame
-            if not isinstance(decode_frame(frame, self.limits), MalformedEvent):
+            if not isinstance(decode_frame(sent.frame, self.limits), MalformedEvent):
                 await wait_for_cursor(self.stages, self.network.relay_url, sent.seq)
                 break
             seqs.add(sent.seq)
@@ -110,7 +109,7 @@ class RunningDaemon:
         await until(equal, lambda: comparison.differences[:5])
         return comparison
 
-    async def resync_until_equal(self, account: LocalAccount) -> None:
+    async def resync_until_equal(self, account: FaultyAccount) -> None:
         """Make every attempt of the repo due at once, instead of after a minute or more, until it is synchronized."""
 
         async def synchronized() -> bool:
@@ -123,12 +122,12 @@ class RunningDaemon:
     async def execute(self, statement: str, *values: Any) -> list[asyncpg.Record]:
         return await fetch(self.dsn, statement, *values)
 
-    async def repo_row(self, account: LocalAccount) -> asyncpg.Record:
+    async def repo_row(self, account: FaultyAccount) -> asyncpg.Record:
         """Return the row of the repo. `wait` is the seconds until its next attempt, infinite if it is parked."""
         [row] = await self.execute(REPO_ROW, account.did)
         return row
 
-    async def record_rows(self, account: LocalAccount) -> list[asyncpg.Record]:
+    async def record_rows(self, account: FaultyAccount) -> list[asyncpg.Record]:
         """Return the stored records of the account, including those that are not visible."""
         return await self.execute("select * from indexer.record where did = $1 order by collection, rkey", account.did)
 
@@ -162,14 +161,14 @@ class RunningDaemon:
         """The number of exports that the PDSs were asked for."""
         return sum(pds.requests[GET_REPO] for pds in self.network.pdses)
 
-    def create_account(self, handle: str, records: int = 5) -> LocalAccount:
+    def create_account(self, handle: str, records: int = 5) -> FaultyAccount:
         """Create an account with this many posts."""
         account = self.network.create_account(handle)
         for number in range(records):
             account.create(POST, post(number), rkey=f"{number:03}")  # the same tree in every run
         return account
 
-    def lose_commit(self, account: LocalAccount) -> None:
+    def lose_commit(self, account: FaultyAccount) -> None:
         """Create two posts. The relay does not send the commit of the first one."""
         lose_commit(account, POST)
 
@@ -183,14 +182,14 @@ class RunningDaemon:
 async def running_daemon(
     dsn: str,
     directory: Path,
-    network: LocalNetwork | None = None,
+    network: FaultyNetwork | None = None,
     others: Sequence[StageProgress] = (),
     tuning: Tuning = QUICK,
     **settings: Any,
 ) -> AsyncIterator[RunningDaemon]:
     """Run a daemon on a network that is already running, or on a new one."""
     if network is None:
-        async with LocalNetwork() as new, running_daemon(dsn, directory, new, others, tuning, **settings) as daemon:
+        async with FaultyNetwork() as new, running_daemon(dsn, directory, new, others, tuning, **settings) as daemon:
             yield daemon
         return
     loaded = settings_for(network.relay_url, network.plc_url, directory, **settings)
@@ -202,7 +201,7 @@ def post(text: object) -> dict[str, Any]:
     return {"$type": POST, "text": str(text)}
 
 
-def publish_key_silently(network: LocalNetwork, account: LocalAccount) -> None:
+def publish_key_silently(network: FaultyNetwork, account: FaultyAccount) -> None:
     """Publish the account's key in the directory, without an `#identity` message."""
     identity = network.plc.identities[account.did]
     assert identity is not None

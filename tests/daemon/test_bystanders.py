@@ -8,11 +8,10 @@ from typing import Any
 import asyncpg
 import pytest
 
-from indexer.demo.local_account import LocalAccount
-from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_repo import Write
 from tests.daemon.running_daemon import POST, post
 from tests.daemon_process import daemon_process, log_tail
+from tests.faulty_network import FaultyAccount, FaultyNetwork
 from tests.sync.test_planning_cost import ENDS, ITEMS, list_of
 from tests.waiting import until
 
@@ -50,7 +49,7 @@ def processor_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def stored_keys(sql: asyncpg.Connection, account: LocalAccount) -> list[str]:
+async def stored_keys(sql: asyncpg.Connection, account: FaultyAccount) -> list[str]:
     """Return the record keys of the account in the order in which the daemon stored them."""
     rows = await sql.fetch(
         "select rkey from atproto.changes where did = $1 and rkey is not null order by seq", account.did
@@ -58,7 +57,9 @@ async def stored_keys(sql: asyncpg.Connection, account: LocalAccount) -> list[st
     return [row["rkey"] for row in rows]
 
 
-def send(hostile: LocalAccount, honest: LocalAccount, commits: Sequence[tuple[Any, int, int]], name: str) -> list[str]:
+def send(
+    hostile: FaultyAccount, honest: FaultyAccount, commits: Sequence[tuple[Any, int, int]], name: str
+) -> list[str]:
     """Send the commits, and one of the honest account before, between and after them; return its record keys."""
     keys = [f"{name}-{number:02}" for number in range(len(commits) + 1)]
     honest.create(POST, post("before"), rkey=keys[0])
@@ -86,7 +87,7 @@ def numbered(record: Any, number: int) -> Any:
 async def test_costly_commits_do_not_delay_others_more_than_ordinary_commits(
     database: str, tmp_path: Path, sql: asyncpg.Connection
 ) -> None:
-    async with LocalNetwork() as network:
+    async with FaultyNetwork() as network:
         hostile, honest = network.create_account("eve.test"), network.create_account("bob.test")
         sent: list[str] = []
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from indexer.demo.http_server import Fault
 from indexer.serve.health import MetricsPage
 from tests.daemon.running_daemon import RunningDaemon, running_daemon
+from tests.faulty_network import Fault
 from tests.serve.prometheus_programs import needs_promtool
 from tests.waiting import until
 

@@ -5,12 +5,12 @@ from random import Random
 
 import pytest
 
-from indexer.demo.local_network import LocalNetwork
 from indexer.demo.scenario import Scenario
 from tests.background import running
 from tests.daemon.running_daemon import running_daemon
 from tests.database_checks import assert_change_log_consistent
 from tests.db.change_log_helpers import connected
+from tests.faulty_network import FaultyNetwork
 from tests.lost_commits import active_account, lose_commit
 from tests.passed_time import EXPIRE_LEASES, expire_waits
 from tests.waiting import until
@@ -78,7 +78,7 @@ async def be_in_the_way(database: str) -> None:
 
 @pytest.mark.proof("daemon")
 async def test_deadlocks_of_all_transactions_lose_nothing_and_end_nothing(database: str, tmp_path: Path) -> None:
-    async with LocalNetwork() as network, running_daemon(database, tmp_path, network) as daemon:
+    async with FaultyNetwork() as network, running_daemon(database, tmp_path, network) as daemon:
         scenario, random = Scenario(network, seed=16), Random(16)
         await daemon.execute("create sequence indexer.statement")
         await daemon.execute(LET_STATEMENTS_FAIL)

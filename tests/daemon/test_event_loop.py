@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from indexer.demo import dag_cbor
-from indexer.demo.http_server import Fault
 from indexer.demo.local_pds import GET_REPO
 from indexer.demo.local_repo import Write
 from indexer.sync.batch import ReceivedMessage
 from indexer.sync.resync import Completion
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
+from tests.faulty_network import Fault
 from tests.waiting import until
 
 DELAYS = "indexer_event_loop_delay_seconds"

@@ -11,8 +11,6 @@ import pytest
 
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.core.spool import Spool
-from indexer.demo.http_server import Fault
-from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_pds import CAR_TYPE, GET_REPO
 from indexer.demo.reference_tree import height
 from indexer.errors import UnavailableError, UpstreamError
@@ -26,6 +24,7 @@ from tests.daemon.crafted_exports import (
 )
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
 from tests.database_checks import assert_change_log_consistent
+from tests.faulty_network import Fault, FaultyAccount
 from tests.sync.signing_account import SigningAccount
 from tests.waiting import until
 
@@ -138,7 +137,7 @@ async def test_failed_and_invalid_exports_change_nothing_and_the_next_valid_ones
         await assert_change_log_consistent(database)
 
 
-def slow_down_export(account: LocalAccount) -> Fault:
+def slow_down_export(account: FaultyAccount) -> Fault:
     """Let the account's next export last until `finish_export`. Its content is the state at the time of the request."""
     fault = Fault(GET_REPO, account.did, rate=sum(map(len, account.repo.export())) // EXPORT_SECONDS)
     account.pds.faults.append(fault)
@@ -150,7 +149,7 @@ def finish_export(fault: Fault) -> None:
     fault.rate = NO_LIMIT
 
 
-async def wait_for_resync_start(daemon: RunningDaemon, account: LocalAccount, fault: Fault) -> None:
+async def wait_for_resync_start(daemon: RunningDaemon, account: FaultyAccount, fault: Fault) -> None:
     await until(lambda: fault.fired == 1)
     assert (await daemon.repo_row(account))["sync_status"] == "in-progress"
 
@@ -210,7 +209,7 @@ async def test_lost_commit_and_full_buffer_end_a_resync(database: str, tmp_path:
 LAST_LEAF_KEYS = [f"zz{number:03}" for number in range(100) if height(f"{POST}/zz{number:03}") == 0][:6]
 
 
-def omit_last_records(daemon: RunningDaemon, account: LocalAccount, exports: int) -> list[Fault]:
+def omit_last_records(daemon: RunningDaemon, account: FaultyAccount, exports: int) -> list[Fault]:
     """Let the next exports contain all tree nodes but not the last three records; two of these were never announced."""
     sections = sum(1 for _ in account.repo.export()) - 1
     faults = [Fault(GET_REPO, sections=sections) for _ in range(exports)]
@@ -221,7 +220,7 @@ def omit_last_records(daemon: RunningDaemon, account: LocalAccount, exports: int
     return faults
 
 
-async def account_with_long_last_leaf(daemon: RunningDaemon) -> LocalAccount:
+async def account_with_long_last_leaf(daemon: RunningDaemon) -> FaultyAccount:
     """Create an account whose exports end with the records of one node, which comes before all of them."""
     account = daemon.create_account("ada.test", records=20)
     for rkey in LAST_LEAF_KEYS[:4]:

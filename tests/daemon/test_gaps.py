@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 
 from indexer.cli.demo import compare
-from indexer.demo.local_account import LocalAccount
-from indexer.demo.local_network import LocalNetwork
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
+from tests.faulty_network import FaultyAccount, FaultyNetwork
 from tests.quick_tuning import QUICK
 from tests.waiting import until
 
 
 @asynccontextmanager
 async def daemon_of(
-    network: LocalNetwork, database: str, directory: Path, **settings: Any
+    network: FaultyNetwork, database: str, directory: Path, **settings: Any
 ) -> AsyncIterator[RunningDaemon]:
     relays = ",".join(network.relay_urls)
     async with running_daemon(database, directory, network, relays=relays, **settings) as daemon:
@@ -29,7 +28,7 @@ async def is_equal(daemon: RunningDaemon) -> bool:
     return not (await compare(daemon.network, daemon.db)).differences
 
 
-async def create_synchronized(daemon: RunningDaemon, count: int) -> list[LocalAccount]:
+async def create_synchronized(daemon: RunningDaemon, count: int) -> list[FaultyAccount]:
     accounts = [daemon.create_account(f"account{number}.test", records=2) for number in range(count)]
     await until(lambda: is_equal(daemon))
     return accounts
@@ -54,7 +53,7 @@ async def gaps(daemon: RunningDaemon) -> list[tuple[Any, ...]]:
     return [tuple(row) for row in rows]
 
 
-def commit_each(accounts: Sequence[LocalAccount], text: str) -> None:
+def commit_each(accounts: Sequence[FaultyAccount], text: str) -> None:
     for account in accounts:
         account.create(POST, post(text))
 
@@ -67,7 +66,7 @@ def relay_of(daemon: RunningDaemon) -> str | None:
 @pytest.mark.slow
 async def test_change_over_to_another_relay_loses_nothing(database: str, tmp_path: Path) -> None:
     """The second relay has no cursor. Its stream is entered where the first one ended, although START is `live`."""
-    async with LocalNetwork(relays=2) as network, daemon_of(network, database, tmp_path, start="live") as daemon:
+    async with FaultyNetwork(relays=2) as network, daemon_of(network, database, tmp_path, start="live") as daemon:
         await until(lambda: relay_of(daemon) == network.relay_urls[0])
         accounts = await create_synchronized(daemon, 5)
         await network.relay.stop()
@@ -86,7 +85,7 @@ async def test_all_that_a_relay_forgot_is_found(database: str, tmp_path: Path) -
 
     Missed were the commits of an account, a takedown, and new accounts.
     """
-    async with LocalNetwork() as network:
+    async with FaultyNetwork() as network:
         network.relay.announces = False
         async with daemon_of(network, database, tmp_path) as daemon:
             active, quiet, hidden = await create_synchronized(daemon, 3)
@@ -107,7 +106,7 @@ async def test_all_that_a_relay_forgot_is_found(database: str, tmp_path: Path) -
 
 @pytest.mark.proof("daemon")
 async def test_change_over_to_a_relay_that_lost_the_span_opens_a_gap(database: str, tmp_path: Path) -> None:
-    async with LocalNetwork(relays=2) as network, daemon_of(network, database, tmp_path, start="live") as daemon:
+    async with FaultyNetwork(relays=2) as network, daemon_of(network, database, tmp_path, start="live") as daemon:
         await until(lambda: relay_of(daemon) == network.relay_urls[0])
         accounts = await create_synchronized(daemon, 5)
         network.relays[1].restart_sequence(5_000)  # it has none of the messages
@@ -129,7 +128,7 @@ async def test_restarted_sequence_is_entered_anew(
 
     A takedown in it is applied, although it has a lower number than the last #account message of the account.
     """
-    async with LocalNetwork() as network:
+    async with FaultyNetwork() as network:
         network.relay.announces = announces
         async with daemon_of(network, database, tmp_path) as daemon:
             hidden, *accounts = await create_synchronized(daemon, 20)
@@ -156,7 +155,7 @@ async def test_restarted_sequence_is_entered_anew(
 @pytest.mark.proof("daemon")
 async def test_silent_relay_that_does_not_know_the_cursor_opens_a_gap(database: str, tmp_path: Path) -> None:
     """The relay reports no future cursor, and no message shows that it has started a new sequence."""
-    async with LocalNetwork() as network:
+    async with FaultyNetwork() as network:
         network.relay.announces = False
         async with daemon_of(network, database, tmp_path) as daemon:
             accounts = await create_synchronized(daemon, 3)

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from indexer.demo.http_server import Fault
-from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_pds import GET_REPO
 from indexer.demo.local_relay import message_frame
 from indexer.telemetry.conditions import NEW_ACCOUNTS_LIMITED
 from tests.daemon.running_daemon import POST, post, running_daemon
+from tests.faulty_network import Fault, FaultyNetwork
 from tests.waiting import until
 
 pytestmark = pytest.mark.proof("daemon")
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.proof("daemon")
 @pytest.mark.proof("daemon")
 async def test_slow_exports_of_one_machine_leave_half_of_the_workers_to_others(database: str, tmp_path: Path) -> None:
     """12 accounts on three names of one machine need a minute per export; those of the other host are all fetched."""
-    async with LocalNetwork(pds=2) as network:
+    async with FaultyNetwork(pds=2) as network:
         hostile = network.pdses[0]
         port = hostile.url.rpartition(":")[2]
         names = [f"http://{name}:{port}" for name in ("localhost", "127.0.0.1", "[::ffff:127.0.0.1]")]
@@ -51,7 +50,7 @@ async def test_wrong_clocks_of_many_accounts_of_one_host_do_not_decide_readiness
     database: str, tmp_path: Path, time: str
 ) -> None:
     """After a restart, each honest account is behind 15 of the 300 accounts of the hostile host."""
-    async with LocalNetwork(pds=4) as network:
+    async with FaultyNetwork(pds=4) as network:
         async with running_daemon(database, tmp_path, network) as daemon:
             honest = [daemon.create_account(f"honest{number}.test", records=1) for number in range(20)]
             await daemon.wait_until_equal()
@@ -75,7 +74,7 @@ async def test_new_accounts_of_one_host_beyond_its_limit_wait_until_a_list_names
 ) -> None:
     """Nothing of them is fetched or stored, their rows say why, and the account of the other host is not delayed."""
     async with (
-        LocalNetwork(pds=2) as network,
+        FaultyNetwork(pds=2) as network,
         running_daemon(database, tmp_path, network, new_accounts_per_host="3") as daemon,
     ):
         evil = []

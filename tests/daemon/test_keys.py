@@ -7,9 +7,7 @@ from time import monotonic
 
 import pytest
 
-from indexer.demo.http_server import Fault
-from indexer.demo.local_account import LocalAccount
-from indexer.demo.local_network import LocalNetwork, did_of
+from indexer.demo.local_network import did_of
 from indexer.demo.local_repo import LocalChange, LocalRepo, Write
 from indexer.net.http import HostPauses
 from tests.background import running
@@ -22,6 +20,7 @@ from tests.daemon.running_daemon import (
     publish_key_silently,
     running_daemon,
 )
+from tests.faulty_network import Fault, FaultyAccount, FaultyNetwork
 from tests.passed_time import expire_waits
 from tests.quick_tuning import QUICK
 from tests.waiting import until
@@ -52,7 +51,7 @@ async def test_key_rotation_costs_one_lookup(database: str, tmp_path: Path) -> N
         assert daemon.export_requests == 0
 
 
-def rotate_key_silently(daemon: RunningDaemon, account: LocalAccount) -> None:
+def rotate_key_silently(daemon: RunningDaemon, account: FaultyAccount) -> None:
     account.swap_key()
     publish_key_silently(daemon.network, account)
 
@@ -95,7 +94,7 @@ async def test_forged_messages_are_rejected_and_cause_no_export(database: str, t
         assert daemon.network.plc.requests.total() <= 4
 
 
-def forged_commit(daemon: RunningDaemon, account: LocalAccount) -> LocalChange:
+def forged_commit(daemon: RunningDaemon, account: FaultyAccount) -> LocalChange:
     """Return a commit that continues the chain of the account, but is signed with another key."""
     return copy(account.repo).write(
         [Write.create(f"{POST}/forged", post("x"))], UNKNOWN_KEY, daemon.network.clock.tid()
@@ -138,7 +137,7 @@ async def test_failing_directory_delays_only_accounts_with_unknown_keys(database
 @pytest.mark.proof("daemon")
 async def test_forged_commits_of_many_accounts_do_not_delay_new_accounts(database: str, tmp_path: Path) -> None:
     """Refreshes may use half of the five lookups per second, and those of one host a tenth, in bursts of 10 s."""
-    async with LocalNetwork(pds=2) as network:
+    async with FaultyNetwork(pds=2) as network:
         async with running_daemon(database, tmp_path, network) as daemon:
             forged_for = [daemon.create_account(f"known{number}.test", records=1) for number in range(30)]
             await daemon.wait_until_equal()

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from indexer.demo.local_account import LocalAccount
-from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_repo import Write
 from indexer.resync.queue import MaintenanceSettings
 from tests.daemon.running_daemon import POST, RunningDaemon, commit_payload, post, running_daemon
 from tests.database_checks import assert_change_log_consistent
+from tests.faulty_network import FaultyAccount, FaultyNetwork
 from tests.quick_tuning import QUICK
 from tests.sync.hidden_deletion import hide_deletion, high_path
 
@@ -22,13 +21,13 @@ HIDDEN = {f"{POST}/110": high_path(f"{POST}/100-"), f"{POST}/160": high_path(f"{
 PER_SEARCH = 2
 
 
-def account_with_posts(network: LocalNetwork, number: int) -> LocalAccount:
+def account_with_posts(network: FaultyNetwork, number: int) -> FaultyAccount:
     account = network.create_account(f"a{number}.test")
     account.apply_writes([Write.create(f"{POST}/{rkey:03}", post(rkey)) for rkey in range(180)])
     return account
 
 
-def hide_deletions(daemon: RunningDaemon, account: LocalAccount) -> None:
+def hide_deletions(daemon: RunningDaemon, account: FaultyAccount) -> None:
     """Make commits of two writes each, of which the relay announces only the creation; then a complete commit."""
     for deleted, created in HIDDEN.items():
         change = account.apply_writes([Write.create(created, post("high")), Write.delete(deleted)], lost=True)
@@ -37,7 +36,7 @@ def hide_deletions(daemon: RunningDaemon, account: LocalAccount) -> None:
     account.create(POST, post("proven"))
 
 
-async def stored_hidden(daemon: RunningDaemon, account: LocalAccount) -> list[str]:
+async def stored_hidden(daemon: RunningDaemon, account: FaultyAccount) -> list[str]:
     """Return those records of the account that are stored although they were deleted."""
     stored = {f"{row['collection']}/{row['rkey']}" for row in await daemon.record_rows(account)}
     return [path for path in HIDDEN if path in stored]
@@ -45,7 +44,7 @@ async def stored_hidden(daemon: RunningDaemon, account: LocalAccount) -> list[st
 
 async def test_deletions_hidden_in_lenient_commits_are_found_without_an_operator(database: str, tmp_path: Path) -> None:
     """The marks survive a restart. Each repo is fetched once, however many of its commits were undecidable."""
-    async with LocalNetwork() as network:
+    async with FaultyNetwork() as network:
         async with running_daemon(database, tmp_path, network, inversion="lenient", resync_source="pds") as first:
             accounts = [account_with_posts(network, number) for number in range(ACCOUNTS)]
             await first.wait_until_equal()

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from indexer.demo.http_server import Fault
-from indexer.demo.local_account import LocalAccount
-from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_pds import GET_REPO
 from indexer.demo.scenario import Scenario
 from tests.background import running
 from tests.daemon.running_daemon import POST, post, running_daemon
 from tests.database_checks import assert_change_log_consistent
+from tests.faulty_network import Fault, FaultyAccount, FaultyNetwork
 from tests.passed_time import expire_waits
 from tests.waiting import until
 
@@ -93,25 +91,25 @@ async def test_accounts_are_hidden_as_long_as_the_network_or_the_operator_says_s
         await assert_change_log_consistent(database)
 
 
-def migrate(account: LocalAccount, network: LocalNetwork, *, sign_again: bool) -> None:
+def migrate(account: FaultyAccount, network: FaultyNetwork, *, sign_again: bool) -> None:
     """Move the account to the other PDS of the network."""
     [to] = [pds for pds in network.pdses if pds is not account.pds]
     account.migrate(to, sign_again=sign_again)
 
 
-def deactivate_and_activate(account: LocalAccount) -> None:
+def deactivate_and_activate(account: FaultyAccount) -> None:
     account.deactivate()
     account.activate()
 
 
-def deactivate_write_and_activate(account: LocalAccount) -> None:
+def deactivate_write_and_activate(account: FaultyAccount) -> None:
     """Create a record while the account is deactivated. A correct host would refuse that."""
     account.deactivate()
     account.create(POST, post("while deactivated"))
     account.activate()
 
 
-def slow_down_export(account: LocalAccount, seconds: int = 2) -> Fault:
+def slow_down_export(account: FaultyAccount, seconds: int = 2) -> Fault:
     """Let the account's next export take this long. Its content is the state at the time of the request."""
     fault = Fault(GET_REPO, account.did, rate=sum(map(len, account.repo.export())) // seconds)
     account.pds.faults.append(fault)
@@ -122,7 +120,7 @@ def slow_down_export(account: LocalAccount, seconds: int = 2) -> Fault:
 async def test_account_changes_during_a_resync(database: str, tmp_path: Path) -> None:
     async with running_daemon(database, tmp_path, resync_source="pds", resync_workers="20") as daemon:
         network = daemon.network
-        changes: dict[str, Callable[[LocalAccount], None]] = {
+        changes: dict[str, Callable[[FaultyAccount], None]] = {
             "deleted": lambda account: account.delete_account(),
             "taken down": lambda account: account.set_status("takendown"),
             "suspended": lambda account: account.set_status("suspended"),

@@ -5,17 +5,17 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from indexer.demo.local_account import LocalAccount
 from tests.daemon.running_daemon import LIKE, POST, running_daemon
 from tests.db.change_log_helpers import connected
 from tests.db.link_checks import assert_links_exact, links_at_end
+from tests.faulty_network import FaultyAccount
 from tests.waiting import until
 
 CID = "bafkreibme22gw2h7y2h7tg2fhqotaqjucnbc24deqo72b6mkl2egezxhvy"
 COUNT = f"select atproto.link_count($1, '{LIKE}', '.subject.uri')"
 
 
-def like(account: LocalAccount, author: LocalAccount, number: object) -> str:
+def like(account: FaultyAccount, author: FaultyAccount, number: object) -> str:
     """Let the account like a post; return the URI of the post."""
     uri = f"at://{author.did}/{POST}/{number:03}"
     account.create(LIKE, {"$type": LIKE, "subject": {"uri": uri, "cid": CID}})

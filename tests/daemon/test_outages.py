@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from indexer.demo.http_server import Fault
 from tests.daemon.health_checks import health_checks
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
 from tests.database_proxy import DatabaseProxy
+from tests.faulty_network import Fault
 from tests.waiting import until
 
 HANDFUL = 8

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from indexer.demo.local_network import LocalNetwork, did_of
+from indexer.demo.local_network import did_of
 from indexer.demo.local_plc import LocalIdentity
 from indexer.demo.local_repo import LocalRepo, Write
 from tests.daemon.running_daemon import (
@@ -22,13 +22,14 @@ from tests.daemon.running_daemon import (
 )
 from tests.daemon_process import daemon_environment
 from tests.database_checks import assert_change_log_consistent
+from tests.faulty_network import FaultyNetwork
 
 
 @dataclass(frozen=True)
 class RejectedCommand:
     """Runs `indexer rejected` as a separate process, with the settings of the daemon."""
 
-    network: LocalNetwork
+    network: FaultyNetwork
     dsn: str
     directory: Path
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_relay import LIST_REPOS_BY_COLLECTION
 from indexer.sync.scope import Track
 from indexer.sync.shard import Shard
 from tests.daemon.running_daemon import LIKE, POST, FilteredNetwork, RunningDaemon, post, running_daemon
 from tests.database_checks import assert_change_log_consistent, assert_log_gives_records
 from tests.db.change_log_helpers import connected
+from tests.faulty_network import FaultyAccount
 from tests.quick_tuning import QUICK
 from tests.waiting import until
 
@@ -34,7 +34,7 @@ async def daemon_of(
         yield daemon, network
 
 
-def create_like(account: LocalAccount, rkey: str) -> None:
+def create_like(account: FaultyAccount, rkey: str) -> None:
     account.create(LIKE, {"$type": LIKE, "createdAt": rkey}, rkey=rkey)
 
 

@@ -13,8 +13,6 @@ import asyncpg
 import pytest
 
 from indexer.db.migrate import migrate
-from indexer.demo.http_server import Fault
-from indexer.demo.local_account import LocalAccount
 from indexer.embedded import database as embedded_database
 from indexer.embedded import postgres_stage
 from indexer.resync.queue import MaintenanceSettings
@@ -22,6 +20,7 @@ from indexer.sync.scope import Track
 from indexer.sync.shard import BUCKETS
 from tests.daemon.health_checks import HealthChecks, health_checks
 from tests.daemon.running_daemon import LIKE, POST, RunningDaemon, post, running_daemon
+from tests.faulty_network import Fault, FaultyAccount
 from tests.net.identity.name_server import NameServer
 from tests.quick_tuning import QUICK
 from tests.readers.jetstream_client import subscribed
@@ -46,7 +45,7 @@ class World:
     """A daemon that has caught up, and what its stages depend on."""
 
     daemon: RunningDaemon
-    account: LocalAccount
+    account: FaultyAccount
     names: NameServer
     directory: Path
     webhook: WebhookServer

@@ -6,13 +6,12 @@ from time import monotonic
 import pytest
 
 from indexer.db import Database
-from indexer.demo.http_server import Fault
-from indexer.demo.local_network import LocalNetwork
 from indexer.serve.status_reader import StatusReader
 from indexer.sync.shard import Shard
 from tests.daemon.health_checks import health_checks
 from tests.daemon.running_daemon import running_daemon
 from tests.daemon_process import daemon_process
+from tests.faulty_network import Fault, FaultyNetwork
 from tests.waiting import until
 
 
@@ -51,7 +50,7 @@ async def _is_ready(db: Database) -> bool:
 async def test_status_says_at_once_that_a_killed_daemon_does_not_run(db: Database, tmp_path: Path) -> None:
     """It said that the indexer was ready until the lag had passed its limit, a minute later."""
     dsn = db.address
-    async with LocalNetwork() as network:
+    async with FaultyNetwork() as network:
         async with daemon_process(network, dsn, tmp_path):
             await until(lambda: _is_ready(db))
         begun = monotonic()

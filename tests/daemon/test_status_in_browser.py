@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 
-from indexer.demo.http_server import Fault
-from indexer.demo.local_account import LocalAccount
-from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_pds import GET_REPO, LIST_REPOS
 from indexer.reasons import Desync, FetchFailure, GapReason, Rejection
 from indexer.sync.changes import Batch, DeadLetter
@@ -23,6 +20,7 @@ from indexer.telemetry.conditions import HOST_FAILING
 from tests import chromium
 from tests.chromium import Page, Scheme, open_browser
 from tests.daemon.running_daemon import LIKE, POST, FilteredNetwork, RunningDaemon, running_daemon
+from tests.faulty_network import Fault, FaultyAccount, FaultyNetwork
 from tests.quick_tuning import QUICK
 from tests.waiting import until
 
@@ -82,7 +80,7 @@ class OpenPage:
 
 @asynccontextmanager
 async def open_page(
-    database: str, directory: Path, network: LocalNetwork | None = None, **settings: Any
+    database: str, directory: Path, network: FaultyNetwork | None = None, **settings: Any
 ) -> AsyncIterator[OpenPage]:
     """Run a daemon and a browser; at the end, assert that the browser had nothing to complain about."""
     async with (
@@ -94,7 +92,7 @@ async def open_page(
         assert browser.problems == []
 
 
-async def make_hostile(daemon: RunningDaemon, account: LocalAccount) -> None:
+async def make_hostile(daemon: RunningDaemon, account: FaultyAccount) -> None:
     """Make every text that comes from outside markup."""
     stages = daemon.stages
     await daemon.db.hosts.save(

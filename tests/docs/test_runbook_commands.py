@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from indexer.demo.local_network import LocalNetwork
 from indexer.embedded.cluster import find_binaries
 from tests.cli.command_line import PROJECT
 from tests.daemon_process import daemon_environment, daemon_process
 from tests.database_checks import wait_until_equal
+from tests.faulty_network import FaultyNetwork
 
 RUNBOOK = PROJECT / "docs" / "runbook.md"
 PROGRAMS = ("bash", "curl")
@@ -56,7 +56,7 @@ async def test_every_command_of_the_runbook_succeeds(database: str, empty_databa
         directory.mkdir()
     page = list(commands(RUNBOOK.read_text()))
     assert len(page) > 20
-    async with LocalNetwork() as network:
+    async with FaultyNetwork() as network:
         account = network.create_account("ada.test")
         for number in range(5):
             account.create("com.example.note", {"text": f"{number}"})

@@ -13,10 +13,10 @@ from urllib.parse import urlsplit, urlunsplit
 import asyncpg
 import pytest
 
-from indexer.demo.local_network import LocalNetwork
 from indexer.demo.scenario import Scenario
 from tests.daemon.running_daemon import LIKE, POST, post, running_daemon
 from tests.demo.independent_decoder import decode_all
+from tests.faulty_network import FaultyNetwork
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ def decode(block: bytes) -> dict[str, Any]:
     return record
 
 
-def expected_posts(network: LocalNetwork) -> dict[str, Post]:
+def expected_posts(network: FaultyNetwork) -> dict[str, Post]:
     """Return the posts by URI, computed from the accounts of the network."""
     records: dict[str, dict[str, Any]] = {
         f"at://{account.did}/{path}": decode(block)

@@ -8,9 +8,9 @@ from typing import Any
 import orjson
 import pytest
 
-from indexer.demo.local_network import LocalNetwork
 from tests.crashes.shifted_clock import Offset
 from tests.daemon.running_daemon import LIKE, POST, post
+from tests.faulty_network import FaultyNetwork
 from tests.feed_clients.node_process import NodeProcess, needs_clients, node_process
 from tests.readers.jetstream_client import describe, feed
 from tests.waiting import until
@@ -53,7 +53,7 @@ async def npm_client(address: object, **options: Any) -> AsyncIterator[NpmClient
 
 
 async def test_client_gets_every_event_once_in_order_through_restarts(database: str, tmp_path: Path) -> None:
-    async with LocalNetwork() as network, AsyncExitStack() as clients:
+    async with FaultyNetwork() as network, AsyncExitStack() as clients:
         async with feed(database, tmp_path / "1", network) as (daemon, address):
             account = daemon.create_account("ada.test", records=3)
             await daemon.wait_until_equal()

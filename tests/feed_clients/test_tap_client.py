@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from indexer.demo.local_network import LocalNetwork
 from indexer.readers.tap.deliveries import RefusalLimits
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
+from tests.faulty_network import FaultyNetwork
 from tests.feed_clients.link_records import encode, link
 from tests.feed_clients.node_process import Line, needs_clients, node_process
 from tests.readers.tap_client import wait_until_delivered
@@ -31,7 +31,7 @@ def problems(lines: Iterable[Line]) -> list[Line]:
 
 @asynccontextmanager
 async def served(
-    database: str, directory: Path, network: LocalNetwork, port: int = 0, **settings: Any
+    database: str, directory: Path, network: FaultyNetwork, port: int = 0, **settings: Any
 ) -> AsyncIterator[tuple[RunningDaemon, str]]:
     """Run a daemon with its HTTP server; yield it with the URL. The server ends after the daemon, as in the program."""
     given = {"roles": "live,resync,feed", "http_bind": f"127.0.0.1:{port}", "admin_password": PASSWORD} | settings
@@ -54,7 +54,7 @@ def final_texts(lines: Iterable[Line]) -> dict[str, dict[str, str]]:
 async def test_tap_client_gets_all_events_in_order_through_restarts_of_both_sides(
     database: str, tmp_path: Path
 ) -> None:
-    async with LocalNetwork() as network:
+    async with FaultyNetwork() as network:
         accounts = [network.create_account(f"a{number}.test") for number in range(5)]
         written = 0
 
@@ -115,7 +115,7 @@ async def test_tap_client_gets_all_events_in_order_through_restarts_of_both_side
 
 async def test_event_that_the_client_refuses_never_stops_others(database: str, tmp_path: Path) -> None:
     """A value with a CID of more than 128 characters is left out; what the handler refuses is set aside."""
-    async with LocalNetwork() as network, served(database, tmp_path, network) as (daemon, url):
+    async with FaultyNetwork() as network, served(database, tmp_path, network) as (daemon, url):
         feed, db = daemon.stages, daemon.stages.db
         feed.channel.retry_seconds = 0.5
         account, other = network.create_account("ada.test"), network.create_account("bob.test")
@@ -141,7 +141,7 @@ async def test_event_that_the_client_refuses_never_stops_others(database: str, t
 
 async def test_client_gets_records_of_a_hidden_account_when_it_is_visible_again(database: str, tmp_path: Path) -> None:
     async with (
-        LocalNetwork() as network,
+        FaultyNetwork() as network,
         served(database, tmp_path, network) as (daemon, url),
         node_process("tap_indexer.mjs", url, PASSWORD) as client,
     ):
@@ -162,7 +162,7 @@ async def test_client_gets_records_of_a_hidden_account_when_it_is_visible_again(
 
 async def test_methods_of_the_tap_client_work(database: str, tmp_path: Path) -> None:
     async with (
-        LocalNetwork() as network,
+        FaultyNetwork() as network,
         served(database, tmp_path, network, track="listed") as (daemon, url),
         node_process("tap_indexer.mjs", url, PASSWORD) as client,
     ):
@@ -197,7 +197,7 @@ async def test_methods_of_the_tap_client_work(database: str, tmp_path: Path) -> 
 async def test_webhook_handler_of_tap_gets_all_events_in_order_although_it_fails_at_first(
     database: str, tmp_path: Path
 ) -> None:
-    async with LocalNetwork() as network, node_process("tap_webhook.mjs", PASSWORD, "3") as webhook:
+    async with FaultyNetwork() as network, node_process("tap_webhook.mjs", PASSWORD, "3") as webhook:
         await until(lambda: bool(webhook.lines))
         [ready] = webhook.lines
         account = network.create_account("ada.test")

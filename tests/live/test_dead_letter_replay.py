@@ -14,7 +14,6 @@ import pytest
 from indexer.atproto.syntax import CollectionFilter
 from indexer.db import Database
 from indexer.db.write import WrittenBatch
-from indexer.demo.local_relay import error_frame
 from indexer.demo.local_repo import Write
 from indexer.errors import UnavailableError
 from indexer.live.dead_letter_replay import MAX_ATTEMPTS, UNKNOWN, UNTRIED, DeadLetterReplay, ReplayResult
@@ -28,6 +27,7 @@ from indexer.sync.repo import Head, Outcome, Repo, SyncStatus
 from indexer.sync.scope import Scope
 from indexer.telemetry.metrics import Metrics
 from tests.db.repo_rows import waiting_for_locks
+from tests.faulty_network import error_frame
 from tests.resync.resync_world import COLLECTIONS, AccountOwner
 from tests.sync.signing_account import STORE_ALL, encoded_frame
 from tests.waiting import until

@@ -9,7 +9,7 @@ from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.core import PYTHON_CORE, Core
 from indexer.core.core import with_native
 from indexer.db.open_gaps import OpenGaps
-from indexer.demo.local_relay import error_frame, message_frame
+from indexer.demo.local_relay import message_frame
 from indexer.live.firehose_consumer import FirehoseConsumer
 from indexer.live.inbox import Inbox, StreamPosition
 from indexer.live.stream_continuity import PROOF_TIMEOUT, StreamContinuity
@@ -20,6 +20,7 @@ from indexer.sync.events import MAX_SEQ, IdentityEvent, MalformedEvent
 from indexer.sync.shard import Shard
 from indexer.sync.stream import MAX_STEP, Gap, OpenGap, StoredCursor
 from indexer.telemetry.metrics import Metrics
+from tests.faulty_network import error_frame
 from tests.native_module import CountingCore
 from tests.sync.signing_account import SigningAccount, encoded_frame
 from tests.waiting import until

@@ -11,9 +11,9 @@ import orjson
 import websockets
 from websockets.asyncio.client import ClientConnection
 
-from indexer.demo.local_network import LocalNetwork
 from indexer.net.server.address import Address
 from tests.daemon.running_daemon import RunningDaemon, running_daemon
+from tests.faulty_network import FaultyNetwork
 from tests.waiting import TIMEOUT
 
 ROLES = "live,resync,feed"
@@ -21,7 +21,7 @@ ROLES = "live,resync,feed"
 
 @asynccontextmanager
 async def feed(
-    database: str, directory: Path, network: LocalNetwork | None = None, **settings: Any
+    database: str, directory: Path, network: FaultyNetwork | None = None, **settings: Any
 ) -> AsyncIterator[tuple[RunningDaemon, Address]]:
     """Run a daemon with the role `feed`, and its HTTP server."""
     settings = {"roles": ROLES, "http_bind": "127.0.0.1:0"} | settings

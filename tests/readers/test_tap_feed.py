@@ -10,12 +10,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_repo import Write
 from indexer.readers.tap.deliveries import RefusalLimits
 from indexer.telemetry.conditions import FEED_CUT_OFF, FEED_EVENTS_SET_ASIDE
 from tests.background import running
 from tests.daemon.running_daemon import POST, post
+from tests.faulty_network import FaultyAccount
 from tests.readers.tap_client import (
     Event,
     Tap,
@@ -282,7 +282,7 @@ def paths(events: list[Event]) -> set[tuple[str, str]]:
     return {(did, path) for did, records in folded(events).items() for path in records}
 
 
-def summaries(events: list[Event], account: LocalAccount) -> set[tuple[Any, ...]]:
+def summaries(events: list[Event], account: FaultyAccount) -> set[tuple[Any, ...]]:
     """Return the summaries of the events of one account."""
     return {summary(event) for event in events if account.did in str(event)}
 

@@ -13,10 +13,10 @@ from copy import copy
 from typing import Any, TypeVar
 
 from indexer.atproto.syntax import tid_of
-from indexer.demo import http_server
 from indexer.demo.local_relay import message_frame
 from indexer.demo.local_repo import TidClock
 from indexer.demo.local_repo import Write as RepoWrite
+from tests import faulty_network
 from tests.daemon.running_daemon import commit_payload
 from tests.daemon_forks import Death
 from tests.simulation.fault_schedule import (
@@ -120,7 +120,7 @@ async def _break_export(world: World, fault: FaultyExport) -> AsyncIterator[None
 
 @_carries_out(UnreachableDirectory)
 async def _hide_directory(world: World, fault: UnreachableDirectory) -> AsyncIterator[None]:
-    error = http_server.Fault("", times=None, status=503)
+    error = faulty_network.Fault("", times=None, status=503)
     waited = world.plc.waited
     if fault.kind == "hanging":
         world.plc.hang()

@@ -9,11 +9,10 @@ from aiohttp import hdrs
 
 from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.syntax import tid_of
-from indexer.demo.http_server import Fault
-from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_pds import CAR_TYPE, GET_REPO
 from indexer.demo.local_repo import LocalRepo, Write
 from tests.atproto.test_crypto import ORDERS
+from tests.faulty_network import Fault, FaultyAccount
 from tests.simulation.fault_schedule import BEGINNING, FaultyExport, HostProblem
 
 STRANGER = PrivateKey.from_seed("k256", b"a key that no account has")
@@ -43,7 +42,7 @@ class HighSKey(PrivateKey):
         return signature[:32] + high_s.to_bytes(32)
 
 
-def faulty_answer(account: LocalAccount, fault: FaultyExport) -> Fault:
+def faulty_answer(account: FaultyAccount, fault: FaultyExport) -> Fault:
     """Return the fault of the next exports of the account."""
     answers: dict[str, dict[str, Any]] = {
         "cut": {"cut": 200},
@@ -56,7 +55,7 @@ def faulty_answer(account: LocalAccount, fault: FaultyExport) -> Fault:
     return Fault(GET_REPO, account.did, fault.times, **answers[fault.kind])
 
 
-def wrong_answers(kind: HostProblem, accounts: Sequence[LocalAccount]) -> list[Fault]:
+def wrong_answers(kind: HostProblem, accounts: Sequence[FaultyAccount]) -> list[Fault]:
     """Return the faults of a host of these accounts that answers wrongly for good; none if it does not answer."""
     match kind:
         case "dead":

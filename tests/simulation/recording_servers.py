@@ -9,14 +9,14 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from indexer.demo.local_pds import GET_REPO, LocalPds
-from indexer.demo.local_plc import LocalPlc
-from indexer.demo.local_relay import LocalRelay, SentMessage, message_frame
+from indexer.demo.local_relay import SentMessage, message_frame
+from tests.faulty_network import FaultyPds, FaultyPlc, FaultyRelay
 
 Damage = Callable[[dict[str, Any]], bytes]
 """Returns the frame of a damaged message, from the payload of the message."""
 
 
-class RecordingRelay(LocalRelay):
+class RecordingRelay(FaultyRelay):
     """A relay.
 
     Attributes:
@@ -77,7 +77,7 @@ class RecordingRelay(LocalRelay):
         super().restart_sequence(first_seq)
 
 
-class CountingPds(LocalPds):
+class CountingPds(FaultyPds):
     """A host.
 
     Attributes:
@@ -100,7 +100,7 @@ class CountingPds(LocalPds):
         return await handler(request)
 
 
-class HangingPlc(LocalPlc):
+class HangingPlc(FaultyPlc):
     """A directory that can stop to answer. It answers the requests that have waited when it goes on.
 
     Attributes:

@@ -11,11 +11,11 @@ import asyncpg
 
 from indexer.demo import local_repo
 from indexer.demo.http_server import HttpServer
-from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_repo import TidClock
 from tests.background import running
 from tests.daemon_forks import DaemonFork
 from tests.database_proxy import DatabaseProxy
+from tests.faulty_network import FaultyAccount
 from tests.passed_time import EXPIRE_LEASES, expire_waits
 from tests.simulation.event_counts import event_counts
 from tests.simulation.fault_schedule import (
@@ -132,7 +132,7 @@ class World:
         self.relays = [RecordingRelay(self.plc, first_seq=(n + 1) * FIRST_SEQ) for n in range(schedule.relays)]
         for host in self.hosts:
             host.listeners += [relay.receive for relay in self.relays]
-        self.accounts: dict[str, LocalAccount] = {}
+        self.accounts: dict[str, FaultyAccount] = {}
         self.proxy = DatabaseProxy(dsn)
         self.fired: Counter[Fault] = Counter()
         self.key_revs: dict[str, str] = {}
@@ -271,7 +271,7 @@ class World:
         self._now = action.time
         if isinstance(action, Join):
             host, handle = self.hosts[action.host], f"{action.did[-8:]}.test"
-            self.accounts[action.did] = LocalAccount(
+            self.accounts[action.did] = FaultyAccount(
                 action.did, handle, curve=action.curve, pds=host, plc=self.plc, clock=self._clock
             )
             return
@@ -319,7 +319,7 @@ def _write(write: Write) -> local_repo.Write:
     return make(write.path, write.value)
 
 
-def _set_status(account: LocalAccount, action: SetStatus) -> None:
+def _set_status(account: FaultyAccount, action: SetStatus) -> None:
     match action.status:
         case None:
             account.activate()

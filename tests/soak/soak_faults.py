@@ -6,7 +6,7 @@ from collections.abc import Callable
 from random import Random
 from typing import get_args
 
-from indexer.demo.local_account import LocalAccount
+from tests.faulty_network import FaultyAccount
 from tests.simulation.drawn_world import EVERYTHING, LIKE, NOTE
 from tests.simulation.fault_injection import inject
 from tests.simulation.fault_schedule import (
@@ -86,7 +86,7 @@ class SoakFaults:
                     if await _is_set_within(stop, FAULT_INTERVAL):
                         break
 
-    def _victim(self) -> LocalAccount:
+    def _victim(self) -> FaultyAccount:
         return self._world.random.choice(self._world.free())
 
     async def _disturb_all(self, kind: type[Fault]) -> None:

@@ -14,11 +14,11 @@ from time import monotonic, time_ns
 import asyncpg
 
 from indexer.app.tuning import Tuning
-from indexer.demo.local_account import LocalAccount
 from indexer.net.http import HostPauses, Timeouts
 from indexer.resync.queue import MaintenanceSettings
 from tests.background import running
 from tests.daemon_forks import DaemonFork
+from tests.faulty_network import FaultyAccount
 from tests.passed_time import expire_waits
 from tests.simulation.drawn_world import DRAFT, EVERYTHING, LIKE, NOTE
 from tests.simulation.fault_schedule import (
@@ -136,7 +136,7 @@ class SoakWorld(World):
             yield
 
     @property
-    def large(self) -> LocalAccount:
+    def large(self) -> FaultyAccount:
         """An account whose export needs a file. Nothing but commits happens to it."""
         return next(iter(self.accounts.values()))
 
@@ -161,19 +161,19 @@ class SoakWorld(World):
         finally:
             connection.terminate()
 
-    def commit(self, account: LocalAccount) -> None:
+    def commit(self, account: FaultyAccount) -> None:
         """Let an account make a commit that does not change its number of records."""
         self._write(account.did, self._writes(account))
 
-    def rotate_key(self, account: LocalAccount) -> None:
+    def rotate_key(self, account: FaultyAccount) -> None:
         """Let an account get a new signing key."""
         self.perform(RotateKey(_now(), account.did))
 
-    def active(self) -> list[LocalAccount]:
+    def active(self) -> list[FaultyAccount]:
         """Return the accounts that are active, without the large one."""
         return [account for account in self.accounts.values() if account.status is None][1:]
 
-    def free(self) -> list[LocalAccount]:
+    def free(self) -> list[FaultyAccount]:
         """Return the accounts that are active and to which no fault happens, without the large one."""
         return [account for account in self.active() if account.did not in self.reserved]
 
@@ -226,7 +226,7 @@ class SoakWorld(World):
         else:
             self.commit(self.random.choice([*self.active(), self.large]))
 
-    def _change_status(self, free: Sequence[LocalAccount]) -> None:
+    def _change_status(self, free: Sequence[FaultyAccount]) -> None:
         """Hide an account, or show one if several are hidden."""
         hidden = [account for account in self.accounts.values() if account.status not in (None, "deleted")]
         if len(hidden) < MAX_HIDDEN:
@@ -235,7 +235,7 @@ class SoakWorld(World):
         else:
             self.perform(SetStatus(_now(), self.random.choice(hidden).did, None))
 
-    def _join(self, records: int) -> LocalAccount:
+    def _join(self, records: int) -> FaultyAccount:
         """Create an account with this number of records."""
         did = "did:plc:" + b32encode(self.random.randbytes(15)).decode().lower()
         self.perform(Join(_now(), did, self.random.randrange(HOSTS), self.random.choice(("k256", "p256"))))
@@ -248,7 +248,7 @@ class SoakWorld(World):
         self.perform(Commit(_now(), did, tuple(writes)))
         self.commits += 1
 
-    def _writes(self, account: LocalAccount) -> list[Write]:
+    def _writes(self, account: FaultyAccount) -> list[Write]:
         """Return creates, the deletions of as many of the oldest records, and perhaps an update.
 
         If any record were deleted, a few old ones would keep the pages of an index in use for hours.
@@ -262,11 +262,11 @@ class SoakWorld(World):
             writes.append(Write("update", path, self._value(account, path.partition("/")[0])))
         return writes
 
-    def _create(self, account: LocalAccount) -> Write:
+    def _create(self, account: FaultyAccount) -> Write:
         collection = self.random.choice((NOTE, LIKE, DRAFT))
         return Write("create", f"{collection}/r{next(self._numbers)}", self._value(account, collection))
 
-    def _value(self, account: LocalAccount, collection: str) -> Value:
+    def _value(self, account: FaultyAccount, collection: str) -> Value:
         """Return a record with a link. Records of the large account stay long, so they do not link to others."""
         subject = account.did if account is self.large else self.random.choice(list(self.accounts))
         text = self.random.randbytes(self.random.randrange(200)).hex()

@@ -13,14 +13,13 @@ import pytest
 from indexer.app.tuning import Tuning
 from indexer.db import Database
 from indexer.db.erasure import ErasedBatch
-from indexer.demo.http_server import Fault
-from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_pds import GET_LATEST_COMMIT
 from indexer.net.identity import IdentityLifetimes
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
 from tests.database_checks import assert_change_log_consistent
 from tests.db.change_log_helpers import connected
 from tests.db.repo_rows import did, insert, put, synchronized, waiting_for_locks
+from tests.faulty_network import Fault, FaultyAccount
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -37,7 +36,7 @@ async def daemon(database: str, tmp_path: Path) -> AsyncIterator[RunningDaemon]:
         yield running
 
 
-async def deleted_account(daemon: RunningDaemon) -> LocalAccount:
+async def deleted_account(daemon: RunningDaemon) -> FaultyAccount:
     account = daemon.create_account("ada.test", records=7)
     await daemon.wait_until_equal()
     account.delete_account()
@@ -134,11 +133,11 @@ async def test_tombstoned_did_is_hidden_and_shown_when_it_exists_again(daemon: R
     assert len(await daemon.record_rows(account)) == (3 if sign == "#identity" else 4)
 
 
-def announce_identity(daemon: RunningDaemon, account: LocalAccount) -> None:
+def announce_identity(daemon: RunningDaemon, account: FaultyAccount) -> None:
     daemon.inject("#identity", {"did": account.did, "time": daemon.network.clock.now()})
 
 
-async def tombstone(daemon: RunningDaemon, account: LocalAccount) -> None:
+async def tombstone(daemon: RunningDaemon, account: FaultyAccount) -> None:
     """Let the directory answer that the DID has a tombstone, and wait until the account is hidden."""
     daemon.network.plc.identities[account.did] = None
     announce_identity(daemon, account)
@@ -146,7 +145,7 @@ async def tombstone(daemon: RunningDaemon, account: LocalAccount) -> None:
     await until(partial(refreshed, daemon, account, active=False))
 
 
-async def refreshed(daemon: RunningDaemon, account: LocalAccount, *, active: bool) -> bool:
+async def refreshed(daemon: RunningDaemon, account: FaultyAccount, *, active: bool) -> bool:
     await daemon.stages.identity_refresh.refresh(account.did)
     return bool((await daemon.repo_row(account))["active"]) == active
 
@@ -164,12 +163,12 @@ async def test_repo_that_waits_for_a_resync_is_parked_when_its_did_is_gone(daemo
     assert row["last_error"].startswith("identity-gone")
 
 
-async def identity_row(daemon: RunningDaemon, account: LocalAccount) -> asyncpg.Record:
+async def identity_row(daemon: RunningDaemon, account: FaultyAccount) -> asyncpg.Record:
     [row] = await daemon.execute("select * from indexer.identity where did = $1", account.did)
     return row
 
 
-async def refreshed_since(daemon: RunningDaemon, account: LocalAccount, before: asyncpg.Record) -> bool:
+async def refreshed_since(daemon: RunningDaemon, account: FaultyAccount, before: asyncpg.Record) -> bool:
     await daemon.stages.identity_refresh.refresh(account.did)
     return bool((await identity_row(daemon, account))["fetched_at"] > before["fetched_at"])
 
@@ -205,14 +204,14 @@ async def test_one_denial_by_the_directory_hides_no_account(daemon: RunningDaemo
     assert (await identity_row(daemon, account))["denials"] == 0
 
 
-async def let_grace_period_end(daemon: RunningDaemon, account: LocalAccount) -> None:
+async def let_grace_period_end(daemon: RunningDaemon, account: FaultyAccount) -> None:
     """End the grace period, with the last lookup of the identity so long ago that another one is allowed."""
     await daemon.execute("update indexer.repo set erase_at = now() where did = $1", account.did)
     await daemon.execute("update indexer.identity set stale = true where did = $1", account.did)
     daemon.stages.identities.mark_stale([account.did])
 
 
-async def erased_or_postponed(daemon: RunningDaemon, account: LocalAccount) -> bool:
+async def erased_or_postponed(daemon: RunningDaemon, account: FaultyAccount) -> bool:
     """Check the account, and erase it if it is gone; return True if the erasure is over or postponed for a day."""
     await daemon.stages.account_erasure.check_gone()
     while await daemon.stages.account_erasure.erase_batch():

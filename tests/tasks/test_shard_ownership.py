@@ -8,13 +8,13 @@ from structlog.testing import capture_logs
 
 from indexer.cli.command import ExitCode
 from indexer.db import Database, shard_lock
-from indexer.demo.local_network import LocalNetwork
 from indexer.serve.status_reader import StatusReader
 from indexer.sync.shard import PLAIN, Shard
 from indexer.tasks.shard_ownership import ShardOwnership
 from tests.daemon.running_daemon import POST, post, running_daemon
 from tests.daemon_process import daemon_process, log_tail
 from tests.db.test_placement_check import COMPLETE_ROW, PRETEND_SHARDS
+from tests.faulty_network import FaultyNetwork
 from tests.quick_tuning import QUICK
 from tests.waiting import until
 
@@ -78,7 +78,7 @@ async def test_a_waiting_process_ends_when_the_database_was_distributed(
     database: str, sql: asyncpg.Connection, tmp_path: Path
 ) -> None:
     """With its old shard it would write buckets of other processes, and pass messages of its own ones."""
-    async with LocalNetwork() as network, shard_lock.open_lock(sql, Shard().positions, PLAIN) as lock:
+    async with FaultyNetwork() as network, shard_lock.open_lock(sql, Shard().positions, PLAIN) as lock:
         assert await lock.claim()
         async with daemon_process(network, database, tmp_path) as process:
             await until(lambda: "shard-lock.waiting" in log_tail(tmp_path), lambda: log_tail(tmp_path))

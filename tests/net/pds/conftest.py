@@ -2,16 +2,16 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from indexer.demo.local_network import LocalNetwork
 from indexer.net.http import OutboundClient, OutboundSettings, Timeouts
+from tests.faulty_network import FaultyNetwork
 from tests.net.http.scripted_host import ScriptedHost
 
 LOCAL = OutboundSettings("test", allow_private_hosts=True, timeouts=Timeouts(read=3.0, rate_grace=1.0))
 
 
 @pytest.fixture
-async def net() -> AsyncIterator[LocalNetwork]:
-    async with LocalNetwork() as network:
+async def net() -> AsyncIterator[FaultyNetwork]:
+    async with FaultyNetwork() as network:
         yield network
 
 

@@ -9,22 +9,20 @@ import pytest
 
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.core.spool import Spool
-from indexer.demo.http_server import Fault
-from indexer.demo.local_account import LocalAccount
-from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_repo import Write
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.net.http import OutboundClient, OutboundSettings, RateLimits
 from indexer.net.pds import PdsClient
 from indexer.reasons import FetchFailure, Rejection
 from indexer.sync.verify import verify_record, verify_snapshot
+from tests.faulty_network import Fault, FaultyAccount, FaultyNetwork
 
 GET_REPO = "com.atproto.sync.getRepo"
 CAR = {"Content-Type": "application/vnd.ipld.car"}
 
 
 @pytest.fixture
-def account(net: LocalNetwork) -> LocalAccount:
+def account(net: FaultyNetwork) -> FaultyAccount:
     account = net.create_account("ada.test", pds=0)
     account.apply_writes([Write.create(f"com.example.note/{n}", {"text": "x" * 100, "n": n}) for n in range(40)])
     return account
@@ -35,7 +33,7 @@ def pds(outbound: OutboundClient, tmp_path: Path) -> PdsClient:
     return PdsClient(outbound, DEFAULT_LIMITS, tmp_path / "spool", Spool)
 
 
-async def failure_of(pds: PdsClient, account: LocalAccount) -> UnavailableError:
+async def failure_of(pds: PdsClient, account: FaultyAccount) -> UnavailableError:
     with pytest.raises(UnavailableError) as failure:
         async with pds.fetch_export(account.did, account.pds.url):
             pytest.fail("the fetch did not fail")
@@ -44,7 +42,7 @@ async def failure_of(pds: PdsClient, account: LocalAccount) -> UnavailableError:
 
 @pytest.mark.parametrize("source", ["pds", "relay"])
 async def test_export_from_the_pds_or_by_redirect_of_the_relay(
-    net: LocalNetwork, account: LocalAccount, pds: PdsClient, source: str
+    net: FaultyNetwork, account: FaultyAccount, pds: PdsClient, source: str
 ) -> None:
     host = account.pds.url if source == "pds" else net.relay.url
     async with fetched(pds, account.did, f"{host}/") as spool:
@@ -57,7 +55,7 @@ async def test_export_from_the_pds_or_by_redirect_of_the_relay(
 
 @pytest.mark.parametrize("content_type", ["application/car", "text/plain; charset=utf-8", "application/json", "binary"])
 async def test_export_of_any_media_type_is_read_if_its_content_proves_itself(
-    account: LocalAccount, pds: PdsClient, content_type: str
+    account: FaultyAccount, pds: PdsClient, content_type: str
 ) -> None:
     """A body that is not a CAR is refused by its content, with the media type in the message."""
     whole, headers = b"".join(account.repo.export()), {"Content-Type": content_type}
@@ -78,7 +76,7 @@ async def fetched(pds: PdsClient, did: str, host: str) -> AsyncIterator[Spool]:
         yield spool
 
 
-async def test_export_that_was_cut_off_is_not_complete(account: LocalAccount, pds: PdsClient) -> None:
+async def test_export_that_was_cut_off_is_not_complete(account: FaultyAccount, pds: PdsClient) -> None:
     """Its rate says nothing about the usual rate of its host."""
     whole = b"".join(account.repo.export())
     account.pds.faults.append(Fault(GET_REPO, status=200, headers=CAR, body=whole[:-1]))
@@ -92,7 +90,7 @@ async def test_export_that_was_cut_off_is_not_complete(account: LocalAccount, pd
         assert download.complete
 
 
-async def test_complete_export_releases_its_request_slot(account: LocalAccount, tmp_path: Path) -> None:
+async def test_complete_export_releases_its_request_slot(account: FaultyAccount, tmp_path: Path) -> None:
     settings = OutboundSettings("test", allow_private_hosts=True, rates=RateLimits(host_concurrency=1))
     async with OutboundClient(settings) as outbound:
         pds = PdsClient(outbound, DEFAULT_LIMITS, tmp_path, Spool)
@@ -100,7 +98,7 @@ async def test_complete_export_releases_its_request_slot(account: LocalAccount, 
             await pds.fetch_latest_commit(account.did, account.pds.url)
 
 
-async def test_latest_commit(net: LocalNetwork, account: LocalAccount, pds: PdsClient) -> None:
+async def test_latest_commit(net: FaultyNetwork, account: FaultyAccount, pds: PdsClient) -> None:
     for host in (account.pds.url, net.relay.url):
         assert await pds.fetch_latest_commit(account.did, host) == (account.repo.head.cid, account.rev)
 
@@ -115,7 +113,7 @@ async def test_latest_commit(net: LocalNetwork, account: LocalAccount, pds: PdsC
     ],
 )
 async def test_inactive_repo_is_a_permanent_failure(
-    account: LocalAccount, pds: PdsClient, status: str, reason: FetchFailure
+    account: FaultyAccount, pds: PdsClient, status: str, reason: FetchFailure
 ) -> None:
     account.set_status(status)
     assert (await failure_of(pds, account)).reason is reason
@@ -138,7 +136,7 @@ async def test_inactive_repo_is_a_permanent_failure(
     ],
 )
 async def test_failed_export_leaves_no_file_and_the_next_one_succeeds(
-    account: LocalAccount, pds: PdsClient, tmp_path: Path, fault: Fault, reason: FetchFailure
+    account: FaultyAccount, pds: PdsClient, tmp_path: Path, fault: Fault, reason: FetchFailure
 ) -> None:
     account.pds.faults.append(fault)
     assert (await failure_of(pds, account)).reason is reason
@@ -150,7 +148,7 @@ async def test_failed_export_leaves_no_file_and_the_next_one_succeeds(
 
 @pytest.mark.parametrize(("smaller", "complete"), [(0, True), (1, False), (6_000, False)])
 async def test_download_stops_at_the_first_byte_above_the_limit(
-    account: LocalAccount, pds: PdsClient, tmp_path: Path, smaller: int, *, complete: bool
+    account: FaultyAccount, pds: PdsClient, tmp_path: Path, smaller: int, *, complete: bool
 ) -> None:
     """It can be continued. Otherwise it leaves no file."""
     size = sum(map(len, account.repo.export()))
@@ -170,7 +168,7 @@ async def test_download_stops_at_the_first_byte_above_the_limit(
     [({}, None), ({"export_min_rate": 100_000}, r"\d+ bytes in \d+ s$"), ({"export_timeout": 0.3}, "TimeoutError$")],
 )
 async def test_slow_export(
-    account: LocalAccount, outbound: OutboundClient, tmp_path: Path, limits: dict[str, float], detail: str | None
+    account: FaultyAccount, outbound: OutboundClient, tmp_path: Path, limits: dict[str, float], detail: str | None
 ) -> None:
     """Send the export in about a second and a half."""
     account.pds.faults.append(Fault(GET_REPO, rate=sum(map(len, account.repo.export())) * 2 // 3))
@@ -186,7 +184,7 @@ async def test_slow_export(
 
 
 async def test_export_truncated_between_two_blocks_is_found_by_verification(
-    account: LocalAccount, pds: PdsClient
+    account: FaultyAccount, pds: PdsClient
 ) -> None:
     account.pds.faults.append(Fault(GET_REPO, sections=3))
     async with fetched(pds, account.did, account.pds.url) as spool:
@@ -196,7 +194,7 @@ async def test_export_truncated_between_two_blocks_is_found_by_verification(
 
 
 async def test_export_that_is_not_a_car_file_or_too_large(
-    account: LocalAccount, pds: PdsClient, outbound: OutboundClient, tmp_path: Path
+    account: FaultyAccount, pds: PdsClient, outbound: OutboundClient, tmp_path: Path
 ) -> None:
     account.pds.faults.append(Fault(GET_REPO, status=200, headers=CAR, body=b"<html></html>" * 100))
     with pytest.raises(UpstreamError) as rejection:
@@ -225,14 +223,14 @@ DEEP = b'{"cid": ' + b"[" * 1_015 + b"]" * 1_015 + b', "rev": "' + REV + b'"}'  
     ],
     ids=len,
 )
-async def test_invalid_latest_commit_is_refused(account: LocalAccount, pds: PdsClient, body: bytes) -> None:
+async def test_invalid_latest_commit_is_refused(account: FaultyAccount, pds: PdsClient, body: bytes) -> None:
     account.pds.faults.append(Fault("", status=200, body=body, times=None))
     with pytest.raises(UnavailableError) as failure:
         await pds.fetch_latest_commit(account.did, account.pds.url)
     assert failure.value.reason is FetchFailure.BAD_ANSWER
 
 
-async def test_record_with_its_proof(account: LocalAccount, pds: PdsClient) -> None:
+async def test_record_with_its_proof(account: FaultyAccount, pds: PdsClient) -> None:
     path = "com.example.note/7"
     proof = await pds.fetch_record_proof(account.did, path, account.pds.url)
     assert proof == account.repo.record_proof(path)
@@ -244,7 +242,7 @@ async def test_record_with_its_proof(account: LocalAccount, pds: PdsClient) -> N
     assert failure.value.reason is FetchFailure.REPO_TAKENDOWN
 
 
-async def test_only_the_origin_of_the_host_is_used(account: LocalAccount, pds: PdsClient) -> None:
+async def test_only_the_origin_of_the_host_is_used(account: FaultyAccount, pds: PdsClient) -> None:
     for host in ("", "pds.example", "//", "https://[::1", "at://did:plc:x", "http://\x00/"):
         with pytest.raises(UnavailableError) as failure:
             await pds.fetch_latest_commit(account.did, host)

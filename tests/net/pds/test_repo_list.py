@@ -5,11 +5,11 @@ from typing import Any
 import orjson
 import pytest
 
-from indexer.demo.local_network import LocalNetwork
 from indexer.errors import UnavailableError
 from indexer.net.http import OutboundClient
 from indexer.net.pds.repo_list import ListedAccount, RepoStatus, fetch_repo_status, list_repos
 from indexer.reasons import FetchFailure
+from tests.faulty_network import FaultyNetwork
 from tests.net.http.scripted_host import ScriptedHost, http_response
 
 ALL = "/xrpc/com.atproto.sync.listRepos?limit=1000"
@@ -17,7 +17,7 @@ DID = "did:plc:" + "a" * 24
 REV = "3jzfcijpj2z2a"
 
 
-async def test_list_of_all_accounts_of_a_relay_and_of_a_pds(net: LocalNetwork, outbound: OutboundClient) -> None:
+async def test_list_of_all_accounts_of_a_relay_and_of_a_pds(net: FaultyNetwork, outbound: OutboundClient) -> None:
     ada, bob = net.create_account("ada.test", pds=0), net.create_account("bob.test", pds=0)
     bob.deactivate()
     page = await list_repos(outbound, net.relay.url, "", None)
@@ -32,7 +32,7 @@ async def test_list_of_all_accounts_of_a_relay_and_of_a_pds(net: LocalNetwork, o
     assert await list_repos(outbound, ada.pds.url, "", page.cursor) == type(page)((), 0, None)
 
 
-async def test_list_of_the_accounts_of_a_collection(net: LocalNetwork, outbound: OutboundClient) -> None:
+async def test_list_of_the_accounts_of_a_collection(net: FaultyNetwork, outbound: OutboundClient) -> None:
     ada, bob = net.create_account("ada.test"), net.create_account("bob.test")
     ada.create("com.example.note", {"text": "hello"})
     bob.create("com.example.other", {"text": "hello"})
@@ -40,7 +40,7 @@ async def test_list_of_the_accounts_of_a_collection(net: LocalNetwork, outbound:
     assert page.accounts == (ListedAccount(ada.did),)
 
 
-async def test_hosting_status_of_an_account(net: LocalNetwork, outbound: OutboundClient) -> None:
+async def test_hosting_status_of_an_account(net: FaultyNetwork, outbound: OutboundClient) -> None:
     account = net.create_account("ada.test")
     assert await fetch_repo_status(outbound, account.pds.url, account.did) == RepoStatus(True)
     account.set_status("takendown")

@@ -7,10 +7,10 @@ from datetime import UTC, datetime
 import pytest
 
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.demo.local_network import LocalNetwork
-from indexer.demo.local_relay import LocalRelay, message_frame
+from indexer.demo.local_relay import message_frame
 from indexer.net.relay.seek import Entry, Sighting, StreamSeek
 from indexer.net.relay.subscription import STREAM_PATH
+from tests.faulty_network import FaultyNetwork, FaultyRelay
 from tests.net.http.scripted_host import ScriptedHost, hang, http_response
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
@@ -18,8 +18,8 @@ DID = "did:plc:aaaaaaaaaaaaaaaaaaaaaaaa"
 
 
 @pytest.fixture
-async def net() -> AsyncIterator[LocalNetwork]:
-    async with LocalNetwork() as network:
+async def net() -> AsyncIterator[FaultyNetwork]:
+    async with FaultyNetwork() as network:
         yield network
 
 
@@ -36,7 +36,7 @@ def stream_seek(
     )
 
 
-def send(relay: LocalRelay, seconds: Iterable[float], *, distance: int = 1) -> None:
+def send(relay: FaultyRelay, seconds: Iterable[float], *, distance: int = 1) -> None:
     """Let the relay send one #identity for each event time after BEGIN. `distance`: between sequence numbers."""
     for time in seconds:
         relay.seq += distance - 1
@@ -47,7 +47,7 @@ def send(relay: LocalRelay, seconds: Iterable[float], *, distance: int = 1) -> N
 @pytest.mark.parametrize("announces", [True, False])
 @pytest.mark.parametrize("inclusive", [True, False])
 async def test_a_stream_is_entered_shortly_before_the_target(
-    net: LocalNetwork, inclusive: bool, announces: bool
+    net: FaultyNetwork, inclusive: bool, announces: bool
 ) -> None:
     net.relay.inclusive, net.relay.announces, net.relay.window = inclusive, announces, 1_000
     send(net.relay, range(1_500), distance=3)
@@ -64,7 +64,7 @@ async def test_a_stream_is_entered_shortly_before_the_target(
 
 
 @pytest.mark.parametrize("announces", [True, False])
-async def test_a_window_that_does_not_reach_back_is_wanted_as_a_whole(net: LocalNetwork, announces: bool) -> None:
+async def test_a_window_that_does_not_reach_back_is_wanted_as_a_whole(net: FaultyNetwork, announces: bool) -> None:
     assert await stream_seek(message_timeout=0.1)(net.relay_url, BEGIN) == Entry(None, None)
     net.relay.announces, net.relay.window = announces, 100
     send(net.relay, range(5))
@@ -73,12 +73,12 @@ async def test_a_window_that_does_not_reach_back_is_wanted_as_a_whole(net: Local
     assert await stream_seek()(net.relay_url, BEGIN + 50) == Entry(0, BEGIN + 201)
 
 
-async def test_a_cursor_in_the_future_is_not_in_the_stream(net: LocalNetwork) -> None:
+async def test_a_cursor_in_the_future_is_not_in_the_stream(net: FaultyNetwork) -> None:
     send(net.relay, range(5))
     assert await stream_seek().probe(net.relay_url, 100) is None
 
 
-async def test_a_relay_that_silently_continues_live_does_not_have_the_cursor(net: LocalNetwork) -> None:
+async def test_a_relay_that_silently_continues_live_does_not_have_the_cursor(net: FaultyNetwork) -> None:
     net.relay.announces = False
     send(net.relay, range(5))
     probe = asyncio.create_task(stream_seek(message_timeout=30).probe(net.relay_url, 10_000))
@@ -89,7 +89,7 @@ async def test_a_relay_that_silently_continues_live_does_not_have_the_cursor(net
     assert net.relay.seq > 5
 
 
-async def test_messages_without_a_readable_time_do_not_count(net: LocalNetwork) -> None:
+async def test_messages_without_a_readable_time_do_not_count(net: FaultyNetwork) -> None:
     net.relay.inject("text")
     net.relay.inject(b"\xff")
     for time in ("", "yesterday", "2026-01-01T00:00:00", "9999-99-99T00:00:00Z"):
@@ -98,7 +98,7 @@ async def test_messages_without_a_readable_time_do_not_count(net: LocalNetwork) 
     assert await stream_seek().probe(net.relay_url, 0) == Sighting(3, (BEGIN + 1, BEGIN + 2))
 
 
-async def test_a_first_message_over_the_limit_proves_nothing(net: LocalNetwork) -> None:
+async def test_a_first_message_over_the_limit_proves_nothing(net: FaultyNetwork) -> None:
     net.relay.inject(b"x" * (DEFAULT_LIMITS.frame_bytes + 1))
     send(net.relay, range(20))
     assert await stream_seek().probe(net.relay_url, 0) == Sighting(0, ())

@@ -8,10 +8,10 @@ import pytest
 from websockets.asyncio.server import ServerConnection, serve
 
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.demo.local_network import LocalNetwork
 from indexer.net.relay.subscription import STREAM_PATH, ConnectionSettings, Subscription
 from indexer.sync.events import StreamError, decode_frame
 from tests.event_loop_watch import EventLoopWatch
+from tests.faulty_network import FaultyNetwork
 from tests.net.http.scripted_host import ScriptedHost, http_response
 from tests.waiting import until
 
@@ -22,8 +22,8 @@ IMPATIENT = replace(QUICK, message_timeout=0.5)
 
 
 @pytest.fixture
-async def net() -> AsyncIterator[LocalNetwork]:
-    async with LocalNetwork() as network:
+async def net() -> AsyncIterator[FaultyNetwork]:
+    async with FaultyNetwork() as network:
         yield network
 
 
@@ -72,7 +72,7 @@ async def test_pause_before_a_reconnection_grows_up_to_its_limit(monkeypatch: py
         assert 0.75 * expected <= pause <= 1.25 * expected
 
 
-async def test_a_reconnection_asks_for_the_cursor_again(net: LocalNetwork) -> None:
+async def test_a_reconnection_asks_for_the_cursor_again(net: FaultyNetwork) -> None:
     net.relay.inclusive = False
     account = net.create_account()
     source, cursors = subscription(net.relay_url), Cursors(0, 2)
@@ -112,7 +112,7 @@ async def error_of_second_connection(source: Subscription) -> str:
     return errors[2]
 
 
-async def test_a_text_message_is_yielded_as_bytes(net: LocalNetwork) -> None:
+async def test_a_text_message_is_yielded_as_bytes(net: FaultyNetwork) -> None:
     net.relay.inclusive = False
     net.create_account()
     net.relay.inject("text")
@@ -127,7 +127,7 @@ LARGE, SMALL = {"text": "x" * 30_000}, {"text": "small"}
 
 @pytest.mark.parametrize("inclusive", [True, False])
 @pytest.mark.parametrize("sizes", ["SLSSLS", "SLLLSSS", "LLLSLS"])
-async def test_only_messages_over_the_limit_are_skipped(net: LocalNetwork, inclusive: bool, sizes: str) -> None:
+async def test_only_messages_over_the_limit_are_skipped(net: FaultyNetwork, inclusive: bool, sizes: str) -> None:
     """`inclusive`: some relays send the message at the cursor again."""
     net.relay.inclusive = inclusive
     account = net.create_account()
@@ -175,14 +175,14 @@ async def test_a_message_is_skipped_although_the_next_connection_begins_one_mess
     assert paths == [f"{STREAM_PATH}?cursor=5", f"{STREAM_PATH}?cursor=6"]
 
 
-async def test_the_next_relay_is_used_after_too_many_skips(net: LocalNetwork) -> None:
+async def test_the_next_relay_is_used_after_too_many_skips(net: FaultyNetwork) -> None:
     account = net.create_account()
     before = net.relay.seq
     for _ in range(9):
         account.create("com.example.note", LARGE)
     net.relay.inclusive = False
     cursors = Cursors(before, before, 0)
-    async with LocalNetwork() as other:
+    async with FaultyNetwork() as other:
         other.create_account()
         settings = replace(QUICK, max_skips=2)
         source = subscription(net.relay_url, other.relay_url, max_bytes=20_000, settings=settings)
@@ -190,7 +190,7 @@ async def test_the_next_relay_is_used_after_too_many_skips(net: LocalNetwork) ->
     assert cursors.asked == [net.relay_url, net.relay_url, other.relay_url]
 
 
-async def test_a_redirect_is_not_followed(net: LocalNetwork) -> None:
+async def test_a_redirect_is_not_followed(net: FaultyNetwork) -> None:
     for target in ("ws://[", net.relay_url):
         async with ScriptedHost() as host:
             host.pages[STREAM_PATH] = http_response(status=302, headers={"Location": target})
@@ -198,7 +198,7 @@ async def test_a_redirect_is_not_followed(net: LocalNetwork) -> None:
     assert net.relay.requests.total() == 0
 
 
-async def test_the_next_relay_is_used_when_one_is_unreachable(net: LocalNetwork) -> None:
+async def test_the_next_relay_is_used_when_one_is_unreachable(net: FaultyNetwork) -> None:
     net.create_account()
     unreachable = "ws://127.0.0.1:1"
     source, cursors = subscription(unreachable, net.relay_url), Cursors(0)
@@ -206,7 +206,7 @@ async def test_the_next_relay_is_used_when_one_is_unreachable(net: LocalNetwork)
     assert cursors.asked[:2] == [unreachable, net.relay_url]
 
 
-async def test_an_error_frame_is_yielded_before_the_connection_ends(net: LocalNetwork) -> None:
+async def test_an_error_frame_is_yielded_before_the_connection_ends(net: FaultyNetwork) -> None:
     net.create_account()
     source = subscription(net.relay_url)
     async with asyncio.timeout(20), aclosing(source.frames(Cursors(10_000))) as frames:
@@ -383,7 +383,7 @@ async def test_a_connection_ends_if_the_relay_does_not_read_the_answers_to_its_p
         assert "connection lost" in await error_of_second_connection(subscription(relay))
 
 
-async def test_the_handshake_uses_no_proxy_or_extension(net: LocalNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_handshake_uses_no_proxy_or_extension(net: FaultyNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("HTTP_PROXY", "WS_PROXY", "ALL_PROXY"):
         for name in (variable, variable.lower()):
             monkeypatch.setenv(name, net.relay_url.replace("ws", "http"))
