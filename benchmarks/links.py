@@ -18,12 +18,12 @@ from tempfile import TemporaryDirectory
 from time import perf_counter, process_time
 
 import asyncpg
-from indexer.db.links import LinkSession
 
 from indexer import embedded
 from indexer.atproto.cid import cid_of
 from indexer.atproto.links import links_of
 from indexer.db import Database
+from indexer.db.links import LinkSession
 from indexer.db.migrate import migrate
 from indexer.readers.links import LinkReader
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
