@@ -5,8 +5,7 @@ and later ones wait for it. Differences that resyncs found at one rev may be del
 record, which two such resyncs may have found, are delivered one after another. There is no order between repos.
 
 Each repo has a share of the window, so that no repo fills it. A repo that has used its share is behind: its further
-changes are left out, and only the number of the first one is kept. They are read again when it has few changes. If the
-window fills all the same, and clients are slow, `make_room` leaves out changes of the repos that have most.
+changes are left out, and only the number of the first one is kept. They are read again when it has few changes.
 
 Besides changes, the window has the repos and records of a snapshot, and what was set aside and is sent now, as changes
 that have ids instead of numbers of the log. A page of the snapshot is read after the changes that are in the window, so
@@ -35,7 +34,7 @@ MAX_UNACKNOWLEDGED = 10_000
 """Changes in the window: some hundred bytes each. As long as there is a snapshot, it may be half of them."""
 MIN_SHARE = 10
 """Changes of a repo in the window, however full it is."""
-MAX_SHARE = 1 / 8
+MAX_SHARE = 1 / 16
 """The part of the window that one repo may have."""
 MAX_BEHIND = 1_000
 """Repos that are behind. If there are more, nothing more is read."""
@@ -55,14 +54,12 @@ class _Repo:
         in_flight: Changes that are being delivered: their numbers by path. No two of them have the same path.
         group: What the changes in flight have in common; changes of other groups wait for them.
         queued: The repo is in the queue of repos that may have a deliverable change.
-        taken_to: The highest number of a change of the log that was ever in flight.
     """
 
     waiting: deque[LoggedChange] = field(default_factory=deque)
     in_flight: dict[Path, int] = field(default_factory=dict)
     group: object = None
     queued: bool = False
-    taken_to: int = 0
 
     def __len__(self) -> int:
         """Return the number of its changes in the window."""
@@ -74,7 +71,6 @@ class DeliveryWindow:
 
     Attributes:
         capacity: The maximum number of changes of the log.
-        is_slow: True after `make_room`, until little is in the window: new changes do not fill it again.
         read_to: The number of the newest change that was read.
         changed: Set when another repo may have a deliverable change, and when one is acknowledged or given back.
         behind: Repos of which changes are left out, with the number of the first one, in the order of their turns.
@@ -85,7 +81,6 @@ class DeliveryWindow:
     def __init__(self, progress: DeliveryProgress, *, one_per_repo: bool = False) -> None:
         """Continue from stored progress. With `one_per_repo`, a repo never has two changes in flight."""
         self.capacity = MAX_UNACKNOWLEDGED
-        self.is_slow = False
         self.read_to = progress.position
         self.snapshot_read_to = progress.snapshot
         self._stored = progress
@@ -160,7 +155,7 @@ class DeliveryWindow:
         for change in changes:
             self.read_to = change.seq
             if change.seq < self.behind.get(change.did, inf):
-                self._add_logged(change, self._share if self.is_slow else self._max_share)
+                self._add_logged(change, self._max_share)
 
     def next_behind(self) -> tuple[int, frozenset[str]] | None:
         """Return the number of the next change of a repo that was left out, and the repos to be read from there.
@@ -201,16 +196,6 @@ class DeliveryWindow:
     @property
     def _max_share(self) -> int:
         return max(MIN_SHARE, int(self.capacity * MAX_SHARE))
-
-    def make_room(self) -> None:
-        """Leave out changes that were never in flight, of repos that have more than the share of a repo."""
-        self.is_slow = True
-        share = self._share
-        for did, repo in self._repos.items():
-            after = max(repo.taken_to, self._stored.delivered_to)
-            while len(repo) > share and repo.waiting and after < repo.waiting[-1].seq < FIRST_SNAPSHOT_ID:
-                self.behind[did] = repo.waiting.pop().seq
-                self._changes.pop(self.behind[did], None)
 
     def _add_logged(self, change: LoggedChange, share: int) -> None:
         """Add a change of the log that a client needs, or leave it out if its repo has its share.
@@ -259,8 +244,6 @@ class DeliveryWindow:
         while (change := self._first(repo)) is not None and self._may_deliver(change, repo):
             repo.waiting.popleft()
             repo.in_flight[_path(change)] = change.seq
-            if change.seq < FIRST_SNAPSHOT_ID:
-                repo.taken_to = max(repo.taken_to, change.seq)
             repo.group = self._group(change)
             yield change
 

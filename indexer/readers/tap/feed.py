@@ -5,14 +5,14 @@ if no client uses the feed. If changes were trimmed before, the first client get
 
 One process serves the feed at a time; the others wait. The clients share the work: see `delivery_window` for the order.
 What a client does not acknowledge is delivered again, to any client. Records of hidden repos, and events that clients
-refuse for too long, are set aside: see `deliveries`.
+refuse for too long, are set aside: see `set_aside`.
 
 The window of unacknowledged changes is bounded. While it is full, nothing more is read, and the change log retains the
 rest. A repo has a share of the window, and is read again from the log beyond it.
 """
 
 import asyncio
-from time import monotonic, time
+from time import time
 
 import structlog
 
@@ -21,7 +21,7 @@ from indexer.db import Database
 from indexer.db.periodic import DatabaseAttempt
 from indexer.db.tap_feed import FEED_CONSUMER, DeliveryProgress, FeedSession
 from indexer.readers.tap.deliveries import Deliveries, RefusalLimits
-from indexer.readers.tap.delivery_window import MAX_IN_FLIGHT, MAX_UNACKNOWLEDGED
+from indexer.readers.tap.delivery_window import MAX_UNACKNOWLEDGED
 from indexer.telemetry.conditions import (
     FEED_CUT_OFF,
     FEED_EVENTS_SET_ASIDE,
@@ -40,10 +40,6 @@ CLAIM_SECONDS = 1.0
 """Interval at which a waiting process tries to own the feed."""
 STOP_SECONDS = 2.0
 """Time for clients to acknowledge what was delivered before the process stops."""
-DUE_SECONDS = 1.0
-"""Interval at which the feed looks for events that were set aside and are due."""
-MAX_DUE = 100
-"""Rows of such events that are sent at the same time."""
 
 log = structlog.get_logger(__name__)
 
@@ -79,7 +75,6 @@ class TapFeed:
         self._saved: DeliveryProgress | None = None
         self._waiting = 0
         self._wanted = asyncio.Event()
-        self._look_at = 0.0
         self.set_aside = 0
         self._refusal_limits = refusal_limits
         self.max_unacknowledged = MAX_UNACKNOWLEDGED
@@ -160,7 +155,7 @@ class TapFeed:
                 if not await self._read(session, deliveries):
                     return
                 await self._read_snapshot(session, deliveries)
-                await self._read_set_aside(session, deliveries)
+                await deliveries.set_aside.read_due(session, self.max_unacknowledged // 2)
                 deliveries.set_aside_late()
                 if not await self._save(session, deliveries) or last:
                     return
@@ -181,7 +176,6 @@ class TapFeed:
         window = deliveries.window
         alone = window.snapshot_read_to is None and not window.snapshot_events
         window.capacity = self.max_unacknowledged if alone else self.max_unacknowledged // 2
-        deliveries.make_room()
         for _ in range(MAX_PAGES):
             if (limit := min(window.room, READ_BATCH)) <= 0:
                 break
@@ -222,26 +216,6 @@ class TapFeed:
                 if window.snapshot_read_to is None:
                     log.info("feed.snapshot-completed", consumer=FEED_CONSUMER)
                 return
-
-    async def _read_set_aside(self, session: FeedSession, deliveries: Deliveries) -> None:
-        """Fill the other half of the window with events that were set aside and are due."""
-        set_aside, window = deliveries.set_aside, deliveries.window
-        half = self.max_unacknowledged // 2
-        if len(set_aside.sending) < MAX_DUE and monotonic() >= self._look_at:
-            self._look_at = monotonic() + DUE_SECONDS
-            for row in await session.due(MAX_DUE):
-                set_aside.begin(row)
-        for sending in list(set_aside.sending.values()):
-            room = min(half - window.snapshot_events, max(1, min(half // 4, MAX_IN_FLIGHT)) - len(sending.ids))
-            if (after := sending.after) is None or room <= 0:
-                continue
-            row = sending.row
-            if row.reason == "refused":
-                set_aside.read(sending, [(row.collection, row.rkey)], last=True)
-                continue
-            page = await session.records_from_rev(row.did, row.rev, after, room)
-            set_aside.read(sending, page, last=len(page) < room)
-            self.stage.moved()
 
     async def _save(self, session: FeedSession, deliveries: Deliveries) -> bool:
         """Store new acknowledgements; return False if the consumer was removed."""
