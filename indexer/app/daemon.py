@@ -38,9 +38,9 @@ from indexer.concurrency.stage_progress import StageProgress
 from indexer.core import Core
 from indexer.crash_points import crash_point
 from indexer.db import RESERVED_CONNECTIONS, Database, RetentionPolicy
-from indexer.db.current_scope import CurrentScope
 from indexer.db.open_gaps import OpenGaps
 from indexer.db.process_reports import DatabaseCheck, ProcessReport
+from indexer.db.scope import CurrentScope
 from indexer.live.account_limits import AccountLimits
 from indexer.live.batch_writer import BATCH_SIZE, BatchWriter
 from indexer.live.firehose_consumer import FirehoseConsumer
@@ -183,7 +183,7 @@ class Daemon:
         self.hosts = self.outbound.hosts
         self.conditions = Conditions()
         self.started_at = monotonic()
-        self.scope = CurrentScope(db, settings.policy, poll=self.tuning.scope_interval)
+        self.scope = CurrentScope(db.scope, settings.policy, poll=self.tuning.scope_interval)
         self._build_live_stages()
         self._build_resync_stages()
         self._build_background_stages()

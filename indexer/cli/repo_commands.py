@@ -14,8 +14,8 @@ from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result, show_progress
 from indexer.db import Database
 from indexer.db.crawls import CrawlProgress
-from indexer.db.current_scope import CurrentScope
 from indexer.db.open_gaps import OpenGaps
+from indexer.db.scope import CurrentScope
 from indexer.errors import UnavailableError
 from indexer.sync.shard import Shard
 from indexer.tasks.discover import Discovery
@@ -166,7 +166,7 @@ async def _reconcile(settings: Settings, db: Database) -> CrawlProgress:
             OpenGaps(db, shard, metrics),
             tuple,
             lambda _source: None,
-            CurrentScope(db, await stored_policy(settings, db)),
+            CurrentScope(db.scope, await stored_policy(settings, db)),
             ReconciliationSettings(shard, settings.sweep_interval),
             identities,
             sources_are_hosts=settings.upstream == "pds",

@@ -149,12 +149,10 @@ async def _question(db: Database, before: Scope, after: Scope) -> str:
         named = ", ".join(unselected[:MAX_NAMED]) + (", ..." if len(unselected) > MAX_NAMED else "")
         parts.append(f"delete {_records(records)} of {len(unselected)} collections ({named})")
     if after.may_want_fewer_repos(before) and not (after.track is Track.SIGNAL and after.signal_collections is None):
-        repos, records = await db.out_of_scope.count_not_chosen(MAX_COUNTED)
+        repos = await db.scope_changes.count_not_chosen()
         which = "" if after.track is Track.LISTED else ", except those with a record of a signal collection"
         if repos:
-            parts.append(
-                f"untrack {repos:,} repos that no command has added{which}, and delete their {_records(records)}"
-            )
+            parts.append(f"untrack {repos:,} repos that no command has added{which}, and delete their records")
     question = "; ".join(parts)
     return f"{question[0].upper()}{question[1:]}?" if parts else ""
 

@@ -13,8 +13,8 @@ from indexer.db.lexicon_rows import AddedLexicon, AddedState, StoredLexicon, Vie
 from indexer.db.links import LinkProgress, LinkProgressState
 from indexer.db.report_queries import Counts
 from indexer.db.resync_transaction import NewReposTransaction, ResyncTransaction
+from indexer.db.scope import CollectionProgress
 from indexer.db.scope_changes import NarrowedPage
-from indexer.db.scope_row import CollectionProgress
 from indexer.db.status_queries import DatabaseState, RejectionSummary
 from indexer.db.write import NewRepoRecords, RecordsExistError
 

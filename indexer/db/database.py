@@ -18,12 +18,11 @@ from indexer.db.identities import Identities
 from indexer.db.lexicon_indexes import LexiconIndexes
 from indexer.db.lexicon_rows import Lexicons
 from indexer.db.links import Links
-from indexer.db.out_of_scope import OutOfScope
 from indexer.db.report_queries import Reports
 from indexer.db.repos import Repos
 from indexer.db.resync_queue import Resyncs
+from indexer.db.scope import StoredScope
 from indexer.db.scope_changes import ScopeChanges
-from indexer.db.scope_row import StoredScope
 from indexer.db.shard_lock import ShardLocks
 from indexer.db.tap_feed import Feed
 from indexer.db.write import WrittenBatch, write
@@ -48,7 +47,6 @@ class Database(Connections):
         self.lexicons = Lexicons(self)
         self.lexicon_indexes = LexiconIndexes(self)
         self.links = Links(self)
-        self.out_of_scope = OutOfScope(self)
         self.reports = Reports(self)
         self.repos = Repos(self)
         self.resyncs = Resyncs(self)

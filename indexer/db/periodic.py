@@ -8,7 +8,7 @@ from typing import NoReturn, Self
 import structlog
 
 from indexer.concurrency.stage_progress import Work
-from indexer.db import DatabaseError
+from indexer.db.database_errors import DatabaseError
 from indexer.reasons import FetchFailure
 
 log = structlog.get_logger(__name__)

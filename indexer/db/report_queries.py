@@ -12,7 +12,8 @@ from typing import Any
 import asyncpg
 
 from indexer.atproto.cid import cid_text
-from indexer.db import scope_row, status_queries
+from indexer.db import scope as db_scope
+from indexer.db import status_queries
 from indexer.db.columns import Connection
 from indexer.db.connections import Area
 from indexer.db.database_errors import DatabaseError
@@ -301,7 +302,7 @@ class _RepoNumbers:
 
 async def count_repos(connection: Connection, since: float) -> _RepoNumbers:
     """Count all repos, or those of a part of the table; the part becomes smaller until the time limit suffices."""
-    scope = await scope_row.load(connection)
+    scope = await db_scope.load(connection)
     complete_from = 0 if scope is None else scope.complete_from
     async with connection.transaction():
         await _limit_time(connection, _deadline())

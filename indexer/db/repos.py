@@ -3,10 +3,10 @@
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from indexer.db import scope_row
 from indexer.db.columns import Connection, buckets_of, repo_columns, repo_of
 from indexer.db.connections import Area
 from indexer.db.layout import estimate_rows
+from indexer.db.scope import holds
 from indexer.db.write import write
 from indexer.sync.changes import Batch, RepoWrite
 from indexer.sync.repo import CHOSEN, OUT_OF_SCOPE, Repo, SyncStatus, named
@@ -155,7 +155,7 @@ async def add_listed(
     """
     if scope is None:
         return await add_repos(connection, dids)
-    if not await scope_row.holds(connection, scope.version):
+    if not await holds(connection, scope.version):
         return None
     wanted_before = scope.repos_narrowed_in if by_signal else 0
     return await add_repos(connection, dids, wanted_in=scope.version, wanted_before=wanted_before)

@@ -11,10 +11,10 @@ from asyncpg import Record as Row
 
 from indexer.atproto.record import Problem
 from indexer.crash_points import crash_point
-from indexer.db import scope_row
 from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
 from indexer.db.consistent_read import in_chunks
 from indexer.db.database_errors import database_errors, refused_writes
+from indexer.db.scope import holds
 from indexer.db.write import NewRepoRecords, create_records, write, write_changes
 from indexer.errors import BrokenInvariantError
 from indexer.sync.changes import Action, Batch, BufferedEvent, RecordChange
@@ -162,7 +162,7 @@ class ResyncTransaction:
         Otherwise records of collections that are no longer selected could be written after the others were deleted.
         """
         with database_errors():
-            return await scope_row.holds(self.connection, self._scope_version)
+            return await holds(self.connection, self._scope_version)
 
     async def buffered(self) -> list[BufferedEvent]:
         """Return the events that were buffered since the last call, in order of arrival.
@@ -241,7 +241,7 @@ class NewReposTransaction:
     async def finish(self, batch: Batch) -> bool:
         """Write the new rows; return False if the scope or the row of a repo has changed. Then nothing is committed."""
         with refused_writes(), database_errors():
-            if await scope_row.holds(self._connection, self._scope_version):
+            if await holds(self._connection, self._scope_version):
                 written = await write(self._connection, batch)
                 self.finished = not written.skipped
                 crash_point("new-repos.finished")

@@ -14,8 +14,8 @@ from indexer.concurrency.stage_progress import StageProgress
 from indexer.core import Core
 from indexer.crash_points import crash_point
 from indexer.db import Database, DatabaseError
-from indexer.db.current_scope import CurrentScope
 from indexer.db.periodic import DatabaseAttempt
+from indexer.db.scope import CurrentScope
 from indexer.errors import RefusedWriteError
 from indexer.live.account_limits import AccountLimits
 from indexer.live.event_clock import EventClock

@@ -11,8 +11,8 @@ from indexer.atproto.syntax import is_nsid
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Database, DatabaseError
 from indexer.db.crawls import CrawlProgress, Purpose
-from indexer.db.current_scope import CurrentScope
 from indexer.db.periodic import run_periodically
+from indexer.db.scope import CurrentScope
 from indexer.errors import UnavailableError
 from indexer.net.http import OutboundClient
 from indexer.net.pds.xrpc import MethodNotOfferedError

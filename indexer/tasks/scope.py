@@ -21,8 +21,8 @@ from indexer.concurrency.stage_progress import StageProgress
 from indexer.crash_points import crash_point
 from indexer.db import Database, DatabaseError
 from indexer.db.crawls import CrawlProgress
-from indexer.db.current_scope import CurrentScope
 from indexer.db.periodic import run_periodically
+from indexer.db.scope import CurrentScope
 from indexer.errors import UnavailableError
 from indexer.net.http import OutboundClient
 from indexer.net.pds.xrpc import MethodNotOfferedError
@@ -169,11 +169,11 @@ class ScopeUntracking:
             log.warning("scope.not-untracked", version=scope.version, signal_collections=",".join(unlisted))
             self._done_version = scope.version
             return
-        progress, untracked = await self.db.out_of_scope.begin(self.shard), 0
-        if progress.finished_at is None and scope.signals and await self.db.out_of_scope.unread_lists(scope):
+        progress, untracked = await self.db.scope_changes.begin_untracking(self.shard), 0
+        if progress.finished_at is None and scope.signals and await self.db.scope_changes.unread_lists(scope):
             return
         while progress.finished_at is None:
-            page = await self.db.out_of_scope.untrack_page(scope, self.shard, progress, self.batch_size)
+            page = await self.db.scope_changes.untrack_page(scope, self.shard, progress, self.batch_size)
             if page is None:
                 return
             progress, untracked = page.progress, untracked + page.untracked

@@ -171,5 +171,5 @@ async def test_unknown_collection_is_refused_and_no_file_is_written(
     assert (result.returncode, file.exists()) == (4, False)
     assert error_line(result).startswith("app.bsky.feed.posts is unknown: no record of it is stored, and neither")
     await db.scope.begin(Scope())
-    await db.scope.set_collections(["app.bsky.feed.posts"])
+    await db.scope.change(collections=["app.bsky.feed.posts"])
     assert (await session.run("export", "--collection", "app.bsky.feed.posts", "-o", str(file))).returncode == 0

@@ -68,7 +68,7 @@ def test_typo_deletes_nothing(session: Session) -> None:
 def test_change_that_untracks_repos_asks_for_confirmation(session: Session) -> None:
     result = session("scope", "set", "--track", "listed")
     assert result.returncode == 2
-    text = "Untrack 1 repos that no command has added, and delete their 1 records? There is no terminal"
+    text = "Untrack 1 repos that no command has added, and delete their records? There is no terminal"
     assert result.stderr.startswith(f"indexer: {text}")
     assert shown(session)["track"] == "all"
     result = session("scope", "set", "--track", "signal", "--signal-collections", "com.example.note")

@@ -55,7 +55,7 @@ async def test_collections_and_repos_are_added_and_removed(database: str, tmp_pa
         create_like(with_likes, "one")
         await daemon.wait_until_equal()
         rows = {row["rkey"]: row["indexed_at"] for row in await daemon.record_rows(with_likes)}
-        await daemon.db.scope.set_collections([POST, LIKE])
+        await daemon.db.scope.change(collections=[POST, LIKE])
         network.collections = {POST, LIKE}
         await daemon.wait_until_equal()
         await wait_until_complete(daemon)
@@ -69,7 +69,7 @@ async def test_collections_and_repos_are_added_and_removed(database: str, tmp_pa
         create_like(without, "live")
         await daemon.wait_until_equal()
 
-        await daemon.db.scope.set_collections([POST])
+        await daemon.db.scope.change(collections=[POST])
         network.collections = {POST}
         await daemon.wait_until_equal()
         create_like(without, "not stored")
@@ -114,7 +114,7 @@ async def test_repo_that_a_lagging_list_lacked_is_fetched_when_the_list_is_compa
                 create_like(account, "one")
             await daemon.wait_until_equal()
             network.relay.lagging = {lagging.did}
-            await daemon.db.scope.set_collections([POST, LIKE])
+            await daemon.db.scope.change(collections=[POST, LIKE])
             await until(lambda: daemon.export_requests == 1)
             await wait_until_complete(daemon)
             assert LIKE not in {row["collection"] for row in await daemon.record_rows(lagging)}, "the list is trusted"
@@ -162,7 +162,7 @@ async def test_signal_tracks_repos_that_write_or_have_a_record(database: str, tm
             assert set(await daemon.db.reports.visible_repos()) == {early.did, late.did}
             late.delete("com.example.thing/b")
             await daemon.wait_until_equal()
-            await daemon.db.scope.set_signal_collections([LIKE])
+            await daemon.db.scope.change(signal_collections=[LIKE])
             network.dids = {other.did}
             await daemon.wait_until_equal()
         await assert_change_log_consistent(database)

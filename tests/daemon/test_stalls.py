@@ -109,7 +109,7 @@ async def stalled_lookups(world: World) -> AsyncIterator[None]:
 async def stalled_narrowing(world: World) -> AsyncIterator[None]:
     """Remove collections while the records cannot be read."""
     async with locked(world, "record"):
-        await world.daemon.db.scope.set_collections([LIKE])
+        await world.daemon.db.scope.change(collections=[LIKE])
         yield
 
 
@@ -124,9 +124,9 @@ async def stalled_untracking(world: World) -> AsyncIterator[None]:
 @asynccontextmanager
 async def stalled_backfill(world: World) -> AsyncIterator[None]:
     """Add collections while the repos cannot be read."""
-    await world.daemon.db.scope.set_collections([LIKE])
+    await world.daemon.db.scope.change(collections=[LIKE])
     async with locked(world, "repo"):
-        await world.daemon.db.scope.set_collections(["app.bsky.*"])
+        await world.daemon.db.scope.change(collections=["app.bsky.*"])
         yield
 
 

@@ -152,7 +152,7 @@ async def test_links_and_added_collections_are_shown_with_their_progress(databas
         await page.daemon.execute(
             "insert into indexer.link_reader (seq, did, enabled_at) values (0, 'did:plc:j', now() - interval '1 hour')"
         )
-        await page.daemon.db.scope.set_collections([POST, LIKE])
+        await page.daemon.db.scope.change(collections=[POST, LIKE])
         await page.wait_for_text("46.8")
         assert re.fullmatch("backfill, time left: 1.h .*", await page.text("#links-note"))
         await page.wait_for_text("Scope backfill")

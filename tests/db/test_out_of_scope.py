@@ -34,9 +34,9 @@ async def read_lists(db: Database, scope: Scope, **listed: Sequence[str]) -> Non
 
 async def untrack_all(db: Database, scope: Scope, limit: int = 2) -> CrawlProgress:
     """Look at all repos once; return the progress."""
-    progress = await db.out_of_scope.begin(SHARD)
+    progress = await db.scope_changes.begin_untracking(SHARD)
     while progress.finished_at is None:
-        page = await db.out_of_scope.untrack_page(scope, SHARD, progress, limit)
+        page = await db.scope_changes.untrack_page(scope, SHARD, progress, limit)
         assert page is not None
         progress = page.progress
         if progress.cursor is None:
@@ -59,7 +59,7 @@ async def test_only_repos_that_commands_named_stay_if_the_scope_is_listed(
     await db.crawls.add_listed([did("e")], CrawlProgress("discover", "https://pds.test"))
     scope = await db.scope.change(track=Track.LISTED)
     assert scope.repos_narrowed_in == scope.version == 2
-    assert await db.out_of_scope.count_not_chosen(limit=9) == (2, 1)
+    assert await db.scope_changes.count_not_chosen() == 2
     assert (await untrack_all(db, scope)).finished_at is not None
     assert await tracked(db, *"abcde") == set("bde")
     assert {row["did"] for row in await sql.fetch("select did from atproto.records")} == {did("b")}
@@ -78,9 +78,9 @@ async def test_stored_signals_lists_and_commands_keep_a_repo(db: Database) -> No
     await insert(db, synchronized("listed", wanted_in=1), Repo(did("new"), version=1, wanted_in=1))
     await db.scope.track([did("chosen")])
     scope = await db.scope.change(track=Track.SIGNAL, signal_collections=[LIKE])
-    assert await db.out_of_scope.unread_lists(scope) == [LIKE]
+    assert await db.scope_changes.unread_lists(scope) == [LIKE]
     await read_lists(db, scope, signal=[did("listed"), did("unknown")])
-    assert await db.out_of_scope.unread_lists(scope) == []
+    assert await db.scope_changes.unread_lists(scope) == []
     await insert(db, Repo(did("live"), version=1, wanted_in=scope.version))
     assert (await untrack_all(db, scope)).finished_at is not None
     names = ("stored", "other", "listed", "new", "chosen", "unknown", "live")
@@ -94,13 +94,13 @@ async def test_pattern_without_a_list_is_decided_by_complete_repos_only(db: Data
     await insert(db, synchronized("none", wanted_in=1), Repo(did("new"), version=1, wanted_in=1))
     await in_progress(db, "fetched", wanted_in=1)
     scope = await db.scope.change(track=Track.SIGNAL, signal_collections=["app.bsky.feed.*"])
-    assert await db.out_of_scope.unread_lists(scope) == []
+    assert await db.scope_changes.unread_lists(scope) == []
     progress = await untrack_all(db, scope)
     assert (progress.finished_at, progress.cursor) == (None, None), "two repos are looked at again"
     names = ("stored", "neighbour", "none", "new", "fetched")
     assert await tracked(db, *names) == {"stored", "new", "fetched"}
     assert not scope.unlisted_signals
-    assert (await db.scope.set_collections([POST])).unlisted_signals == ["app.bsky.feed.*"]
+    assert (await db.scope.change(collections=[POST])).unlisted_signals == ["app.bsky.feed.*"]
     await insert(db, synchronized("one", wanted_in=1), changes=(put("zz.test/x"),))
     await insert(db, synchronized("empty", wanted_in=1))
     await untrack_all(db, await db.scope.change(track=Track.SIGNAL, signal_collections=["*"]))
@@ -111,11 +111,11 @@ async def test_changed_scope_ends_the_search_and_tracks_what_it_wants_again(db: 
     await db.scope.begin(Scope())
     await insert(db, *(synchronized(name, wanted_in=1) for name in "abcd"))
     narrow = await db.scope.change(track=Track.LISTED)
-    page = await db.out_of_scope.untrack_page(narrow, SHARD, await db.out_of_scope.begin(SHARD), 2)
+    page = await db.scope_changes.untrack_page(narrow, SHARD, await db.scope_changes.begin_untracking(SHARD), 2)
     assert page is not None
     assert page.untracked == 2
     signal = await db.scope.change(track=Track.SIGNAL, signal_collections=[LIKE])
-    assert await db.out_of_scope.untrack_page(narrow, SHARD, page.progress, 2) is None
+    assert await db.scope_changes.untrack_page(narrow, SHARD, page.progress, 2) is None
     assert await db.crawls.add_signals([did("a")], page.progress, narrow) is None
     assert signal.repos_narrowed_in == narrow.version, "repos that only the first scope wanted are still untracked"
     await read_lists(db, signal, signal=[did("a"), did("c")])
@@ -131,10 +131,10 @@ async def test_changed_scope_ends_the_search_and_tracks_what_it_wants_again(db: 
 
 async def test_signal_that_is_removed_wants_fewer_repos_unless_another_covers_it(db: Database) -> None:
     await db.scope.begin(Scope(track=Track.SIGNAL, signal_collections=CollectionFilter([LIKE])))
-    assert (await db.scope.set_signal_collections([LIKE, POST])).repos_narrowed_in == 0
-    assert (await db.scope.set_signal_collections(["app.bsky.*"])).repos_narrowed_in == 0
-    assert (await db.scope.set_signal_collections(["app.bsky.feed.*"])).repos_narrowed_in == 4
-    assert (await db.scope.set_collections([POST])).repos_narrowed_in == 4
+    assert (await db.scope.change(signal_collections=[LIKE, POST])).repos_narrowed_in == 0
+    assert (await db.scope.change(signal_collections=["app.bsky.*"])).repos_narrowed_in == 0
+    assert (await db.scope.change(signal_collections=["app.bsky.feed.*"])).repos_narrowed_in == 4
+    assert (await db.scope.change(collections=[POST])).repos_narrowed_in == 4
     assert (await db.scope.change(track=Track.ALL)).repos_narrowed_in == 0
 
 

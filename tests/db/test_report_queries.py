@@ -84,7 +84,7 @@ async def test_counts_of_repos_that_left_the_queue_since_a_time(db: Database, sq
 async def widen(db: Database) -> int:
     """Add a collection to the scope; return the version for which repos are complete."""
     await db.scope.begin(Scope(1, Track.ALL, CollectionFilter(["app.test.one"]), (0,)))
-    return (await db.scope.set_collections(["app.test.one", "app.test.two"])).complete_from
+    return (await db.scope.change(collections=["app.test.one", "app.test.two"])).complete_from
 
 
 @pytest.mark.slow

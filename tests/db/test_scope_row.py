@@ -22,7 +22,7 @@ POSTS = Scope(collections=CollectionFilter(["app.bsky.feed.post"]))
 async def test_first_scope_is_stored_once(db: Database, sql: asyncpg.Connection) -> None:
     assert await db.scope.load() is None
     with pytest.raises(InvalidScopeError, match="no scope is stored yet"):
-        await db.scope.set_collections(["*"])
+        await db.scope.change(collections=["*"])
     with pytest.raises(asyncpg.ObjectNotInPrerequisiteStateError):
         await sql.execute("select atproto.set_track('listed')")
     first = await db.scope.begin(Scope(track=Track.LISTED, collections=CollectionFilter(["b.b.b", "a.a.*"])))
@@ -35,15 +35,15 @@ async def test_first_scope_is_stored_once(db: Database, sql: asyncpg.Connection)
 
 async def test_patterns_remember_the_version_that_added_them(db: Database) -> None:
     await db.scope.begin(POSTS)
-    wide = await db.scope.set_collections(["app.bsky.*", "app.bsky.feed.post"])
+    wide = await db.scope.change(collections=["app.bsky.*", "app.bsky.feed.post"])
     assert (wide.version, wide.collections.patterns, wide.added_in) == (2, ("app.bsky.*", "app.bsky.feed.post"), (2, 0))
     assert (wide.complete_from, wide.added_after(1), wide.added_after(2)) == (2, ["app.bsky.*"], [])
-    narrow = await db.scope.set_collections(["app.bsky.feed.like", "app.bsky.feed.post"])
+    narrow = await db.scope.change(collections=["app.bsky.feed.like", "app.bsky.feed.post"])
     assert (narrow.version, narrow.added_in) == (3, (2, 0)), "the wide pattern covers the narrow one"
-    same = await db.scope.set_collections(["app.bsky.feed.post", "app.bsky.feed.like", "app.bsky.feed.post"])
+    same = await db.scope.change(collections=["app.bsky.feed.post", "app.bsky.feed.like", "app.bsky.feed.post"])
     assert same.version == 3, "the same patterns are no change"
-    assert (await db.scope.set_collections(["app.bsky.feed.like"])).added_in == (2,)
-    assert (await db.scope.set_collections(["app.bsky.feed.like", "app.bsky.feed.post"])).added_in == (2, 5)
+    assert (await db.scope.change(collections=["app.bsky.feed.like"])).added_in == (2,)
+    assert (await db.scope.change(collections=["app.bsky.feed.like", "app.bsky.feed.post"])).added_in == (2, 5)
 
 
 async def test_scope_is_changed_by_sql(db: Database, sql: asyncpg.Connection) -> None:
@@ -78,7 +78,7 @@ async def test_invalid_argument_changes_nothing_and_is_named(db: Database, sql: 
     with pytest.raises(
         InvalidScopeError, match=r"^'x' is neither an NSID, nor the beginning of one with \.\*, nor \*$"
     ):
-        await db.scope.set_collections(["x"])
+        await db.scope.change(collections=["x"])
     with pytest.raises(InvalidScopeError, match=r"^'x' is not a DID$"):
         await db.scope.untrack(["x"])
     scope = await db.scope.load()
@@ -177,7 +177,7 @@ async def test_write_that_was_planned_before_the_repo_was_untracked_is_skipped(
 async def test_progress_counts_the_repos_that_are_complete(db: Database) -> None:
     assert await db.scope.progress() == []
     await db.scope.begin(POSTS)
-    await db.scope.set_collections(["app.bsky.feed.post", "app.bsky.feed.like"])
+    await db.scope.change(collections=["app.bsky.feed.post", "app.bsky.feed.like"])
     await insert(
         db, synchronized(1), synchronized(2, scope_version=2), Repo(did(3), version=1), Repo(did(4), version=1)
     )

@@ -129,7 +129,7 @@ async def test_record_of_a_collection_that_was_added_during_the_replay_is_stored
     db = scenario.db
     first = await db.scope.begin(Scope(collections=CollectionFilter([COLLECTIONS[1]])))
     async with scenario.new_process(replace(STORE_ALL, scope=first)) as dead_letters:
-        later = await db.scope.set_collections(COLLECTIONS[:2])
+        later = await db.scope.change(collections=COLLECTIONS[:2])
         await scenario.synchronized(scope_version=later.version)
         dead_letter_id = await scenario.reject_event("commit", scenario.owner.commit(Write.create(PATH, RECORD)))
         assert await dead_letters.replay(dead_letter_id) == ReplayResult(dead_letter_id, Outcome.APPLIED)

@@ -15,8 +15,8 @@ from indexer.core.core import with_native
 from indexer.core.native_core import NativeCore
 from indexer.db import Database
 from indexer.db.connections import Connections
-from indexer.db.current_scope import CurrentScope
 from indexer.db.repos import Repos
+from indexer.db.scope import CurrentScope
 from indexer.db.write import WrittenBatch
 from indexer.live.account_limits import AccountLimits
 from indexer.live.batch_writer import BatchWriter, WriterSettings
@@ -118,7 +118,7 @@ class WriterScenario:
             stack.push_async_callback(keys.close)
             conditions = Conditions()
             limits = AccountLimits(NewAccounts(0), NewAccounts(0), conditions)
-            scope = CurrentScope(self.db, STORE_ALL)
+            scope = CurrentScope(self.db.scope, STORE_ALL)
             writer = BatchWriter(
                 self.db,
                 self.inbox,

@@ -101,7 +101,7 @@ async def test_collection_is_added_although_bluesky_pds_does_not_list_repos_by_c
                 for did, records in expected.items()
             }
             await wait_until_equal(database, things)
-            await running.db.scope.set_collections([THING, NOTE])
+            await running.db.scope.change(collections=[THING, NOTE])
             await wait_until_equal(database, expected)
         error = await refused_list(settings, pds.url)
         assert (error.definite, "No service configured for" in error.detail) == (True, True)

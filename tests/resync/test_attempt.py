@@ -112,7 +112,7 @@ async def test_resync_that_began_before_the_scope_changed_writes_nothing(world: 
     world.policy = replace(STORE_ALL, scope=await world.db.scope.begin(STORE_ALL.scope))
     await with_wrong_records(world)
     before = await world.query("select collection, rkey from indexer.record order by 1, 2")
-    world.at["lock"] = partial(world.db.scope.set_collections, ["com.example.other"])
+    world.at["lock"] = partial(world.db.scope.change, collections=["com.example.other"])
     assert await world.attempt()
     assert await world.query("select collection, rkey from indexer.record order by 1, 2") == before
     assert world.results == {"postponed": 1}

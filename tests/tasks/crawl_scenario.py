@@ -13,8 +13,8 @@ import orjson
 
 from indexer.db import Database
 from indexer.db.crawls import CrawlProgress
-from indexer.db.current_scope import CurrentScope
 from indexer.db.open_gaps import OpenGaps
+from indexer.db.scope import CurrentScope
 from indexer.errors import UnavailableError
 from indexer.net.http import OutboundClient
 from indexer.net.identity import DidResolver, IdentityCache
@@ -124,7 +124,7 @@ class Crawl:
         return sum(status_path(name).lower() in request for request in self.host.requests)
 
     def scope(self, track: Track = Track.LISTED) -> CurrentScope:
-        return CurrentScope(self.db, replace(STORE_ALL, scope=Scope(track=track)))
+        return CurrentScope(self.db.scope, replace(STORE_ALL, scope=Scope(track=track)))
 
     def gaps(self, settings: ReconciliationSettings = NO_WAIT) -> OpenGaps:
         return OpenGaps(self.db, settings.shard, self.metrics)

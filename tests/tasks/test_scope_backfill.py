@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from indexer.db import Database
 from indexer.db.crawls import CrawlProgress
-from indexer.db.current_scope import CurrentScope
+from indexer.db.scope import CurrentScope
 from indexer.net.pds.xrpc import MISSING_METHOD_ANSWERS, MissingMethodAnswer
 from indexer.reasons import Desync
 from indexer.sync.account import plan_active
@@ -33,10 +33,10 @@ LIST = list_path(LIKE)
 
 async def widened_scope(db: Database, *added: str) -> CurrentScope:
     """Add likes, or the named collections, to a scope of posts."""
-    scope = CurrentScope(db, STORE_ALL)
+    scope = CurrentScope(db.scope, STORE_ALL)
     await scope.begin()
-    await db.scope.set_collections([POST])
-    await db.scope.set_collections([POST, *(added or [LIKE])])
+    await db.scope.change(collections=[POST])
+    await db.scope.change(collections=[POST, *(added or [LIKE])])
     await scope.refresh()
     return scope
 

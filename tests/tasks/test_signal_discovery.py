@@ -5,7 +5,7 @@ import stamina
 from structlog.testing import capture_logs
 
 from indexer.db import Database
-from indexer.db.current_scope import CurrentScope
+from indexer.db.scope import CurrentScope
 from indexer.net.http import OutboundClient
 from indexer.net.pds.xrpc import MISSING_METHOD_ANSWERS, MissingMethodAnswer
 from indexer.sync.scope import Track
@@ -23,7 +23,7 @@ LIKE, FOLLOW = "app.bsky.feed.like", "app.bsky.graph.follow"
 @pytest.fixture
 async def scope(db: Database) -> CurrentScope:
     """Return a scope whose repos are those with likes or follows."""
-    scope = CurrentScope(db, STORE_ALL)
+    scope = CurrentScope(db.scope, STORE_ALL)
     await scope.begin()
     await db.scope.change(track=Track.SIGNAL, signal_collections=[FOLLOW, LIKE])
     await scope.refresh()

@@ -67,7 +67,7 @@ class TapRoutes:
         return answer({"collections": list(scope.collections.patterns) if scope else []})
 
     async def _set_collections(self, request: web.Request) -> web.Response:
-        scope = await self._db.scope.set_collections(await _texts(request, "collections") or ["*"])
+        scope = await self._db.scope.change(collections=await _texts(request, "collections") or ["*"])
         return answer({"collections": list(scope.collections.patterns)})
 
     async def _signal_collections(self, _: web.Request) -> web.Response:
@@ -75,7 +75,7 @@ class TapRoutes:
         return answer({"collections": list(scope.signal_patterns) if scope else []})
 
     async def _set_signal_collections(self, request: web.Request) -> web.Response:
-        scope = await self._db.scope.set_signal_collections(await _texts(request, "collections"))
+        scope = await self._db.scope.change(signal_collections=await _texts(request, "collections"))
         return answer({"collections": list(scope.signal_patterns)})
 
     async def _info(self, request: web.Request) -> web.Response:

@@ -1,17 +1,26 @@
-"""The table of the scope: read it, store the first one, change it, and hold it until the end of a transaction."""
+"""The stored scope: read and change it, hold it until the end of a transaction, and follow its changes."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from time import monotonic
 from typing import NamedTuple
 
-from asyncpg import Record as Row
+import structlog
 from asyncpg import exceptions
 
 from indexer.atproto.syntax import CollectionFilter
+from indexer.concurrency.stage_progress import StageProgress
 from indexer.db.columns import Connection
 from indexer.db.connections import Area
+from indexer.db.periodic import run_periodically
 from indexer.errors import BrokenInvariantError, InvalidScopeError
+from indexer.sync.policy import Policy
+from indexer.sync.repo import Repo
 from indexer.sync.scope import Scope, Track, filter_of
+
+log = structlog.get_logger(__name__)
 
 BATCH_SIZE = 1_000
 """Repos that one statement tracks or untracks. The live path waits for the rows of an open transaction."""
@@ -56,7 +65,23 @@ class CollectionProgress(NamedTuple):
 async def load(connection: Connection) -> Scope | None:
     """Return the stored scope; None before the first daemon has stored one."""
     row = await connection.fetchrow(_LOAD)
-    return None if row is None else _scope_of(row)
+    if row is None:
+        return None
+    collections, signals = CollectionFilter(row["collections"]), filter_of(row["signal_collections"])
+    added_in = tuple(row["added_in"])
+    return Scope(row["version"], Track(row["track"]), collections, added_in, signals, row["repos_narrowed_in"])
+
+
+async def _load_existing(connection: Connection) -> Scope:
+    scope = await load(connection)
+    if scope is None:
+        raise BrokenInvariantError("the scope was stored, and there is none")
+    return scope
+
+
+async def holds(connection: Connection, version: int) -> bool:
+    """Return True if the scope has this version, 0 if there is none; it cannot change before the transaction ends."""
+    return (await connection.fetchval(_HOLD) or 0) == version
 
 
 class StoredScope(Area):
@@ -72,10 +97,7 @@ class StoredScope(Area):
         async with self._pool.transaction() as connection:
             patterns = list(first.collections.patterns)
             await connection.execute(_INSERT_FIRST, first.track, patterns, list(first.signal_patterns))
-            stored = await load(connection)
-            if stored is None:
-                raise BrokenInvariantError("the scope was stored, and there is none")
-            return stored
+            return await _load_existing(connection)
 
     async def change(
         self,
@@ -91,18 +113,7 @@ class StoredScope(Area):
         async with self._pool.transaction() as connection:
             with _invalid_arguments():
                 await connection.fetchval(_CHANGE, track, collections, signal_collections)
-            changed = await load(connection)
-        if changed is None:
-            raise BrokenInvariantError("the scope was changed, and there is none")
-        return changed
-
-    async def set_collections(self, patterns: Sequence[str]) -> Scope:
-        """Choose the collections to store: see `change`."""
-        return await self.change(collections=patterns)
-
-    async def set_signal_collections(self, patterns: Sequence[str]) -> Scope:
-        """Choose the collections that cause a repo to be tracked: see `change`."""
-        return await self.change(signal_collections=patterns)
+            return await _load_existing(connection)
 
     async def progress(self) -> list[CollectionProgress]:
         """Return the progress of the backfill, by pattern. Reads the row of every repo."""
@@ -130,20 +141,71 @@ class StoredScope(Area):
                 return sum([await connection.fetchval(_UNTRACK, part) for part in _parts(dids)])
 
 
-async def holds(connection: Connection, version: int) -> bool:
-    """Return True if the scope has this version, 0 if there is none; it cannot change before the transaction ends."""
-    return (await connection.fetchval(_HOLD) or 0) == version
+class CurrentScope:
+    """The policy of this process, with the scope as it was last read.
 
+    Attributes:
+        stage: Its progress. To read the scope is work.
+        policy: The policy. A change replaces the object, so that a plan that has begun keeps the one it began with.
+        changed_at: When this process took the present scope (monotonic seconds).
+    """
 
-def _scope_of(row: Row) -> Scope:
-    return Scope(
-        version=row["version"],
-        track=Track(row["track"]),
-        collections=CollectionFilter(row["collections"]),
-        added_in=tuple(row["added_in"]),
-        signal_collections=filter_of(row["signal_collections"]),
-        repos_narrowed_in=row["repos_narrowed_in"],
-    )
+    def __init__(self, scope: StoredScope, policy: Policy, *, poll: float = 1.0) -> None:
+        """Begin with the settings; their scope is the first one if the database has none. `poll` is in seconds."""
+        self._stored = scope
+        self._first = policy.scope
+        self._poll = poll
+        self._in_use = Counter[int]()
+        self.stage = StageProgress("scope")
+        self.policy = policy
+        self.changed_at = monotonic()
+
+    @property
+    def scope(self) -> Scope:
+        """The present scope."""
+        return self.policy.scope
+
+    async def begin(self) -> None:
+        """Read the scope, or store the one of the settings if there is none."""
+        stored = await self._stored.begin(self._first)
+        if not stored.same_choice(self._first):
+            log.warning("scope.settings-ignored", settings=str(self._first), stored=str(stored))
+        self._take(stored)
+
+    async def run(self) -> None:
+        """Read the scope again and again. Only an exception that is a bug ends it."""
+        await run_periodically(self.refresh, self._poll, self.stage, wait_first=True)
+
+    async def refresh(self) -> None:
+        """Read the scope."""
+        stored = await self._stored.load()
+        if stored is not None and stored.version != self.scope.version:
+            log.info("scope.changed", version=stored.version, before=str(self.scope), now=str(stored))
+            self._take(stored)
+
+    def is_behind(self, repos: Iterable[Repo]) -> bool:
+        """Return True if one of the repos is complete for a later scope: then this one must be read again."""
+        version = self.scope.version
+        return any(repo.scope_version > version for repo in repos)
+
+    @contextmanager
+    def in_use(self) -> Iterator[Policy]:
+        """Plan and write with the yielded policy during the block."""
+        policy = self.policy
+        self._in_use[policy.scope.version] += 1
+        try:
+            yield policy
+        finally:
+            self._in_use[policy.scope.version] -= 1
+
+    def only_in_use(self, version: int) -> bool:
+        """Return True if this process writes nothing that it planned with another version of the scope."""
+        return all(used == version or not count for used, count in self._in_use.items())
+
+    def _take(self, scope: Scope) -> None:
+        self.policy = replace(self.policy, scope=scope)
+        self.changed_at = monotonic()
+        self._in_use = +self._in_use
 
 
 def _parts(dids: Iterable[str]) -> list[list[str]]:
