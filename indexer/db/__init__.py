@@ -11,11 +11,10 @@ from indexer.db.erasure import ErasedBatch
 from indexer.db.lexicon_indexes import LexiconIndex, UnknownColumnError
 from indexer.db.lexicon_rows import AddedLexicon, AddedState, StoredLexicon, ViewInUseError
 from indexer.db.links import LinkProgress, LinkProgressState
-from indexer.db.report_queries import Counts
+from indexer.db.reports import Counts, DatabaseState, RejectionSummary
 from indexer.db.resync_transaction import NewReposTransaction, ResyncTransaction
 from indexer.db.scope import CollectionProgress
 from indexer.db.scope_changes import NarrowedPage
-from indexer.db.status_queries import DatabaseState, RejectionSummary
 from indexer.db.write import NewRepoRecords, RecordsExistError
 
 __all__ = [

@@ -18,7 +18,7 @@ from indexer.db.identities import Identities
 from indexer.db.lexicon_indexes import LexiconIndexes
 from indexer.db.lexicon_rows import Lexicons
 from indexer.db.links import Links
-from indexer.db.report_queries import Reports
+from indexer.db.reports import Reports
 from indexer.db.repos import Repos
 from indexer.db.resync_queue import Resyncs
 from indexer.db.scope import StoredScope

@@ -3,7 +3,7 @@
 import asyncpg
 import pytest
 
-from indexer.db import Database, report_queries, tap_feed
+from indexer.db import Database, reports, tap_feed
 from indexer.db.layout import load_parts
 from indexer.sync.repo import SyncStatus
 from indexer.sync.shard import BUCKETS, bucket_of
@@ -41,14 +41,14 @@ async def test_parts_are_the_shards_with_all_buckets(many: Database, sql: asyncp
 async def test_the_parts_of_an_estimate_share_its_time_limit(
     many: Database, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report_queries, "MAX_COUNTED_PAGES", 200)
+    monkeypatch.setattr(reports, "MAX_COUNTED_PAGES", 200)
     statements: list[str] = []
     with sql.query_logger(lambda record: statements.append(record.query)):
-        await report_queries.count_repos(sql, 102.0)
+        await reports.count_repos(sql, 102.0)
     samples = [place for place, statement in enumerate(statements) if "tablesample" in statement]
     assert len(samples) == SHARDS
     limits = [int(statements[place - 1].removeprefix("set local statement_timeout = ")) for place in samples]
-    assert report_queries.COUNT_MILLISECONDS >= limits[0] > limits[-1] > report_queries.COUNT_MILLISECONDS // SHARDS
+    assert reports.COUNT_MILLISECONDS >= limits[0] > limits[-1] > reports.COUNT_MILLISECONDS // SHARDS
     assert limits == sorted(limits, reverse=True), "each part has what the parts before it have left"
 
 
@@ -62,8 +62,8 @@ async def test_repos_are_counted_and_estimated(
         SyncStatus.DESYNCHRONIZED: MANY // 10,
         SyncStatus.IN_PROGRESS: 1,
     }
-    monkeypatch.setattr(report_queries, "MAX_COUNTED_PAGES", 200)
-    monkeypatch.setattr(report_queries, "MAX_FEW", 100)
+    monkeypatch.setattr(reports, "MAX_COUNTED_PAGES", 200)
+    monkeypatch.setattr(reports, "MAX_FEW", 100)
     counts = await many.reports.counts(102.0)
     pages = sum(part.pages for part in await load_parts(sql, "indexer.repo"))
     assert counts.counted_share == pytest.approx(200 / pages)
@@ -76,13 +76,13 @@ async def test_a_sample_is_spread_over_the_shards_and_reads_little(
     many: Database, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     percentages = []
-    statement = report_queries.sample
+    statement = reports.sample
 
     def recorded(percentage: float) -> str:
         percentages.append(percentage)
         return statement(percentage)
 
-    monkeypatch.setattr(report_queries, "sample", recorded)
+    monkeypatch.setattr(reports, "sample", recorded)
     sample = await many.reports.sample_synchronized(40)
     assert len(set(sample)) == 40
     assert max(percentages) < 50
@@ -114,8 +114,8 @@ async def test_large_tables_are_not_counted_for_clients_of_tap(
 async def test_the_report_on_a_repo_reads_one_shard(db: Database, sql: asyncpg.Connection) -> None:
     await insert(db, synchronized(1), changes=(put("app.test/a"),))
     arguments = (did(1), bucket_of(did(1)), 100)
-    assert tasks_of(await plan_of(sql, report_queries.REPO, *arguments)) == 1
-    assert await sql.fetchval(f"select records from ({report_queries.REPO}) q", *arguments) == 1  # noqa: S608
+    assert tasks_of(await plan_of(sql, reports.REPO, *arguments)) == 1
+    assert await sql.fetchval(f"select records from ({reports.REPO}) q", *arguments) == 1  # noqa: S608
 
 
 async def test_records_of_a_repo_are_reported(db: Database) -> None:

@@ -10,10 +10,10 @@ import pytest
 
 from benchmarks import public_schema
 from benchmarks.links import LIKERS
-from indexer.db import Database, status_queries
+from indexer.db import Database, reports
 from indexer.db.columns import buckets_of, head_arrays, repo_arrays, repo_of
 from indexer.db.identities import CLAIM_HANDLES
-from indexer.db.report_queries import FEW_INCOMPLETE, REPO
+from indexer.db.reports import FEW_INCOMPLETE, REPO
 from indexer.db.repos import LOAD_REPOS
 from indexer.db.resync_queue import CLAIM, DUE, INCOMPLETE, PARKED, UNPROVEN
 from indexer.db.resync_transaction import ELIGIBLE
@@ -250,7 +250,7 @@ async def test_no_query_of_the_status_page_scans_repos_records_or_identities(sql
     """With tables that are not empty, a sequential scan would read all of them."""
     await sql.execute("set enable_seqscan = off")
     account = (await explain(sql, REPO, did(1), 3, 10)).splitlines()
-    rejections = (await explain(sql, status_queries.REJECTIONS)).splitlines()
+    rejections = (await explain(sql, reports.REJECTIONS)).splitlines()
     assert [line for line in account if "Seq Scan" in line] == []
     assert sum("Index" in line and " on " in line for line in account) == 3
     large_tables = (" on repo ", " on record ", " on identity ")

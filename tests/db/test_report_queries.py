@@ -10,7 +10,7 @@ import pytest
 
 from indexer.atproto.cid import cid_text
 from indexer.atproto.syntax import CollectionFilter
-from indexer.db import Database, DatabaseError, report_queries, status_queries
+from indexer.db import Database, DatabaseError, reports
 from indexer.db.layout import estimate_rows, load_parts
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.changes import Batch, DeadLetter
@@ -137,8 +137,8 @@ async def test_repos_of_a_large_table_are_estimated_from_a_part_of_it_and_few_on
     exact = await db.reports.counts(102.0)
     assert (exact.counted_share, sum(exact.statuses.values()), exact.ended) == (1.0, 40_000, 20_000)
     assert exact.incomplete == 39_999
-    monkeypatch.setattr(report_queries, "MAX_COUNTED_PAGES", 200)
-    monkeypatch.setattr(report_queries, "MAX_FEW", 100)
+    monkeypatch.setattr(reports, "MAX_COUNTED_PAGES", 200)
+    monkeypatch.setattr(reports, "MAX_FEW", 100)
     counts = await db.reports.counts(102.0)
     assert counts.counted_share == pytest.approx(200 / await pages_of_repos(sql))
     assert counts.statuses[SyncStatus.IN_PROGRESS] == 1
@@ -151,7 +151,7 @@ async def test_repos_of_a_large_table_are_estimated_from_a_part_of_it_and_few_on
     assert_about(counts.failures["timeout"], 2_000)
     assert_about(counts.ended, 20_000)
     assert (await db.reports.counts(102.0)).statuses == counts.statuses, "the same pages are read again"
-    monkeypatch.setattr(report_queries, "MAX_FEW", 100_000)
+    monkeypatch.setattr(reports, "MAX_FEW", 100_000)
     counts = await db.reports.counts()
     assert (counts.queued, counts.incomplete) == (3_999, 39_999), "all but the parked one"
 
@@ -162,11 +162,11 @@ async def test_repos_are_counted_whatever_the_time_limit(
 ) -> None:
     """The count of all repos has one millisecond, and the next attempt has all the time that it needs."""
     await sql.execute(MANY_REPOS.replace("$1", "100000"))
-    limit = report_queries.COUNT_MILLISECONDS / 1_000
+    limit = reports.COUNT_MILLISECONDS / 1_000
     clock = chain([0.0, 0.0, 0.0], repeat(limit))  # the sizes are read, and a count begins: then its time is over
-    monkeypatch.setattr(report_queries, "monotonic", clock.__next__)
+    monkeypatch.setattr(reports, "monotonic", clock.__next__)
     counts = await db.reports.counts()
-    assert counts.counted_share == pytest.approx(1 / report_queries.PAGES_FACTOR, rel=0.1)
+    assert counts.counted_share == pytest.approx(1 / reports.PAGES_FACTOR, rel=0.1)
     assert 50_000 < sum(counts.statuses.values()) < 200_000
     assert counts.statuses[SyncStatus.SYNCHRONIZED] > counts.statuses[SyncStatus.DESYNCHRONIZED]
 
@@ -177,7 +177,7 @@ async def test_count_that_waits_for_a_lock_ends_with_a_database_error(
 ) -> None:
     await insert(db, synchronized(1))
     with monkeypatch.context() as shortened:
-        shortened.setattr(report_queries, "COUNT_MILLISECONDS", 50)
+        shortened.setattr(reports, "COUNT_MILLISECONDS", 50)
         async with sql.transaction():
             await sql.execute("lock table indexer.repo in access exclusive mode")
             with pytest.raises(DatabaseError):
@@ -250,8 +250,8 @@ async def test_a_sample_is_spread_over_the_table_and_reads_little_of_it(db: Data
         found = sorted(await pages_of(sql, sample))
         assert len(found) > 20, "few repos share a page"
         assert found[0] < pages / 3 < pages * 2 / 3 < found[-1]
-    assert pages > 4 * report_queries.FIRST_PAGES_PER_REPO * 40, "the table is large enough for this test"
-    statement = f"explain (analyze, format json) {report_queries.sample(100 * 160 / pages)}"
+    assert pages > 4 * reports.FIRST_PAGES_PER_REPO * 40, "the table is large enough for this test"
+    statement = f"explain (analyze, format json) {reports.sample(100 * 160 / pages)}"
     plan = await sql.fetchval(statement, 40, list(range(256)))
     [read] = [node for node in nodes_of(plan) if node["Node Type"] == "Sample Scan"]
     assert read["Actual Rows"] < 30_000 / 4
@@ -325,6 +325,6 @@ async def test_records_of_a_repo_are_counted_to_a_limit(db: Database) -> None:
 async def test_statements_have_a_time_limit_that_ends_with_the_transaction(sql: asyncpg.Connection) -> None:
     before = await sql.fetchval("show statement_timeout")
     async with sql.transaction():
-        await status_queries.load_state(sql, [])
-        assert await sql.fetchval("show statement_timeout") == f"{status_queries.TIMEOUT_SECONDS}s"
+        await reports.load_state(sql, [])
+        assert await sql.fetchval("show statement_timeout") == f"{reports.TIMEOUT_SECONDS}s"
     assert await sql.fetchval("show statement_timeout") == before

@@ -1,29 +1,39 @@
-"""Read-only queries for commands, the status page and the demo. Most of them read the public schema `atproto`."""
+"""Read-only queries for commands, the status and the demo. Each one is bounded, however large the database is."""
 
 import json
 import random
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from time import monotonic
 from typing import Any
 
 import asyncpg
 
-from indexer.atproto.cid import cid_text
-from indexer.db import scope as db_scope
-from indexer.db import status_queries
+from indexer.atproto.cid import cid_text, parse_cid
+from indexer.db import process_reports
+from indexer.db.change_log_segments import ConsumerState, load_consumers
 from indexer.db.columns import Connection
 from indexer.db.connections import Area
 from indexer.db.database_errors import DatabaseError
+from indexer.db.gaps import load_open as load_open_gaps
+from indexer.db.hosts import load_paused
 from indexer.db.layout import TablePart, estimate_rows, load_parts
-from indexer.db.shard_lock import ShardLocks
-from indexer.db.status_queries import DatabaseState
+from indexer.db.links import LinkProgress, load_progress
+from indexer.db.process_reports import ProcessReport
+from indexer.db.scope import load as load_scope
+from indexer.db.shard_lock import ShardLocks, ShardSession
+from indexer.db.tap_feed import count_refused
 from indexer.reasons import FetchFailure
+from indexer.sync.identity import HostState
 from indexer.sync.repo import SyncStatus
 from indexer.sync.shard import BUCKETS, bucket_of
+from indexer.sync.stream import Cursor, OpenGap
 
+TIMEOUT_SECONDS = 5
+"""Seconds after which the server cancels a query of the status."""
 ALL_RECORDS = 2**62
 FIRST_PAGES_PER_REPO = 4
 """Pages of the table that a sample reads first, for each repo of the sample."""
@@ -63,12 +73,77 @@ class Counts:
     reasons: dict[str, int]
     queued: int
     parked: int
-    records: int
+    records: int = 0
     failures: dict[str, int] = field(default_factory=dict)
     ended: int = 0
     unproven: int = 0
     counted_share: float = 1.0
     incomplete: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RejectionSummary:
+    """The stored dead letters with one reason.
+
+    Attributes:
+        stored: How many are stored. `indexer.db.dead_letters` removes the oldest ones.
+        last_hour: How many of them were rejected within the last hour.
+        newest_at: Unix seconds when the newest one was rejected.
+        did: The account of the newest one; None if the message names none.
+        detail: The detail of the newest one.
+    """
+
+    reason: str
+    stored: int
+    last_hour: int
+    newest_at: float
+    relay: str
+    seq: int | None
+    did: str | None
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseState:
+    """Everything of the status besides the numbers of repos.
+
+    Attributes:
+        cursors: One per relay and shard.
+        consumers: The registered consumers of the change log, by name.
+        set_aside_events: Number of events that clients of the feed refused for so long that the feed has passed them.
+        hosts: Some paused hosts, those with the most consecutive failures.
+        gaps: The open gaps of all shards, oldest first.
+        sessions: The sessions of processes that own a shard or wait for one.
+        reports: What the processes of the daemon report about themselves.
+        links: The progress of links.
+        rejections: The dead letters by reason, the reason with the newest one first.
+    """
+
+    cursors: list[Cursor] = field(default_factory=list)
+    consumers: list[ConsumerState] = field(default_factory=list)
+    set_aside_events: int = 0
+    hosts: list[HostState] = field(default_factory=list)
+    gaps: list[OpenGap] = field(default_factory=list)
+    sessions: list[ShardSession] = field(default_factory=list)
+    reports: list[ProcessReport] = field(default_factory=list)
+    links: LinkProgress = field(default_factory=LinkProgress)
+    rejections: list[RejectionSummary] = field(default_factory=list)
+
+
+_CURSORS = """
+    select relay, shard, seq, event_time, date_part('epoch', caught_up_at) as caught_up_at
+    from atproto.cursors order by relay, shard
+"""
+# The table has a bounded number of rows per relay and reason, and frames are not read.
+REJECTIONS = """
+    select d.reason, n.stored, n.last_hour, date_part('epoch', d.time) as newest_at, d.relay, d.seq, d.did, d.detail
+    from (
+        select reason, count(*) as stored, count(*) filter (where time > now() - interval '1 hour') as last_hour,
+            max(id) as newest
+        from indexer.dead_letter group by reason
+    ) n join indexer.dead_letter d on d.id = n.newest
+    order by d.time desc, d.reason
+"""
 
 
 _IS_INCOMPLETE = "active and priority <> 2 and parked_at is null"
@@ -84,16 +159,13 @@ _COUNTED = f"""
 _COUNT_REPOS = f"select {_COUNTED} from indexer.repo where tracked group by sync_status, sync_reason, failure"
 
 # Each of these kinds has an index of its own. $1 is the largest number. Citus needs a column in the inner query.
-_FEW_IN_PROGRESS = f"""
-    select count(*) from (select 1 from indexer.repo where sync_status = '{SyncStatus.IN_PROGRESS}' limit $1) found
-"""
-_FEW_WAITING = f"""
-    select count(*) from (
-        select 1 from indexer.repo where sync_status = '{SyncStatus.DESYNCHRONIZED}' and active limit $1
-    ) found
-"""
-_FEW_PARKED = "select count(*) from (select 1 from indexer.repo where parked_at is not null limit $1) found"
-_FEW_UNPROVEN = "select count(*) from (select 1 from indexer.repo where unproven_since is not null limit $1) found"
+_FEW = "select count(*) from (select 1 from indexer.repo where {} limit $1) found"
+_FEW_KINDS = {
+    "in_progress": f"sync_status = '{SyncStatus.IN_PROGRESS}'",
+    "waiting": f"sync_status = '{SyncStatus.DESYNCHRONIZED}' and active",
+    "parked": "parked_at is not null",
+    "unproven": "unproven_since is not null",
+}
 # The index has the version, and not the rest of the condition. So the rows that it finds are limited.
 FEW_INCOMPLETE = f"""
     select count(*) as found, count(*) filter (where tracked and {_IS_INCOMPLETE}) as incomplete from (
@@ -119,25 +191,13 @@ REPO = """
     where r.did = $1 and r.bucket = $2
 """
 
-# From the tables, because the view returns the CID as text.
 _RECORD = """
-    select c.cid, c.rev, c.value,
-        coalesce(c.value_problem, case when c.value is null then 'not-stored' end) as value_problem, c.indexed_at
-    from indexer.record c
-    where c.did = $1 and c.bucket = $2 and c.collection = $3 and c.rkey = $4 and exists (
-        select from indexer.repo r where r.did = c.did and r.bucket = c.bucket and r.visible
-    )
+    select uri, cid, rev, value, value_problem, indexed_at from atproto.records
+    where did = $1 and bucket = $2 and collection = $3 and rkey = $4
 """
-
 _HAS_RECORDS = "select collection from indexer.record where collection = $1 limit 1"
 
-# From the tables, because the view returns CIDs as text.
-_RECORDS = """
-    select c.collection || '/' || c.rkey, c.cid from indexer.record c
-    where c.did = $1 and c.bucket = $2 and exists (
-        select from indexer.repo r where r.did = c.did and r.bucket = c.bucket and r.visible
-    )
-"""
+_RECORDS = "select collection || '/' || rkey, cid from atproto.records where did = $1 and bucket = $2"
 
 
 def count_sample(percentage: float) -> str:
@@ -177,25 +237,14 @@ class Reports(Area):
         part of the table.
         """
         async with self._pool.connection() as connection:
-            counted = await count_repos(connection, since)
-            return Counts(
-                statuses=counted.statuses,
-                reasons=counted.reasons,
-                queued=max(0, counted.waiting - counted.parked),
-                parked=counted.parked,
-                records=await estimate_rows(connection, "indexer.record"),
-                failures=counted.failures,
-                ended=counted.ended,
-                unproven=counted.unproven,
-                counted_share=counted.share,
-                incomplete=counted.incomplete,
-            )
+            counts = await count_repos(connection, since)
+            return replace(counts, records=await estimate_rows(connection, "indexer.record"))
 
     async def state(self) -> DatabaseState:
         """Return everything of the status besides the numbers of repos."""
         sessions = await ShardLocks(self._pool).sessions()
         async with self._pool.transaction() as connection:
-            return await status_queries.load_state(connection, sessions)
+            return await load_state(connection, sessions)
 
     async def repo(self, did: str, max_records: int = ALL_RECORDS) -> dict[str, Any] | None:
         """Return everything that is stored about a repo, by column; None if the repo is unknown.
@@ -220,8 +269,7 @@ class Reports(Area):
             row = await connection.fetchrow(_RECORD, did, bucket_of(did), collection, rkey)
             if row is None:
                 return None
-            value = None if row["value"] is None else json.loads(row["value"])
-            return {"uri": f"at://{did}/{collection}/{rkey}", **row, "cid": cid_text(row["cid"]), "value": value}
+            return {**row, "value": None if row["value"] is None else json.loads(row["value"])}
 
     async def visible_repos(self) -> dict[str, tuple[str, str | None]]:
         """Return sync status and sync reason of each visible repo, by DID."""
@@ -233,7 +281,7 @@ class Reports(Area):
         """Return the CID of each record of a visible repo, by path; empty if the repo is not visible."""
         async with self._pool.connection() as connection:
             rows = await connection.fetch(_RECORDS, did, bucket_of(did))
-            return {path: cid for path, cid in rows}  # noqa: C416 - a row is no tuple for the type checker
+            return {path: parse_cid(cid) for path, cid in rows}
 
     async def sample_synchronized(self, count: int) -> list[str]:
         """Return the DIDs of at most `count` active synchronized repos, chosen at random.
@@ -255,94 +303,107 @@ class Reports(Area):
                 pages = min(PAGES_FACTOR * pages, MAX_SAMPLE_PAGES)
 
 
-@dataclass(slots=True)
-class _RepoNumbers:
-    """The numbers of repos in `Counts`. `waiting` includes the parked ones."""
-
-    share: float
-    statuses: dict[SyncStatus, int] = field(default_factory=lambda: dict.fromkeys(SyncStatus, 0))
-    reasons: dict[str, int] = field(default_factory=dict)
-    failures: dict[str, int] = field(default_factory=dict)
-    waiting: int = 0
-    parked: int = 0
-    unproven: int = 0
-    ended: int = 0
-    incomplete: int = 0
-
-    def add(self, row: asyncpg.Record) -> None:
-        """Add a group of repos, of which `share` was read."""
-        repos = round(row["repos"] / self.share)
-        self.statuses[SyncStatus(row["sync_status"])] += repos
-        if (reason := row["sync_reason"]) is not None:
-            self.reasons[reason] = self.reasons.get(reason, 0) + repos
-        if (failure := row["failure"]) is not None:
-            self.failures[failure] = self.failures.get(failure, 0) + repos
-        self.waiting += round(row["waiting"] / self.share)
-        self.parked += round(row["parked"] / self.share)
-        self.unproven += round(row["unproven"] / self.share)
-        self.ended += round(row["ended"] / self.share)
-        self.incomplete += round(row["incomplete"] / self.share)
-
-    async def correct(self, connection: Connection, complete_from: int) -> None:
-        """Replace the estimates of kinds with few repos by exact numbers."""
-        if (in_progress := await connection.fetchval(_FEW_IN_PROGRESS, MAX_FEW)) < MAX_FEW:
-            self.statuses[SyncStatus.IN_PROGRESS] = in_progress
-        if (waiting := await connection.fetchval(_FEW_WAITING, MAX_FEW)) < MAX_FEW:
-            self.waiting = waiting
-        if (parked := await connection.fetchval(_FEW_PARKED, MAX_FEW)) < MAX_FEW:
-            self.parked = parked
-        if (unproven := await connection.fetchval(_FEW_UNPROVEN, MAX_FEW)) < MAX_FEW:
-            self.unproven = unproven
-        [(found, few)] = await connection.fetch(FEW_INCOMPLETE, MAX_FEW, list(range(BUCKETS)), complete_from)
-        if found < MAX_FEW:
-            self.incomplete = few
-        desynchronized = self.statuses[SyncStatus.DESYNCHRONIZED]
-        self.statuses[SyncStatus.DESYNCHRONIZED] = max(desynchronized, self.waiting)
+async def load_state(connection: Connection, sessions: list[ShardSession]) -> DatabaseState:
+    """Return the state of the database, with these sessions. Run it in a transaction."""
+    await connection.execute(f"set local statement_timeout = '{TIMEOUT_SECONDS}s'")
+    return DatabaseState(
+        cursors=[Cursor(**row) for row in await connection.fetch(_CURSORS)],
+        consumers=await load_consumers(connection),
+        set_aside_events=await count_refused(connection),
+        hosts=await load_paused(connection),
+        gaps=await load_open_gaps(connection),
+        sessions=sessions,
+        reports=await process_reports.load(connection),
+        links=await load_progress(connection),
+        rejections=[RejectionSummary(**row) for row in await connection.fetch(REJECTIONS)],
+    )
 
 
-async def count_repos(connection: Connection, since: float) -> _RepoNumbers:
+async def count_repos(connection: Connection, since: float) -> Counts:
     """Count all repos, or those of a part of the table; the part becomes smaller until the time limit suffices."""
-    scope = await db_scope.load(connection)
+    scope = await load_scope(connection)
     complete_from = 0 if scope is None else scope.complete_from
     async with connection.transaction():
         await _limit_time(connection, _deadline())
         parts = await load_parts(connection, "indexer.repo")
     total = sum(part.pages for part in parts)
     pages = min(total, MAX_COUNTED_PAGES)
-    share = pages / total if total else 1.0
-    while (numbers := await _count_pages(connection, parts, since, complete_from, share)) is None:
+    while (
+        counts := await _count_pages(connection, parts, since, complete_from, pages / total if total else 1.0)
+    ) is None:
         if pages <= 1:
             raise DatabaseError(FetchFailure.TIMEOUT, f"no page of repos can be read in {COUNT_MILLISECONDS} ms")
         pages = max(1, pages // PAGES_FACTOR)
-        share = pages / total
-    if numbers.share < 1.0:
+    if counts.counted_share < 1.0:
         with suppress(asyncpg.QueryCanceledError):  # then the estimates remain
             async with connection.transaction():
                 await _limit_time(connection, _deadline())
-                await numbers.correct(connection, complete_from)
-    return numbers
+                return await _corrected(connection, counts, complete_from)
+    return counts
 
 
 async def _count_pages(
     connection: Connection, parts: Sequence[TablePart], since: float, complete_from: int, share: float
-) -> _RepoNumbers | None:
+) -> Counts | None:
     """Count the repos in a share of the table; return None if that takes too long."""
-    numbers = _RepoNumbers(share)
     deadline = _deadline()
+    rows: list[asyncpg.Record] = []
     with suppress(asyncpg.QueryCanceledError):
         async with connection.transaction():
             if share < 1.0:
-                percentage, rows = 100.0 * share, []
                 for part in parts:
                     await _limit_time(connection, deadline)
-                    rows += await connection.fetch(count_sample(percentage), since, complete_from, part.buckets)
+                    rows += await connection.fetch(count_sample(100.0 * share), since, complete_from, part.buckets)
             else:
                 await _limit_time(connection, deadline)
                 rows = await connection.fetch(_COUNT_REPOS, since, complete_from)
-        for row in rows:
-            numbers.add(row)
-        return numbers
+        return _counts_of(rows, share)
     return None
+
+
+def _counts_of(rows: Sequence[asyncpg.Record], share: float) -> Counts:
+    """Return the numbers of repos, of which `share` was read."""
+
+    def total(column: str) -> int:
+        number: int = sum(row[column] for row in rows)
+        return round(number / share)
+
+    def by(column: str) -> dict[str, int]:
+        numbers = Counter[str | None]()
+        for row in rows:
+            numbers[row[column]] += row["repos"]
+        return {name: round(number / share) for name, number in numbers.most_common() if name is not None}
+
+    return Counts(
+        statuses={status: by("sync_status").get(status, 0) for status in SyncStatus},
+        reasons=by("sync_reason"),
+        failures=by("failure"),
+        queued=max(0, total("waiting") - total("parked")),
+        parked=total("parked"),
+        ended=total("ended"),
+        unproven=total("unproven"),
+        incomplete=total("incomplete"),
+        counted_share=share,
+    )
+
+
+async def _corrected(connection: Connection, counts: Counts, complete_from: int) -> Counts:
+    """Replace the estimates of kinds with few repos by exact numbers."""
+    few = {kind: await connection.fetchval(_FEW.format(where), MAX_FEW) for kind, where in _FEW_KINDS.items()}
+    exact = {kind: number for kind, number in few.items() if number < MAX_FEW}
+    [(found, incomplete)] = await connection.fetch(FEW_INCOMPLETE, MAX_FEW, list(range(BUCKETS)), complete_from)
+    statuses, parked = dict(counts.statuses), exact.get("parked", counts.parked)
+    waiting = exact.get("waiting", counts.queued + counts.parked)
+    statuses[SyncStatus.IN_PROGRESS] = exact.get("in_progress", statuses[SyncStatus.IN_PROGRESS])
+    statuses[SyncStatus.DESYNCHRONIZED] = max(statuses[SyncStatus.DESYNCHRONIZED], waiting)
+    return replace(
+        counts,
+        statuses=statuses,
+        queued=max(0, waiting - parked),
+        parked=parked,
+        unproven=exact.get("unproven", counts.unproven),
+        incomplete=incomplete if found < MAX_FEW else counts.incomplete,
+    )
 
 
 def _deadline() -> float:
