@@ -38,7 +38,7 @@ from indexer.concurrency.stage_progress import StageProgress
 from indexer.core import Core
 from indexer.crash_points import crash_point
 from indexer.db import RESERVED_CONNECTIONS, Database, RetentionPolicy
-from indexer.db.open_gaps import OpenGaps
+from indexer.db.gaps import OpenGaps
 from indexer.db.process_reports import DatabaseCheck, ProcessReport
 from indexer.db.scope import CurrentScope
 from indexer.live.account_limits import AccountLimits
@@ -218,7 +218,7 @@ class Daemon:
         self.stream_position = StreamPosition(
             lambda: self.stream_continuity.is_known, upstream_is_pds=settings.upstream == "pds"
         )
-        self.open_gaps = OpenGaps(self.db, shard, self.metrics, tuning.gap_refresh)
+        self.open_gaps = OpenGaps(self.db.gaps, shard, self.metrics, tuning.gap_refresh)
         seek = StreamSeek(settings.limits, settings.user_agent)
         self.stream_continuity = StreamContinuity(
             self.db,

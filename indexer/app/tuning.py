@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from indexer.app.clients import KEY_LOOKUP_TIMEOUT
-from indexer.db.open_gaps import REFRESH_SECONDS
+from indexer.db.gaps import REFRESH_SECONDS
 from indexer.live.batch_writer import WriterSettings
 from indexer.live.stream_continuity import PROOF_TIMEOUT
 from indexer.net.http import HostPauses, Timeouts

@@ -14,7 +14,7 @@ from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result, show_progress
 from indexer.db import Database
 from indexer.db.crawls import CrawlProgress
-from indexer.db.open_gaps import OpenGaps
+from indexer.db.gaps import OpenGaps
 from indexer.db.scope import CurrentScope
 from indexer.errors import UnavailableError
 from indexer.sync.shard import Shard
@@ -163,7 +163,7 @@ async def _reconcile(settings: Settings, db: Database) -> CrawlProgress:
             db,
             outbound,
             metrics,
-            OpenGaps(db, shard, metrics),
+            OpenGaps(db.gaps, shard, metrics),
             tuple,
             lambda _source: None,
             CurrentScope(db.scope, await stored_policy(settings, db)),

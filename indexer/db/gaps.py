@@ -1,17 +1,32 @@
-"""The tables of gaps and of cursors, as the firehose consumer reads and writes them."""
+"""The tables of gaps and of cursors, and the open gaps of this process's shard.
 
+The firehose consumer opens gaps, and a reconciliation closes them.
+"""
+
+import asyncio
 from collections.abc import Sequence
+from typing import NoReturn
 
+import structlog
+
+from indexer.concurrency.event_wait import wait_for_event
+from indexer.concurrency.stage_progress import StageProgress
 from indexer.crash_points import crash_point
 from indexer.db.columns import Connection, storable
 from indexer.db.connections import Area
+from indexer.db.periodic import run_periodically
 from indexer.reasons import GapReason
 from indexer.sync.repo import SyncStatus
 from indexer.sync.shard import Shard
 from indexer.sync.stream import Gap, OpenGap, Position, StoredCursor
+from indexer.telemetry.metrics import Metrics
+
+log = structlog.get_logger(__name__)
 
 _REASONS = {str(reason): reason for reason in GapReason}
 
+REFRESH_SECONDS = 5.0
+"""Interval at which the open gaps are loaded again."""
 MAX_CLOSED_GAPS = 1_000
 """Closed gaps that are retained; older ones are deleted."""
 
@@ -139,3 +154,78 @@ async def close_gaps(connection: Connection, positions: range, last_gap: int, cl
     A gap that other shards have to compare, too, is closed by the last of them.
     """
     await connection.execute(_CLOSE, positions.start, positions.stop, last_gap, closed_by)
+
+
+class OpenGaps:
+    """Opens gaps, and has a copy of the open ones for readiness, metrics and the reconciliation.
+
+    Attributes:
+        stage: Its progress. Loading the gaps, and checking the silence of the relay, is work.
+        gaps: The open gaps that affect repos of the shard, also those of former shards, oldest first; None before they
+            were loaded for the first time.
+    """
+
+    def __init__(self, stored: Gaps, shard: Shard, metrics: Metrics, interval: float = REFRESH_SECONDS) -> None:
+        self._stored = stored
+        self._shard = shard
+        self._metrics = metrics
+        self._interval = interval
+        self._opened = asyncio.Event()
+        self.stage = StageProgress("open gaps")
+        self.gaps: Sequence[OpenGap] | None = None
+
+    @property
+    def newest(self) -> int:
+        """The ID of the newest open gap; 0 if there is none."""
+        return max((gap.id for gap in self.gaps or ()), default=0)
+
+    async def open(self, gap: Gap) -> OpenGap:
+        """Store a gap, and wake the reconciliation.
+
+        Raises:
+            DatabaseError: The database is unavailable.
+        """
+        opened = await self._stored.open(gap)
+        log.error(
+            "gap.opened",
+            id=opened.id,
+            relay=gap.relay,
+            reason=gap.reason,
+            first_seq=gap.first_seq,
+            last_seq=gap.last_seq,
+        )
+        self._set([*(self.gaps or ()), opened])
+        return opened
+
+    async def refresh(self) -> None:
+        """Load the open gaps, and log those that were closed since the last time.
+
+        A gap that affects other shards, too, is not closed before they have compared their repos.
+
+        Raises:
+            DatabaseError: The database is unavailable.
+        """
+        before, known_until = self.gaps or (), self.newest
+        loaded = await self._stored.load_open()
+        still_open = {gap.id for gap in loaded}
+        for gap in before:
+            if gap.id not in still_open:
+                log.info("gap.closed", relay=gap.gap.relay, reason=gap.gap.reason, id=gap.id)
+        opened_meanwhile = [gap for gap in self.gaps or () if gap.id > known_until and gap.id not in still_open]
+        self._set([*(gap for gap in loaded if gap.affects(self._shard)), *opened_meanwhile])
+
+    async def run(self) -> NoReturn:
+        """Refresh periodically: another process may have closed gaps."""
+        await run_periodically(self.refresh, self._interval, self.stage)
+
+    async def wait_until_opened(self, seconds: float) -> None:
+        """Wait until a gap is open, at most for `seconds`."""
+        await wait_for_event(self._opened, seconds)
+
+    def _set(self, gaps: Sequence[OpenGap]) -> None:
+        self.gaps = gaps
+        self._metrics.gaps_open.set(len(gaps))
+        if gaps:
+            self._opened.set()
+        else:
+            self._opened.clear()

@@ -18,7 +18,7 @@ import structlog
 
 from indexer.crash_points import crash_point
 from indexer.db import Database
-from indexer.db.open_gaps import OpenGaps
+from indexer.db.gaps import OpenGaps
 from indexer.db.periodic import DatabaseAttempt
 from indexer.net.relay.seek import Entry
 from indexer.net.relay.subscription import Subscription
@@ -329,7 +329,7 @@ class StreamContinuity:
             await self._open(self._gap(GapReason.CURSOR_OUTDATED, first_seq, last_seq))
         else:
             gap_id = self._early_gap.id
-            await self._retry(lambda: self.gaps.set_last_seq(gap_id, last_seq))
+            await self._retry(lambda: self.db.gaps.set_last_seq(gap_id, last_seq))
 
     async def _open(self, gap: Gap) -> OpenGap:
         return await self._retry(lambda: self.gaps.open(gap))

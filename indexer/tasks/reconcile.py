@@ -27,7 +27,7 @@ from indexer.concurrency.stage_progress import StageProgress, Work
 from indexer.crash_points import crash_point
 from indexer.db import Database
 from indexer.db.crawls import CrawlProgress
-from indexer.db.open_gaps import OpenGaps
+from indexer.db.gaps import OpenGaps
 from indexer.db.periodic import DatabaseAttempt
 from indexer.db.scope import CurrentScope
 from indexer.errors import UnavailableError

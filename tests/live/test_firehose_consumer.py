@@ -8,7 +8,7 @@ import pytest
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.core import PYTHON_CORE, Core
 from indexer.core.core import with_native
-from indexer.db.open_gaps import OpenGaps
+from indexer.db.gaps import OpenGaps
 from indexer.demo.local_relay import message_frame
 from indexer.live.firehose_consumer import FirehoseConsumer
 from indexer.live.inbox import Inbox, StreamPosition
@@ -111,7 +111,7 @@ class RunningConsumer:
         db: Any = self.db
         self.subscription = FakeSubscription(frames, next_frames)
         subscription = cast("Subscription", self.subscription)
-        self.gaps = OpenGaps(db, shard, self.metrics)
+        self.gaps = OpenGaps(db.gaps, shard, self.metrics)
         self.continuity = StreamContinuity(
             db,
             self.gaps,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from indexer.db import Database
-from indexer.db.open_gaps import OpenGaps
+from indexer.db.gaps import OpenGaps
 from indexer.live.stream_continuity import (
     OVERLAP_SECONDS,
     Continuity,
@@ -43,7 +43,7 @@ class OneEntry:
 
 async def found_entry(db: Database, relay: str, seek: OneEntry) -> StreamEntry:
     unused: Any = None
-    return await StreamContinuity(db, OpenGaps(db, Shard(), Metrics()), unused, seek, Shard(), "live").begin(relay)
+    return await StreamContinuity(db, OpenGaps(db.gaps, Shard(), Metrics()), unused, seek, Shard(), "live").begin(relay)
 
 
 async def entry_of(db: Database, relay: str, seek: OneEntry) -> StreamEntry:

@@ -13,7 +13,7 @@ import orjson
 
 from indexer.db import Database
 from indexer.db.crawls import CrawlProgress
-from indexer.db.open_gaps import OpenGaps
+from indexer.db.gaps import OpenGaps
 from indexer.db.scope import CurrentScope
 from indexer.errors import UnavailableError
 from indexer.net.http import OutboundClient
@@ -127,7 +127,7 @@ class Crawl:
         return CurrentScope(self.db.scope, replace(STORE_ALL, scope=Scope(track=track)))
 
     def gaps(self, settings: ReconciliationSettings = NO_WAIT) -> OpenGaps:
-        return OpenGaps(self.db, settings.shard, self.metrics)
+        return OpenGaps(self.db.gaps, settings.shard, self.metrics)
 
     def reconciliation(
         self,

@@ -10,7 +10,7 @@ import pytest
 import stamina
 
 from indexer.db.crawls import CrawlProgress
-from indexer.db.open_gaps import OpenGaps
+from indexer.db.gaps import OpenGaps
 from indexer.errors import UnavailableError
 from indexer.reasons import Desync, GapReason
 from indexer.sync.repo import SyncStatus
