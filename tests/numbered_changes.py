@@ -2,7 +2,7 @@
 
 import asyncpg
 
-from indexer.cluster.change_numbering import ChangeNumbering
+from indexer.cluster.numbering import ChangeNumbering
 from indexer.db import Database
 from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metrics import Metrics

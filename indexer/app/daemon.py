@@ -33,7 +33,7 @@ from indexer.app.stages import Drain, Task, all_stages
 from indexer.app.status import DaemonProbe, SampledHistory, StatusPage, StatusReading
 from indexer.app.tuning import Tuning
 from indexer.cluster import tuning as cluster
-from indexer.cluster.change_numbering import ChangeNumbering
+from indexer.cluster.numbering import ChangeNumbering
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.core import Core
 from indexer.crash_points import crash_point

@@ -58,7 +58,7 @@ async def distribute_command(settings: Settings, *, shards: int | None, as_json:
     (docs/scaling.md).
     """
     async with open_database(settings) as dsn:
-        with show_progress("bytes distributed", None) as progress:
+        with show_progress("tables or shards", None) as progress:
             result = await distribute(
                 dsn, shards, lambda table, done, total: progress.update(done, total=total, note=table)
             )
@@ -69,12 +69,5 @@ async def distribute_command(settings: Settings, *, shards: int | None, as_json:
 
 
 def _text(result: Distribution) -> str:
-    tables = ", ".join(f"{table} (about {rows:,} rows)" for table, rows in result.tables.items())
-    done = [f"Split {result.split_from} shards of each table into {result.shards}."] if result.split_from else []
-    done += [f"Distributed {tables}."] if tables else []
-    did = " ".join(done) or "Every table is distributed already."
-    set_ = ", ".join(f"{name} = {value}" for name, value in result.settings.items())
-    return (
-        f"{did} Each table has {result.shards} shards on {len(result.nodes)} nodes: {', '.join(result.nodes)}. "
-        f"Settings: {set_}."
-    )
+    did = f"Distributed {', '.join(result.tables)}." if result.tables else "Every table is distributed already."
+    return f"{did} Each table has {result.shards} shards on {len(result.nodes)} nodes: {', '.join(result.nodes)}."

@@ -18,22 +18,16 @@ of this program. A process that starts later reads the row, and ends (`indexer.d
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic
 from typing import NamedTuple
 
 import asyncpg
 from asyncpg import exceptions
 
-from indexer.cluster.nodes import (
-    ClusterNode,
-    UnsuitableClusterError,
-    check_nodes,
-    load_nodes,
-    notices,
-)
+from indexer.cluster.nodes import ClusterNode, UnsuitableClusterError, check_nodes, load_nodes
 from indexer.cluster.tables import (
     DISTRIBUTED,
     FIRST,
@@ -43,10 +37,10 @@ from indexer.cluster.tables import (
     waiting_tables,
 )
 from indexer.db.columns import Connection
-from indexer.db.database_errors import CONNECT_TIMEOUT, opening, unusable
+from indexer.db.database_errors import connect, opening, unusable
 from indexer.db.gaps import load_cursors, open_gap
 from indexer.db.layout import load_layout
-from indexer.db.requirements import require_privileges, require_usable_schema
+from indexer.db.requirements import require_usable_schema
 from indexer.db.shard_lock import FEED, open_lock, session_name
 from indexer.reasons import GapReason
 from indexer.sync.shard import BUCKETS, Shard
@@ -80,8 +74,8 @@ RECOVERY, RECOVERY_SECONDS = "citus.recover_2pc_interval", 2
 """A setting of the coordinator: how often Citus completes interrupted commits. Its default is a minute."""
 
 OnProgress = Callable[[str, int, int], None]
-"""Called when a step begins or ends, with its name, and with the number of bytes that are distributed or cut, and of
-all. `pg_stat_progress_copy` shows how much of the present table was copied."""
+"""Called when a table or a shard begins, with its name, and with the number of those that are done, and of all.
+`pg_stat_progress_copy` shows how much of the present table was copied."""
 
 _SESSION = {
     "application_name": session_name(EVERYTHING),
@@ -127,14 +121,6 @@ _REQUIRE_RELEASE = """
 _DISTRIBUTE_FIRST = f"""
     select create_distributed_table('indexer.{FIRST}', 'bucket', shard_count => 1, colocate_with => 'none')
 """
-_SIZES = """
-    select relname::text, pg_table_size(oid) as size, reltuples::bigint as rows from pg_class
-    where relnamespace = 'indexer'::regnamespace and relname = any($1::text[])
-"""
-_NEVER_ANALYZED = """
-    select relname::text from pg_class
-    where relnamespace = 'indexer'::regnamespace and relname = any($1::text[]) and reltuples < 0
-"""
 _RECOVERY_INTERVAL = f"select setting::int from pg_settings where name = '{RECOVERY}'"
 # An earlier call may have left prepared transactions. Without the privilege, Citus completes them a little later.
 _MAY_COMPLETE_PREPARED = "select has_function_privilege('recover_prepared_transactions()', 'execute')"
@@ -161,11 +147,6 @@ _GROUPS = f"""
     from pg_dist_shard join pg_dist_placement using (shardid) join pg_dist_node using (groupid)
     where logicalrelid = 'indexer.{FIRST}'::regclass and noderole = 'primary' order by shardminvalue::int
 """
-_SHARD_SIZES = """
-    select shardminvalue::int as lowest, sum(shard_size)::bigint as size
-    from pg_dist_shard join citus_shards using (shardid)
-    where logicalrelid = any($1::text[]::regclass[]) group by 1
-"""
 _HASHES = "select bucket, worker_hash(bucket::smallint) from generate_series(0, $1 - 1) bucket order by 2"
 _ORDER = "select indexer.hash_order()"
 _SPLIT = "select citus_split_shard_by_split_points($1, $2::text[], $3::int[], 'block_writes')"
@@ -187,22 +168,6 @@ class ShardGroup(NamedTuple):
     node: int
 
 
-class Cut(NamedTuple):
-    """A shard group that is to be cut.
-
-    Attributes:
-        group: The shard group.
-        ends: The highest hash of each part except for the last one.
-        nodes: The node of each part.
-        size: The bytes of the shards with their indexes.
-    """
-
-    group: ShardGroup
-    ends: list[int]
-    nodes: list[int]
-    size: int
-
-
 @dataclass(slots=True)
 class Distribution:
     """The result of the command.
@@ -210,20 +175,16 @@ class Distribution:
     Attributes:
         shards: The number of shards of each table.
         nodes: The addresses of the nodes that hold them.
-        tables: The estimated number of rows of each table that was distributed now.
-        split_from: The number of shards before, if shards with rows were split now.
-        settings: The settings of the database and of the coordinator.
         was_complete: Everything was distributed before.
+        tables: The tables that were distributed now.
         notices: What the operator should know or do.
     """
 
     shards: int
     nodes: list[str]
     was_complete: bool
-    tables: dict[str, int] = field(default_factory=dict)
-    split_from: int | None = None
-    settings: dict[str, str] = field(default_factory=dict)
-    notices: list[str] = field(default_factory=list)
+    tables: list[str]
+    notices: list[str]
 
 
 async def distribute(dsn: str, shards: int | None, on_progress: OnProgress) -> Distribution:
@@ -239,25 +200,16 @@ async def distribute(dsn: str, shards: int | None, on_progress: OnProgress) -> D
         DatabaseError: A node is unavailable.
     """
     with opening(dsn):
-        async with _session(dsn) as connection:
+        async with connect(dsn, _SESSION) as connection:
             try:
                 nodes = await load_nodes(connection)
                 check_nodes(nodes)
                 await require_usable_schema(dsn)
-                await require_privileges(dsn, to_migrate=True)
                 async with _owning_everything(connection):
-                    return await _Command(connection, nodes, on_progress).run(shards)
+                    holders = [node for node in nodes if node.holds_shards]
+                    return await _Command(connection, holders, on_progress).run(shards)
             except UnsuitableClusterError as error:
                 raise unusable(dsn, str(error)) from error
-
-
-@asynccontextmanager
-async def _session(dsn: str) -> AsyncIterator[asyncpg.Connection]:
-    connection = await asyncpg.connect(dsn, timeout=CONNECT_TIMEOUT, server_settings=_SESSION)
-    try:
-        yield connection
-    finally:
-        await connection.close(timeout=CONNECT_TIMEOUT)
 
 
 def default_shards(nodes: int) -> int:
@@ -334,43 +286,14 @@ async def _load_shard_groups(connection: Connection) -> list[ShardGroup]:
     return [ShardGroup(*row) for row in await connection.fetch(_GROUPS)]
 
 
-async def _plan_cuts(
-    connection: Connection, groups: Sequence[ShardGroup], shards: int, nodes: Sequence[ClusterNode]
-) -> list[Cut]:
-    """Return the cuts after which each table has this number of shards.
-
-    The parts of a shard stay on its node. If there is only one shard, it is divided among the nodes.
-
-    Raises:
-        UnsuitableClusterError: This version of Citus orders the buckets in another way.
-    """
-    if len(groups) >= shards:
-        return []
-    order, hashes = zip(*await connection.fetch(_HASHES, BUCKETS), strict=True)
-    if list(order) != await connection.fetchval(_ORDER):
-        raise UnsuitableClusterError("this version of Citus orders the buckets in another way than this program")
-    ends = [hashes[number * BUCKETS // shards - 1] for number in range(1, shards)]
-    tables = [f"indexer.{table}" for table in DISTRIBUTED]
-    sizes = {row["lowest"]: row["size"] for row in await connection.fetch(_SHARD_SIZES, tables)}
-    cuts = []
-    for group in groups:
-        inside = [end for end in ends if group.lowest <= end < group.highest]
-        parts = [group.node] * (len(inside) + 1)
-        if len(groups) == 1:
-            parts = [nodes[number * len(nodes) // shards].id for number in range(shards)]
-        if inside:
-            cuts.append(Cut(group, inside, parts, sizes[group.lowest]))
-    return cuts
-
-
 class _Command:
-    """One call of the command, which owns all buckets."""
+    """One call of the command, which owns all buckets. The nodes are those that hold shards."""
 
     def __init__(self, connection: Connection, nodes: Sequence[ClusterNode], on_progress: OnProgress) -> None:
         self._connection = connection
-        self._nodes = [node for node in nodes if node.holds_shards]
+        self._nodes = nodes
         self._on_progress = on_progress
-        self._notices = notices(nodes)
+        self._notices: list[str] = []
 
     async def run(self, shards: int | None) -> Distribution:
         """Do each step that was not done yet."""
@@ -385,19 +308,17 @@ class _Command:
             [row] = await self._connection.fetch(_REOPEN)
         # A process that connected before the row was stored may not have seen it.
         await _wait_until_alone(self._connection)
-        result = Distribution(row["shards"], [node.name for node in self._nodes], row["finished"])
-        result.settings = await self._set_settings()
-        sizes = await self._sizes()
-        result.tables = {table: rows for table, (_, rows) in sizes.items()}
-        result.split_from = await self._cut_shards(row["shards"])
-        await self._distribute_tables(sizes)
+        await self._set_settings()
+        tables = await waiting_tables(self._connection)
+        await self._cut_shards(row["shards"])
+        await self._distribute_tables()
         async with self._connection.transaction():
             await use_two_phases(self._connection)
         await self._connection.execute(_ADAPT_PUBLIC_SCHEMA)
         await self._reserve_commands()
         await self._connection.execute(_FINISH)
-        result.notices = self._notices
-        return result
+        names = [node.name for node in self._nodes]
+        return Distribution(row["shards"], names, row["finished"], tables, self._notices)
 
     async def _reopen(self, shards: int) -> asyncpg.Record:
         """Store another number of shards: more than there are, or as many again if none was cut since."""
@@ -423,15 +344,11 @@ class _Command:
             await _join_shards(self._connection)
         return row
 
-    async def _set_settings(self) -> dict[str, str]:
-        """Set what Citus needs, for the sessions that are opened from now on; return all settings."""
+    async def _set_settings(self) -> None:
+        """Set what Citus needs, for the sessions that are opened from now on."""
         database = await self._connection.fetchval("select quote_ident(current_database())")
         for setting, value in SETTINGS.items():
             await self._connection.execute(f"alter database {database} set {setting} = '{value}'")
-        return SETTINGS | await self._recover_soon()
-
-    async def _recover_soon(self) -> dict[str, str]:
-        """Let Citus complete interrupted commits soon; return the setting if this was possible or done before."""
         milliseconds = await self._connection.fetchval(_RECOVERY_INTERVAL)
         if not 0 <= milliseconds <= RECOVERY_SECONDS * 1000:
             try:
@@ -442,9 +359,6 @@ class _Command:
                     f"let an administrator set {RECOVERY} = '{RECOVERY_SECONDS}s' on the coordinator: until then, "
                     f"changes whose commit was interrupted stay invisible for up to {milliseconds // 1000} s"
                 )
-                return {}
-            milliseconds = RECOVERY_SECONDS * 1000
-        return {RECOVERY: f"{milliseconds} ms"}
 
     async def _reserve_commands(self) -> None:
         """Let no reader send a command to the nodes, where it may read shards, with the records of hidden repos."""
@@ -460,48 +374,37 @@ class _Command:
         else:
             self._notices.append(f"let an administrator keep readers from sending commands to the nodes: {revoke}")
 
-    async def _cut_shards(self, shards: int) -> int | None:
+    async def _cut_shards(self, shards: int) -> None:
         """Cut the shards of the first table, and with them all that are distributed, so that there are this many.
 
-        Returns:
-            The number of shards before, if shards with rows were cut.
+        The parts of a shard stay on its node. If there is only one shard, it is divided among the nodes.
+
+        Raises:
+            UnsuitableClusterError: This version of Citus orders the buckets in another way.
         """
-        waiting = await waiting_tables(self._connection)
-        if FIRST in waiting:
+        if FIRST in await waiting_tables(self._connection):
             await self._connection.execute(_DISTRIBUTE_FIRST)
         groups = await _load_shard_groups(self._connection)
-        cuts = await _plan_cuts(self._connection, groups, shards, self._nodes)
-        if len(waiting) >= len(DISTRIBUTED) - 1:  # only the first table is distributed
-            for cut in cuts:
-                await self._cut(cut)
-            return None
-        total, done = sum(cut.size for cut in cuts), 0
-        for number, cut in enumerate(cuts, 1):
-            self._on_progress(f"shard {number} of {len(cuts)}", done, total)
-            await self._cut(cut)
-            done += cut.size
-            self._on_progress(f"shard {number} of {len(cuts)}", done, total)
-        return len(groups) if cuts else None
+        if len(groups) >= shards:
+            return
+        order, hashes = zip(*await self._connection.fetch(_HASHES, BUCKETS), strict=True)
+        if list(order) != await self._connection.fetchval(_ORDER):
+            raise UnsuitableClusterError("this version of Citus orders the buckets in another way than this program")
+        ends = [hashes[number * BUCKETS // shards - 1] for number in range(1, shards)]
+        for done, group in enumerate(groups):
+            inside = [end for end in ends if group.lowest <= end < group.highest]
+            nodes = [group.node] * (len(inside) + 1)
+            if len(groups) == 1:
+                nodes = [self._nodes[number * len(self._nodes) // shards].id for number in range(shards)]
+            if inside:
+                self._on_progress("shards", done, len(groups))
+                await self._connection.execute(_SPLIT, group.id, [str(end) for end in inside], nodes)
 
-    async def _cut(self, cut: Cut) -> None:
-        """Cut the shards of a group in one transaction."""
-        await self._connection.execute(_SPLIT, cut.group.id, [str(end) for end in cut.ends], cut.nodes)
-
-    async def _sizes(self) -> dict[str, tuple[int, int]]:
-        """Return size in bytes and estimated number of rows of each table that is not distributed yet."""
+    async def _distribute_tables(self) -> None:
+        """Distribute the tables that are not distributed yet, with their rows, and delete all rows that were copied."""
         waiting = await waiting_tables(self._connection)
-        for (table,) in await self._connection.fetch(_NEVER_ANALYZED, waiting):
-            await self._connection.execute(f"analyze indexer.{table}")
-        return {row["relname"]: (row["size"], row["rows"]) for row in await self._connection.fetch(_SIZES, waiting)}
-
-    async def _distribute_tables(self, sizes: Mapping[str, tuple[int, int]]) -> None:
-        """Distribute the tables with these sizes, with their rows, and delete all rows that were copied."""
-        total, moved = sum(size for size, _ in sizes.values()), 0
-        for table in DISTRIBUTED:
-            size, _ = sizes.get(table, (0, 0))
-            if table in sizes and table != FIRST:
-                self._on_progress(table, moved, total)
+        for done, table in enumerate(DISTRIBUTED):
+            if table in waiting:
+                self._on_progress(table, done, len(DISTRIBUTED))
                 await distribute_table(self._connection, table)
-                self._on_progress(table, moved + size, total)
-            moved += size
             await delete_local_rows(self._connection, table)

@@ -25,7 +25,6 @@ _FACTS = """
             'citus', (select extversion from pg_extension where extname = 'citus'),
             'connections', current_setting('max_connections')::int,
             'prepared', current_setting('max_prepared_transactions')::int,
-            'wal_level', current_setting('wal_level'),
             'is_owner', (select pg_has_role(datdba, 'usage') from pg_database where datname = current_database())
         )
     $command$)
@@ -54,7 +53,6 @@ class ClusterNode:
     citus: str
     connections: int
     prepared: int
-    wal_level: str
     is_owner: bool
 
 
@@ -108,16 +106,6 @@ def check_nodes(nodes: Sequence[ClusterNode]) -> None:
     """
     if problems := list(_problems(nodes)):
         raise UnsuitableClusterError("; ".join(problems))
-
-
-def notices(nodes: Sequence[ClusterNode]) -> list[str]:
-    """Return what works now, and will be a limit later."""
-    without_logical = [node.name for node in nodes if node.wal_level != "logical"]
-    limit = (
-        f"wal_level is not logical on {', '.join(without_logical)}: citus_rebalance_start can move shards only with "
-        "shard_transfer_mode => 'block_writes', which lets the daemons wait"
-    )
-    return [limit] if without_logical else []
 
 
 def _problems(nodes: Sequence[ClusterNode]) -> Iterator[str]:

@@ -21,7 +21,6 @@ from contextlib import asynccontextmanager
 
 import asyncpg
 
-from indexer.cluster.numbering import number_after_commit
 from indexer.db.columns import Connection
 from indexer.db.layout import load_layout
 
@@ -59,6 +58,21 @@ _WITHOUT_TRIGGER = """
 _ADD_TRIGGER = """
     create trigger use_two_phases before insert or update or delete on {table}
     for each statement execute function indexer.use_two_phases()
+"""
+_DROP_PUBLISH = "drop trigger publish on indexer.change_batch"
+_QUEUE_BATCHES = """
+    create constraint trigger queue_batch after insert on indexer.change_batch
+    deferrable initially deferred for each row execute function indexer.queue_batch()
+"""
+_IS_QUEUED = """
+    select exists (select from pg_trigger where tgrelid = 'indexer.change_batch'::regclass and tgname = 'queue_batch')
+"""
+_CREATE_ON_NODES = "select create_distributed_function('indexer.prepared_transactions(smallint)')"
+_IS_ON_NODES = """
+    select exists (
+        select from pg_catalog.pg_dist_object
+        where classid = 'pg_proc'::regclass and objid = 'indexer.prepared_transactions(smallint)'::regprocedure
+    )
 """
 _EXISTS = f"select to_regclass('indexer.{METADATA}') is not null"
 _SEQUENTIAL = "set local citus.multi_shard_modify_mode = 'sequential'"
@@ -111,12 +125,17 @@ async def delete_local_rows(connection: Connection, table: str) -> None:
 async def use_two_phases(connection: Connection) -> None:
     """Let every transaction that writes a table of the coordinator commit in two phases.
 
-    COMMIT does not number changes any more (`indexer.cluster.numbering`).
+    COMMIT queues change batches instead of numbering them (`indexer.cluster.numbering`), and all nodes get the function
+    that this needs.
     """
     await connection.execute(_ADD_METADATA)
     for (table,) in await connection.fetch(_WITHOUT_TRIGGER):
         await connection.execute(_ADD_TRIGGER.format(table=table))
-    await number_after_commit(connection)
+    if not await connection.fetchval(_IS_QUEUED):
+        await connection.execute(_DROP_PUBLISH)
+        await connection.execute(_QUEUE_BATCHES)
+    if not await connection.fetchval(_IS_ON_NODES):
+        await connection.execute(_CREATE_ON_NODES)
 
 
 @asynccontextmanager

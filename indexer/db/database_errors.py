@@ -178,10 +178,10 @@ def opening(dsn: str) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def connect(dsn: str) -> AsyncIterator[asyncpg.Connection]:
+async def connect(dsn: str, settings: dict[str, str] | None = None) -> AsyncIterator[asyncpg.Connection]:
     """Open a connection for a block, and close it at the end. Use it in a block of `opening`."""
     try:
-        connection = await asyncpg.connect(dsn, timeout=CONNECT_TIMEOUT)
+        connection = await asyncpg.connect(dsn, timeout=CONNECT_TIMEOUT, server_settings=settings)
     except ValueError as error:  # a part of the URL that the driver cannot read
         raise unusable(dsn, str(error)) from error
     try:

@@ -18,7 +18,6 @@ from indexer.crash_points import COMMITTED, crash_point
 from indexer.db.blocking_sessions import end_users_of_schema
 from indexer.db.database_errors import DatabaseError, connect, opening, unusable, without_password
 from indexer.db.requirements import (
-    missing_to_migrate,
     opened,
     require_privileges,
     require_usable_schema,
@@ -168,13 +167,10 @@ async def _upgrade(dsn: str, lock_seconds: float, changing: SchemaChange) -> Non
     async with connect(dsn) as connection:
         transaction = connection.transaction()
         await transaction.start()
-        if missing := await missing_to_migrate(connection):
-            raise unusable(dsn, missing)
         await connection.execute(_ONLY_ON_THIS_SERVER)
-        await connection.execute(_CREATE_SCHEMA)
-        if (state := await schema_state(connection)).database:
-            await connection.execute(_LOCK)
-            state = await schema_state(connection)
+        has_schema = (await schema_state(connection)).database is not None
+        await connection.execute(_LOCK if has_schema else _CREATE_SCHEMA)
+        state = await schema_state(connection)
         if not state.is_old:  # another process has migrated it
             return
         await connection.execute(_LIMITS.format(round(1000 * lock_seconds)))

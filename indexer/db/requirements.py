@@ -59,29 +59,6 @@ _FACTS = """
         date_part('epoch', clock_timestamp())
 """
 
-# Only the owner of an object may alter it, and all members of the owner's role count as owners.
-_MISSING_TO_MIGRATE = """
-    with thing (kind, name, owner) as (
-        select 'schema', nspname::text, nspowner from pg_namespace
-        where nspname in ('indexer', 'atproto', 'lexicon')
-        union all
-        select 'relation', oid::regclass::text, relowner from pg_class
-        where relnamespace in (to_regnamespace('indexer'), to_regnamespace('atproto'), to_regnamespace('lexicon'))
-            and relkind in ('r', 'p', 'v', 'S')
-        union all
-        select 'function', oid::regprocedure::text, proowner from pg_proc
-        where pronamespace in (to_regnamespace('indexer'), to_regnamespace('atproto'), to_regnamespace('lexicon'))
-    )
-    select format('to change the schema, the role %I must own the %s %s, which belongs to %I',
-        current_user, kind, name, pg_get_userbyid(owner))
-    from thing where not pg_has_role(owner, 'usage')
-    union all
-    select format('to create the schema %s, the role %I needs the privilege CREATE on the database', name, current_user)
-    from unnest(array['indexer', 'lexicon']) name
-    where to_regnamespace(name) is null and not has_database_privilege(current_database(), 'create')
-    limit 1
-"""
-
 # The function of Citus: `indexer distribute` lets only the roles of the daemons use it.
 _MISSING_TO_RUN = """
     with missing (privilege, kind, name) as (
@@ -151,7 +128,7 @@ class DatabaseFacts:
         sizes: The values of `SIZES`, in bytes.
         clock_ahead: Seconds by which the clock of the server is ahead of the one of this machine.
         schema: The version of the schema.
-        missing: A privilege that the role lacks, to upgrade the schema or to run the daemon; None if it has all.
+        missing: A privilege that the role lacks to run the daemon; None if it has all, or the schema cannot be used.
         cursors: The position in the stream of each relay up to which all buckets were processed; empty if the schema
             cannot be used.
         layout: The layout of the database; `PLAIN` if the schema cannot be used.
@@ -211,12 +188,6 @@ async def schema_state(connection: Connection) -> SchemaState:
     return SchemaState(database, release, is_usable)
 
 
-async def missing_to_migrate(connection: Connection) -> str | None:
-    """Return a privilege that the role lacks to create or upgrade the schema; None if it has all of them."""
-    missing: str | None = await connection.fetchval(_MISSING_TO_MIGRATE)
-    return missing
-
-
 async def require_usable_schema(dsn: str) -> None:
     """Raise an error unless this release can use the schema.
 
@@ -229,15 +200,15 @@ async def require_usable_schema(dsn: str) -> None:
         (await schema_state(connection)).require_usable()
 
 
-async def require_privileges(dsn: str, *, to_migrate: bool = False) -> None:
-    """Raise an error if the role lacks a privilege to run the daemon, or to change the schema (`to_migrate`).
+async def require_privileges(dsn: str) -> None:
+    """Raise an error if the role lacks a privilege to run the daemon.
 
     Raises:
         SettingsError: It lacks one.
         DatabaseError: The database is unavailable.
     """
     async with opened(dsn) as connection:
-        if missing := await connection.fetchval(_MISSING_TO_MIGRATE if to_migrate else _MISSING_TO_RUN):
+        if missing := await connection.fetchval(_MISSING_TO_RUN):
             raise unusable(dsn, missing)
 
 
@@ -250,7 +221,7 @@ async def load_database_facts(dsn: str) -> DatabaseFacts:
     """
     async with opened(dsn) as connection:
         schema = await schema_state(connection)
-        missing = await connection.fetchval(_MISSING_TO_RUN if schema.is_usable else _MISSING_TO_MIGRATE)
+        missing = await connection.fetchval(_MISSING_TO_RUN) if schema.is_usable else None
         asked_at = time()
         [(settings, sizes, server_time)] = await connection.fetch(_FACTS, SETTINGS, SIZES)
         answered_at = time()

@@ -12,8 +12,7 @@ from contextlib import asynccontextmanager, suppress
 import asyncpg
 import pytest
 
-from indexer.cluster.change_numbering import ChangeNumbering
-from indexer.cluster.numbering import numbering_session
+from indexer.cluster.numbering import ChangeNumbering, numbering_session
 from indexer.db import Database
 from indexer.db.change_log import log_changes
 from indexer.db.change_log_segments import TrimPlan, trim

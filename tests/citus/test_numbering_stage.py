@@ -6,8 +6,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from indexer.cluster.change_numbering import IN_DOUBT_SECONDS, ChangeNumbering
-from indexer.cluster.numbering import numbering_session
+from indexer.cluster.numbering import IN_DOUBT_SECONDS, ChangeNumbering, numbering_session
 from indexer.db import Database
 from indexer.telemetry.conditions import TRANSACTIONS_IN_DOUBT, Conditions
 from indexer.telemetry.metrics import Metrics

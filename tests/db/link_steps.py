@@ -7,7 +7,7 @@ from typing import Any
 
 import asyncpg
 
-from indexer.cluster.change_numbering import ChangeNumbering
+from indexer.cluster.numbering import ChangeNumbering
 from indexer.db import Database
 from indexer.db.links import LinkSession
 from indexer.readers.links import LinkReader

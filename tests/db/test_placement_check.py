@@ -35,7 +35,7 @@ async def test_an_interrupted_distribution_must_be_completed_first(database: str
     await (await Database.open(database)).close()
 
 
-NODE = ClusterNode(1, "node:5432", True, True, 150_020, "13.2-1", 100, 100, "logical", True)
+NODE = ClusterNode(1, "node:5432", True, True, 150_020, "13.2-1", 100, 100, True)
 
 
 @pytest.mark.parametrize(
