@@ -51,7 +51,6 @@ from indexer.net.http import OutboundClient
 from indexer.net.identity import HandleVerifier, IdentityCache
 from indexer.net.new_accounts import NewAccounts
 from indexer.net.pds import PdsClient
-from indexer.net.relay.seek import StreamSeek
 from indexer.net.relay.subscription import Subscription
 from indexer.net.server.address import Address
 from indexer.readers.access import Access
@@ -219,12 +218,10 @@ class Daemon:
             lambda: self.stream_continuity.is_known, upstream_is_pds=settings.upstream == "pds"
         )
         self.open_gaps = OpenGaps(self.db.gaps, shard, self.metrics, tuning.gap_refresh)
-        seek = StreamSeek(settings.limits, settings.user_agent)
         self.stream_continuity = StreamContinuity(
             self.db,
             self.open_gaps,
             self.subscription,
-            seek,
             shard,
             settings.start,
             proof_timeout=tuning.proof_timeout,

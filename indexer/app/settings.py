@@ -271,8 +271,8 @@ class Settings(BaseModel):
     start: Annotated[
         Literal["live", "oldest"] | Annotated[int, Field(ge=0, lt=2**63)], "`live`, `oldest`, or a sequence number"
     ] = "live"
-    """Where a new database starts: at the newest event, at the oldest one that the relay has, or after a sequence
-    number."""
+    """Where a stream without a stored cursor starts: at the newest event, or at the oldest one that the relay has. A
+    sequence number counts only for a new database."""
     track: Literal["all", "listed", "signal"] = "all"
     """Accounts to index: `all`; only those that `indexer add` or `indexer discover` added (`listed`); or also those
     with a record of a signal collection (`signal`). This and the next two settings are the scope of a new database;

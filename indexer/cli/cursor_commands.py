@@ -13,7 +13,7 @@ from indexer.cli.arguments import parse_position
 from indexer.cli.command import ExitCode, command, config_option, confirm, json_option, report_error
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result, result_console, row_table, to_json
-from indexer.net.relay.seek import first_event
+from indexer.net.relay.subscription import first_event
 from indexer.serve.status_document import describe_gap
 from indexer.sync.events import InfoEvent, MalformedEvent, StreamError, UnknownEvent, event_seconds
 from indexer.sync.shard import BUCKETS, Shard

@@ -30,7 +30,7 @@ from indexer.errors import SettingsError, UnavailableError
 from indexer.net.http import OutboundClient
 from indexer.net.http.checked_connector import DnsResolver, resolve_with_system
 from indexer.net.identity import HandleVerifier
-from indexer.net.relay.seek import first_event
+from indexer.net.relay.subscription import first_event
 from indexer.redaction import without_secrets
 from indexer.sync.events import InfoEvent, StreamError
 from indexer.sync.shard import Layout

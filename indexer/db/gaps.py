@@ -31,9 +31,7 @@ MAX_CLOSED_GAPS = 1_000
 """Closed gaps that are retained; older ones are deleted."""
 
 _CURSORS = """
-    select relay, shard, epoch, seq, event_time, date_part('epoch', updated_at) as updated_at,
-        date_part('epoch', caught_up_at) as caught_up_at, date_part('epoch', stored_until) as stored_until
-    from indexer.cursor
+    select relay, shard, epoch, seq, event_time, date_part('epoch', updated_at) as updated_at from indexer.cursor
 """
 
 _OPEN = """
@@ -71,7 +69,7 @@ _RESET_CURSOR = """
     from unnest($2::text[]) shard
     on conflict (relay, shard) do update
     set epoch = excluded.epoch, seq = excluded.seq, event_time = excluded.event_time, caught_up_at = null,
-        stored_until = null, updated_at = now()
+        updated_at = now()
 """
 
 # With a column, because Citus cannot pass on the rows of a sub-query that has none.

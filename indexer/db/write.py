@@ -154,13 +154,12 @@ _DELETE_BUFFERED_EVENTS = """
 
 # A time that is far ahead is from before the clock was set back, and would hide the lag.
 _SAVE_CURSOR = """
-    insert into indexer.cursor as c (relay, shard, epoch, seq, event_time, caught_up_at, stored_until, updated_at)
-    values ($1, $2, $3, $4, $5, to_timestamp($6), to_timestamp($7), to_timestamp($8))
+    insert into indexer.cursor as c (relay, shard, epoch, seq, event_time, caught_up_at, updated_at)
+    values ($1, $2, $3, $4, $5, to_timestamp($6), to_timestamp($7))
     on conflict (relay, shard) do update
     set epoch = excluded.epoch, seq = excluded.seq, event_time = excluded.event_time, updated_at = excluded.updated_at,
-        stored_until = coalesce(excluded.stored_until, c.stored_until),
         caught_up_at = greatest(
-            excluded.caught_up_at, case when c.caught_up_at <= to_timestamp($8::float8 + 300) then c.caught_up_at end
+            excluded.caught_up_at, case when c.caught_up_at <= to_timestamp($7::float8 + 300) then c.caught_up_at end
         )
     where (excluded.epoch, excluded.seq) >= (c.epoch, c.seq)
 """
@@ -405,6 +404,5 @@ async def _save_cursor(connection: Connection, cursor: Cursor) -> None:
         cursor.seq,
         storable(cursor.event_time),
         cursor.caught_up_at,
-        cursor.stored_until,
         time(),
     )

@@ -328,13 +328,12 @@ class BatchWriter:
 
     async def _save_position(self) -> None:
         """Save the cursor and the current time when no message is waiting."""
-        seq = self.position.watermark.position
-        if seq is None or not self.position.is_known() or self.inbox.unsettled:
+        if not self.position.is_known() or self.inbox.unsettled:
             return
-        now = time()
-        cursor = self._cursor(Position(seq, self.position.watermark.event_time), caught_up_at=now)
-        await self.db.write(Batch(cursor=cursor))
-        self.metrics.cursor_seq.labels(self.position.relay).set(seq)
+        now, position = time(), self.position.watermark.position_if_done(())
+        if position.seq is not None:
+            await self.db.write(Batch(cursor=self._cursor(position, caught_up_at=now)))
+            self.metrics.cursor_seq.labels(self.position.relay).set(position.seq)
         self._clock.catch_up(now)
 
     def _cursor(self, position: Position, caught_up_at: float | None = None) -> Cursor:
@@ -345,7 +344,6 @@ class BatchWriter:
             event_time=position.event_time,
             caught_up_at=self._clock.reached if caught_up_at is None else caught_up_at,
             epoch=self.position.epoch,
-            stored_until=self._clock.stored_until,
         )
 
     def _observe_times(self, plan: BatchPlan, cursor: Cursor | None) -> None:

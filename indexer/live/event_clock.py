@@ -2,8 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from itertools import islice
-from math import ceil
+from statistics import median_low
 
 from indexer.sync.events import MAX_AHEAD, event_seconds
 
@@ -11,12 +10,6 @@ EARLIEST = 1_640_995_200.0
 """2022-01-01: no event of the protocol is older."""
 ACCOUNTS_OF_DOMAIN = 16
 """Accounts of one registered domain whose times count in a batch: those with the latest events."""
-RECENT_DOMAINS = 64
-"""Domains whose latest times decide until when everything is certainly stored."""
-CERTAIN_SHARE = 0.35
-"""Share of these domains up to whose times everything is certainly stored. One of three domains does not have it, so it
-cannot move this time back. It is less than a half, because too early a time only repeats messages.
-"""
 
 
 class EventClock:
@@ -33,16 +26,7 @@ class EventClock:
     def __init__(self, domain_of: Callable[[str], str]) -> None:
         """Use `domain_of` to get the registered domain of the host of a DID, "" if it is unknown."""
         self._domain_of = domain_of
-        self._recent: dict[str, float] = {}
         self.reached: float | None = None
-
-    @property
-    def stored_until(self) -> float | None:
-        """Unix seconds until which everything is certainly stored, by the times of the latest domains; None: unknown.
-
-        One account with a fast clock at the end of the stream does not decide, and no time is after its arrival.
-        """
-        return _quantile(self._recent.values(), CERTAIN_SHARE) if self._recent else None
 
     def observe(self, times: Iterable[tuple[str, str]], now: float) -> None:
         """Take the times of the stored events, as pairs of DID and time, in the order of the stream."""
@@ -53,11 +37,9 @@ class EventClock:
                 seconds = event_seconds(time)
                 if seconds is not None and EARLIEST <= seconds <= now + MAX_AHEAD:
                     of_domain.append(min(seconds, now))
-        medians = {domain: _quantile(of_domain, 1 / 2) for domain, of_domain in by_domain.items() if of_domain}
+        medians = [median_low(of_domain) for of_domain in by_domain.values() if of_domain]
         if medians:
-            self._advance(_quantile(medians.values(), 1 / 2), now)
-            older = {domain: seconds for domain, seconds in self._recent.items() if domain not in medians}
-            self._recent = dict(islice((medians | older).items(), RECENT_DOMAINS))
+            self._advance(median_low(medians), now)
 
     def catch_up(self, now: float) -> None:
         """Note that everything until now is stored."""
@@ -70,9 +52,3 @@ class EventClock:
         """
         set_back = self.reached is not None and self.reached > now + MAX_AHEAD
         self.reached = seconds if self.reached is None or set_back else max(self.reached, seconds)
-
-
-def _quantile(times: Iterable[float], share: float) -> float:
-    """Return the lowest of the times with at least `share` of them at or before it."""
-    ordered = sorted(times)
-    return ordered[ceil(share * len(ordered)) - 1]

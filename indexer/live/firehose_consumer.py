@@ -29,8 +29,6 @@ from indexer.sync.shard import Shard
 from indexer.sync.stream import Position, SequenceOrder, Step
 from indexer.telemetry.metrics import Metrics
 
-STALL_SECONDS = 240.0
-"""The search for a position in the stream of another relay takes up to three minutes (`indexer.net.relay.seek`)."""
 MAX_INFO_NAMES = 16
 """Names of info messages that are logged for each connection."""
 
@@ -63,7 +61,7 @@ class FirehoseConsumer:
         self._leap: Position | None = None
         self._skipped = 0
         self._info_names = set[str]()
-        self.stage = StageProgress("firehose consumer", STALL_SECONDS)
+        self.stage = StageProgress("firehose consumer")
         self.last_error: str | None = None
         self.failing_since: float | None = None
         self.last_message: dict[str, float] = {}
@@ -224,10 +222,11 @@ class FirehoseConsumer:
         self.metrics.events_received[event.kind].inc()
         self.metrics.events[event.kind, Outcome.IGNORED].inc()
         error, known = f"{event.error[:64]}: {event.message[:200]}", self.last_error
-        self._fail(error)
-        if event.error == "FutureCursor" and not self.continuity.checked:
+        if event.error == "FutureCursor" and not self.continuity.checked and self.continuity.entry.resumed_at:
             self.continuity.restart(error)
-        elif error != known:
+            return
+        self._fail(error)
+        if error != known:
             log.error("relay.error", relay=self.position.relay, error=error)
 
     def _fail(self, error: str) -> None:

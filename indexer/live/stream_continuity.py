@@ -4,7 +4,7 @@ A stored cursor resumes the stream one message early: the relay must send the me
 time. That proves that nothing is missing in between, also for relays that report neither an outdated nor a future
 cursor. If the relay calls that position outdated, it may have forgotten only the message at the cursor, which is
 stored: a host on which nothing happened for a day has. Then the stream is resumed at the cursor, and the relay's word
-counts. Without a cursor, the stream is entered at the time of the last message that was stored from another relay.
+counts. Without a cursor of this relay, the setting decides, and a gap is opened.
 """
 
 import asyncio
@@ -20,15 +20,12 @@ from indexer.crash_points import crash_point
 from indexer.db import Database
 from indexer.db.gaps import OpenGaps
 from indexer.db.periodic import DatabaseAttempt
-from indexer.net.relay.seek import Entry
 from indexer.net.relay.subscription import Subscription
 from indexer.reasons import GapReason
-from indexer.sync.events import MAX_AHEAD, MAX_SEQ, Event, MalformedEvent, UnknownEvent, event_seconds
+from indexer.sync.events import MAX_SEQ, Event, MalformedEvent, UnknownEvent, event_seconds
 from indexer.sync.shard import Shard
 from indexer.sync.stream import Gap, OpenGap, StoredCursor, Watermark
 
-OVERLAP_SECONDS = 900.0
-"""Seconds before the last stored message at which another relay is entered: relays differ in delay and order."""
 PROOF_TIMEOUT = 15.0
 """Seconds after the connection in which the relay must send the message at the cursor again."""
 RETRY_SECONDS = 1.0
@@ -36,8 +33,6 @@ RETRY_SECONDS = 1.0
 
 T = TypeVar("T")
 Start = Literal["live", "oldest"] | int
-Seek = Callable[[str, float], Awaitable[Entry]]
-"""Finds the position of an event time (Unix seconds) in the stream of a relay; see `indexer.net.relay.seek`."""
 
 log = structlog.get_logger(__name__)
 
@@ -63,12 +58,11 @@ def resume_point(cursors: Sequence[StoredCursor], relay: str, shard: Shard) -> R
     The number of shards may change at any time: some buckets then receive messages again, which changes nothing.
     Buckets that were never processed do not count.
     """
-    of_relay = [cursor for cursor in cursors if cursor.relay == relay]
-    epoch = max((cursor.epoch for cursor in of_relay), default=0)
+    epoch = max((cursor.epoch for cursor in cursors if cursor.relay == relay), default=0)
     reached: list[StoredCursor] = []
     for position in shard.positions:
-        processed = [cursor for cursor in of_relay if position in cursor.shard.positions]
-        current = [cursor for cursor in processed if cursor.epoch == epoch]
+        processed = [cursor for cursor in cursors if position in cursor.shard.positions]
+        current = [cursor for cursor in processed if cursor.relay == relay and cursor.epoch == epoch]
         if processed and not current:
             return ResumePoint(epoch)
         reached.extend([max(current, key=lambda cursor: cursor.seq)] if current else [])
@@ -76,33 +70,6 @@ def resume_point(cursors: Sequence[StoredCursor], relay: str, shard: Shard) -> R
         return ResumePoint(epoch)
     lowest = min(reached, key=lambda cursor: cursor.seq)
     return ResumePoint(epoch, lowest.seq, lowest.event_time)
-
-
-def known_until(cursors: Sequence[StoredCursor], shard: Shard) -> float | None:
-    """Return the time of the last message that `shard` has stored from the relay that it consumed last.
-
-    Returns:
-        Unix seconds; 0 if the message has no time, None if no bucket of the shard was ever processed.
-    """
-    latest = [
-        max(processed, key=lambda cursor: cursor.updated_at)
-        for position in shard.positions
-        if (processed := [cursor for cursor in cursors if position in cursor.shard.positions])
-    ]
-    return min(map(_known_until, latest), default=None)
-
-
-def _known_until(cursor: StoredCursor) -> float:
-    """Return the time of the message at the cursor, but not more than most accounts of the latest messages say.
-
-    A time after the last update is wrong and is not used. If the result is too early, messages are received again. If
-    it is too late, messages are lost.
-    """
-    seconds = event_seconds(cursor.event_time) or 0.0
-    if seconds > cursor.updated_at + MAX_AHEAD:
-        return 0.0
-    bounds = (cursor.updated_at, cursor.caught_up_at, cursor.stored_until)
-    return min(seconds, *[bound for bound in bounds if bound is not None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +80,7 @@ class StreamEntry:
         epoch: The epoch of the relay's sequence.
         cursor: The cursor of the request; None asks for new messages only.
         resumed_at: The stored cursor, whose message the relay must send again; None if there is none.
-        gap: Messages that may be missing before the first message of this connection.
+        gap: Messages that are missing, or may be, before the first message of this connection.
         from_oldest: True if the relay is asked for all that it has. Then it means nothing that the cursor is outdated.
     """
 
@@ -178,9 +145,8 @@ class StreamContinuity:
     db: Database
     gaps: OpenGaps
     subscription: Subscription
-    seek: Seek
     shard: Shard
-    start: Start
+    start: Start  # of a stream without a cursor; a number is only for the first stream
     proof_timeout: float = PROOF_TIMEOUT
     retry: float = RETRY_SECONDS
 
@@ -189,7 +155,7 @@ class StreamContinuity:
         self._early_gap: OpenGap | None = None
         self._restarting = False
         self._ended_epochs: dict[str, int] = {}  # of relays that have started a new sequence
-        self._outdated: dict[str, ResumePoint | None] = {}  # cursors at which relays are resumed, not one message early
+        self._outdated: dict[str, ResumePoint] = {}  # cursors at which relays are resumed, not one message early
         self.entry = StreamEntry("", 0, None)
         self.checked = True
 
@@ -199,19 +165,14 @@ class StreamContinuity:
         return self.subscription.connection is not None and (self.checked or self._early_gap is not None)
 
     async def begin(self, relay: str) -> StreamEntry:
-        """Return the entry for a new connection, after its gap is stored, if it has one.
+        """Return the entry for a new connection.
 
         The gaps are loaded again, because a former owner of the shard may have opened one.
-
-        Raises:
-            OSError: The relay is unavailable.
         """
         await self._retry(self.gaps.refresh)
         self.entry = entry = await self._retry(lambda: self._find_entry(relay))
-        if entry.gap is not None:
-            await self._open(entry.gap)
         crash_point("stream.entered")
-        self.checked = entry.resumed_at is None
+        self.checked = entry.resumed_at is None and entry.gap is None
         self._early_gap = None
         self._restarting = False
         return entry
@@ -221,43 +182,35 @@ class StreamContinuity:
 
         Raises:
             DatabaseError: The database is unavailable.
-            OSError: The relay is unavailable (includes TimeoutError).
         """
         cursors = await self.db.gaps.cursors()
         point = resume_point(cursors, relay, self.shard)
+        after_cursor = self._outdated.pop(relay, None) == point
         restarted = self._ended_epochs.get(relay) == point.epoch
-        last_time = known_until(cursors, self.shard)
-        outdated = self._outdated.pop(relay, None) == point
-        resumed = None if restarted else _resumed(relay, point, after_cursor=outdated)
-        if resumed is not None and not _is_far_behind(point, last_time):
-            return resumed
-        epoch = point.epoch + restarted
-        if last_time is None:
-            return await self._first_entry(relay, epoch)
-        found = await self.seek(relay, last_time - OVERLAP_SECONDS)
-        if resumed is not None and (found.cursor or 0) <= (point.seq or 0):
-            return resumed
-        complete = found.oldest_time is not None and found.oldest_time <= last_time
-        reason = GapReason.SEQUENCE_RESTARTED if restarted else None if complete else GapReason.NO_CURSOR
-        gap = self._gap_before(relay, reason)
-        return StreamEntry(relay, epoch, found.cursor, gap=gap, from_oldest=found.cursor == 0)
-
-    async def _first_entry(self, relay: str, epoch: int) -> StreamEntry:
-        """Return the entry if no cursor of any relay is stored. Repos that are synchronized may be outdated then."""
-        cursor = self.start if isinstance(self.start, int) else {"live": None, "oldest": 0}[self.start]
-        reason = GapReason.NO_CURSOR if await self.db.gaps.has_synchronized_repo(self.shard.buckets) else None
-        return StreamEntry(relay, epoch, cursor, gap=self._gap_before(relay, reason), from_oldest=cursor == 0)
-
-    def _gap_before(self, relay: str, reason: GapReason | None) -> Gap | None:
-        return None if reason is None else Gap(relay, str(self.shard), reason)
+        if point.seq == 0:  # the relay had sent nothing yet
+            return StreamEntry(relay, point.epoch, 0)
+        if point.seq is not None and not restarted:
+            return StreamEntry(relay, point.epoch, point.seq if after_cursor else point.seq - 1, point)
+        is_first = not any(set(cursor.shard.positions) & set(self.shard.positions) for cursor in cursors)
+        may_be_outdated = not is_first or await self.db.gaps.has_synchronized_repo(self.shard.buckets)
+        reason = GapReason.SEQUENCE_RESTARTED if restarted else GapReason.NO_CURSOR
+        gap = Gap(relay, str(self.shard), reason) if may_be_outdated else None
+        chosen = self.start if isinstance(self.start, int) and is_first else None
+        cursor = 0 if self.start == "oldest" else chosen
+        return StreamEntry(relay, point.epoch + restarted, cursor, gap=gap, from_oldest=cursor == 0)
 
     async def is_new(self, event: Event) -> bool:
         """Compare a message at the start of the connection with the stored cursor; return True if it comes after it.
 
-        A message of another sequence is not new: the stream is entered again.
+        A message of another sequence is not new: the stream is entered again. Without a cursor, the gap is opened.
         """
-        if self._restarting or (point := self.entry.resumed_at) is None:
+        if self._restarting:
             return False
+        if (point := self.entry.resumed_at) is None:
+            if self.entry.gap is not None and self._early_gap is None:
+                await self._open(self.entry.gap)
+            self.checked = True
+            return True
         if isinstance(event, UnknownEvent | MalformedEvent):
             return False  # its number proves nothing; the next message shows whether messages are missing
         match continuity(point, event.seq, getattr(event, "time", None)):
@@ -270,9 +223,9 @@ class StreamContinuity:
                 self.restart(f"seq {event.seq} at {getattr(event, 'time', None)}")
                 return False
             case Continuity.BROKEN:
-                self.checked = True
                 if self._early_gap is not None or not self.entry.after_cursor:
                     await self._report_missing((point.seq or 0) + 1, (event.seq or 0) - 1)
+                self.checked = True
                 return True
 
     def restart(self, evidence: str) -> None:
@@ -296,29 +249,32 @@ class StreamContinuity:
         """
         if self._restarting or self.entry.from_oldest:
             return
-        if not self.checked and not self.entry.after_cursor:
+        if not self.checked and self.entry.resumed_at is not None and not self.entry.after_cursor:
             self._enter_again()
             self._outdated[self.entry.relay] = self.entry.resumed_at
         elif self._early_gap is None:
             self._early_gap = await self._open(self._gap(GapReason.CURSOR_OUTDATED, first_seq))
 
     async def check_silence(self) -> None:
-        """Open a gap if the relay has sent nothing since the connection, not even the message at the cursor.
+        """Open the gap of a connection without a cursor, or one if the relay does not send the message at the cursor.
 
         If it was not asked for that one, there was nothing to send: it would have said that the cursor is outdated.
 
         Raises:
             DatabaseError: The database is unavailable.
         """
-        connection, point = self.subscription.connection, self.entry.resumed_at
-        if connection is None or connection.frames or self.checked or self._early_gap is not None or point is None:
+        connection, entry = self.subscription.connection, self.entry
+        if connection is None or connection.frames or self.checked or self._early_gap is not None:
             return
-        if monotonic() - connection.opened_at <= self.proof_timeout:
+        if entry.gap is None and monotonic() - connection.opened_at <= self.proof_timeout:
             return
-        if self.entry.after_cursor:
+        if entry.after_cursor:
             self.checked = True
-        else:
-            self._early_gap = await self.gaps.open(self._gap(GapReason.CURSOR_UNPROVEN, (point.seq or 0) + 1))
+            return
+        cursor = (entry.resumed_at and entry.resumed_at.seq) or 0
+        opened = await self.gaps.open(entry.gap or self._gap(GapReason.CURSOR_UNPROVEN, cursor + 1))
+        if entry is self.entry:
+            self._early_gap = opened
 
     async def _report_missing(self, first_seq: int, last_seq: int) -> None:
         """Open a gap for these messages. If one was opened before the first message, store only where it ends."""
@@ -344,21 +300,3 @@ class StreamContinuity:
             with DatabaseAttempt():
                 return await attempt()
             await asyncio.sleep(self.retry)
-
-
-def _resumed(relay: str, point: ResumePoint, *, after_cursor: bool) -> StreamEntry | None:
-    """Return the entry at the stored cursor of the relay, or one message before it; None if there is none."""
-    if point.seq is None:
-        return None
-    if point.seq == 0:  # the relay had sent nothing yet
-        return StreamEntry(relay, point.epoch, 0)
-    return StreamEntry(relay, point.epoch, point.seq if after_cursor else point.seq - 1, point)
-
-
-def _is_far_behind(point: ResumePoint, last_time: float | None) -> bool:
-    """Return True if later messages than those after the stored cursor of this relay are stored from another one.
-
-    From the stored cursor, old messages would be processed again for hours, while new ones wait.
-    """
-    cursor_time = event_seconds(point.event_time)
-    return cursor_time is not None and last_time is not None and last_time - OVERLAP_SECONDS > cursor_time

@@ -63,8 +63,6 @@ class Cursor:
         caught_up_at: Unix seconds until which everything is stored: by the times of most accounts, or the present time
             if the stream is open and no message has followed `seq` for a while. None if it is not known.
         epoch: The epoch of the relay's sequence: the number of times that it has started a new one.
-        stored_until: Unix seconds until which everything is certainly stored (`indexer.live.event_clock`). It is not
-            later than the arrival of the messages. None if it is not known: the stored one stays.
     """
 
     relay: str
@@ -73,7 +71,6 @@ class Cursor:
     event_time: str | None = None
     caught_up_at: float | None = None
     epoch: int = 0
-    stored_until: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +81,6 @@ class StoredCursor:
         epoch: The number of times that the relay has started a new sequence.
         event_time: The `time` field of the message at `seq`; None if it has none.
         updated_at: Unix seconds.
-        caught_up_at: See `indexer.sync.changes.Cursor`.
-        stored_until: See `indexer.sync.changes.Cursor`.
     """
 
     relay: str
@@ -94,8 +89,6 @@ class StoredCursor:
     seq: int
     event_time: str | None
     updated_at: float
-    caught_up_at: float | None = None
-    stored_until: float | None = None
 
 
 def merged(cursors: Sequence[StoredCursor]) -> tuple[StoredCursor, bool]:

@@ -84,7 +84,6 @@ TARGETS = {
     "acknowledgements": TargetRow("feed_targets.Acknowledgements"),
     "tap-requests": TargetRow("request_target.TapRequests", "Postgres", limit=CostLimit(steps=10_000_000)),
     "credentials": TargetRow("feed_targets.Credentials"),
-    "stream-seeks": TargetRow("stream_targets.StreamSeeks"),
     "event-times": TargetRow("stream_targets.EventTimes", limit=DECODING),
     "log-texts": TargetRow("redaction_target.LogTexts"),
 }

@@ -37,7 +37,6 @@ def test_wrong_times_of_the_accounts_of_one_host_do_not_move_the_clock(wrong: st
     honest = [event for number in range(domains) for event in events(50 // domains, f"honest{number}", RECENT)]
     clock.observe([*events(150, "evil", wrong), *honest, *events(300, "evil", wrong)], NOW)
     assert clock.reached == NOW - 10
-    assert clock.stored_until == NOW - 10
 
 
 def test_accounts_of_a_single_host_have_one_vote_each() -> None:
@@ -51,25 +50,12 @@ def test_impossible_times_alone_are_unknown(wrong: str) -> None:
     clock = EventClock(domain_of)
     clock.observe([("did:evil", wrong)], NOW)
     assert clock.reached is None
-    assert clock.stored_until is None
 
 
 def test_clock_follows_the_accounts_and_is_never_ahead_of_this_machine() -> None:
     clock = EventClock(domain_of)
     clock.observe([("did:a", RECENT), ("did:b", "2027-01-15T08:00:05Z"), ("did:c", "2027-01-15T08:00:06Z")], NOW)
     assert clock.reached == NOW
-
-
-def test_one_late_clock_at_the_end_of_an_idle_stream_does_not_decide_what_is_stored() -> None:
-    """The relay is ten minutes behind, and then sends nothing but one event with the present time."""
-    clock, behind = EventClock(domain_of), NOW - 600
-    clock.observe(events(5, "honest", "2027-01-15T07:50:00Z"), NOW)
-    clock.observe([("did:late.other", RECENT)], NOW + 1)
-    clock.catch_up(NOW + 6)
-    assert clock.stored_until == behind
-    for second in range(30):
-        clock.observe([("did:late.other", RECENT)], NOW + second)
-    assert clock.stored_until == behind
 
 
 def test_time_from_before_this_machine_set_its_clock_back_does_not_count() -> None:

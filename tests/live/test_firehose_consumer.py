@@ -13,7 +13,6 @@ from indexer.demo.local_relay import message_frame
 from indexer.live.firehose_consumer import FirehoseConsumer
 from indexer.live.inbox import Inbox, StreamPosition
 from indexer.live.stream_continuity import PROOF_TIMEOUT, StreamContinuity
-from indexer.net.relay.seek import Entry
 from indexer.net.relay.subscription import Connection, Subscription
 from indexer.reasons import GapReason
 from indexer.sync.events import MAX_SEQ, IdentityEvent, MalformedEvent
@@ -87,10 +86,6 @@ class FakeStore:
         self.last_seqs[gap_id] = last_seq
 
 
-async def seek_nothing(_relay: str, _target: float) -> Entry:
-    return Entry(None, None)
-
-
 class RunningConsumer:
     """A consumer that reads the given frames."""
 
@@ -116,7 +111,6 @@ class RunningConsumer:
             db,
             self.gaps,
             subscription,
-            seek_nothing,
             shard,
             start,
             proof_timeout=proof_timeout,
@@ -300,13 +294,27 @@ async def test_outdated_cursor_of_a_stream_that_is_read_from_its_oldest_message_
 )
 async def test_another_sequence_is_entered_anew(frame: bytes, expected: int) -> None:
     """The messages of this connection change nothing."""
-    async with RunningConsumer(frame, identity(6, OWN_DID), shard=Shard(), cursors=[AT_FIVE]) as running:
-        await until(lambda: running.count("replayed") == expected)
-        assert running.subscription.reconnections == 1
-        assert running.inbox.unsettled == 0
-        await until(lambda: running.subscription.cursors == [4, None])
+    frames, later = [frame, identity(6, OWN_DID)], [identity(2, OWN_DID), identity(3, OWN_DID)]
+    async with RunningConsumer(*frames, shard=Shard(), cursors=[AT_FIVE], next_frames=later) as running:
+        await until(lambda: running.inbox.unsettled == 2)
+        assert (running.count("replayed"), running.subscription.reconnections) == (expected, 1)
+        assert (running.subscription.cursors, running.position.epoch) == ([4, None], 1)
         assert [opened.gap.reason for opened in running.db.opened] == [GapReason.SEQUENCE_RESTARTED]
-        assert running.position.epoch == 1
+
+
+async def test_gap_before_a_stream_without_a_cursor_is_opened_when_the_relay_is_silent_or_sends_a_message() -> None:
+    """No attempt to connect opens one."""
+    other = replace(AT_FIVE, relay="wss://other.test")
+    for frames, silent in (([], True), ([identity(9, OWN_DID)], False)):
+        async with RunningConsumer(*frames, shard=Shard(), cursors=[other], proof_timeout=0.0) as running:
+            await until(lambda: running.subscription.cursors == [None])
+            await running.continuity.check_silence()
+            assert running.db.opened == [] or not silent
+            running.subscription.connection = Connection(RELAY, None)
+            await running.continuity.check_silence()
+            await until(lambda: running.inbox.unsettled == len(frames))  # noqa: B023
+            assert [opened.gap.reason for opened in running.db.opened] == [GapReason.NO_CURSOR]
+            assert running.continuity.is_known
 
 
 @pytest.mark.parametrize(

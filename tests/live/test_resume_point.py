@@ -1,10 +1,9 @@
 from collections.abc import Mapping
-from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.live.stream_continuity import ResumePoint, known_until, resume_point
+from indexer.live.stream_continuity import ResumePoint, resume_point
 from indexer.sync.shard import BUCKETS, PLAIN, Layout, Shard
 from indexer.sync.stream import StoredCursor
 
@@ -19,9 +18,8 @@ def cursor(
     relay: str = RELAY,
     epoch: int = 0,
     event_time: str | None = None,
-    updated_at: float = 0.0,
 ) -> StoredCursor:
-    return StoredCursor(relay, shard, epoch, seq, event_time, updated_at)
+    return StoredCursor(relay, shard, epoch, seq, event_time, 0.0)
 
 
 def resume_seq(cursors: Mapping[Shard, int], shard: Shard) -> int | None:
@@ -68,18 +66,7 @@ def test_only_cursors_of_the_newest_epoch_count() -> None:
     assert resume_point(restarted, "wss://other.test", whole) == ResumePoint(0)
 
 
-def test_the_stored_messages_end_at_the_time_of_the_relay_that_was_consumed_last() -> None:
-    whole = Shard(0, 1)
-    times = {"event_time": "1970-01-01T00:00:50Z", "updated_at": 60.0}
-    assert known_until([], whole) is None
-    assert known_until([cursor(whole, 1, **times)], whole) == 50.0  # type: ignore[arg-type]
-    assert known_until([cursor(whole, 1, event_time="noon", updated_at=60.0)], whole) == 0.0
-    assert known_until([cursor(whole, 1, event_time="2099-01-01T00:00:00Z", updated_at=60.0)], whole) == 0.0
-    ahead = replace(cursor(whole, 1, **times), caught_up_at=20.0)  # type: ignore[arg-type]
-    assert known_until([ahead], whole) == 20.0, "most accounts of the batch have an earlier clock"
-    late = replace(cursor(whole, 1, **times), caught_up_at=60.0, stored_until=15.0)  # type: ignore[arg-type]
-    assert known_until([late], whole) == 15.0, "one account with a fast clock is at the cursor, and the stream is idle"
-    later = cursor(whole, 1, relay="wss://other.test", event_time="1970-01-01T00:00:20Z", updated_at=90.0)
-    assert known_until([cursor(whole, 1, **times), later], whole) == 20.0  # type: ignore[arg-type]
-    half = cursor(Shard(0, 2), 1, event_time="1970-01-01T00:00:10Z", updated_at=99.0)
-    assert known_until([cursor(whole, 1, **times), half], whole) == 10.0  # type: ignore[arg-type]
+def test_buckets_whose_messages_came_from_another_relay_are_not_resumed_at_the_cursor_of_others() -> None:
+    of_others = [cursor(Shard(0, 2), 7), cursor(Shard(1, 2), 5, relay="wss://other.test")]
+    assert resume_point(of_others, RELAY, Shard()) == ResumePoint(0)
+    assert resume_point(of_others, RELAY, Shard(0, 2)) == ResumePoint(0, 7)

@@ -10,9 +10,6 @@ create table indexer.cursor (
     caught_up_at timestamptz,
     -- The number of times that the relay has started a new sequence.
     epoch bigint not null default 0,
-    -- The median time of the latest messages up to seq, not later than their arrival. Another relay is entered at
-    -- this time, or earlier.
-    stored_until timestamptz,
     primary key (relay, shard)
 );
 
