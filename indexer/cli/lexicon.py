@@ -24,11 +24,10 @@ from indexer.atproto.syntax import is_nsid
 from indexer.cli.arguments import parse_nsid
 from indexer.cli.command import ExitCode, command, config_option, json_lines_option, report_error
 from indexer.cli.database import connect_database
-from indexer.cli.output import duration_text, echo_result, result_console, row_table, show_progress, to_json
+from indexer.cli.output import duration_text, echo_result, result_console, row_table, to_json
 from indexer.db import (
     AddedLexicon,
     AddedState,
-    Database,
     LexiconIndex,
     StoredLexicon,
     UnknownColumnError,
@@ -53,8 +52,6 @@ MAX_DEPENDENCY_BYTES = 1_048_576
 """Maximum size of these lexicons together: each record type among them gets a view."""
 DEPENDENCY_SECONDS = 60.0
 """Time to fetch them, however slowly the hosts of their authorities answer."""
-PROGRESS_SECONDS = 1.0
-"""Interval at which the progress of an index is read."""
 MAX_NAMED = 10
 """Lexicons that a notice names."""
 
@@ -174,30 +171,12 @@ async def index_command(settings: Settings, *, nsid: str, fields: tuple[str, ...
             click.echo(f"{name}: building an index", err=True)
             begun = monotonic()
             try:
-                built = await _build(db, nsid, columns)
+                built = await db.lexicon_indexes.build(nsid, columns) is not None
             except UnknownColumnError as error:
                 return report_error(str(error), ExitCode.BAD_ARGUMENT)
             text = f"index built in {duration_text(monotonic() - begun)}" if built else "there is an index already"
             echo_result({"nsid": nsid, "columns": columns, "built": built}, f"{name}: {text}", as_json=as_json)
     return ExitCode.OK
-
-
-async def _build(db: Database, nsid: str, columns: Sequence[str]) -> bool:
-    """Build an index; show its phase, and the pages or rows of the phase. Return False if there is one already.
-
-    Raises:
-        UnknownColumnError: There is no such column, or no index can contain these columns.
-    """
-    task = asyncio.create_task(db.lexicon_indexes.build(nsid, columns), name="index")
-    try:
-        with show_progress("pages or rows", None) as progress:
-            while not (await asyncio.wait([task], timeout=PROGRESS_SECONDS))[0]:
-                if (state := await db.lexicon_indexes.build_progress()) is not None:
-                    progress.update(state.done, total=state.total or None, note=state.phase)
-        return await task is not None
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
 
 
 class SourcedLexicon(NamedTuple):

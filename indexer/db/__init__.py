@@ -9,7 +9,7 @@ from indexer.db.database_errors import DatabaseError
 from indexer.db.dead_letters import DeadLetterGoneError, StoredDeadLetter
 from indexer.db.erasure import ErasedBatch
 from indexer.db.lexicon_indexes import LexiconIndex, UnknownColumnError
-from indexer.db.lexicon_rows import AddedLexicon, AddedState, StoredLexicon, ViewInUseError
+from indexer.db.lexicons import AddedLexicon, AddedState, StoredLexicon, ViewInUseError
 from indexer.db.links import LinkProgress, LinkProgressState
 from indexer.db.reports import Counts, DatabaseState, RejectionSummary
 from indexer.db.resync_transaction import NewReposTransaction, ResyncTransaction

@@ -16,7 +16,7 @@ from indexer.db.gaps import Gaps
 from indexer.db.hosts import Hosts
 from indexer.db.identities import Identities
 from indexer.db.lexicon_indexes import LexiconIndexes
-from indexer.db.lexicon_rows import Lexicons
+from indexer.db.lexicons import Lexicons
 from indexer.db.links import Links
 from indexer.db.reports import Reports
 from indexer.db.repos import Repos

@@ -8,7 +8,7 @@ with a longer string must not make the daemon's writes fail.
 import json
 from asyncio import sleep
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -17,14 +17,14 @@ import asyncpg
 from indexer.atproto.lexicon import FieldKind
 from indexer.db.columns import Connection
 from indexer.db.connections import Area
-from indexer.db.lexicon_columns import (
+from indexer.db.lexicons import (
     INDEXABLE_KEYS,
     MAX_INDEXED_BYTES,
     IndexableColumn,
     ViewField,
     indexable_columns,
+    load_lexicons,
 )
-from indexer.db.lexicon_rows import load_lexicons
 
 PREFIX = "lexicon_"
 _HASH_CHARACTERS = 12
@@ -36,13 +36,6 @@ _INDEXES = """
     from pg_index i join pg_class c on c.oid = i.indexrelid
     where i.indrelid = 'indexer.record'::regclass and starts_with(c.relname, $1)
     order by comment, name
-"""
-# An index of another process waits for this one before it appears here: only one is built on a table at a time.
-_PROGRESS = """
-    select phase, case when blocks_total > 0 then blocks_done else tuples_done end as done,
-        case when blocks_total > 0 then blocks_total else tuples_total end as total
-    from pg_stat_progress_create_index
-    where datname = current_database() and relid = 'indexer.record'::regclass limit 1
 """
 _EXPRESSION = "select (indexer.lexicon_expressions($1::jsonb))[$2::integer]"
 _LITERAL = "select quote_literal($1::text)"
@@ -74,38 +67,6 @@ class LexiconIndex(NamedTuple):
     valid: bool
 
 
-class BuildProgress(NamedTuple):
-    """The progress of an index that is being built.
-
-    Attributes:
-        phase: What Postgres does now; docs/sql.md#typed-views names the page that explains the phases.
-        done: Pages or rows that the phase has processed.
-        total: All pages or rows of the phase; 0 if it counts none, for example while it waits for a transaction.
-    """
-
-    phase: str
-    done: int
-    total: int
-
-
-class _Definition(NamedTuple):
-    """Parts of the statement that builds an index. The database has quoted them.
-
-    Attributes:
-        method: The access method: btree, hash or gin.
-        expressions: The columns and expressions, separated by commas, with their operator class if they need one.
-        collection: The literal with which the condition of the index compares the collection.
-    """
-
-    method: str
-    expressions: str
-    collection: str
-
-    def name_for(self, nsid: str) -> str:
-        """Return the name of the index. It changes with the expressions, so an outdated index is recognized."""
-        return f"{_prefix_of(nsid)}{_digest(f'{self.method} {self.expressions}')}"
-
-
 class LexiconIndexes(Area):
     """Indexes on columns of typed views."""
 
@@ -122,51 +83,47 @@ class LexiconIndexes(Area):
         """
         async with self._index_connection() as connection:
             stored = (await load_lexicons(connection))[nsid]
-            definition = await _definition(connection, nsid, columns, stored.fields)
-            index = definition.name_for(nsid)
-            for present in await _load_indexes(connection):
-                if present.name == index and present.valid:
-                    await _comment(connection, index, nsid, columns)
-                    return None
-                if present.name == index:
+            index, definition = await _define(connection, nsid, columns, stored.fields)
+            comment: str = await connection.fetchval(_LITERAL, f"{nsid}: {','.join(columns)}")
+            present = {one.name: one for one in await _load_indexes(connection)}.get(index)
+            if present is None or not present.valid:
+                if present is not None:
                     await connection.execute(f"drop index concurrently indexer.{index}")
-            method, expressions, collection = definition
-            await connection.execute(
-                f"create index concurrently {index} on indexer.record using {method} ({expressions}) "
-                f"where collection = {collection}"
-            )
-            await _comment(connection, index, nsid, columns)
+                await connection.execute(f"create index concurrently {index} on indexer.record using {definition}")
+            await connection.execute(f"comment on index indexer.{index} is {comment}")
+            if present is not None and present.valid:
+                return None
             await connection.execute(_ANALYZE)  # the planner needs the distribution of the values of an expression
             return LexiconIndex(index, nsid, ",".join(columns), valid=True)
-
-    async def build_progress(self) -> BuildProgress | None:
-        """Return the progress of the index that is being built now; None if none is."""
-        async with self._pool.connection() as connection:
-            rows = await connection.fetch(_PROGRESS)
-            return BuildProgress(*rows[0]) if rows else None
 
     async def drop_outdated(self) -> list[LexiconIndex]:
         """Drop indexes whose lexicon was removed or whose columns have changed; return them."""
         async with self._index_connection() as connection:
-            stored = await load_lexicons(connection)
-            dropped = []
+            stored, dropped = await load_lexicons(connection), []
             for present in await _load_indexes(connection):
-                if await _is_current(
-                    connection, present, stored[present.nsid].fields if present.nsid in stored else None
-                ):
-                    continue
-                index = present.name
-                await connection.execute(f"drop index concurrently indexer.{index}")
+                fields = stored[present.nsid].fields if present.nsid in stored else {}
+                with suppress(UnknownColumnError):
+                    name, _ = await _define(connection, present.nsid, present.columns.split(","), fields)
+                    if name == present.name:
+                        continue
+                await connection.execute(f"drop index concurrently indexer.{present.name}")
                 dropped.append(present)
             return dropped
 
     @asynccontextmanager
     async def _index_connection(self) -> AsyncIterator[asyncpg.Connection]:
         """Open a connection that builds and drops indexes; no other process does so at the same time."""
-        async with self._pool.maintenance_connection() as holder:
-            await _lock_builds(holder)
-            async with self._pool.maintenance_connection() as connection:
-                yield connection
+        async with self._pool.maintenance_connection() as holder, self._pool.maintenance_connection() as connection:
+            while True:
+                transaction = holder.transaction()
+                await transaction.start()
+                try:
+                    await holder.execute(_LOCK)
+                    break
+                except asyncpg.LockNotAvailableError:
+                    await transaction.rollback()
+                await sleep(LOCK_INTERVAL)
+            yield connection
 
 
 async def _load_indexes(connection: Connection) -> list[LexiconIndex]:
@@ -175,46 +132,12 @@ async def _load_indexes(connection: Connection) -> list[LexiconIndex]:
     return [LexiconIndex(row["name"], nsid, columns, row["valid"]) for row, (nsid, _, columns) in parts]
 
 
-async def _lock_builds(connection: Connection) -> None:
-    """Wait until no other process builds or drops an index. None does until this connection is closed."""
-    while True:
-        if await _try_lock(connection):
-            return
-        await sleep(LOCK_INTERVAL)
-
-
-async def _try_lock(connection: Connection) -> bool:
-    transaction = connection.transaction()
-    await transaction.start()
-    try:
-        await connection.execute(_LOCK)
-    except asyncpg.LockNotAvailableError:
-        await transaction.rollback()
-        return False
-    return True
-
-
-async def _comment(connection: asyncpg.Connection, index: str, nsid: str, columns: Sequence[str]) -> None:
-    comment: str = await connection.fetchval(_LITERAL, f"{nsid}: {','.join(columns)}")
-    await connection.execute(f"comment on index indexer.{index} is {comment}")
-
-
-async def _is_current(
-    connection: asyncpg.Connection, present: LexiconIndex, fields: Mapping[str, ViewField] | None
-) -> bool:
-    if not present.nsid:
-        return False  # it was built, but not commented
-    try:
-        definition = await _definition(connection, present.nsid, present.columns.split(","), fields or {})
-    except UnknownColumnError:
-        return False
-    return definition.name_for(present.nsid) == present.name
-
-
-async def _definition(
+async def _define(
     connection: asyncpg.Connection, nsid: str, columns: Sequence[str], fields: Mapping[str, ViewField]
-) -> _Definition:
-    """Return the parts of the statement that builds an index on these columns.
+) -> tuple[str, str]:
+    """Return the name of an index on these columns, and its definition after USING.
+
+    The name changes with the expressions, so an outdated index is recognized.
 
     Raises:
         UnknownColumnError: There is no such column, or no index can contain these columns.
@@ -240,8 +163,10 @@ async def _definition(
         raise UnknownColumnError(f"{nsid}: an index needs a column of the lexicon; {', '.join(columns)} are keys")
     method = _method(nsid, columns, of_lexicon, max_bytes)
     operators = " jsonb_path_ops" if method == "gin" and of_lexicon[0].kind is not FieldKind.TEXT_ARRAY else ""
+    expressions = ", ".join(parts) + operators
     collection: str = await connection.fetchval(_LITERAL, nsid)
-    return _Definition(method, ", ".join(parts) + operators, collection)
+    name = f"{PREFIX}{_digest(nsid)}_{_digest(f'{method} {expressions}')}"
+    return name, f"{method} ({expressions}) where collection = {collection}"
 
 
 def _method(nsid: str, columns: Sequence[str], of_lexicon: Sequence[IndexableColumn], max_bytes: int) -> str:
@@ -267,10 +192,6 @@ def _method(nsid: str, columns: Sequence[str], of_lexicon: Sequence[IndexableCol
             f"{MAX_INDEXED_BYTES} bytes"
         )
     return "btree"
-
-
-def _prefix_of(nsid: str) -> str:
-    return f"{PREFIX}{_digest(nsid)}_"
 
 
 def _digest(text: str) -> str:

@@ -8,7 +8,6 @@ import asyncpg
 import pytest
 
 from indexer.atproto.lexicon import MAX_FIELDS, STRONG_REFERENCE
-from indexer.db import Database
 from indexer.demo.local_pds import GET_RECORD
 from tests.backups import back_up, restore
 from tests.cli.command_line import Session, error_line
@@ -26,7 +25,6 @@ from tests.lexicons.samples import (
     properties_of,
 )
 from tests.net.identity.name_server import NameServer
-from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -174,23 +172,6 @@ def test_directory_without_a_lexicon_and_two_different_lexicons_of_one_nsid_are_
     assert (result.returncode, error_line(result)) == (2, expected)
     assert session("lexicon", "add", one, same).returncode == 0
     assert stored(session)[LIKE]["source"] == one
-
-
-async def test_index_that_is_built_has_a_phase(
-    session: Session, db: Database, sql: asyncpg.Connection, tmp_path: Path
-) -> None:
-    """It waits for a transaction that writes records."""
-
-    async def waits() -> bool:
-        state = await db.lexicon_indexes.build_progress()
-        return state is not None and state.phase == "waiting for writers before build"
-
-    await session.run("lexicon", "add", write(tmp_path / "like.json", LIKE_DOCUMENT))
-    await sql.execute("begin; lock table indexer.record in row exclusive mode")
-    building = asyncio.create_task(db.lexicon_indexes.build(LIKE, ["subject_uri"]))
-    await until(waits)
-    await sql.execute("rollback")
-    assert await building is not None
 
 
 def test_unknown_nsid_and_unknown_field_are_reported_in_one_line(session: Session, tmp_path: Path) -> None:

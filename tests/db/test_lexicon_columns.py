@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.atproto.lexicon import UNLIMITED, FieldKind, RecordField
-from indexer.db.lexicon_columns import KEY_COLUMNS, column_name, fields_of_json, plan_columns, view_name
+from indexer.db.lexicons import KEY_COLUMNS, column_name, fields_of_json, plan_columns, view_name
 
 
 def field(name: str, kind: FieldKind = FieldKind.TEXT) -> RecordField:

@@ -11,7 +11,7 @@ import pytest
 
 from indexer.atproto.lexicon import FieldKind, RecordField
 from indexer.db import Database
-from indexer.db.lexicon_columns import plan_columns
+from indexer.db.lexicons import plan_columns
 from tests.db.change_log_helpers import connected
 from tests.db.lexicon_views import LIKES, VIEW, put_reviews
 from tests.db.repo_rows import did, insert, put, synchronized

@@ -95,7 +95,6 @@ async def test_two_lexicons_whose_views_would_have_one_name_are_refused(reviews:
 async def test_only_a_change_of_a_view_waits_for_its_readers_and_not_forever(database: str, reviews: Database) -> None:
     changed = copy_of(REVIEW_DOCUMENT)
     properties_of(changed)["new"] = {"type": "integer"}
-    reviews.lexicons.attempts = 1
     async with connected(database) as reader, reader.transaction():
         await reader.fetch(f"select * from {VIEW}")
         results = await reviews.lexicons.add(sourced(REVIEW_DOCUMENT))

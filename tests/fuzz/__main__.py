@@ -40,7 +40,7 @@ INSTRUMENTED = [
     "indexer.net.relay",
     "indexer.readers",
     "indexer.app.settings",
-    "indexer.db.lexicon_columns",
+    "indexer.db.lexicons",
     "indexer.sync",
 ]
 MANY = 10
