@@ -19,8 +19,7 @@ from indexer.db import database as database_module
 from indexer.db import resync_transaction
 from indexer.db.columns import Connection
 from indexer.db.repos import Repos
-from indexer.net.pds import PdsClient
-from indexer.net.pds.pds_client import ExportDownload
+from indexer.net.pds.pds_client import ExportDownload, PdsClient
 from indexer.net.relay.subscription import Subscription
 from indexer.sync import changes
 from indexer.sync.export import ExportReader

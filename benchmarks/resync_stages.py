@@ -14,9 +14,11 @@ from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.core import CoreChoice, load_core
 from indexer.db import Database
 from indexer.db.write import ROW_LAYOUT
-from indexer.net.http import OutboundClient, OutboundSettings, RateLimits
-from indexer.net.identity import DidResolver, IdentityCache
-from indexer.net.pds import PdsClient
+from indexer.net.http.host_limits import RateLimits
+from indexer.net.http.http_client import OutboundClient, OutboundSettings
+from indexer.net.identity.did_resolver import DidResolver
+from indexer.net.identity.identity_cache import IdentityCache
+from indexer.net.pds.pds_client import PdsClient
 from indexer.resync.apply import Applies
 from indexer.resync.fetch import ResyncAttempts
 from indexer.resync.shares import UNKNOWN_HOST, Shares

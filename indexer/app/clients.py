@@ -13,9 +13,11 @@ from indexer.db import Database
 from indexer.db.write import ROW_LAYOUT
 from indexer.errors import SettingsError
 from indexer.live.dead_letter_replay import DeadLetterReplay
-from indexer.net.http import HostPauses, OutboundClient, OutboundSettings, RateLimits, Timeouts, host_of
-from indexer.net.identity import DidResolver, IdentityCache, IdentityLifetimes
-from indexer.net.pds import PdsClient
+from indexer.net.http.host_limits import HostPauses, RateLimits
+from indexer.net.http.http_client import OutboundClient, OutboundSettings, Timeouts, host_of
+from indexer.net.identity.did_resolver import DidResolver
+from indexer.net.identity.identity_cache import IdentityCache, IdentityLifetimes
+from indexer.net.pds.pds_client import PdsClient
 from indexer.readers.tap.webhook import CONCURRENCY
 from indexer.sync.policy import Policy
 from indexer.telemetry.metrics import Metrics

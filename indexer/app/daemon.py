@@ -47,10 +47,11 @@ from indexer.live.firehose_consumer import FirehoseConsumer
 from indexer.live.inbox import Inbox, StreamPosition
 from indexer.live.key_lookups import KeyLookups
 from indexer.live.stream_continuity import StreamContinuity
-from indexer.net.http import OutboundClient
-from indexer.net.identity import HandleVerifier, IdentityCache
+from indexer.net.http.http_client import OutboundClient
+from indexer.net.identity.handle_verifier import HandleVerifier
+from indexer.net.identity.identity_cache import IdentityCache
 from indexer.net.new_accounts import NewAccounts
-from indexer.net.pds import PdsClient
+from indexer.net.pds.pds_client import PdsClient
 from indexer.net.relay.subscription import Subscription
 from indexer.net.server.address import Address
 from indexer.readers.access import Access

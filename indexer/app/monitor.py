@@ -8,8 +8,9 @@ from time import monotonic
 from typing import Generic, NoReturn, TypeVar
 
 from indexer.live.batch_writer import SettledTotals
-from indexer.net.http import HostLimits
-from indexer.net.identity import LookupTotals, Method
+from indexer.net.http.host_limits import HostLimits
+from indexer.net.identity.did_resolver import Method
+from indexer.net.identity.identity_cache import LookupTotals
 from indexer.reasons import Rejection
 from indexer.telemetry.conditions import (
     HOST_FAILING,

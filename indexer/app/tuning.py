@@ -7,8 +7,9 @@ from indexer.app.clients import KEY_LOOKUP_TIMEOUT
 from indexer.db.gaps import REFRESH_SECONDS
 from indexer.live.batch_writer import WriterSettings
 from indexer.live.stream_continuity import PROOF_TIMEOUT
-from indexer.net.http import HostPauses, Timeouts
-from indexer.net.identity import IdentityLifetimes
+from indexer.net.http.host_limits import HostPauses
+from indexer.net.http.http_client import Timeouts
+from indexer.net.identity.identity_cache import IdentityLifetimes
 from indexer.net.relay.subscription import ConnectionSettings
 from indexer.resync.pool import WorkerPoolSettings
 from indexer.resync.queue import MaintenanceSettings

@@ -26,8 +26,8 @@ from indexer.cli.database import connect_database
 from indexer.cli.output import show_progress, to_json
 from indexer.db import ConsistentRead, Database, DatabaseError
 from indexer.errors import BrokenInvariantError, UnavailableError, UpstreamError
-from indexer.net.identity import DidResolver
-from indexer.net.pds import PdsClient
+from indexer.net.identity.did_resolver import DidResolver
+from indexer.net.pds.pds_client import PdsClient
 from indexer.reasons import FetchFailure, Rejection
 from indexer.sync.policy import Policy, is_future
 from indexer.sync.repo import Head, Repo, SyncStatus

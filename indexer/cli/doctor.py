@@ -27,9 +27,9 @@ from indexer.cli.database import open_database
 from indexer.cli.output import result_console, show_progress, to_json
 from indexer.db.requirements import DatabaseFacts, load_database_facts
 from indexer.errors import SettingsError, UnavailableError
-from indexer.net.http import OutboundClient
 from indexer.net.http.checked_connector import DnsResolver, resolve_with_system
-from indexer.net.identity import HandleVerifier
+from indexer.net.http.http_client import OutboundClient
+from indexer.net.identity.handle_verifier import HandleVerifier
 from indexer.net.relay.subscription import first_event
 from indexer.redaction import without_secrets
 from indexer.sync.events import InfoEvent, StreamError

@@ -35,8 +35,9 @@ from indexer.db import (
 )
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.net.http.checked_connector import DnsResolver
-from indexer.net.identity import DidResolver, dids_in_dns
-from indexer.net.pds import PdsClient
+from indexer.net.identity.did_resolver import DidResolver
+from indexer.net.identity.handle_verifier import dids_in_dns
+from indexer.net.pds.pds_client import PdsClient
 from indexer.sync.scope import Scope
 from indexer.sync.verify import verify_record
 from indexer.telemetry.log import printable

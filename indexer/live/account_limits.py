@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from time import time
 
-from indexer.net.http import registered_domain
-from indexer.net.identity import web_host
+from indexer.net.http.host_limits import registered_domain
+from indexer.net.identity.did_resolver import web_host
 from indexer.net.new_accounts import NewAccounts
 from indexer.sync.batch import BatchPlan
 from indexer.sync.policy import KeyStateOf, PlanContext

@@ -15,8 +15,8 @@ from typing import Literal
 from indexer.db import Database, DatabaseError, DeadLetterGoneError, StoredDeadLetter
 from indexer.errors import RefusedWriteError, UnavailableError
 from indexer.live.key_lookups import cached_key, fetch_key
-from indexer.net.http import host_of
-from indexer.net.identity import IdentityCache
+from indexer.net.http.http_client import host_of
+from indexer.net.identity.identity_cache import IdentityCache
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.batch import BatchPlan, ReceivedMessage, plan_batch
 from indexer.sync.changes import Batch, DeadLetter, NeedsKey

@@ -9,7 +9,7 @@ from time import monotonic
 
 from indexer.concurrency.event_wait import wait_for_event
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.net.http import host_of
+from indexer.net.http.http_client import host_of
 from indexer.sync.batch import ReceivedMessage
 from indexer.sync.events import event_seconds
 from indexer.sync.repo import StreamPoint

@@ -13,7 +13,8 @@ from indexer.concurrency.background_tasks import BackgroundTasks
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.errors import UnavailableError
 from indexer.live.inbox import Inbox, message_bytes
-from indexer.net.identity import METHODS, CachedIdentity, IdentityCache, Method, method_of
+from indexer.net.identity.did_resolver import METHODS, Method, method_of
+from indexer.net.identity.identity_cache import CachedIdentity, IdentityCache
 from indexer.reasons import FetchFailure
 from indexer.sync.batch import ReceivedMessage
 from indexer.sync.changes import NeedsKey

@@ -5,7 +5,7 @@ added do not count, so a backfill of the network is as fast as before.
 """
 
 from indexer.concurrency.bounded_dict import BoundedDict
-from indexer.net.http import registered_domain
+from indexer.net.http.host_limits import registered_domain
 
 PERIOD_SECONDS = 3_600.0
 MAX_DOMAINS = 20_000

@@ -34,7 +34,7 @@ from indexer.db import (
     ResyncTransaction,
 )
 from indexer.errors import BrokenInvariantError, RefusedWriteError, UnavailableError
-from indexer.net.pds import LARGE_BYTES
+from indexer.net.pds.pds_client import LARGE_BYTES
 from indexer.reasons import FetchFailure
 from indexer.resync.queue import ClaimLostError
 from indexer.resync.shares import Phase, PostponedError, Resync

@@ -13,8 +13,8 @@ import structlog
 from indexer.crash_points import crash_point
 from indexer.db import DatabaseError
 from indexer.errors import UnavailableError, UpstreamError
-from indexer.net.identity import CachedIdentity, IdentityCache
-from indexer.net.pds import LARGE_BYTES, ExportDownload, PdsClient
+from indexer.net.identity.identity_cache import CachedIdentity, IdentityCache
+from indexer.net.pds.pds_client import LARGE_BYTES, ExportDownload, PdsClient
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.resync.apply import Applies
 from indexer.resync.shares import Phase, PostponedError, Resync, Shares

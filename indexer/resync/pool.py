@@ -13,8 +13,9 @@ from indexer.crash_points import crash_point
 from indexer.db import Database, DatabaseError
 from indexer.db.periodic import DatabaseAttempt
 from indexer.errors import RefusedWriteError, UnavailableError, UpstreamError
-from indexer.net.http import registered_domain
-from indexer.net.identity import IdentityCache, web_host
+from indexer.net.http.host_limits import registered_domain
+from indexer.net.identity.did_resolver import web_host
+from indexer.net.identity.identity_cache import IdentityCache
 from indexer.net.new_accounts import NewAccounts
 from indexer.reasons import FetchFailure
 from indexer.resync.fetch import ResyncAttempts

@@ -14,8 +14,8 @@ from time import time
 
 from indexer.concurrency.bounded_dict import BoundedDict
 from indexer.errors import UnavailableError
-from indexer.net.http import registered_domain
-from indexer.net.pds import LARGE_BYTES, ExportDownload
+from indexer.net.http.host_limits import registered_domain
+from indexer.net.pds.pds_client import LARGE_BYTES, ExportDownload
 from indexer.sync.repo import Repo
 
 UNKNOWN_HOST = ""

@@ -10,8 +10,8 @@ from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Database, DatabaseError, ErasedBatch
 from indexer.db.periodic import DatabaseAttempt, run_periodically
 from indexer.errors import UnavailableError
-from indexer.net.identity import IdentityCache
-from indexer.net.pds import PdsClient
+from indexer.net.identity.identity_cache import IdentityCache
+from indexer.net.pds.pds_client import PdsClient
 from indexer.sync.account import plan_erasure_later, plan_existence
 from indexer.sync.identity import StoredIdentity
 from indexer.sync.shard import Shard

@@ -16,8 +16,8 @@ from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Database
 from indexer.db.periodic import DatabaseAttempt
 from indexer.errors import UnavailableError
-from indexer.net.http import registered_domain
-from indexer.net.identity import HandleVerifier
+from indexer.net.http.host_limits import registered_domain
+from indexer.net.identity.handle_verifier import HandleVerifier
 from indexer.sync.backoff import backoff_seconds
 from indexer.sync.identity import INVALID_HANDLE, HandleCheck, HandleClaim
 from indexer.sync.shard import Shard

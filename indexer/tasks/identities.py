@@ -13,8 +13,10 @@ from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Database, DatabaseError
 from indexer.db.periodic import DatabaseAttempt, run_periodically
 from indexer.errors import UnavailableError
-from indexer.net.http import host_of, registered_domain
-from indexer.net.identity import METHODS, IdentityCache, Method, web_host
+from indexer.net.http.host_limits import registered_domain
+from indexer.net.http.http_client import host_of
+from indexer.net.identity.did_resolver import METHODS, Method, web_host
+from indexer.net.identity.identity_cache import IdentityCache
 from indexer.sync.account import plan_existence
 from indexer.sync.backoff import backoff_seconds
 from indexer.sync.identity import DueIdentity

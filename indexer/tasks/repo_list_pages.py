@@ -8,7 +8,7 @@ import structlog
 
 from indexer.concurrency.stage_progress import Work
 from indexer.errors import UnavailableError
-from indexer.net.http import OutboundClient
+from indexer.net.http.http_client import OutboundClient
 from indexer.net.pds.repo_list import RepoListPage, list_repos
 from indexer.net.pds.xrpc import XrpcError
 from indexer.reasons import FetchFailure

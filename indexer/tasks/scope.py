@@ -24,7 +24,7 @@ from indexer.db.crawls import CrawlProgress
 from indexer.db.periodic import run_periodically
 from indexer.db.scope import CurrentScope
 from indexer.errors import UnavailableError
-from indexer.net.http import OutboundClient
+from indexer.net.http.http_client import OutboundClient
 from indexer.net.pds.xrpc import MethodNotOfferedError
 from indexer.reasons import Desync
 from indexer.sync.repo import Repo

@@ -11,7 +11,7 @@ from indexer.app.monitor import MIN_LOOKUPS, MIN_MESSAGES, WINDOW_SECONDS, Daemo
 from indexer.errors import UnavailableError
 from indexer.live.batch_writer import SettledTotals
 from indexer.net.http.host_limits import FAILURE_THRESHOLD, HostLimits, RateLimits
-from indexer.net.identity import LookupTotals
+from indexer.net.identity.identity_cache import LookupTotals
 from indexer.reasons import FetchFailure, Rejection
 from indexer.telemetry.conditions import Conditions
 

@@ -17,7 +17,7 @@ from indexer.cli.audit_comparison import BEING_DELETED, BEING_FETCHED, RepoAudit
 from indexer.db import DatabaseError
 from indexer.db.collection_export import Exports
 from indexer.demo.local_pds import GET_REPO
-from indexer.net.pds import PdsClient
+from indexer.net.pds.pds_client import PdsClient
 from indexer.reasons import FetchFailure
 from indexer.sync.export import ExportReader
 from tests.cli.audit_world import LIKE, NO_WAIT, OF_POST, POST, AuditWorld, audit_world

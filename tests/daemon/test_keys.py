@@ -9,7 +9,7 @@ import pytest
 
 from indexer.demo.local_network import did_of
 from indexer.demo.local_repo import LocalChange, LocalRepo, Write
-from indexer.net.http import HostPauses
+from indexer.net.http.host_limits import HostPauses
 from tests.background import running
 from tests.daemon.running_daemon import (
     POST,

@@ -9,7 +9,7 @@ from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_plc import LocalDns
 from indexer.demo.local_relay import SUBSCRIBE_REPOS
 from indexer.errors import UnavailableError
-from indexer.net.http import OutboundClient
+from indexer.net.http.http_client import OutboundClient
 from indexer.net.identity.handle_verifier import HandleVerifier
 from indexer.reasons import FetchFailure
 from tests.demo.independent_decoder import decode_all, decode_car, decode_frame, decode_records

@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from indexer.errors import UnavailableError
-from indexer.net.http import OutboundClient, Response
+from indexer.net.http.http_client import OutboundClient, Response
 from indexer.reasons import FetchFailure
 from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes
 from tests.fuzz.json_mutation import mutate_json

@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from yarl import URL
 
-from indexer.net.identity import IdentityCache
+from indexer.net.identity.identity_cache import IdentityCache
 from indexer.readers.access import Access
 from indexer.readers.tap.routes import TapRoutes
 from indexer.sync.scope import Scope

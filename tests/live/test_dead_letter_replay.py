@@ -17,7 +17,8 @@ from indexer.db.write import WrittenBatch
 from indexer.demo.local_repo import Write
 from indexer.errors import UnavailableError
 from indexer.live.dead_letter_replay import MAX_ATTEMPTS, UNKNOWN, UNTRIED, DeadLetterReplay, ReplayResult
-from indexer.net.identity import DidResolver, IdentityCache, IdentityLifetimes
+from indexer.net.identity.did_resolver import DidResolver
+from indexer.net.identity.identity_cache import IdentityCache, IdentityLifetimes
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.batch import DEAD_LETTER_BYTES
 from indexer.sync.changes import Batch, DeadLetter, RepoWrite

@@ -9,7 +9,7 @@ from indexer.atproto.crypto import PrivateKey
 from indexer.errors import UnavailableError
 from indexer.live.inbox import Inbox
 from indexer.live.key_lookups import MAX_QUEUED_PER_SLOT, KeyLookups
-from indexer.net.identity import CachedIdentity
+from indexer.net.identity.identity_cache import CachedIdentity
 from indexer.reasons import FetchFailure
 from indexer.sync.batch import ReceivedMessage
 from indexer.sync.changes import NeedsKey

@@ -22,7 +22,8 @@ from indexer.live.account_limits import AccountLimits
 from indexer.live.batch_writer import BatchWriter, WriterSettings
 from indexer.live.inbox import Inbox, StreamPosition
 from indexer.live.key_lookups import KeyLookups
-from indexer.net.identity import DidResolver, IdentityCache
+from indexer.net.identity.did_resolver import DidResolver
+from indexer.net.identity.identity_cache import IdentityCache
 from indexer.net.new_accounts import NewAccounts
 from indexer.sync.batch import ReceivedMessage
 from indexer.sync.changes import Batch, RepoWrite

@@ -7,7 +7,7 @@ import pytest
 import structlog
 
 from indexer.demo.local_repo import Write
-from indexer.net.http import HostPauses
+from indexer.net.http.host_limits import HostPauses
 from indexer.readers.tap.deliveries import RefusalLimits
 from indexer.telemetry.conditions import WEBHOOK_FAILING
 from tests.daemon.running_daemon import POST, RunningDaemon, post

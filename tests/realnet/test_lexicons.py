@@ -10,10 +10,11 @@ import pytest
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.cli.lexicon import COLLECTION, LexiconResolver
 from indexer.core.spool import Spool
-from indexer.net.http import OutboundClient, OutboundSettings, RateLimits
 from indexer.net.http.checked_connector import DnsResolver
-from indexer.net.identity import DidResolver
-from indexer.net.pds import PdsClient
+from indexer.net.http.host_limits import RateLimits
+from indexer.net.http.http_client import OutboundClient, OutboundSettings
+from indexer.net.identity.did_resolver import DidResolver
+from indexer.net.pds.pds_client import PdsClient
 from tests.lexicons.samples import REVIEW, REVIEW_DOCUMENT
 from tests.net.identity.name_server import NameServer
 from tests.realnet.real_network import RealAccount, RealPds, real_network

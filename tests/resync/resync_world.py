@@ -25,8 +25,8 @@ from indexer.core.spool import Spool
 from indexer.db import Database, DatabaseError
 from indexer.demo.local_repo import LocalChange, Write
 from indexer.errors import UnavailableError, UpstreamError
-from indexer.net.identity import CachedIdentity
-from indexer.net.pds import ExportDownload
+from indexer.net.identity.identity_cache import CachedIdentity
+from indexer.net.pds.pds_client import ExportDownload
 from indexer.reasons import FetchFailure
 from indexer.resync.apply import Applies
 from indexer.resync.fetch import ResyncAttempts

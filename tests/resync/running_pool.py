@@ -11,7 +11,7 @@ from indexer.atproto.crypto import PrivateKey
 from indexer.db import DatabaseError
 from indexer.db.write import WrittenBatch
 from indexer.errors import UnavailableError
-from indexer.net.identity import CachedIdentity
+from indexer.net.identity.identity_cache import CachedIdentity
 from indexer.net.new_accounts import NewAccounts
 from indexer.reasons import FetchFailure
 from indexer.resync.pool import WorkerPool, WorkerPoolSettings

@@ -7,7 +7,7 @@ import pytest
 
 from indexer.errors import UnavailableError
 from indexer.net.new_accounts import NewAccounts
-from indexer.net.pds import LARGE_BYTES
+from indexer.net.pds.pds_client import LARGE_BYTES
 from indexer.reasons import FetchFailure
 from indexer.sync.repo import SyncStatus
 from indexer.telemetry.conditions import NEW_ACCOUNTS_LIMITED

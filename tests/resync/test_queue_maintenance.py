@@ -14,7 +14,7 @@ from indexer.atproto.record import Problem
 from indexer.db import Database
 from indexer.db.resync_queue import DENIED, HIDDEN, Resyncs
 from indexer.errors import UnavailableError
-from indexer.net.identity import CachedIdentity
+from indexer.net.identity.identity_cache import CachedIdentity
 from indexer.reasons import Desync, FetchFailure
 from indexer.resync.pool import WorkerPool, WorkerPoolSettings
 from indexer.resync.queue import MaintenanceSettings, QueueMaintenance

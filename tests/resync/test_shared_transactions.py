@@ -14,7 +14,7 @@ import pytest
 from indexer.atproto.record import Problem
 from indexer.db import Database, NewReposTransaction
 from indexer.demo.local_repo import Write
-from indexer.net.identity import CachedIdentity
+from indexer.net.identity.identity_cache import CachedIdentity
 from indexer.resync.apply import MAX_SIDE_BY_SIDE, Applies, NewRepo
 from indexer.resync.fetch import ResyncAttempts
 from indexer.resync.shares import Shares

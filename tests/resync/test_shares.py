@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.net.pds import LARGE_BYTES
+from indexer.net.pds.pds_client import LARGE_BYTES
 from indexer.resync.shares import MAX_HOSTS, MAX_WAIT_SECONDS, UNKNOWN_HOST, PostponedError, Resync, Shares
 from indexer.sync.repo import Repo
 

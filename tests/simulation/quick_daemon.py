@@ -7,8 +7,9 @@ not answer, however slow the machine is. Waits of repos and identities end by `t
 from dataclasses import replace
 
 from indexer.live.batch_writer import WriterSettings
-from indexer.net.http import HostPauses, Timeouts
-from indexer.net.identity import IdentityLifetimes
+from indexer.net.http.host_limits import HostPauses
+from indexer.net.http.http_client import Timeouts
+from indexer.net.identity.identity_cache import IdentityLifetimes
 from indexer.resync.pool import WorkerPoolSettings
 from tests.quick_tuning import QUICK
 

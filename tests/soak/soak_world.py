@@ -14,7 +14,8 @@ from time import monotonic, time_ns
 import asyncpg
 
 from indexer.app.tuning import Tuning
-from indexer.net.http import HostPauses, Timeouts
+from indexer.net.http.host_limits import HostPauses
+from indexer.net.http.http_client import Timeouts
 from indexer.resync.queue import MaintenanceSettings
 from tests.background import running
 from tests.daemon_forks import DaemonFork

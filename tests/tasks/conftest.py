@@ -6,7 +6,8 @@ import asyncpg
 import pytest
 
 from indexer.db import Database
-from indexer.net.http import OutboundClient, OutboundSettings, RateLimits
+from indexer.net.http.host_limits import RateLimits
+from indexer.net.http.http_client import OutboundClient, OutboundSettings
 from tests.net.http.scripted_host import ScriptedHost
 from tests.tasks.crawl_scenario import Crawl
 

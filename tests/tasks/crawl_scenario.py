@@ -16,8 +16,9 @@ from indexer.db.crawls import CrawlProgress
 from indexer.db.gaps import OpenGaps
 from indexer.db.scope import CurrentScope
 from indexer.errors import UnavailableError
-from indexer.net.http import OutboundClient
-from indexer.net.identity import DidResolver, IdentityCache
+from indexer.net.http.http_client import OutboundClient
+from indexer.net.identity.did_resolver import DidResolver
+from indexer.net.identity.identity_cache import IdentityCache
 from indexer.net.pds.xrpc import MissingMethodAnswer
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import StoredIdentity

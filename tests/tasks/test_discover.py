@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from indexer.db import Database
 from indexer.db.crawls import CrawlProgress
 from indexer.errors import UnavailableError
-from indexer.net.http import OutboundClient
+from indexer.net.http.http_client import OutboundClient
 from indexer.sync.repo import CHOSEN
 from indexer.tasks.discover import Discovery
 from tests.db.repo_rows import did, insert, synchronized

@@ -14,7 +14,7 @@ from indexer.app.tuning import Tuning
 from indexer.db import Database
 from indexer.db.erasure import ErasedBatch
 from indexer.demo.local_pds import GET_LATEST_COMMIT
-from indexer.net.identity import IdentityLifetimes
+from indexer.net.identity.identity_cache import IdentityLifetimes
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
 from tests.database_checks import assert_change_log_consistent
 from tests.db.change_log_helpers import connected

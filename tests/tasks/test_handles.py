@@ -11,7 +11,7 @@ import dns.rcode
 import pytest
 
 from indexer.db import Database
-from indexer.net.identity import HandleVerifier
+from indexer.net.identity.handle_verifier import HandleVerifier
 from indexer.sync.identity import INVALID_HANDLE, StoredIdentity
 from indexer.sync.shard import Shard
 from indexer.tasks.handles import MAX_ATTEMPTS, HandleCheckIntervals, HandleChecks

@@ -13,7 +13,8 @@ import pytest
 from indexer.atproto.crypto import PrivateKey
 from indexer.db import Database
 from indexer.errors import UnavailableError
-from indexer.net.identity import DidResolver, IdentityCache, IdentityLifetimes
+from indexer.net.identity.did_resolver import DidResolver
+from indexer.net.identity.identity_cache import IdentityCache, IdentityLifetimes
 from indexer.reasons import FetchFailure
 from indexer.sync.changes import Batch
 from indexer.sync.identity import DueIdentity, StoredIdentity

@@ -16,7 +16,8 @@ from indexer.atproto.crypto import PrivateKey
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.errors import UnavailableError
 from indexer.net.http.host_limits import FAILURE_THRESHOLD
-from indexer.net.identity import DidResolver, IdentityCache
+from indexer.net.identity.did_resolver import DidResolver
+from indexer.net.identity.identity_cache import IdentityCache
 from indexer.net.pds.xrpc import MISSING_METHOD_ANSWERS, MissingMethodAnswer
 from indexer.reasons import Desync, FetchFailure
 from indexer.sync.identity import StoredIdentity

@@ -7,7 +7,7 @@ import stamina
 
 from indexer.concurrency.stage_progress import Work
 from indexer.errors import UnavailableError
-from indexer.net.http import OutboundClient
+from indexer.net.http.http_client import OutboundClient
 from indexer.net.pds.xrpc import MISSING_METHOD_ANSWERS, MethodNotOfferedError, MissingMethodAnswer
 from indexer.reasons import FetchFailure
 from indexer.tasks.repo_list_pages import repo_list_pages

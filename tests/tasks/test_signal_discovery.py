@@ -6,7 +6,7 @@ from structlog.testing import capture_logs
 
 from indexer.db import Database
 from indexer.db.scope import CurrentScope
-from indexer.net.http import OutboundClient
+from indexer.net.http.http_client import OutboundClient
 from indexer.net.pds.xrpc import MISSING_METHOD_ANSWERS, MissingMethodAnswer
 from indexer.sync.scope import Track
 from indexer.tasks.discover import SignalDiscovery

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from indexer.atproto.did_document import DidDocument, parse_did_document
 from indexer.atproto.syntax import is_handle, is_resolvable
 from indexer.errors import UnavailableError, UpstreamError
-from indexer.net.http import OutboundClient
+from indexer.net.http.http_client import OutboundClient
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import CERTAIN_DENIALS, StoredIdentity
 

@@ -12,8 +12,8 @@ from dns.rdatatype import TXT
 
 from indexer.atproto.syntax import MAX_HANDLE_CHARACTERS, is_did, is_handle, is_resolvable
 from indexer.errors import UnavailableError
-from indexer.net.http import OutboundClient
 from indexer.net.http.checked_connector import DnsResolver
+from indexer.net.http.http_client import OutboundClient
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import INVALID_HANDLE
 

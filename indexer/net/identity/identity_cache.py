@@ -24,7 +24,8 @@ from indexer.concurrency.bounded_dict import BoundedDict
 from indexer.concurrency.shared_calls import SharedCalls
 from indexer.crash_points import crash_point
 from indexer.errors import UnavailableError
-from indexer.net.http import host_of, registered_domain
+from indexer.net.http.host_limits import registered_domain
+from indexer.net.http.http_client import host_of
 from indexer.net.identity.did_resolver import METHODS, DidResolver, Method, method_of, web_host
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import StoredIdentity, add_denial

@@ -12,7 +12,7 @@ from indexer.atproto.limits import Limits
 from indexer.atproto.syntax import is_tid
 from indexer.crash_points import crash_point
 from indexer.errors import UnavailableError, UpstreamError
-from indexer.net.http import OutboundClient
+from indexer.net.http.http_client import OutboundClient
 from indexer.net.pds.xrpc import query, xrpc_error, xrpc_url
 from indexer.reasons import FetchFailure
 from indexer.sync.export import ExportReader

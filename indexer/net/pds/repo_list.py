@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from indexer.atproto.syntax import is_did, is_tid
 from indexer.errors import UnavailableError
-from indexer.net.http import OutboundClient
+from indexer.net.http.http_client import OutboundClient
 from indexer.net.pds.xrpc import MethodNotOfferedError, XrpcError, query
 from indexer.reasons import FetchFailure
 from indexer.sync.events import hosting_status

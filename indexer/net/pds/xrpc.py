@@ -12,7 +12,7 @@ import orjson
 
 from indexer.atproto.limits import max_items
 from indexer.errors import UnavailableError
-from indexer.net.http import OutboundClient
+from indexer.net.http.http_client import OutboundClient
 from indexer.reasons import FetchFailure
 
 MAX_JSON_ITEMS = 16_384

@@ -12,7 +12,7 @@ from indexer.atproto.syntax import is_did
 from indexer.db import Database, DatabaseError
 from indexer.db.tap_feed import CountedTable
 from indexer.errors import InvalidScopeError, UnavailableError
-from indexer.net.identity import IdentityCache
+from indexer.net.identity.identity_cache import IdentityCache
 from indexer.readers.access import Access, Handler, answer, problem
 from indexer.reasons import Desync
 from indexer.sync.identity import INVALID_HANDLE, StoredIdentity

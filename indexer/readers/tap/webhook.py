@@ -10,7 +10,7 @@ from indexer.concurrency.stage_progress import StageProgress, Work
 from indexer.db import DatabaseError
 from indexer.db.change_log_reads import LoggedChange
 from indexer.errors import UnavailableError
-from indexer.net.http import OutboundClient, host_of
+from indexer.net.http.http_client import OutboundClient, host_of
 from indexer.readers.access import USER
 from indexer.readers.tap.deliveries import Deliveries, Event
 from indexer.readers.tap.feed import TapFeed

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from indexer.net.http import OutboundClient, OutboundSettings, Timeouts
+from indexer.net.http.http_client import OutboundClient, OutboundSettings, Timeouts
 from tests.net.http.scripted_host import ScriptedHost
 
 SHORT_TIMEOUTS = Timeouts(connect=10.0, read=3.0, rate_grace=0.5)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from indexer.errors import UnavailableError
-from indexer.net.http import OutboundClient
+from indexer.net.http.http_client import OutboundClient
 from tests.net.http.scripted_host import Script, http_response
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

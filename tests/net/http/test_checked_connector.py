@@ -14,8 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from indexer.errors import UnavailableError
-from indexer.net.http import OutboundClient, OutboundSettings, Timeouts, host_of
 from indexer.net.http.checked_connector import DnsResolver, resolve_with_system
+from indexer.net.http.http_client import OutboundClient, OutboundSettings, Timeouts, host_of
 from indexer.reasons import FetchFailure
 from tests.net.http.conftest import LOCAL, PUBLIC_ONLY, OutboundWorld
 from tests.net.http.scripted_host import ScriptedHost, hang, http_response

@@ -8,8 +8,8 @@ from time import monotonic
 import pytest
 
 from indexer.errors import UnavailableError
-from indexer.net.http import OutboundClient, RateLimits, Response, Timeouts, host_of
-from indexer.net.http.host_limits import FAILURE_THRESHOLD
+from indexer.net.http.host_limits import FAILURE_THRESHOLD, RateLimits
+from indexer.net.http.http_client import OutboundClient, Response, Timeouts, host_of
 from indexer.reasons import FetchFailure
 from tests.net.http.conftest import LOCAL
 from tests.net.http.http_requests import failure_of, read_all, reset

@@ -12,7 +12,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from backports import zstd
 
-from indexer.net.http import OutboundClient, RateLimits, Response
+from indexer.net.http.host_limits import RateLimits
+from indexer.net.http.http_client import OutboundClient, Response
 from indexer.reasons import FetchFailure
 from tests.net.http.conftest import LOCAL, SHORT_TIMEOUTS
 from tests.net.http.http_requests import CHUNKED, failure_of, read_all, reset, writes

@@ -1,4 +1,4 @@
-from indexer.net.http import registered_domain
+from indexer.net.http.host_limits import registered_domain
 
 
 def test_names_below_one_registered_domain_have_one_owner() -> None:

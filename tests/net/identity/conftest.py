@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from indexer.errors import UnavailableError
-from indexer.net.http import OutboundClient, OutboundSettings, RateLimits, Response
+from indexer.net.http.host_limits import RateLimits
+from indexer.net.http.http_client import OutboundClient, OutboundSettings, Response
 from indexer.reasons import FetchFailure
 from tests.net.http.scripted_host import ScriptedHost
 from tests.net.identity.identity_world import World

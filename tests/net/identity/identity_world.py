@@ -7,7 +7,7 @@ from typing import cast
 
 from indexer.atproto.crypto import PrivateKey, PublicKey
 from indexer.errors import UnavailableError
-from indexer.net.identity import DidResolver
+from indexer.net.identity.did_resolver import DidResolver
 from indexer.net.identity.identity_cache import IdentityCache, IdentityLifetimes
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import StoredIdentity

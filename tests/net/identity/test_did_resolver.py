@@ -6,7 +6,7 @@ import pytest
 
 from indexer.atproto.crypto import PrivateKey
 from indexer.errors import UnavailableError
-from indexer.net.identity import DidResolver
+from indexer.net.identity.did_resolver import DidResolver
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import StoredIdentity
 from tests.net.http.http_requests import writes

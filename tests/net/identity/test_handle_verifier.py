@@ -5,7 +5,7 @@ import dns.rcode
 import pytest
 
 from indexer.errors import UnavailableError
-from indexer.net.identity import HandleVerifier
+from indexer.net.identity.handle_verifier import HandleVerifier
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import INVALID_HANDLE
 from tests.net.http.http_requests import writes

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from indexer.errors import UnavailableError
-from indexer.net.identity import CachedIdentity
-from indexer.net.identity.identity_cache import MAX_LOOKUPS, IdentityCache
+from indexer.net.identity.identity_cache import MAX_LOOKUPS, CachedIdentity, IdentityCache
 from indexer.telemetry.metrics import Metrics
 from tests.net.identity.identity_world import DID, KEYS, World, cached_key, dids
 

@@ -2,7 +2,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from indexer.net.http import OutboundClient, OutboundSettings, Timeouts
+from indexer.net.http.http_client import OutboundClient, OutboundSettings, Timeouts
 from tests.faulty_network import FaultyNetwork
 from tests.net.http.scripted_host import ScriptedHost
 

@@ -11,8 +11,9 @@ from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.core.spool import Spool
 from indexer.demo.local_repo import Write
 from indexer.errors import UnavailableError, UpstreamError
-from indexer.net.http import OutboundClient, OutboundSettings, RateLimits
-from indexer.net.pds import PdsClient
+from indexer.net.http.host_limits import RateLimits
+from indexer.net.http.http_client import OutboundClient, OutboundSettings
+from indexer.net.pds.pds_client import PdsClient
 from indexer.reasons import FetchFailure, Rejection
 from indexer.sync.verify import verify_record, verify_snapshot
 from tests.faulty_network import Fault, FaultyAccount, FaultyNetwork

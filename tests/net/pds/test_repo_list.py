@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from indexer.errors import UnavailableError
-from indexer.net.http import OutboundClient
+from indexer.net.http.http_client import OutboundClient
 from indexer.net.pds.repo_list import ListedAccount, RepoStatus, fetch_repo_status, list_repos
 from indexer.reasons import FetchFailure
 from tests.faulty_network import FaultyNetwork
