@@ -38,9 +38,9 @@ _SAVE = f"""
 
 _LOAD = f"""
     select p.roles, p.first_bucket, p.last_bucket, p.owns, p.reasons,
-        date_part('epoch', clock_timestamp() - p.reported_at) as age
-    from indexer.process_report p
-    where exists (select from pg_stat_activity a where a.datname = current_database() and {_OF_SESSION})
+        date_part('epoch', clock_timestamp() - p.reported_at) as age,
+        p.pid, coalesce(host(a.client_addr), 'this machine') as client, date_part('epoch', p.started_at) as since
+    from indexer.process_report p join pg_stat_activity a on a.datname = current_database() and {_OF_SESSION}
     order by p.first_bucket, p.last_bucket, not p.owns, p.pid
 """
 
@@ -55,6 +55,9 @@ class ProcessReport:
         owns: False while a process with the role `live` waits for its shard.
         reasons: The reasons of `/readyz`, as JSON objects.
         age: Seconds since it reported this.
+        pid: The session by which it reported this.
+        client: The network address of the process.
+        since: When the session began, in Unix seconds.
     """
 
     roles: Sequence[str]
@@ -62,6 +65,9 @@ class ProcessReport:
     owns: bool
     reasons: Sequence[Mapping[str, Any]]
     age: float = 0.0
+    pid: int = 0
+    client: str = ""
+    since: float = 0.0
 
 
 class DatabaseCheck:
@@ -111,6 +117,9 @@ async def load(connection: Connection) -> list[ProcessReport]:
             row["owns"],
             json.loads(row["reasons"]),
             max(0.0, row["age"]),
+            row["pid"],
+            row["client"],
+            row["since"],
         )
         for row in await connection.fetch(_LOAD)
     ]

@@ -24,7 +24,6 @@ from indexer.db.layout import TablePart, estimate_rows, load_parts
 from indexer.db.links import LinkProgress, load_progress
 from indexer.db.process_reports import ProcessReport
 from indexer.db.scope import load as load_scope
-from indexer.db.shard_lock import ShardLocks, ShardSession
 from indexer.db.tap_feed import count_refused
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import HostState
@@ -113,7 +112,6 @@ class DatabaseState:
         set_aside_events: Number of events that clients of the feed refused for so long that the feed has passed them.
         hosts: Some paused hosts, those with the most consecutive failures.
         gaps: The open gaps of all shards, oldest first.
-        sessions: The sessions of processes that own a shard or wait for one.
         reports: What the processes of the daemon report about themselves.
         links: The progress of links.
         rejections: The dead letters by reason, the reason with the newest one first.
@@ -124,7 +122,6 @@ class DatabaseState:
     set_aside_events: int = 0
     hosts: list[HostState] = field(default_factory=list)
     gaps: list[OpenGap] = field(default_factory=list)
-    sessions: list[ShardSession] = field(default_factory=list)
     reports: list[ProcessReport] = field(default_factory=list)
     links: LinkProgress = field(default_factory=LinkProgress)
     rejections: list[RejectionSummary] = field(default_factory=list)
@@ -242,9 +239,8 @@ class Reports(Area):
 
     async def state(self) -> DatabaseState:
         """Return everything of the status besides the numbers of repos."""
-        sessions = await ShardLocks(self._pool).sessions()
         async with self._pool.transaction() as connection:
-            return await load_state(connection, sessions)
+            return await load_state(connection)
 
     async def repo(self, did: str, max_records: int = ALL_RECORDS) -> dict[str, Any] | None:
         """Return everything that is stored about a repo, by column; None if the repo is unknown.
@@ -303,8 +299,8 @@ class Reports(Area):
                 pages = min(PAGES_FACTOR * pages, MAX_SAMPLE_PAGES)
 
 
-async def load_state(connection: Connection, sessions: list[ShardSession]) -> DatabaseState:
-    """Return the state of the database, with these sessions. Run it in a transaction."""
+async def load_state(connection: Connection) -> DatabaseState:
+    """Return the state of the database. Run it in a transaction."""
     await connection.execute(f"set local statement_timeout = '{TIMEOUT_SECONDS}s'")
     return DatabaseState(
         cursors=[Cursor(**row) for row in await connection.fetch(_CURSORS)],
@@ -312,7 +308,6 @@ async def load_state(connection: Connection, sessions: list[ShardSession]) -> Da
         set_aside_events=await count_refused(connection),
         hosts=await load_paused(connection),
         gaps=await load_open_gaps(connection),
-        sessions=sessions,
         reports=await process_reports.load(connection),
         links=await load_progress(connection),
         rejections=[RejectionSummary(**row) for row in await connection.fetch(REJECTIONS)],

@@ -12,7 +12,6 @@ version of its row.
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import asyncpg
 
@@ -51,34 +50,17 @@ _CLAIM = """
 
 _RELEASE = "delete from indexer.shard_owner where pid = pg_backend_pid()"
 
-
-_SESSIONS = f"""
-    select a.pid, a.application_name, o.first_bucket, o.last_bucket,
-        coalesce(host(a.client_addr), 'this machine') as client, date_part('epoch', a.backend_start) as since
-    from pg_stat_activity a
-    left join indexer.shard_owner o
-        on o.pid = a.pid and o.role = a.usesysid and o.started_at = coalesce(a.backend_start, o.started_at)
-    where a.datname = current_database()
-        and (o.first_bucket < {BUCKETS} or a.application_name ~ '^{SESSION_NAME}[0-9]+-[0-9]+$')
+_OWNERS = """
+    select format(
+        'session %s from %s since %s', a.pid, coalesce(host(a.client_addr), 'this machine'),
+        to_char(o.started_at at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS"+00:00"')
+    )
+    from indexer.shard_owner o
+    join pg_stat_activity a
+        on a.pid = o.pid and a.usesysid = o.role and coalesce(a.backend_start, o.started_at) = o.started_at
+    where o.last_bucket >= $1 and o.first_bucket <= $2
+    order by o.first_bucket
 """
-
-
-@dataclass(frozen=True, slots=True)
-class ShardSession:
-    """A session by which a process owns its shard, or waits for it.
-
-    Attributes:
-        positions: The first and the last position of the shard.
-        owns: True if the process owns the shard, False if it waits.
-        client: The network address of the process.
-        since: Unix seconds.
-    """
-
-    pid: int
-    positions: tuple[int, int]
-    owns: bool
-    client: str
-    since: float
 
 
 class ShardLock:
@@ -113,11 +95,10 @@ class ShardLock:
 class ShardLocks(Area):
     """The ownership of shards."""
 
-    async def sessions(self) -> list[ShardSession]:
-        """Return the sessions of all processes that own a shard of this database or wait for one, by position."""
+    async def owners(self, positions: range) -> list[str]:
+        """Return a description of each session that owns one of the positions."""
         async with self._pool.connection() as connection:
-            sessions = [_session_of(row) for row in await connection.fetch(_SESSIONS)]
-        return sorted(sessions, key=lambda session: (session.positions, not session.owns, session.since))
+            return [name for (name,) in await connection.fetch(_OWNERS, positions[0], positions[-1])]
 
     @asynccontextmanager
     async def open(self, positions: range) -> AsyncIterator[ShardLock]:
@@ -149,10 +130,3 @@ async def open_lock(connection: asyncpg.Connection, positions: range, layout: La
 def session_name(positions: range) -> str:
     """Return the application name of the session that owns these positions or waits for them."""
     return f"{SESSION_NAME}{positions[0]}-{positions[-1]}"
-
-
-def _session_of(row: asyncpg.Record) -> ShardSession:
-    owns = row["first_bucket"] is not None
-    first, _, last = row["application_name"].removeprefix(SESSION_NAME).partition("-")
-    positions = (row["first_bucket"], row["last_bucket"]) if owns else (int(first), int(last))
-    return ShardSession(row["pid"], positions, owns, row["client"], row["since"] or 0.0)

@@ -4,10 +4,9 @@ from collections import deque
 from collections.abc import Iterator
 from math import inf
 from time import time
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from indexer.db import Counts, Database, DatabaseState, LinkProgress
-from indexer.db.shard_lock import ShardSession
 from indexer.reasons import Rejection
 from indexer.serve.status_document import (
     MAX_ROWS,
@@ -139,9 +138,14 @@ def _show_state(document: StatusDocument, shard: Shard, state: DatabaseState, no
     ]
     document.daemons = [
         DaemonStatus(
-            _shard_name(*session.positions), _state(session), session.client, session.pid, since(session.since)
+            _shard_name(report.positions),
+            "owns" if report.owns else "waits",
+            report.client,
+            report.pid,
+            since(report.since),
         )
-        for session in state.sessions
+        for report in state.reports
+        if "live" in report.roles
     ]
     document.hosts = [
         HostStatus(
@@ -202,18 +206,13 @@ def _link_status(links: LinkProgress, now: float) -> LinkStatus:
     return LinkStatus(links.state, progress, links.repos_done, left, links.open_recounts)
 
 
-def _state(session: ShardSession) -> Literal["owns", "waits"]:
-    return "owns" if session.owns else "waits"
-
-
-def _shard_name(first: int, last: int) -> str:
-    """Return the shard with these positions as i/n; the positions if there is none: any session may name some."""
-    size = last - first + 1
-    for count in sorted(range(1, BUCKETS + 1), key=lambda count: abs(count * size - BUCKETS)):
-        index = -(-first * count // BUCKETS)  # of the first shard that does not begin before
-        if index < count and Shard(index, count).positions == range(first, last + 1):
+def _shard_name(positions: range) -> str:
+    """Return the shard with these positions as i/n."""
+    for count in sorted(range(1, BUCKETS + 1), key=lambda count: abs(count * len(positions) - BUCKETS)):
+        index = -(-positions[0] * count // BUCKETS)  # of the first shard that does not begin before
+        if index < count and Shard(index, count).positions == positions:
             return f"{index}/{count}"
-    return f"positions {first}-{last}"
+    return f"positions {positions[0]}-{positions[-1]}"
 
 
 def _not_ready_reasons(shard: Shard, state: DatabaseState) -> Iterator[ReadinessReason]:
@@ -229,7 +228,7 @@ def _not_ready_reasons(shard: Shard, state: DatabaseState) -> Iterator[Readiness
     for report in reports:
         if not report.owns and missing.isdisjoint(report.positions):
             continue  # it waits for a process that is at work
-        name = f"daemon {_shard_name(report.positions[0], report.positions[-1])} ({','.join(report.roles)}): "
+        name = f"daemon {_shard_name(report.positions)} ({','.join(report.roles)}): "
         name = name if len(reports) > 1 else ""
         if report.age > MAX_REPORT_AGE:
             message = f"{name}the daemon has not reported its state for {report.age:.0f} s"
@@ -237,15 +236,6 @@ def _not_ready_reasons(shard: Shard, state: DatabaseState) -> Iterator[Readiness
         for reason in report.reasons:
             yield ReadinessReason(reason["code"], f"{name}{reason['message']}", reason["value"])
     missing.difference_update(*(report.positions for report in reports if not report.owns))
-    owned = {
-        position
-        for session in state.sessions
-        if session.owns
-        for position in range(session.positions[0], session.positions[1] + 1)
-    }
     part = "" if missing == set(positions) else f" for {len(missing)} of {len(positions)} buckets of the shard"
-    if missing & owned:
-        message = f"a daemon runs{part}, but has not reported its state; daemons of earlier releases do not"
-        yield ReadinessReason("not-reported", message, len(missing))
-    elif missing:
+    if missing:
         yield ReadinessReason("no-daemon", f"no daemon with the role live runs{part}", len(missing))

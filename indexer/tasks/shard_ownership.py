@@ -2,7 +2,6 @@
 
 import asyncio
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from time import monotonic
 
 import structlog
@@ -11,7 +10,7 @@ from indexer.concurrency.stage_progress import StageProgress
 from indexer.crash_points import crash_point
 from indexer.db import Database
 from indexer.db.periodic import DatabaseAttempt
-from indexer.db.shard_lock import ShardLock, ShardSession
+from indexer.db.shard_lock import ShardLock
 from indexer.sync.shard import Shard
 
 RETRY_SECONDS = 1.0
@@ -63,7 +62,7 @@ class ShardOwnership:
         async with self.db.shard_locks.open(self.shard.positions) as lock:
             waited = False
             while not await self._claim(lock):
-                holders = "; ".join(map(_description, await self._other_owners()))
+                holders = "; ".join(await self.db.shard_locks.owners(self.shard.positions))
                 if not waited:
                     log.warning("shard-lock.waiting", shard=str(self.shard), holders=holders)
                     waited = True
@@ -90,17 +89,3 @@ class ShardOwnership:
         self.stage.idle()
         self.stage.failed(None)
         return claimed
-
-    async def _other_owners(self) -> list[ShardSession]:
-        """Return the sessions that own a bucket of the shard."""
-        positions = self.shard.positions
-        return [
-            session
-            for session in await self.db.shard_locks.sessions()
-            if session.owns and session.positions[0] <= positions[-1] and positions[0] <= session.positions[1]
-        ]
-
-
-def _description(session: ShardSession) -> str:
-    since = datetime.fromtimestamp(session.since, UTC).isoformat(" ", "seconds")
-    return f"session {session.pid} from {session.client} since {since}"

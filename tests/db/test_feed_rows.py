@@ -14,6 +14,7 @@ from indexer.db.tap_feed import (
     SetAsideReason,
     SnapshotPosition,
 )
+from indexer.sync.shard import Shard
 from tests.db.change_log_helpers import change, log
 from tests.db.repo_rows import did, insert, put, synchronized
 
@@ -107,7 +108,7 @@ async def test_one_session_at_a_time_owns_the_feed_and_no_shard(db: Database) ->
         assert await first.lock.claim()
         async with db.feed.session() as second:
             assert not await second.lock.claim()
-        assert await db.shard_locks.sessions() == []
+        assert await db.shard_locks.owners(Shard().positions) == []
     async with db.feed.session() as third:
         assert await third.lock.claim()
 

@@ -325,6 +325,6 @@ async def test_records_of_a_repo_are_counted_to_a_limit(db: Database) -> None:
 async def test_statements_have_a_time_limit_that_ends_with_the_transaction(sql: asyncpg.Connection) -> None:
     before = await sql.fetchval("show statement_timeout")
     async with sql.transaction():
-        await reports.load_state(sql, [])
+        await reports.load_state(sql)
         assert await sql.fetchval("show statement_timeout") == f"{reports.TIMEOUT_SECONDS}s"
     assert await sql.fetchval("show statement_timeout") == before

@@ -7,7 +7,6 @@ import pytest
 
 from indexer.db import ConsumerState, Counts, DatabaseState, LinkProgress, RejectionSummary
 from indexer.db.process_reports import ProcessReport
-from indexer.db.shard_lock import ShardSession
 from indexer.reasons import FetchFailure, GapReason
 from indexer.serve.status_document import MAX_ROWS, MAX_TEXT_LENGTH, Backfill
 from indexer.serve.status_reader import RATE_SECONDS
@@ -35,10 +34,6 @@ def report(
     return ProcessReport(roles.split(","), shard.positions, owns, reasons, age)
 
 
-def owner(shard: Shard = SHARD) -> ShardSession:
-    return ShardSession(7, (shard.positions[0], shard.positions[-1]), owns=True, client="127.0.0.1", since=NOON)
-
-
 async def test_document_says_what_is_not_known_before_the_first_read() -> None:
     document = FakeDatabase().document().to_json()
     for name in ("read_seconds_ago", "events_per_second", "repos", "links", "process"):
@@ -60,38 +55,31 @@ async def test_counts_have_their_age_and_share() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reports", "sessions", "expected"),
+    ("reports", "expected"),
     [
-        ([], [], [NO_DAEMON]),
-        ([report()], [owner()], []),
-        ([report(LAG)], [owner()], [("lag", "the newest stored event is 75 s old")]),
-        ([report(), report(WAITS, owns=False)], [owner()], []),
-        ([report(WAITS, owns=False)], [owner()], [("shard-lock", "another process holds the shard")]),
-        ([report(age=42)], [owner()], [("not-reported", "the daemon has not reported its state for 42 s")]),
-        (
-            [],
-            [owner()],
-            [("not-reported", "a daemon runs, but has not reported its state; daemons of earlier releases do not")],
-        ),
-        ([report(shard=FIRST), report(shard=SECOND)], [], []),
+        ([], [NO_DAEMON]),
+        ([report()], []),
+        ([report(LAG)], [("lag", "the newest stored event is 75 s old")]),
+        ([report(), report(WAITS, owns=False)], []),
+        ([report(WAITS, owns=False)], [("shard-lock", "another process holds the shard")]),
+        ([report(age=42)], [("not-reported", "the daemon has not reported its state for 42 s")]),
+        ([report(shard=FIRST), report(shard=SECOND)], []),
         (
             [report(shard=FIRST), report(LAG, shard=SECOND)],
-            [],
             [("lag", "daemon 1/2 (live,resync,feed): the newest stored event is 75 s old")],
         ),
-        ([report(shard=FIRST)], [], [("no-daemon", f"{NO_DAEMON[1]} for 128 of 256 buckets of the shard")]),
-        ([report(roles="resync")], [], [NO_DAEMON]),
+        ([report(shard=FIRST)], [("no-daemon", f"{NO_DAEMON[1]} for 128 of 256 buckets of the shard")]),
+        ([report(roles="resync")], [NO_DAEMON]),
         (
             [report(), report(LAG, roles="resync")],
-            [],
             [("lag", "daemon 0/1 (resync): the newest stored event is 75 s old")],
         ),
     ],
 )
 async def test_reasons_are_those_that_the_daemons_of_the_shard_report(
-    reports: list[ProcessReport], sessions: list[ShardSession], expected: list[tuple[str, str]]
+    reports: list[ProcessReport], expected: list[tuple[str, str]]
 ) -> None:
-    document = await document_of(DatabaseState(cursors=[cursor()], reports=reports, sessions=sessions))
+    document = await document_of(DatabaseState(cursors=[cursor()], reports=reports))
     assert [(reason.code, reason.message) for reason in document.reasons] == expected
     assert document.to_json()["ready"] is not bool(expected)
 
@@ -119,13 +107,10 @@ async def test_lag_of_a_cursor_is_the_age_of_its_event(event_time: str | None, l
 
 
 async def test_daemon_is_shown_with_its_shard() -> None:
-    """Sessions of other programs may have any name, and so any positions."""
     shards = [Shard(index, count) for count in (1, 3, 256) for index in (0, count // 2, count - 1)]
-    expected = {(shard.positions[0], shard.positions[-1]): str(shard) for shard in shards}
-    expected |= {(3, 9): "positions 3-9", (9, 3): "positions 9-3", (300, 999): "positions 300-999"}
-    sessions = [ShardSession(7, positions, owns=False, client="127.0.0.1", since=NOON) for positions in expected]
-    daemons = (await document_of(DatabaseState(sessions=sessions))).daemons
-    assert [(daemon.shard, daemon.state) for daemon in daemons] == [(name, "waits") for name in expected.values()]
+    reports = [report(shard=shard, owns=False) for shard in shards]
+    daemons = (await document_of(DatabaseState(reports=[*reports, report(roles="resync")]))).daemons
+    assert [(daemon.shard, daemon.state) for daemon in daemons] == [(str(shard), "waits") for shard in shards]
 
 
 async def test_rates_are_averages_between_two_reads() -> None:

@@ -123,10 +123,13 @@ async def test_second_daemon_on_a_shard_waits_visibly_and_takes_over(database: s
                 assert "this one waits: session" in reason.message
                 assert second.stages.subscription.connection is None, "it does not consume"
                 reader = StatusReader(first.db, Shard())
-                await reader.read()
-                assert [(daemon.shard, daemon.state) for daemon in reader.document().daemons] == [
-                    ("0/1", "owns"), ("0/1", "waits"),
-                ]  # fmt: skip
+
+                async def status_has_both() -> bool:
+                    await reader.read()
+                    states = [(daemon.shard, daemon.state) for daemon in reader.document().daemons]
+                    return states == [("0/1", "owns"), ("0/1", "waits")]
+
+                await until(status_has_both)
                 assert first.stages.probe.ready() == []
                 [owner] = await first.execute(OWNERS)
                 await first.execute(END_SESSION, owner["pid"])
