@@ -46,7 +46,7 @@ from indexer.reasons import FetchFailure
 
 PORT = 5432
 """The port, which is a part of the socket's file name."""
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.1
 STOP_TIMEOUT = 10.0 + sum(seconds for _, seconds in STOP_SECONDS)
 MAX_LOG_BYTES = 10_000_000
 LOG_POLL_SECONDS = 60.0
@@ -66,6 +66,7 @@ class Cluster:
         self._data = self.directory / "data"
         self._users = self.directory / "users"
         self._account: tuple[int, int] | None = None
+        self._directory_fd = -1
 
     @property
     def socket(self) -> Path:
@@ -107,8 +108,12 @@ class Cluster:
 
     async def wait_until_ended(self) -> None:
         """Wait for the end of the server, or of its parent."""
-        while not self.has_ended():  # noqa: ASYNC110 - there is no event for a file lock
-            await asyncio.sleep(POLL_SECONDS)
+        lock = self._open_lock()
+        try:
+            while not _lock(lock, fcntl.LOCK_SH):  # noqa: ASYNC110 - there is no event for a file lock
+                await asyncio.sleep(POLL_SECONDS)
+        finally:
+            os.close(lock)
 
     async def start(self, options: Iterable[str]) -> bool:
         """Start a server with the command line options; return False if one runs, starts or stops at this time.
@@ -119,20 +124,18 @@ class Cluster:
         try:
             if not _lock(lock, fcntl.LOCK_EX):
                 return False
-            async with self._opened() as directory_fd:
+            async with self._opened():
                 self._account = _server_account(self._data)
                 if self._account is not None:
                     self.directory.chmod(0o711)  # the account may pass through it, but not list it
                 self._make_socket_directory()
-                binaries = await self._reachable(find_binaries(), directory_fd)
+                binaries = await self._reachable(find_binaries())
                 if (self._data / "PG_VERSION").exists():
-                    await self._check_version(binaries, directory_fd)
+                    await self._check_version(binaries)
                 else:
-                    await self._create(binaries, directory_fd)
-                path = _path_of(directory_fd)
-                postgres = str(binaries / "postgres")
-                command = [postgres, "-D", f"{path}/{self._data.name}", "-k", f"{path}/socket", *options]
-                await self._start_parent(command, directory_fd, lock)
+                    await self._create(binaries)
+                arguments = "-D", self._path_of(self._data.name), "-k", self._path_of("socket"), *options
+                await self._start_parent([str(binaries / "postgres"), *arguments], lock)
         finally:
             os.close(lock)  # the parent has inherited the lock
         return True
@@ -141,26 +144,30 @@ class Cluster:
         return os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
 
     @contextlib.asynccontextmanager
-    async def _opened(self) -> AsyncIterator[int]:
+    async def _opened(self) -> AsyncIterator[None]:
         """Open and lock the directory, after every process of an earlier server has ended."""
-        directory_fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+        self._directory_fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            while not _lock(directory_fd, fcntl.LOCK_EX):
+            while not _lock(self._directory_fd, fcntl.LOCK_EX):
                 pid = self._recorded_pid()
                 if pid is not None and _is_postgres(pid):
                     os.kill(pid, signal.SIGINT)
                 await asyncio.sleep(POLL_SECONDS)
-            yield directory_fd
+            yield
         finally:
-            os.close(directory_fd)
+            os.close(self._directory_fd)
 
-    async def _start_parent(self, command: list[str], directory_fd: int, lock: int) -> None:
+    def _path_of(self, name: str) -> str:
+        """Return a path of a part of the open directory that works without access to its parent directories."""
+        return f"/proc/self/fd/{self._directory_fd}/{name}"
+
+    async def _start_parent(self, command: list[str], lock: int) -> None:
         """Start the parent of the server, which detaches from this process."""
         plan = ServerPlan(
             command=command,
             environment=self._environment(),
             account=self._account,
-            directory_fd=directory_fd,
+            directory_fd=self._directory_fd,
             users=str(self._users),
             log=str(self.log),
             max_log_bytes=MAX_LOG_BYTES,
@@ -173,7 +180,7 @@ class Cluster:
                 stdout=output,
                 stderr=output,
                 cwd="/",
-                pass_fds=[directory_fd, lock],
+                pass_fds=[self._directory_fd, lock],
                 start_new_session=True,  # Ctrl-C in the terminal must not reach the server
             )
             await started.communicate(json.dumps(asdict(plan)).encode())
@@ -185,7 +192,9 @@ class Cluster:
                 socket.unlink()
             socket.mkdir(exist_ok=True)
         elif not (socket.is_symlink() and self._is_private(socket.readlink())):
-            _remove(socket)
+            if socket.is_dir() and not socket.is_symlink():
+                shutil.rmtree(socket)
+            socket.unlink(missing_ok=True)
             socket.symlink_to(tempfile.mkdtemp(prefix="indexer-pg-", dir=SHARED_DIRECTORY))
         self._make_private(socket)
         for stale in socket.iterdir():
@@ -209,17 +218,17 @@ class Cluster:
         if self._account is not None:
             os.chown(directory, *self._account)
 
-    async def _reachable(self, binaries: Path, directory_fd: int) -> Path:
+    async def _reachable(self, binaries: Path) -> Path:
         """Return the directory of the binaries. Copy them if the account of the server cannot reach them."""
         if self._account is None:
             return binaries
         with contextlib.suppress(PermissionError, UnavailableError):
-            await self._output_of(binaries / "postgres", "--version", directory_fd=directory_fd)
+            await self._output_of(binaries / "postgres", "--version")
             return binaries
         return await asyncio.to_thread(_copy_once, binaries)
 
-    async def _check_version(self, binaries: Path, directory_fd: int) -> None:
-        output = await self._output_of(binaries / "postgres", "--version", directory_fd=directory_fd)
+    async def _check_version(self, binaries: Path) -> None:
+        output = await self._output_of(binaries / "postgres", "--version")
         installed = output.split()[2].split(".")[0]
         needed = (self._data / "PG_VERSION").read_text().strip()
         if installed != needed:
@@ -228,19 +237,17 @@ class Cluster:
                 "the database, or set INDEXER_PG_BINDIR or INDEXER_DATABASE_URL."
             )
 
-    async def _create(self, binaries: Path, directory_fd: int) -> None:
+    async def _create(self, binaries: Path) -> None:
         """Create the cluster under a temporary name, so that an incomplete one never has the final name."""
         new = self.directory / "data.init"
-        _remove(new)
+        shutil.rmtree(new, ignore_errors=True)
         new.mkdir()
         self._make_private(new)
         options = ["-U", "postgres", "--auth=trust", "-E", "UTF8", "--locale=C"]
-        await self._output_of(
-            binaries / "initdb", "-D", f"{_path_of(directory_fd)}/{new.name}", *options, directory_fd=directory_fd
-        )
+        await self._output_of(binaries / "initdb", "-D", self._path_of(new.name), *options)
         new.rename(self._data)
 
-    async def _output_of(self, program: Path, *arguments: str, directory_fd: int) -> str:
+    async def _output_of(self, program: Path, *arguments: str) -> str:
         """Run a program as the server's account. It inherits the directory, and gets SIGINT when its parent ends."""
         options: dict[str, Any] = {}
         if self._account is not None:
@@ -253,7 +260,7 @@ class Cluster:
             stderr=PIPE,
             cwd="/",
             env=self._environment(),
-            pass_fds=[directory_fd],
+            pass_fds=[self._directory_fd],
             preexec_fn=partial(end_with_parent, signal.SIGINT),
             **options,
         )
@@ -349,11 +356,6 @@ def _server_account(data: Path) -> tuple[int, int] | None:
     return 65534, 65534
 
 
-def _path_of(directory_fd: int) -> str:
-    """Return a path of the open directory that works without access to its parent directories."""
-    return f"/proc/self/fd/{directory_fd}"
-
-
 def _lock(fd: int, kind: int) -> bool:
     """Lock an open file, or replace its lock; return False if another open file has a lock that excludes this kind."""
     try:
@@ -361,13 +363,6 @@ def _lock(fd: int, kind: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _remove(path: Path) -> None:
-    if path.is_symlink():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
 
 
 def _is_postgres(pid: int) -> bool:

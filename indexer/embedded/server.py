@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
 from urllib.parse import quote
 
@@ -144,16 +145,12 @@ class EmbeddedPostgres:
                 await self._restart()
 
     async def _restart(self) -> None:
-        failures, known = 0, ""
-        while True:
+        for failures in count():
             await asyncio.sleep(RESTART_PAUSE_SECONDS[min(failures, len(RESTART_PAUSE_SECONDS) - 1)])
             try:
                 await self.start()
             except (OSError, UnavailableError, SettingsError) as error:
-                failures += 1
-                if str(error) != known:
-                    log.error("postgres.not-restarted", error=str(error))  # noqa: TRY400 - the traceback adds nothing
-                known = str(error)
+                log.error("postgres.not-restarted", error=str(error))  # noqa: TRY400 - the traceback adds nothing
             else:
                 log.info("postgres.restarted")
                 self._on_restart()
