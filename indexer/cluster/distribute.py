@@ -22,7 +22,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from time import monotonic
-from typing import NamedTuple
 
 import asyncpg
 from asyncpg import exceptions
@@ -97,10 +96,10 @@ _OTHER_SESSIONS = """
 """
 _ROW = "select shards, finished_at is not null as finished from indexer.distribution"
 _ADD_ROW = "insert into indexer.distribution (shards) values ($1) returning shards, false as finished"
-_REOPEN_WITH_SHARDS = """
-    update indexer.distribution set shards = $1, finished_at = null returning shards, false as finished
+_REOPEN = """
+    update indexer.distribution set shards = coalesce($1, shards), finished_at = null
+    returning shards, false as finished
 """
-_REOPEN = "update indexer.distribution set finished_at = null returning shards, false as finished"
 _FINISH = "update indexer.distribution set finished_at = now() where finished_at is null"
 _RENAME_CURSOR = "update indexer.cursor set shard = $3 where relay = $1 and shard = $2"
 _DELETE_CURSORS = "delete from indexer.cursor where relay = $1 and shard <> $2"
@@ -113,11 +112,6 @@ _WIDEN_CRAWLS = """
     set cursor = null, listed = 0, found = 0, finished_at = null, last_gap = 0
 """
 _DELETE_CRAWLS = "delete from indexer.crawl_progress where shard <> $1"
-# The releases before this one know no distributed database.
-_REQUIRE_RELEASE = """
-    insert into indexer.stored_setting select 'oldest_compatible_schema', version_num from indexer.alembic_version
-    on conflict (name) do update set value = excluded.value
-"""
 _DISTRIBUTE_FIRST = f"""
     select create_distributed_table('indexer.{FIRST}', 'bucket', shard_count => 1, colocate_with => 'none')
 """
@@ -142,6 +136,7 @@ _COMMANDS = """
         or exists (select from command, daemon where not has_function_privilege(grantee, oid, 'execute'))
 """
 _COMPLETE_PREPARED = "select recover_prepared_transactions()"
+# The shards of all distributed tables that have the same buckets, by the shard of the first table and its hashes.
 _GROUPS = f"""
     select shardid as id, shardminvalue::int as lowest, shardmaxvalue::int as highest, nodeid as node
     from pg_dist_shard join pg_dist_placement using (shardid) join pg_dist_node using (groupid)
@@ -150,22 +145,6 @@ _GROUPS = f"""
 _HASHES = "select bucket, worker_hash(bucket::smallint) from generate_series(0, $1 - 1) bucket order by 2"
 _ORDER = "select indexer.hash_order()"
 _SPLIT = "select citus_split_shard_by_split_points($1, $2::text[], $3::int[], 'block_writes')"
-
-
-class ShardGroup(NamedTuple):
-    """The shards of all distributed tables that have the same buckets.
-
-    Attributes:
-        id: The shard of the first table.
-        lowest: The lowest hash of a bucket in it.
-        highest: The highest hash.
-        node: The node that has it.
-    """
-
-    id: int
-    lowest: int
-    highest: int
-    node: int
 
 
 @dataclass(slots=True)
@@ -281,11 +260,6 @@ async def _merge_cursors(connection: Connection, every: str) -> None:
             await open_gap(connection, Gap(relay, every, GapReason.SEQUENCE_RESTARTED))
 
 
-async def _load_shard_groups(connection: Connection) -> list[ShardGroup]:
-    """Return the shard groups of the database, in the order of their hashes."""
-    return [ShardGroup(*row) for row in await connection.fetch(_GROUPS)]
-
-
 class _Command:
     """One call of the command, which owns all buckets. The nodes are those that hold shards."""
 
@@ -305,7 +279,7 @@ class _Command:
         elif shards is not None and shards != row["shards"]:
             row = await self._reopen(shards)
         elif row["finished"] and await waiting_tables(self._connection):  # restored from the dump of a cluster
-            [row] = await self._connection.fetch(_REOPEN)
+            [row] = await self._connection.fetch(_REOPEN, None)
         # A process that connected before the row was stored may not have seen it.
         await _wait_until_alone(self._connection)
         await self._set_settings()
@@ -322,10 +296,10 @@ class _Command:
 
     async def _reopen(self, shards: int) -> asyncpg.Record:
         """Store another number of shards: more than there are, or as many again if none was cut since."""
-        existing = len(await _load_shard_groups(self._connection))
+        existing = len(await self._connection.fetch(_GROUPS))
         if shards < existing:
             raise UnsuitableClusterError(f"its tables have {existing} shards, and shards cannot be joined")
-        [row] = await self._connection.fetch(_REOPEN_WITH_SHARDS, shards)
+        [row] = await self._connection.fetch(_REOPEN, shards)
         return row
 
     async def _begin(self, shards: int) -> asyncpg.Record:
@@ -340,7 +314,6 @@ class _Command:
         await _require_every_bucket(self._connection)
         async with self._connection.transaction():
             [row] = await self._connection.fetch(_ADD_ROW, shards)
-            await self._connection.execute(_REQUIRE_RELEASE)
             await _join_shards(self._connection)
         return row
 
@@ -384,7 +357,7 @@ class _Command:
         """
         if FIRST in await waiting_tables(self._connection):
             await self._connection.execute(_DISTRIBUTE_FIRST)
-        groups = await _load_shard_groups(self._connection)
+        groups = await self._connection.fetch(_GROUPS)
         if len(groups) >= shards:
             return
         order, hashes = zip(*await self._connection.fetch(_HASHES, BUCKETS), strict=True)
@@ -392,13 +365,13 @@ class _Command:
             raise UnsuitableClusterError("this version of Citus orders the buckets in another way than this program")
         ends = [hashes[number * BUCKETS // shards - 1] for number in range(1, shards)]
         for done, group in enumerate(groups):
-            inside = [end for end in ends if group.lowest <= end < group.highest]
-            nodes = [group.node] * (len(inside) + 1)
+            inside = [end for end in ends if group["lowest"] <= end < group["highest"]]
+            nodes = [group["node"]] * (len(inside) + 1)
             if len(groups) == 1:
                 nodes = [self._nodes[number * len(self._nodes) // shards].id for number in range(shards)]
             if inside:
                 self._on_progress("shards", done, len(groups))
-                await self._connection.execute(_SPLIT, group.id, [str(end) for end in inside], nodes)
+                await self._connection.execute(_SPLIT, group["id"], [str(end) for end in inside], nodes)
 
     async def _distribute_tables(self) -> None:
         """Distribute the tables that are not distributed yet, with their rows, and delete all rows that were copied."""

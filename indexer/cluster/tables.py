@@ -81,33 +81,9 @@ _HAS_LOCAL_ROWS = "select pg_relation_size($1::text::regclass) > 0"
 _DELETE_LOCAL_ROWS = "select truncate_local_data_after_distributing_table($1::text::regclass)"
 
 
-async def use_sequential_changes(connection: Connection) -> None:
-    """Let the open transaction of a distributed database change the schema: one shard after the other.
-
-    Otherwise, Citus refuses to create a view or a function after a statement on all shards. From now on, `set local`
-    applies to all nodes: so does the limit of the waits for locks.
-    """
-    await connection.execute(_SEQUENTIAL)
-    await connection.execute(_SETTINGS_OF_NODES)
-
-
 async def waiting_tables(connection: Connection) -> list[str]:
     """Return those of `DISTRIBUTED` that exist and are not distributed yet, in that order."""
     return [name for (name,) in await connection.fetch(_WAITING, DISTRIBUTED)]
-
-
-async def adapt(connection: Connection) -> None:
-    """Distribute the tables that a migration has created, and add missing triggers, in its transaction.
-
-    Nothing happens if the database was restored from the dump of a cluster: `indexer distribute` follows.
-    """
-    waiting = await waiting_tables(connection)
-    if FIRST in waiting:
-        return
-    for table in waiting:
-        await distribute_table(connection, table)
-        await delete_local_rows(connection, table)
-    await use_two_phases(connection)
 
 
 async def distribute_table(connection: Connection, table: str) -> None:
@@ -140,11 +116,23 @@ async def use_two_phases(connection: Connection) -> None:
 
 @asynccontextmanager
 async def on_all_nodes(connection: asyncpg.Connection) -> AsyncIterator[None]:
-    """Let the block change the schema, also if the database is distributed over several nodes: see `migrate`."""
+    """Let the block change the schema, also if the database is distributed over several nodes: see `migrate`.
+
+    The tables that it creates are distributed, and missing triggers are added, in its transaction, unless the database
+    was restored from the dump of a cluster: then `indexer distribute` follows.
+    """
     exists = await connection.fetchval(_EXISTS)
     if not exists or (await load_layout(connection)).commit_numbers:
         yield
         return
-    await use_sequential_changes(connection)
+    # One shard after the other. Otherwise, Citus refuses to create a view or a function after a statement on all
+    # shards. From now on, `set local` applies to all nodes: so does the limit of the waits for locks.
+    await connection.execute(_SEQUENTIAL)
+    await connection.execute(_SETTINGS_OF_NODES)
     yield
-    await adapt(connection)
+    waiting = await waiting_tables(connection)
+    if FIRST not in waiting:
+        for table in waiting:
+            await distribute_table(connection, table)
+            await delete_local_rows(connection, table)
+        await use_two_phases(connection)

@@ -14,6 +14,7 @@ from indexer.errors import RefusedWriteError, SettingsError, UnavailableError
 from indexer.reasons import FetchFailure
 from indexer.redaction import is_secret_name, without_secrets
 
+SETTING = "INDEXER_DATABASE_URL"
 CONNECT_TIMEOUT = 10.0
 """Seconds to wait for a connection."""
 
@@ -143,16 +144,7 @@ def may_be_caused_by_values(error: DatabaseError) -> bool:
 
 
 class UnusableDatabaseError(SettingsError):
-    """This program cannot use the database until the operator corrects something.
-
-    Attributes:
-        problem: The database and the reason.
-    """
-
-    def __init__(self, setting: str, problem: str) -> None:
-        """Create the error. `setting` is the variable that says where the database is."""
-        super().__init__(f"{setting}: {problem}")
-        self.problem = problem
+    """This program cannot use the database until the operator corrects something. The message begins with `SETTING`."""
 
 
 @contextmanager
@@ -206,8 +198,7 @@ def without_password(dsn: str) -> str:
 def unusable(dsn: str, reason: str) -> UnusableDatabaseError:
     """Return the error for a database that this program cannot use until the operator corrects something."""
     text = without_secrets(" ".join(reason.split()))
-    problem = f"cannot use the database {without_password(dsn)}: {text}"
-    return UnusableDatabaseError("INDEXER_DATABASE_URL", problem)
+    return UnusableDatabaseError(f"{SETTING}: cannot use the database {without_password(dsn)}: {text}")
 
 
 def _reason_to_correct(cause: BaseException) -> str | None:

@@ -14,7 +14,7 @@ import asyncpg
 import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.db.database_errors import UnusableDatabaseError
+from indexer.db.database_errors import SETTING, UnusableDatabaseError
 from indexer.embedded.cluster import POLL_SECONDS, PORT, Cluster
 from indexer.errors import SettingsError, UnavailableError
 from indexer.reasons import FetchFailure
@@ -86,7 +86,7 @@ async def database(
         try:
             yield server.dsn
         except UnusableDatabaseError as error:
-            raise UnusableDatabaseError("INDEXER_DATA_DIR", error.problem) from error
+            raise UnusableDatabaseError(str(error).replace(SETTING, "INDEXER_DATA_DIR", 1)) from error
         finally:
             keep_alive.cancel()
             await asyncio.wait([keep_alive])
