@@ -1,9 +1,9 @@
 """The connections to the database: a pool, and sessions on connections of their own."""
 
-from asyncio import CancelledError, Event, Semaphore, gather, timeout
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from asyncio import CancelledError, Event, Semaphore, timeout
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Self, TypeVar, cast
+from typing import Self
 
 import asyncpg
 
@@ -29,11 +29,6 @@ ENDS_STATEMENT = (CancelledError, TimeoutError)
 """With these errors, the driver cancels the running statement."""
 RESERVED_CONNECTIONS = 3
 """Connections that resyncs leave to the live path, to lease heartbeats, and to reports."""
-MAX_SIDE_BY_SIDE = 2
-"""Statements of pages that run at the same time, each for one part of the layout: less than `RESERVED_CONNECTIONS`, so
-that the live path has a connection."""
-MIN_DIVIDED = 10
-"""The least mean number of accounts for a part of the layout with which each part gets a statement of its own."""
 SERVER_SETTINGS = {
     "application_name": "indexer",
     "jit": "off",  # compiling costs more than executing any of these statements
@@ -53,8 +48,6 @@ _EMPTY_BATCH = """
 _READ_ALL_NODES = "select count(*) from indexer.resync_queue where priority = 0"
 """The table has one such row for each bucket, so that each part of the layout has some."""
 
-T = TypeVar("T")
-
 
 class Connections:
     """A pool of database connections, and connections outside it.
@@ -72,7 +65,6 @@ class Connections:
         self._pool = pool
         self.dsn = dsn
         self.resync_connections = Semaphore(max(1, connections - RESERVED_CONNECTIONS))
-        self._side_by_side = Semaphore(MAX_SIDE_BY_SIDE)
         self.committed, self.numbered = Event(), Event()
         self.failed_operations = 0
         self.last_error: str | None = None
@@ -186,23 +178,6 @@ class Connections:
         self.committed.set()
         if self.layout.commit_numbers:
             self.numbered.set()
-
-    async def divided(self, dids: Sequence[str], work: Callable[[list[str]], Awaitable[T]]) -> list[T]:
-        """Call `work` with the DIDs of each part of the layout, several calls side by side; return the results.
-
-        It is called once if there is one part, or if the DIDs are few. An error is raised when all calls have ended.
-        """
-
-        async def limited(part: list[str]) -> T:
-            async with self._side_by_side:
-                return await work(part)
-
-        parts = self.layout.divide(dids, str, MIN_DIVIDED)
-        results = await gather(*[limited(part) for part in parts], return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return cast("list[T]", results)
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:

@@ -1,21 +1,19 @@
 """Crawls of repo lists: their stored progress, and the comparison of a list with the table of repos."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import astuple, dataclass, replace
 from typing import Literal, NamedTuple, Self
-
-from asyncpg import Record as Row
 
 from indexer.crash_points import crash_point
 from indexer.db import gaps
 from indexer.db.columns import Connection, buckets_of, of_buckets, unnest
-from indexer.db.connections import MIN_DIVIDED, Area
-from indexer.db.repos import Repos, add_listed
+from indexer.db.connections import Area
+from indexer.db.repos import Repos, add_repos
+from indexer.db.scope import holds
 from indexer.db.write import write
 from indexer.sync.changes import Batch, RepoWrite
 from indexer.sync.plan import plan_listed
-from indexer.sync.repo import OUT_OF_SCOPE, TOMBSTONED, SyncStatus
+from indexer.sync.repo import CHOSEN, OUT_OF_SCOPE, TOMBSTONED, SyncStatus
 from indexer.sync.scope import Scope
 from indexer.sync.shard import Shard
 
@@ -65,17 +63,13 @@ class CrawlProgress:
         )
 
 
-_LOAD = """
+_READ = """
     select purpose, source, collection, cursor, listed, found, date_part('epoch', began_at) as began_at,
         date_part('epoch', finished_at) as finished_at, shard, last_gap
-    from indexer.crawl_progress where purpose = $1 and source = $2 and collection = $3 and shard = $4
+    from indexer.crawl_progress where
 """
-
-_RECHECKS = """
-    select purpose, source, collection, cursor, listed, found, date_part('epoch', began_at) as began_at,
-        date_part('epoch', finished_at) as finished_at, shard, last_gap
-    from indexer.crawl_progress where purpose = 'recheck' order by collection
-"""
+_LOAD = f"{_READ} purpose = $1 and source = $2 and collection = $3 and shard = $4"
+_RECHECKS = f"{_READ} purpose = 'recheck' order by collection"
 
 _SAVE = """
     insert into indexer.crawl_progress
@@ -149,11 +143,7 @@ class Crawls(Area):
     ) -> CrawlProgress:
         """Add the repos of a page and store the progress, in one transaction; return the stored progress.
 
-        If the scope has changed, no more repos are added. The progress is stored, with those that were added before.
-
-        On a database of several parts, the repos of each part are added in a transaction of their own, before the
-        progress is stored. A process that ends in between reads the page again: repos that exist are not added or
-        counted twice.
+        If the scope has changed, no repos are added.
 
         Args:
             dids: The accounts of the page that may be unknown.
@@ -161,10 +151,13 @@ class Crawls(Area):
             scope: The scope that wants the repos; None if a command does.
             close_gaps: Close the gaps that were open when the crawl began, if the page was the last one.
         """
-        found, rest = await self._add_by_part(dids, scope, by_signal=False)
         async with self._pool.transaction() as connection:
-            added = await add_listed(connection, rest, scope, by_signal=False)
-            return await _save_page(connection, progress, found + (added or 0), close_gaps=close_gaps)
+            found = 0
+            if scope is None:
+                found = await add_repos(connection, dids)
+            elif await holds(connection, scope.version):
+                found = await add_repos(connection, dids, wanted_in=scope.version, wanted_before=0)
+            return await _save_page(connection, progress, found, close_gaps=close_gaps)
 
     async def add_signals(self, dids: Sequence[str], progress: CrawlProgress, scope: Scope) -> CrawlProgress | None:
         """Add the repos of a page of the list of a signal collection, as `add_listed`; return the stored progress.
@@ -172,34 +165,16 @@ class Crawls(Area):
         The scope also wants those of them that are tracked already. Return None if it has changed: the progress is not
         stored, because a list counts only for the scope that it was read for.
         """
-        found, rest = await self._add_by_part(dids, scope, by_signal=True)
         async with self._pool.transaction() as connection:
-            added = await add_listed(connection, rest, scope, by_signal=True)
-            if added is None:
+            if not await holds(connection, scope.version):
                 return None
-            return await _save_page(connection, progress, found + added)
-
-    async def _add_by_part(
-        self, dids: Sequence[str], scope: Scope | None, *, by_signal: bool
-    ) -> tuple[int, Sequence[str]]:
-        """Add repos in a transaction for each part of the layout, if they are many; return how many, and the rest."""
-        if len(self._pool.layout.divide(dids, str, MIN_DIVIDED)) <= 1:
-            return 0, dids
-
-        async def add(part: Sequence[str]) -> int | None:
-            async with self._pool.transaction() as connection:
-                return await add_listed(connection, part, scope, by_signal=by_signal)
-
-        return sum([added or 0 for added in await self._pool.divided(dids, add)]), []
+            found = await add_repos(connection, dids, wanted_in=scope.version, wanted_before=scope.repos_narrowed_in)
+            return await _save_page(connection, progress, found)
 
     async def find_differences(self, revs: Mapping[str, str]) -> ListDifferences:
         """Compare accounts that a relay lists as active, with their revs, to the stored repos."""
-
-        async def find(dids: Sequence[str]) -> Sequence[Row]:
-            async with self._pool.connection() as connection:
-                return await connection.fetch(_FIND_DIFFERENCES, buckets_of(dids), dids, [revs[did] for did in dids])
-
-        rows = list(chain.from_iterable(await self._pool.divided(list(revs), find)))
+        async with self._pool.connection() as connection:
+            rows = await connection.fetch(_FIND_DIFFERENCES, buckets_of(revs), list(revs), list(revs.values()))
         known = {row["did"] for row in rows if not row["unknown"]}
         return ListDifferences(
             behind=[row["did"] for row in rows if row["behind"]],
@@ -251,19 +226,7 @@ class Crawls(Area):
 
 async def save_progress(connection: Connection, progress: CrawlProgress) -> None:
     """Store the progress of a crawl."""
-    await connection.execute(
-        _SAVE,
-        progress.purpose,
-        progress.source,
-        progress.collection,
-        progress.cursor,
-        progress.listed,
-        progress.found,
-        progress.began_at,
-        progress.finished_at,
-        progress.shard,
-        progress.last_gap,
-    )
+    await connection.execute(_SAVE, *astuple(progress))
 
 
 async def _save_page(

@@ -6,11 +6,9 @@ from typing import NamedTuple
 from indexer.db.columns import Connection, buckets_of, repo_columns, repo_of
 from indexer.db.connections import Area
 from indexer.db.layout import estimate_rows
-from indexer.db.scope import holds
 from indexer.db.write import write
 from indexer.sync.changes import Batch, RepoWrite
 from indexer.sync.repo import CHOSEN, OUT_OF_SCOPE, Repo, SyncStatus, named
-from indexer.sync.scope import Scope
 
 BATCH_SIZE = 1_000
 """Repos that one statement adds or requests. The live path waits for the rows of an open transaction."""
@@ -140,25 +138,6 @@ async def _name_known(connection: Connection, dids: Sequence[str], wanted_in: in
         dids = sorted((await write(connection, Batch(tuple(writes)))).skipped)
         tracked += sum(repo.out_of_scope and repo.did not in dids for repo in repos)
     return tracked
-
-
-async def add_listed(
-    connection: Connection, dids: Iterable[str], scope: Scope | None, *, by_signal: bool
-) -> int | None:
-    """Add repos of a list, as `add_repos`; return None and add nothing if the scope has changed.
-
-    Args:
-        connection: The connection, within a transaction.
-        dids: The repos.
-        scope: The scope that wants them; None if a command does.
-        by_signal: The scope also wants those of them that are tracked already.
-    """
-    if scope is None:
-        return await add_repos(connection, dids)
-    if not await holds(connection, scope.version):
-        return None
-    wanted_before = scope.repos_narrowed_in if by_signal else 0
-    return await add_repos(connection, dids, wanted_in=scope.version, wanted_before=wanted_before)
 
 
 async def _request_resyncs(connection: Connection, dids: Sequence[str]) -> int:
