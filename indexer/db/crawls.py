@@ -13,7 +13,7 @@ from indexer.db.scope import holds
 from indexer.db.write import write
 from indexer.sync.changes import Batch, RepoWrite
 from indexer.sync.plan import plan_listed
-from indexer.sync.repo import CHOSEN, OUT_OF_SCOPE, TOMBSTONED, SyncStatus
+from indexer.sync.repo import OUT_OF_SCOPE, TOMBSTONED, SyncStatus
 from indexer.sync.scope import Scope
 from indexer.sync.shard import Shard
 

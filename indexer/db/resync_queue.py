@@ -8,8 +8,6 @@ from random import choice
 from time import time
 from typing import TypeVar
 
-from asyncpg import Record as Row
-
 from indexer.atproto.record import Problem
 from indexer.crash_points import COMMITTED, crash_point
 from indexer.db.change_log import log_changes
@@ -164,24 +162,18 @@ HIDDEN = f"""
 _FORGET = f"""
     with locked as materialized (
         select did from indexer.repo r
-        where bucket = $1 and did = any($2::text[]) and parked_at < to_timestamp($3)
-            and (from_stream or latest_verified_rev is null) and {_NOTHING_STORED_IN_BUCKET}
+        where bucket = $1 and did = any($2::text[]) and {{condition}} and {_NOTHING_STORED_IN_BUCKET}
         for update skip locked
     )
     delete from indexer.repo where bucket = $1 and did = any(array(select did from locked)) returning did
 """
-
-_FORGET_HIDDEN = f"""
-    with locked as materialized (
-        select did from indexer.repo r
-        where bucket = $1 and did = any($2::text[]) and updated_at < to_timestamp($3) and not active and rev is null
-            and erase_at is null and not takedown and (tracked or hosting_status = '{OUT_OF_SCOPE}')
-            and {_NOTHING_STORED_IN_BUCKET}
-        for update skip locked
-    )
-    delete from indexer.repo where bucket = $1 and did = any(array(select did from locked)) returning did
-"""
-
+_FORGET_DENIED = _FORGET.format(
+    condition="parked_at < to_timestamp($3) and (from_stream or latest_verified_rev is null)"
+)
+_FORGET_HIDDEN = _FORGET.format(
+    condition=f"updated_at < to_timestamp($3) and not active and rev is null and erase_at is null and not takedown "
+    f"and (tracked or hosting_status = '{OUT_OF_SCOPE}')"
+)
 _FORGET_IDENTITIES = "delete from indexer.identity where bucket = $1 and did = any($2::text[])"
 
 
@@ -220,28 +212,21 @@ class Resyncs(Area):
         The back-off grows as with any other failure. A renewal does not change the version, so one that arrives at the
         same moment has no effect: its worker finds the claim lost.
         """
-        async with self._pool.transaction() as connection:
-            rows = await connection.fetch(_EXPIRED, now, list(buckets), BATCH_SIZE, time())
-            expire = _desynchronization(Trigger.LEASE_EXPIRED, Desync.LEASE_EXPIRED, now)
-            return await _write_repos(connection, [repo_of(row) for row in rows], expire)
+        expire = _desynchronization(Trigger.LEASE_EXPIRED, Desync.LEASE_EXPIRED, now)
+        return await self._change(expire, _EXPIRED, now, list(buckets), BATCH_SIZE, time())
 
     async def end_long_waits(self, buckets: Sequence[int], seconds: float, now: float) -> int:
         """Make repos due now that wait for longer than `seconds`; return how many.
 
         No wait is so long, unless the clock was set back after the wait began.
         """
-        async with self._pool.transaction() as connection:
-            rows = await connection.fetch(LONG_WAITS, now + seconds, list(buckets), BATCH_SIZE)
-            return await _write_repos(
-                connection, [repo_of(row) for row in rows], lambda repo: amend(repo, next_attempt_at=now)
-            )
+        arguments = now + seconds, list(buckets), BATCH_SIZE
+        return await self._change(lambda repo: amend(repo, next_attempt_at=now), LONG_WAITS, *arguments)
 
     async def request_missing_values(self, buckets: Sequence[int], seconds: float, now: float) -> int:
         """Desynchronize repos that lack values and were synchronized `seconds` ago or earlier; return how many."""
-        async with self._pool.transaction() as connection:
-            rows = await connection.fetch(INCOMPLETE, now - seconds, list(buckets), BATCH_SIZE, list(buckets))
-            request = _desynchronization(Trigger.VALUES_MISSING, Desync.RECORD_MISSING, now)
-            return await _write_repos(connection, [repo_of(row) for row in rows], request)
+        request = _desynchronization(Trigger.VALUES_MISSING, Desync.RECORD_MISSING, now)
+        return await self._change(request, INCOMPLETE, now - seconds, list(buckets), BATCH_SIZE, list(buckets))
 
     async def request_unproven(self, buckets: Sequence[int], seconds: float, now: float, limit: int) -> int:
         """Desynchronize repos to which undecidable commits were applied; return how many.
@@ -249,24 +234,16 @@ class Resyncs(Area):
         At most `limit`, the oldest marks first. Repos that broke before and became synchronized less than `seconds` ago
         are skipped: their back-off has not started from the beginning again.
         """
-        async with self._pool.transaction() as connection:
-            rows = await connection.fetch(UNPROVEN, now - seconds, list(buckets), limit)
-            request = _desynchronization(Trigger.UNPROVEN, Desync.LENIENT_COMMIT, now)
-            return await _write_repos(connection, [repo_of(row) for row in rows], request)
+        request = _desynchronization(Trigger.UNPROVEN, Desync.LENIENT_COMMIT, now)
+        return await self._change(request, UNPROVEN, now - seconds, list(buckets), limit)
 
     async def forget_denied(self, buckets: Sequence[int], parked_for: float, now: float) -> int:
         """Delete repos that cannot be fetched and were parked `parked_for` seconds ago or earlier; return how many.
 
         Either their DIDs never existed, as far as is known, or only the stream has named them.
         """
-        before = now - parked_for
         async with self._pool.transaction() as connection:
-            every, forgotten = list(buckets), 0
-            denied = await connection.fetch(DENIED, before, every, BATCH_SIZE, every)
-            for bucket, rows in groupby(denied, lambda row: row["bucket"]):
-                deleted = await connection.fetch(_FORGET, bucket, [row["did"] for row in rows], before)
-                forgotten += len(await _forget_identities(connection, bucket, deleted))
-            return forgotten
+            return len(await _forget(connection, DENIED, _FORGET_DENIED, buckets, now - parked_for))
 
     async def forget_hidden(self, buckets: Sequence[int], unchanged_for: float, now: float) -> int:
         """Delete repos of inactive accounts of which nothing is stored, unchanged for `unchanged_for` seconds.
@@ -274,23 +251,25 @@ class Resyncs(Area):
         Return how many. Consumers may have been told that such a repo is hidden. A repo that is added later begins
         visible, so they are told that it is visible again.
         """
-        before = now - unchanged_for
         async with self._pool.transaction() as connection:
-            every, forgotten = list(buckets), list[str]()
-            hidden = await connection.fetch(HIDDEN, before, every, BATCH_SIZE, every)
-            for bucket, rows in groupby(hidden, lambda row: row["bucket"]):
-                deleted = await connection.fetch(_FORGET_HIDDEN, bucket, [row["did"] for row in rows], before)
-                forgotten += await _forget_identities(connection, bucket, deleted)
+            forgotten = await _forget(connection, HIDDEN, _FORGET_HIDDEN, buckets, now - unchanged_for)
             await log_changes(connection, [ChangeLogEntry(did, "visible", None, live=True) for did in forgotten])
             return len(forgotten)
 
     async def unpark(self, buckets: Sequence[int], seconds: float, now: float) -> int:
         """Make repos due now that were parked `seconds` ago or earlier; return how many."""
+        arguments = now - seconds, list(buckets), BATCH_SIZE
+        return await self._change(lambda repo: amend(repo, next_attempt_at=now), PARKED, *arguments)
+
+    async def _change(self, change: Callable[[Repo], Repo], statement: str, *arguments: object) -> int:
+        """Change the repos that the statement selects; return how many were still at the version that was read."""
         async with self._pool.transaction() as connection:
-            rows = await connection.fetch(PARKED, now - seconds, list(buckets), BATCH_SIZE)
-            return await _write_repos(
-                connection, [repo_of(row) for row in rows], lambda repo: amend(repo, next_attempt_at=now)
-            )
+            repos = [repo_of(row) for row in await connection.fetch(statement, *arguments)]
+            writes = tuple([RepoWrite(repo, change(repo)) for repo in repos])
+            written = len(writes) - len((await write(connection, Batch(writes))).skipped)
+            if written:
+                crash_point("queue.written")
+            return written
 
     @asynccontextmanager
     async def transaction(self, claimed: Repo, scope_version: int = 0) -> AsyncIterator[ResyncTransaction]:
@@ -336,22 +315,18 @@ class Resyncs(Area):
                         crash_point(COMMITTED)
 
 
-async def _forget_identities(connection: Connection, bucket: int, repos: Sequence[Row]) -> list[str]:
-    """Delete the identities of repos that were deleted; return the DIDs."""
-    dids = [row["did"] for row in repos]
-    await connection.execute(_FORGET_IDENTITIES, bucket, dids)
-    crash_point("repo.forgotten")
-    return dids
+async def _forget(connection: Connection, search: str, delete: str, buckets: Sequence[int], before: float) -> list[str]:
+    """Delete repos that both statements select, with their identities; return their DIDs."""
+    every, forgotten = list(buckets), list[str]()
+    found = await connection.fetch(search, before, every, BATCH_SIZE, every)
+    for bucket, rows in groupby(found, lambda row: row["bucket"]):
+        deleted = await connection.fetch(delete, bucket, [row["did"] for row in rows], before)
+        dids = [did for (did,) in deleted]
+        await connection.execute(_FORGET_IDENTITIES, bucket, dids)
+        crash_point("repo.forgotten")
+        forgotten += dids
+    return forgotten
 
 
 def _desynchronization(trigger: Trigger, reason: Desync, now: float) -> Callable[[Repo], Repo]:
     return lambda repo: desynchronize(repo, trigger, reason, now)
-
-
-async def _write_repos(connection: Connection, repos: Sequence[Repo], change: Callable[[Repo], Repo]) -> int:
-    """Write the changed rows; return how many were still at the version that was read."""
-    writes = tuple([RepoWrite(repo, change(repo)) for repo in repos])
-    written = len(writes) - len((await write(connection, Batch(writes))).skipped)
-    if written:
-        crash_point("queue.written")
-    return written

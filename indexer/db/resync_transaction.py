@@ -6,6 +6,7 @@ share a `NewReposTransaction`. All others, which need more than their records an
 
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from dataclasses import dataclass
 
 from asyncpg import Record as Row
 
@@ -72,6 +73,7 @@ ELIGIBLE = f"""
 """Takes buckets and DIDs."""
 
 
+@dataclass
 class ResyncTransaction:
     """The writes of one resync: the differences to the export, then the buffered events, then the row.
 
@@ -81,16 +83,19 @@ class ResyncTransaction:
 
     Attributes:
         connection: The connection, within the transaction.
+        claimed: The row of the repo when it was claimed.
+        scope_version: The version of the scope that the resync was planned with.
         finished: True after `finish`; then the transaction is committed.
     """
 
-    def __init__(self, connection: Connection, claimed: Repo, scope_version: int) -> None:
-        self.connection = connection
-        self._claimed = claimed
-        self._scope_version = scope_version
-        self._key = (claimed.did, bucket_of(claimed.did))
-        self._last_buffered = 0
-        self.finished = False
+    connection: Connection
+    claimed: Repo
+    scope_version: int
+    finished: bool = False
+    _last_buffered: int = 0
+
+    def __post_init__(self) -> None:
+        self._key = (self.claimed.did, bucket_of(self.claimed.did))
 
     async def stores_records(self) -> bool:
         """Return True if a record of the repo is stored.
@@ -108,7 +113,7 @@ class ResyncTransaction:
             RecordsExistError: One of them is stored. The claim has been lost, and the transaction has failed.
         """
         with refused_writes(), database_errors():
-            await create_records(self.connection, [NewRepoRecords(self._claimed.did, chunk)])
+            await create_records(self.connection, [NewRepoRecords(self.claimed.did, chunk)])
         crash_point("resync.copied")
 
     async def stored(self) -> AsyncIterator[list[tuple[bytes, bytes]]]:
@@ -127,7 +132,7 @@ class ResyncTransaction:
     async def holds_claim(self) -> bool:
         """Return True if the claim still holds at this moment."""
         with database_errors():
-            held: bool = await self.connection.fetchval(_HOLDS, *self._key, self._claimed.lease)
+            held: bool = await self.connection.fetchval(_HOLDS, *self._key, self.claimed.lease)
         return held
 
     async def write(self, changes: Sequence[RecordChange]) -> None:
@@ -140,19 +145,19 @@ class ResyncTransaction:
             BrokenInvariantError: The records are not those that were compared, although the claim holds.
         """
         with refused_writes(), database_errors():
-            effective = await write_changes(self.connection, self._claimed.did, changes, live=False)
+            effective = await write_changes(self.connection, self.claimed.did, changes, live=False)
         crash_point("resync.written")
         if effective != tuple(changes) and await self.lock() is not None:
             unexpected = next(change for change in changes if change not in effective)
             raise BrokenInvariantError(
-                f"{self._claimed.did}: the stored records changed since they were compared: "
+                f"{self.claimed.did}: the stored records changed since they were compared: "
                 f"{unexpected.action} of {unexpected.collection}/{unexpected.rkey}"
             )
 
     async def lock(self) -> Repo | None:
         """Lock and return the row until the end of the transaction; None if the claim is lost."""
         with database_errors():
-            row = await self.connection.fetchrow(_LOCK, *self._key, self._claimed.lease)
+            row = await self.connection.fetchrow(_LOCK, *self._key, self.claimed.lease)
         crash_point("resync.locked")
         return None if row is None else repo_of(row)
 
@@ -162,7 +167,7 @@ class ResyncTransaction:
         Otherwise records of collections that are no longer selected could be written after the others were deleted.
         """
         with database_errors():
-            return await holds(self.connection, self._scope_version)
+            return await holds(self.connection, self.scope_version)
 
     async def buffered(self) -> list[BufferedEvent]:
         """Return the events that were buffered since the last call, in order of arrival.
@@ -173,7 +178,7 @@ class ResyncTransaction:
             rows = await self.connection.fetch(_BUFFERED, *self._key, self._last_buffered)
         if rows:
             self._last_buffered = rows[-1]["id"]
-        return [BufferedEvent(self._claimed.did, relay, seq, frame) for _, relay, seq, frame in rows]
+        return [BufferedEvent(self.claimed.did, relay, seq, frame) for _, relay, seq, frame in rows]
 
     async def write_drained(self, changes: Sequence[RecordChange]) -> Counter[Action]:
         """Write record changes of buffered events; return how many records were created, updated and deleted.
@@ -181,7 +186,7 @@ class ResyncTransaction:
         The row need not be locked: no other process writes the records of a repo that is in progress.
         """
         with refused_writes(), database_errors():
-            effective = await write_changes(self.connection, self._claimed.did, changes, live=True)
+            effective = await write_changes(self.connection, self.claimed.did, changes, live=True)
         crash_point("resync.drained")
         return Counter([change.action for change in effective])
 
@@ -194,11 +199,12 @@ class ResyncTransaction:
         with refused_writes(), database_errors():
             written = await write(self.connection, batch)
         if written.skipped:
-            raise BrokenInvariantError(f"{self._claimed.did}: the row changed while it was locked")
+            raise BrokenInvariantError(f"{self.claimed.did}: the row changed while it was locked")
         self.finished = True
         crash_point("resync.finished")
 
 
+@dataclass
 class NewReposTransaction:
     """The writes of several resyncs. `Resyncs.new_repos_transaction` begins and ends the transaction.
 
@@ -209,10 +215,9 @@ class NewReposTransaction:
         finished: True after `finish` returned True; then the transaction is committed.
     """
 
-    def __init__(self, connection: Connection, scope_version: int) -> None:
-        self._connection = connection
-        self._scope_version = scope_version
-        self.finished = False
+    connection: Connection
+    scope_version: int
+    finished: bool = False
 
     async def eligible(self, claimed: Sequence[Repo]) -> dict[str, Repo]:
         """Return the present rows of those repos that this transaction can write, by DID.
@@ -222,7 +227,7 @@ class NewReposTransaction:
         """
         dids = sorted(repo.did for repo in claimed)
         with database_errors():
-            rows = await self._connection.fetch(ELIGIBLE, buckets_of(dids), dids)
+            rows = await self.connection.fetch(ELIGIBLE, buckets_of(dids), dids)
         claims = {(repo.did, repo.lease) for repo in claimed}
         repos = [repo_of(row) for row in rows if not row["stored"]]
         return {repo.did: repo for repo in repos if (repo.did, repo.lease) in claims}
@@ -235,14 +240,14 @@ class NewReposTransaction:
             RefusedWriteError: The database cannot store the values.
         """
         with refused_writes(), database_errors():
-            await create_records(self._connection, parts)
+            await create_records(self.connection, parts)
         crash_point("new-repos.copied")
 
     async def finish(self, batch: Batch) -> bool:
         """Write the new rows; return False if the scope or the row of a repo has changed. Then nothing is committed."""
         with refused_writes(), database_errors():
-            if await holds(self._connection, self._scope_version):
-                written = await write(self._connection, batch)
+            if await holds(self.connection, self.scope_version):
+                written = await write(self.connection, batch)
                 self.finished = not written.skipped
                 crash_point("new-repos.finished")
         return self.finished
