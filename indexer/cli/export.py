@@ -47,17 +47,17 @@ async def export(db: Database, collection: str, form: Format, output: Path | Non
         UnavailableError: The database does not answer.
         OSError: The file cannot be written.
     """
-    count, estimate = 0, await db.exports.estimate_records(collection)
+    count = 0
     with (
         _new_file(output) if output else nullcontext(sys.stdout.buffer) as file,
         json_lines(file) if form == "jsonl" else parquet(file) as write,
-        show_progress("records", estimate) as progress,
+        show_progress("records", None) as progress,
     ):
         async with aclosing(db.exports.records(collection)) as pages:
             async for page in pages:
                 write(page)
                 count += len(page)
-                progress.update(count, total=max(count, estimate))
+                progress.update(count)
     sys.stdout.buffer.flush()
     return count
 

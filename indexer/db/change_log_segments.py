@@ -271,9 +271,8 @@ class ChangeLogSegments(Area):
 
     async def size(self) -> int:
         """Return the bytes of all segments."""
-        async with self._pool.connection() as connection:
-            size: int = await connection.fetchval(_SIZE, SEGMENTS)
-            return size
+        size: int = await self._fetchval(_SIZE, SEGMENTS)
+        return size
 
 
 async def trim(connection: Connection, plan: TrimPlan) -> TrimPlan:

@@ -3,7 +3,7 @@
 from asyncio import CancelledError, Event, Semaphore, timeout
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Self
+from typing import Any, Self
 
 import asyncpg
 
@@ -230,6 +230,18 @@ class Area:
 
     def __init__(self, pool: Connections) -> None:
         self._pool = pool
+
+    async def _fetch(self, statement: str, *arguments: object) -> list[asyncpg.Record]:
+        async with self._pool.connection() as connection:
+            return await connection.fetch(statement, *arguments)
+
+    async def _fetchval(self, statement: str, *arguments: object) -> Any:
+        async with self._pool.connection() as connection:
+            return await connection.fetchval(statement, *arguments)
+
+    async def _execute(self, statement: str, *arguments: object) -> None:
+        async with self._pool.connection() as connection:
+            await connection.execute(statement, *arguments)
 
 
 async def _keep_session(_connection: asyncpg.Connection) -> None:

@@ -173,8 +173,7 @@ class Crawls(Area):
 
     async def find_differences(self, revs: Mapping[str, str]) -> ListDifferences:
         """Compare accounts that a relay lists as active, with their revs, to the stored repos."""
-        async with self._pool.connection() as connection:
-            rows = await connection.fetch(_FIND_DIFFERENCES, buckets_of(revs), list(revs), list(revs.values()))
+        rows = await self._fetch(_FIND_DIFFERENCES, buckets_of(revs), list(revs), list(revs.values()))
         known = {row["did"] for row in rows if not row["unknown"]}
         return ListDifferences(
             behind=[row["did"] for row in rows if row["behind"]],
@@ -185,8 +184,7 @@ class Crawls(Area):
 
     async def active_repos(self, after: str, buckets: Sequence[int], limit: int) -> list[str]:
         """Return the next DIDs after `after`, at most `limit`, of active repos that were fetched before."""
-        async with self._pool.connection() as connection:
-            return [did for (did,) in await connection.fetch(_ACTIVE, after, list(buckets), limit)]
+        return [did for (did,) in await self._fetch(_ACTIVE, after, list(buckets), limit)]
 
     async def desynchronize_behind(self, revs: Mapping[str, str], now: float) -> int:
         """Desynchronize the repos that still have an older rev; return how many.
@@ -213,8 +211,7 @@ class Crawls(Area):
         After a change of the number of shards, the lists of former shards with some of these repos are among them,
         until this shard has a progress of its own that began at the same time or later.
         """
-        async with self._pool.connection() as connection:
-            stored = [CrawlProgress(**row) for row in await connection.fetch(_RECHECKS)]
+        stored = [CrawlProgress(**row) for row in await self._fetch(_RECHECKS)]
         own = {progress.collection: progress for progress in stored if progress.shard == str(shard)}
         for progress in stored:
             present = own.get(progress.collection)

@@ -137,13 +137,11 @@ class DeadLetters(Area):
 
     async def newest(self, reason: Rejection | None, did: str | None, limit: int) -> list[StoredDeadLetter]:
         """Return dead letters, newest first, only those of the reason and of the DID if they are given."""
-        async with self._pool.connection() as connection:
-            return [_dead_letter(row) for row in await connection.fetch(_NEWEST, reason, did, limit)]
+        return [_dead_letter(row) for row in await self._fetch(_NEWEST, reason, did, limit)]
 
     async def ids(self, reason: Rejection) -> list[int]:
         """Return the IDs of all dead letters with this reason, oldest first."""
-        async with self._pool.connection() as connection:
-            return [id_ for (id_,) in await connection.fetch(_IDS, reason)]
+        return [id_ for (id_,) in await self._fetch(_IDS, reason)]
 
     async def load(self, id_: int) -> tuple[StoredDeadLetter, bytes] | None:
         """Return a dead letter and its stored frame; None if it does not exist."""
@@ -157,11 +155,10 @@ class DeadLetters(Area):
         Raises:
             DeadLetterGoneError: The dead letter does not exist.
         """
-        async with self._pool.connection() as connection:
-            did, kind, detail = storable(rejected.did), storable(rejected.kind), storable(rejected.detail)
-            values = (bucket_of(rejected.did or ""), rejected.seq, did, kind, rejected.reason, detail)
-            if not await connection.fetchval(_UPDATE, id_, *values):
-                raise DeadLetterGoneError(id_)
+        did, kind, detail = storable(rejected.did), storable(rejected.kind), storable(rejected.detail)
+        values = (bucket_of(rejected.did or ""), rejected.seq, did, kind, rejected.reason, detail)
+        if not await self._fetchval(_UPDATE, id_, *values):
+            raise DeadLetterGoneError(id_)
 
 
 async def delete(connection: Connection, id_: int) -> None:

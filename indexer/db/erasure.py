@@ -57,8 +57,7 @@ class Erasure(Area):
 
     async def due_gone(self, buckets: Sequence[int], limit: int, now: float) -> list[str]:
         """Return DIDs that are gone from their directory, and whose records are due to be erased after a last check."""
-        async with self._pool.connection() as connection:
-            return [row["did"] for row in await connection.fetch(_DUE_GONE, now, list(buckets), limit)]
+        return [row["did"] for row in await self._fetch(_DUE_GONE, now, list(buckets), limit)]
 
     async def erase_batch(self, buckets: Sequence[int], now: float, *, did: str | None = None) -> ErasedBatch | None:
         """Erase records of one account that is due; return None if no account is due.

@@ -111,9 +111,8 @@ class Gaps(Area):
 
     async def has_synchronized_repo(self, buckets: Sequence[int]) -> bool:
         """Return True if at least one repo of the buckets is synchronized."""
-        async with self._pool.connection() as connection:
-            exists: bool = await connection.fetchval(_SYNCHRONIZED_REPO_EXISTS, list(buckets))
-            return exists
+        exists: bool = await self._fetchval(_SYNCHRONIZED_REPO_EXISTS, list(buckets))
+        return exists
 
     async def open(self, gap: Gap) -> OpenGap:
         """Store a gap in the stream."""
@@ -124,8 +123,7 @@ class Gaps(Area):
 
     async def set_last_seq(self, gap_id: int, last_seq: int) -> None:
         """Store where a gap ends."""
-        async with self._pool.connection() as connection:
-            await connection.execute("update indexer.gap set last_seq = $2 where id = $1", gap_id, last_seq)
+        await self._execute("update indexer.gap set last_seq = $2 where id = $1", gap_id, last_seq)
 
     async def load_open(self) -> list[OpenGap]:
         """Return the open gaps of all shards, oldest first."""

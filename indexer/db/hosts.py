@@ -71,8 +71,7 @@ class Hosts(Area):
 
     async def load(self) -> list[HostState]:
         """Return the hosts that are paused, or whose last request failed less than a day ago."""
-        async with self._pool.connection() as connection:
-            return [_state(row) for row in await connection.fetch(_LOAD, _FAILURES_EXPIRE_SECONDS, time())]
+        return [_state(row) for row in await self._fetch(_LOAD, _FAILURES_EXPIRE_SECONDS, time())]
 
     async def save(self, states: Sequence[HostState]) -> None:
         """Add requests and failures to the stored counts, and store the rest. Limits the number of rows."""

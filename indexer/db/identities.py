@@ -201,9 +201,8 @@ class Identities(Area):
 
     async def load(self, dids: Sequence[str]) -> Mapping[str, StoredIdentity]:
         """Return the stored identities by DID; unknown DIDs are left out."""
-        async with self._pool.connection() as connection:
-            rows = await connection.fetch(_LOAD, list(dids), buckets_of(dids))
-            return {row["did"]: StoredIdentity(**row) for row in rows}
+        rows = await self._fetch(_LOAD, list(dids), buckets_of(dids))
+        return {row["did"]: StoredIdentity(**row) for row in rows}
 
     async def save(self, stored: Sequence[StoredIdentity]) -> None:
         """Store identities, unless a later reading is stored. Of several for one DID the last one is stored.
@@ -247,14 +246,12 @@ class Identities(Area):
 
         At most `limit` of each; with `web` only those of did:web, otherwise only the others.
         """
-        async with self._pool.connection() as connection:
-            rows = await connection.fetch(DUE_IDENTITIES, web, now, list(buckets), limit)
-            return [DueIdentity(row["did"], row["pds"], row["failures"]) for row in rows]
+        rows = await self._fetch(DUE_IDENTITIES, web, now, list(buckets), limit)
+        return [DueIdentity(row["did"], row["pds"], row["failures"]) for row in rows]
 
     async def postpone_refresh(self, did: str, until: float, failures: int) -> None:
         """Set the time of the next refresh and the number of failures, unless the identity was refreshed meanwhile."""
-        async with self._pool.connection() as connection:
-            await connection.execute(_POSTPONE, did, bucket_of(did), until, failures)
+        await self._execute(_POSTPONE, did, bucket_of(did), until, failures)
 
     async def did_of_handle(self, handle: str) -> str | None:
         """Return the DID for which the handle was verified; None if there is none."""
@@ -268,16 +265,14 @@ class Identities(Area):
 
         Those that became due last come first.
         """
-        async with self._pool.connection() as connection:
-            rows = await connection.fetch(CLAIM_HANDLES, list(buckets), count, now, now + lease_seconds, list(buckets))
-            return [HandleClaim(**row) for row in rows]
+        rows = await self._fetch(CLAIM_HANDLES, list(buckets), count, now, now + lease_seconds, list(buckets))
+        return [HandleClaim(**row) for row in rows]
 
     async def postpone_handles(self, claims: Sequence[HandleClaim], due: Sequence[float], lease_until: float) -> None:
         """Make claimed handles due again, each at its time in `due`, unless they changed since they were claimed."""
-        async with self._pool.connection() as connection:
-            rows = sorted((claim.did, bucket_of(claim.did), at) for claim, at in zip(claims, due, strict=True))
-            if rows:
-                await connection.execute(_POSTPONE_HANDLES, *columns_of(rows, _POSTPONED), lease_until)
+        rows = sorted((claim.did, bucket_of(claim.did), at) for claim, at in zip(claims, due, strict=True))
+        if rows:
+            await self._execute(_POSTPONE_HANDLES, *columns_of(rows, _POSTPONED), lease_until)
 
     async def save_handle_check(self, check: HandleCheck) -> None:
         """Store the result of a check, unless the account claims another handle now.

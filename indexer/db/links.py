@@ -348,8 +348,7 @@ class Links(Area):
 
     async def are_kept(self) -> bool:
         """Return True if links are stored, or were turned on."""
-        async with self._pool.connection() as connection:
-            return bool(await connection.fetchval(_IS_ON))
+        return bool(await self._fetchval(_IS_ON))
 
 
 def _first_changes(changes: Sequence[LoggedChange]) -> dict[RecordKey, int]:

@@ -256,8 +256,7 @@ class Reports(Area):
 
     async def has_records(self, collection: str) -> bool:
         """Return True if a record of the collection is stored, visible or not."""
-        async with self._pool.connection() as connection:
-            return await connection.fetchval(_HAS_RECORDS, collection) is not None
+        return await self._fetchval(_HAS_RECORDS, collection) is not None
 
     async def record(self, did: str, collection: str, rkey: str) -> dict[str, Any] | None:
         """Return the row of `atproto.records` with its value decoded; None if there is none."""
@@ -269,15 +268,13 @@ class Reports(Area):
 
     async def visible_repos(self) -> dict[str, tuple[str, str | None]]:
         """Return sync status and sync reason of each visible repo, by DID."""
-        async with self._pool.connection() as connection:
-            rows = await connection.fetch("select did, sync_status, sync_reason from atproto.repos where visible")
-            return {did: (status, reason) for did, status, reason in rows}
+        rows = await self._fetch("select did, sync_status, sync_reason from atproto.repos where visible")
+        return {did: (status, reason) for did, status, reason in rows}
 
     async def visible_records(self, did: str) -> dict[str, bytes]:
         """Return the CID of each record of a visible repo, by path; empty if the repo is not visible."""
-        async with self._pool.connection() as connection:
-            rows = await connection.fetch(_RECORDS, did, bucket_of(did))
-            return {path: parse_cid(cid) for path, cid in rows}
+        rows = await self._fetch(_RECORDS, did, bucket_of(did))
+        return {path: parse_cid(cid) for path, cid in rows}
 
     async def sample_synchronized(self, count: int) -> list[str]:
         """Return the DIDs of at most `count` active synchronized repos, chosen at random.

@@ -53,8 +53,7 @@ class Repos(Area):
 
     async def load(self, dids: Sequence[str]) -> dict[str, Repo]:
         """Return the rows of the repos by DID; unknown DIDs are left out."""
-        async with self._pool.connection() as connection:
-            rows = await connection.fetch(LOAD_REPOS, list(dids), buckets_of(dids))
+        rows = await self._fetch(LOAD_REPOS, list(dids), buckets_of(dids))
         return {row["did"]: repo_of(row) for row in rows}
 
     async def update(self, did: str, plan: Callable[[Repo], Repo]) -> Repo | None:
@@ -100,9 +99,8 @@ class Repos(Area):
 
     async def set_takedown(self, did: str, *, on: bool) -> bool:
         """Hide the repo locally, or show it again; return False if the repo does not exist."""
-        async with self._pool.connection() as connection:
-            known: bool = await connection.fetchval(_REQUEST_TAKEDOWN, did, on)
-            return known
+        known: bool = await self._fetchval(_REQUEST_TAKEDOWN, did, on)
+        return known
 
 
 async def add_repos(

@@ -203,8 +203,7 @@ class Resyncs(Area):
 
     async def renew(self, did: str, lease: int, seconds: float) -> bool:
         """Extend a lease to `seconds` from now; return False if the claim is lost."""
-        async with self._pool.connection() as connection:
-            return await connection.fetchval(_RENEW, did, bucket_of(did), lease, seconds) is not None
+        return await self._fetchval(_RENEW, did, bucket_of(did), lease, seconds) is not None
 
     async def expire_leases(self, buckets: Sequence[int], now: float) -> int:
         """End claims whose lease expired; return how many.

@@ -117,8 +117,7 @@ class StoredScope(Area):
 
     async def progress(self) -> list[CollectionProgress]:
         """Return the progress of the backfill, by pattern. Reads the row of every repo."""
-        async with self._pool.connection() as connection:
-            return [CollectionProgress(**row) for row in await connection.fetch(_PROGRESS)]
+        return [CollectionProgress(**row) for row in await self._fetch(_PROGRESS)]
 
     async def track(self, dids: Iterable[str]) -> int:
         """Start tracking repos; return how many were not tracked.

@@ -191,9 +191,8 @@ class ScopeChanges(Area):
 
     async def incomplete_repos(self, scope: Scope, buckets: Sequence[int], after: str, limit: int) -> list[Repo]:
         """Return the next synchronized repos of active accounts after this DID that may lack records of the scope."""
-        async with self._pool.connection() as connection:
-            rows = await connection.fetch(INCOMPLETE_AFTER, list(buckets), scope.complete_from, after, limit)
-            return [repo_of(row) for row in rows]
+        rows = await self._fetch(INCOMPLETE_AFTER, list(buckets), scope.complete_from, after, limit)
+        return [repo_of(row) for row in rows]
 
     async def mark_complete(self, repos: Sequence[Repo], scope: Scope) -> int:
         """Note that these repos lack no records; return how many did not change meanwhile."""
@@ -238,9 +237,8 @@ class ScopeChanges(Area):
 
     async def unread_lists(self, scope: Scope) -> list[str]:
         """Return the signal collections whose list has not been read since the scope changed."""
-        async with self._pool.connection() as connection:
-            read = {row["collection"] for row in await connection.fetch(_LISTS_READ)}
-            return [pattern for pattern in scope.signal_patterns if is_nsid(pattern) and pattern not in read]
+        read = {row["collection"] for row in await self._fetch(_LISTS_READ)}
+        return [pattern for pattern in scope.signal_patterns if is_nsid(pattern) and pattern not in read]
 
     async def untrack_page(
         self, scope: Scope, shard: Shard, progress: CrawlProgress, limit: int
@@ -272,9 +270,8 @@ class ScopeChanges(Area):
 
     async def count_not_chosen(self) -> int:
         """Return the number of tracked repos that no command has named. Reads all repos."""
-        async with self._pool.connection() as connection:
-            count: int = await connection.fetchval(_COUNT_NOT_CHOSEN)
-            return count
+        count: int = await self._fetchval(_COUNT_NOT_CHOSEN)
+        return count
 
 
 async def _next_collection(connection: Connection, after: str) -> str | None:

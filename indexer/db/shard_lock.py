@@ -97,8 +97,7 @@ class ShardLocks(Area):
 
     async def owners(self, positions: range) -> list[str]:
         """Return a description of each session that owns one of the positions."""
-        async with self._pool.connection() as connection:
-            return [name for (name,) in await connection.fetch(_OWNERS, positions[0], positions[-1])]
+        return [name for (name,) in await self._fetch(_OWNERS, positions[0], positions[-1])]
 
     @asynccontextmanager
     async def open(self, positions: range) -> AsyncIterator[ShardLock]:

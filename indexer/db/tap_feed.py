@@ -396,14 +396,12 @@ class Feed(Area):
 
     async def is_cut_off(self) -> bool | None:
         """Return True if the consumer was disconnected; None if it is not registered."""
-        async with self._pool.connection() as connection:
-            cut_off: bool | None = await connection.fetchval(_IS_CUT_OFF, FEED_CONSUMER)
-            return cut_off
+        cut_off: bool | None = await self._fetchval(_IS_CUT_OFF, FEED_CONSUMER)
+        return cut_off
 
     async def set_aside(self, did: str | None, limit: int) -> list[SetAside]:
         """Return refused events that are set aside, the newest first, only those of the DID if it is given."""
-        async with self._pool.connection() as connection:
-            return [SetAside(*row) for row in await connection.fetch(_REFUSED, FEED_CONSUMER, did, limit)]
+        return [SetAside(*row) for row in await self._fetch(_REFUSED, FEED_CONSUMER, did, limit)]
 
     async def send_again(self, did: str | None) -> int:
         """Let the feed send refused events again, only those of the DID if it is given; return their number."""
