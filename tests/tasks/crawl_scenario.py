@@ -19,7 +19,6 @@ from indexer.errors import UnavailableError
 from indexer.net.http.http_client import OutboundClient
 from indexer.net.identity.did_resolver import DidResolver
 from indexer.net.identity.identity_cache import IdentityCache
-from indexer.net.pds.xrpc import MissingMethodAnswer
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import StoredIdentity
 from indexer.sync.repo import Repo, StreamPoint
@@ -29,6 +28,7 @@ from indexer.tasks.reconcile import Reconciliation, ReconciliationSettings
 from indexer.telemetry.metrics import Metrics
 from tests.db.repo_rows import did, head, synchronized
 from tests.net.http.scripted_host import Script, ScriptedHost, http_response
+from tests.net.pds.missing_methods import MissingMethodAnswer
 from tests.sync.signing_account import STORE_ALL
 
 OLDER, STORED, NEWER = "3laaaaaaaaa22", "3laaaaaaaab22", "3laaaaaaaac22"

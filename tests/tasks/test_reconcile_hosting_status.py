@@ -18,7 +18,6 @@ from indexer.errors import UnavailableError
 from indexer.net.http.host_limits import FAILURE_THRESHOLD
 from indexer.net.identity.did_resolver import DidResolver
 from indexer.net.identity.identity_cache import IdentityCache
-from indexer.net.pds.xrpc import MISSING_METHOD_ANSWERS, MissingMethodAnswer
 from indexer.reasons import Desync, FetchFailure
 from indexer.sync.identity import StoredIdentity
 from indexer.sync.repo import Repo, StreamPoint, SyncStatus
@@ -28,6 +27,7 @@ from indexer.tasks.reconcile import UNLISTED, HostingStatusChecks
 from indexer.telemetry.metrics import Metrics
 from tests.db.repo_rows import did, insert
 from tests.net.http.scripted_host import ScriptedHost, http_response
+from tests.net.pds.missing_methods import MISSING_METHOD_ANSWERS, MissingMethodAnswer
 from tests.tasks.crawl_scenario import (
     HIDDEN,
     NEWER,

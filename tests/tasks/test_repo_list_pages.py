@@ -8,11 +8,12 @@ import stamina
 from indexer.concurrency.stage_progress import Work
 from indexer.errors import UnavailableError
 from indexer.net.http.http_client import OutboundClient
-from indexer.net.pds.xrpc import MISSING_METHOD_ANSWERS, MethodNotOfferedError, MissingMethodAnswer
+from indexer.net.pds.xrpc import MethodNotOfferedError
 from indexer.reasons import FetchFailure
 from indexer.tasks.repo_list_pages import repo_list_pages
 from tests.db.repo_rows import did
 from tests.net.http.scripted_host import ScriptedHost
+from tests.net.pds.missing_methods import MISSING_METHOD_ANSWERS, MissingMethodAnswer
 from tests.tasks.crawl_scenario import missing_method, page, path, requested_cursors
 
 REV = "3laaaaaaaaa22"

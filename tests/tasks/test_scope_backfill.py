@@ -13,7 +13,6 @@ from structlog.testing import capture_logs
 from indexer.db import Database
 from indexer.db.crawls import CrawlProgress
 from indexer.db.scope import CurrentScope
-from indexer.net.pds.xrpc import MISSING_METHOD_ANSWERS, MissingMethodAnswer
 from indexer.reasons import Desync
 from indexer.sync.account import plan_active
 from indexer.sync.repo import needs_export
@@ -22,6 +21,7 @@ from indexer.tasks.scope import ScopeBackfill
 from indexer.telemetry.metrics import Metrics
 from tests.db.repo_rows import did, insert, synchronized
 from tests.net.http.scripted_host import ScriptedHost, http_response
+from tests.net.pds.missing_methods import MISSING_METHOD_ANSWERS, MissingMethodAnswer
 from tests.sync.signing_account import STORE_ALL
 from tests.tasks.crawl_scenario import HIDDEN, Crawl, list_of, list_path, missing_method
 

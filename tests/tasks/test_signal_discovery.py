@@ -7,11 +7,11 @@ from structlog.testing import capture_logs
 from indexer.db import Database
 from indexer.db.scope import CurrentScope
 from indexer.net.http.http_client import OutboundClient
-from indexer.net.pds.xrpc import MISSING_METHOD_ANSWERS, MissingMethodAnswer
 from indexer.sync.scope import Track
 from indexer.tasks.discover import SignalDiscovery
 from tests.db.repo_rows import did
 from tests.net.http.scripted_host import ScriptedHost, http_response
+from tests.net.pds.missing_methods import MISSING_METHOD_ANSWERS, MissingMethodAnswer
 from tests.sync.signing_account import STORE_ALL
 from tests.tasks.crawl_scenario import list_of, list_path, missing_method
 

@@ -5,7 +5,7 @@ An error is `{"error": name, "message": text}` with any 4xx or 5xx status.
 
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 import orjson
@@ -28,34 +28,16 @@ _FAILURES = {
 }
 
 
-class MissingMethodAnswer(NamedTuple):
-    """The answer of a server to a method that it does not offer.
-
-    Attributes:
-        server: A program, and the version that was run or read.
-        name: The `error` of the body; "" if the body is not JSON.
-        message: The beginning of the `message` of the body.
-    """
-
-    server: str
-    status: int
-    name: str
-    message: str
-
-
-MISSING_METHOD_ANSWERS = (
-    MissingMethodAnswer("@atproto/pds 0.5.35 without AppView", 400, "InvalidRequest", "No service configured for"),
-    MissingMethodAnswer("@atproto/pds 0.5.35 with an AppView", 401, "AuthMissing", "Authentication Required"),
-    MissingMethodAnswer("@atproto/lex-server (atproto d6296a1)", 501, "MethodNotImplemented", ""),
-    MissingMethodAnswer("arroba, lexrpc 3.0", 501, "MethodNotImplemented", ""),
-    MissingMethodAnswer("Bluesky's AppView (@atproto/xrpc 0.8.16)", 404, "XRPCNotSupported", ""),
-    MissingMethodAnswer("Bluesky's relay, rainbow (indigo af2fec9)", 404, "Not Found", ""),
-    MissingMethodAnswer("rsky-relay (rsky 7ebd21a)", 404, "NotFound", "endpoint not found"),
-    MissingMethodAnswer("cocoon 7c46b9b", 401, "Unauthorized", ""),
-    MissingMethodAnswer("@atcute/xrpc-server 2.0.2", 404, "", ""),
-    MissingMethodAnswer("millipds faf0c36", 404, "", ""),
-)
-"""Answers of real servers (docs/protocol.md#methods-that-a-server-does-not-offer).
+_MISSING_METHOD = {
+    "InvalidRequest": "No service configured for",
+    "AuthMissing": "Authentication Required",
+    "Unauthorized": "",
+    "MethodNotImplemented": "",
+    "XRPCNotSupported": "",
+    "Not Found": "",
+    "NotFound": "endpoint not found",
+}
+"""Errors of servers that do not offer a method, with the beginning of the message.
 
 A server that would pass an unknown method on to another service asks for a login first. No method that this program
 calls needs one.
@@ -145,11 +127,8 @@ def xrpc_error(status: int, body: bytes) -> XrpcError:
     detail = " ".join(filter(None, (str(status), name, message)))[:200]
     if name in _FAILURES:
         return XrpcError(_FAILURES[name], detail, definite=_FAILURES[name].is_permanent)
-    if status in (HTTPStatus.NOT_FOUND, HTTPStatus.NOT_IMPLEMENTED) or any(
-        answer.name == name and message.startswith(answer.message)
-        for answer in MISSING_METHOD_ANSWERS
-        if answer.name and (status in (answer.status, HTTPStatus.BAD_REQUEST))
-    ):
+    is_missing = name in _MISSING_METHOD and message.startswith(_MISSING_METHOD[name])
+    if status in (HTTPStatus.NOT_FOUND, HTTPStatus.NOT_IMPLEMENTED) or (is_missing and status // 100 == 4):  # noqa: PLR2004
         definite = bool(name) or status == HTTPStatus.NOT_IMPLEMENTED
         if definite:
             detail = f"the host does not offer this method: {detail}"

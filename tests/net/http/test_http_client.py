@@ -3,14 +3,12 @@
 import asyncio
 import gzip
 import tracemalloc
-from collections.abc import Callable
 from dataclasses import replace
 from time import monotonic
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from backports import zstd
 
 from indexer.net.http.host_limits import RateLimits
 from indexer.net.http.http_client import OutboundClient, Response
@@ -36,7 +34,7 @@ async def test_headers_of_a_request(host: ScriptedHost, outbound: OutboundClient
         "host": f"127.0.0.1:{host.port}",
         "user-agent": "test (mailto:someone@example.com)",
         "accept": "application/json",
-        "accept-encoding": "gzip, zstd",
+        "accept-encoding": "gzip",
     }
 
 
@@ -77,12 +75,9 @@ async def test_error_statuses_are_returned_with_a_truncated_body(
     assert (response.status, response.body) == (status, body[:16_384])
 
 
-@pytest.mark.parametrize(("encoding", "compress"), [("gzip", gzip.compress), ("zstd", zstd.compress)])
-async def test_compressed_body_is_streamed_decompressed(
-    host: ScriptedHost, outbound: OutboundClient, encoding: str, compress: Callable[[bytes], bytes]
-) -> None:
+async def test_compressed_body_is_streamed_decompressed(host: ScriptedHost, outbound: OutboundClient) -> None:
     body = b"block" * 100_000
-    host.pages["/"] = http_response(compress(body), headers={"Content-Encoding": encoding})
+    host.pages["/"] = http_response(gzip.compress(body), headers={"Content-Encoding": "gzip"})
     async with outbound.stream(f"{host.url}/", max_bytes=len(body), timeout=5, min_rate=1, accept="x/y") as stream:
         assert stream.status == 200
         sizes = [len(chunk) async for chunk in stream.chunks()]
@@ -142,11 +137,8 @@ async def test_endless_body_is_refused(host: ScriptedHost, outbound: OutboundCli
     assert (await failure_of(read_all(outbound, f"{host.url}/"))).reason is FetchFailure.TOO_LARGE
 
 
-@pytest.mark.parametrize(("encoding", "compress"), [("gzip", gzip.compress), ("zstd", zstd.compress)])
-async def test_highly_compressed_body_is_refused_at_the_limit(
-    host: ScriptedHost, outbound: OutboundClient, encoding: str, compress: Callable[[bytes], bytes]
-) -> None:
-    host.pages["/"] = http_response(compress(bytes(20_000_000)), headers={"Content-Encoding": encoding})
+async def test_highly_compressed_body_is_refused_at_the_limit(host: ScriptedHost, outbound: OutboundClient) -> None:
+    host.pages["/"] = http_response(gzip.compress(bytes(20_000_000)), headers={"Content-Encoding": "gzip"})
     tracemalloc.start()
     try:
         failure = await failure_of(read_all(outbound, f"{host.url}/", max_bytes=10_000_000))

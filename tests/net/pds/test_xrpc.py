@@ -4,14 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.net.pds.xrpc import (
-    MISSING_METHOD_ANSWERS,
-    MethodNotOfferedError,
-    MissingMethodAnswer,
-    XrpcError,
-    xrpc_error,
-)
+from indexer.net.pds.xrpc import MethodNotOfferedError, XrpcError, xrpc_error
 from indexer.reasons import FetchFailure
+from tests.net.pds.missing_methods import MISSING_METHOD_ANSWERS, MissingMethodAnswer
 
 
 @pytest.mark.parametrize(
