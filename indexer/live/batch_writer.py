@@ -156,7 +156,7 @@ class BatchWriter:
         self._rows = RepoRowCache()
         self.stage = StageProgress("batch writer", needs_shard=True)
         self.totals = SettledTotals()
-        self._clock = EventClock(self.keys.identities.domain_of)
+        self._clock = EventClock()
         self._ahead = VerificationAhead(self.core, self.inbox, self._rows, self.keys.key_state)
 
     @property

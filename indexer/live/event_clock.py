@@ -1,45 +1,36 @@
 """The time up to which events are stored, by the times of the events, of which some may be wrong."""
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from itertools import islice
 from statistics import median_low
 
 from indexer.sync.events import MAX_AHEAD, event_seconds
 
 EARLIEST = 1_640_995_200.0
 """2022-01-01: no event of the protocol is older."""
-ACCOUNTS_OF_DOMAIN = 16
-"""Accounts of one registered domain whose times count in a batch: those with the latest events."""
+
+ACCOUNTS = 64
+"""Accounts whose times count in a batch: those with the latest events."""
 
 
 class EventClock:
     """Estimates the time of the stream. It only increases, while the clock of this machine does.
 
     The `time` of an event is what its PDS, or its account, says. So times outside of the possible range do not count,
-    an account counts once per batch, and so does a registered domain, with the median of its accounts. The median of
-    the domains decides.
+    an account counts once per batch, and the median of the latest accounts decides.
 
     Attributes:
         reached: Unix seconds; None before the first possible time.
     """
 
-    def __init__(self, domain_of: Callable[[str], str]) -> None:
-        """Use `domain_of` to get the registered domain of the host of a DID, "" if it is unknown."""
-        self._domain_of = domain_of
-        self.reached: float | None = None
+    reached: float | None = None
 
     def observe(self, times: Iterable[tuple[str, str]], now: float) -> None:
         """Take the times of the stored events, as pairs of DID and time, in the order of the stream."""
-        by_domain = defaultdict[str, list[float]](list)
-        for did, time in reversed(dict(times).items()):
-            of_domain = by_domain[self._domain_of(did)]
-            if len(of_domain) < ACCOUNTS_OF_DOMAIN:
-                seconds = event_seconds(time)
-                if seconds is not None and EARLIEST <= seconds <= now + MAX_AHEAD:
-                    of_domain.append(min(seconds, now))
-        medians = [median_low(of_domain) for of_domain in by_domain.values() if of_domain]
-        if medians:
-            self._advance(median_low(medians), now)
+        all_seconds = map(event_seconds, islice(reversed(dict(times).values()), ACCOUNTS))
+        possible = [min(one, now) for one in all_seconds if one is not None and EARLIEST <= one <= now + MAX_AHEAD]
+        if possible:
+            self._advance(median_low(possible), now)
 
     def catch_up(self, now: float) -> None:
         """Note that everything until now is stored."""

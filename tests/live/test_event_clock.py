@@ -10,56 +10,39 @@ AHEAD = "2027-01-15T08:04:00Z"
 WRONG = ["1970-01-01T00:00:00Z", "2023-01-01T00:00:00Z", AHEAD, "9999-12-31T23:59:59Z", "noon", ""]
 
 
-def domain_of(did: str) -> str:
-    """Return the part of the DID after the last dot."""
-    return did.rpartition(".")[2]
-
-
-def events(count: int, domain: str, event_time: str) -> list[tuple[str, str]]:
-    return [(f"did:{number}.{domain}", event_time) for number in range(count)]
-
-
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("alone", [True, False])
 def test_wrong_times_of_one_account_do_not_move_the_clock(wrong: str, alone: bool) -> None:
-    clock = EventClock(domain_of)
-    clock.observe([("did:a.x", RECENT), ("did:b.x", RECENT)], NOW)
-    honest = [] if alone else [("did:a.x", RECENT), ("did:b.x", RECENT)]
-    clock.observe([("did:evil.x", wrong)] * 100 + honest, NOW)
+    clock = EventClock()
+    clock.observe([("did:a", RECENT), ("did:b", RECENT)], NOW)
+    honest = [] if alone else [("did:a", RECENT), ("did:b", RECENT)]
+    clock.observe([("did:evil", wrong)] * 100 + honest, NOW)
     assert clock.reached == (NOW if alone and wrong == AHEAD else NOW - 10)
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("domains", [2, 50])
-def test_wrong_times_of_the_accounts_of_one_host_do_not_move_the_clock(wrong: str, domains: int) -> None:
-    """300 accounts of one host, 50 of others."""
-    clock = EventClock(domain_of)
-    honest = [event for number in range(domains) for event in events(50 // domains, f"honest{number}", RECENT)]
-    clock.observe([*events(150, "evil", wrong), *honest, *events(300, "evil", wrong)], NOW)
-    assert clock.reached == NOW - 10
-
-
-def test_accounts_of_a_single_host_have_one_vote_each() -> None:
-    clock = EventClock(domain_of)
-    clock.observe([*events(3, "one", "2023-01-01T00:00:00Z"), *events(5, "one", RECENT)], NOW)
+def test_wrong_times_of_some_accounts_do_not_move_the_clock(wrong: str) -> None:
+    clock = EventClock()
+    honest = [(f"did:honest{number}", RECENT) for number in range(9)]
+    clock.observe([*honest, *[(f"did:evil{number}", wrong) for number in range(8)] * 100], NOW)
     assert clock.reached == NOW - 10
 
 
 @pytest.mark.parametrize("wrong", ["1970-01-01T00:00:00Z", "9999-12-31T23:59:59Z", "noon", ""])
 def test_impossible_times_alone_are_unknown(wrong: str) -> None:
-    clock = EventClock(domain_of)
+    clock = EventClock()
     clock.observe([("did:evil", wrong)], NOW)
     assert clock.reached is None
 
 
 def test_clock_follows_the_accounts_and_is_never_ahead_of_this_machine() -> None:
-    clock = EventClock(domain_of)
+    clock = EventClock()
     clock.observe([("did:a", RECENT), ("did:b", "2027-01-15T08:00:05Z"), ("did:c", "2027-01-15T08:00:06Z")], NOW)
     assert clock.reached == NOW
 
 
 def test_time_from_before_this_machine_set_its_clock_back_does_not_count() -> None:
-    clock = EventClock(domain_of)
+    clock = EventClock()
     day_ahead = NOW + 86_400
     clock.catch_up(day_ahead)
     clock.observe([("did:a", RECENT)], NOW)

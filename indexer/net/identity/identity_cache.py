@@ -26,7 +26,7 @@ from indexer.crash_points import crash_point
 from indexer.errors import UnavailableError
 from indexer.net.http.host_limits import registered_domain
 from indexer.net.http.http_client import host_of
-from indexer.net.identity.did_resolver import METHODS, DidResolver, Method, method_of, web_host
+from indexer.net.identity.did_resolver import METHODS, DidResolver, Method, method_of
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import StoredIdentity, add_denial
 from indexer.sync.policy import MAX_IDENTITY_AGE
@@ -248,14 +248,6 @@ class IdentityCache:
         """Return True if a document of this DID is in memory, so that it is not a made-up DID."""
         entry = self._memory.get(did)
         return entry is not None and (entry.identity.key is not None or entry.identity.pds is not None)
-
-    def domain_of(self, did: str) -> str:
-        """Return the registered domain of the account's PDS, else that of its did:web; "" if neither is in memory."""
-        entry = self._memory.get(did)
-        if entry is not None and entry.identity.pds is not None:
-            return _domain_of(entry.identity.pds)
-        host = web_host(did)
-        return registered_domain(host) if host else ""
 
     def refresh_delay(self, did: str, *, refresh: bool = False) -> float:
         """Return the seconds to wait until `lookup` can fetch a newer identity; 0 if waiting has no use."""
