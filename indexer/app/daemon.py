@@ -37,7 +37,9 @@ from indexer.cluster.numbering import ChangeNumbering
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.core import Core
 from indexer.crash_points import crash_point
-from indexer.db import RESERVED_CONNECTIONS, Database, RetentionPolicy
+from indexer.db import Database
+from indexer.db.change_log_segments import RetentionPolicy
+from indexer.db.connections import RESERVED_CONNECTIONS
 from indexer.db.gaps import OpenGaps
 from indexer.db.process_reports import DatabaseCheck, ProcessReport
 from indexer.db.scope import CurrentScope

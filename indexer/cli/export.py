@@ -18,7 +18,8 @@ from indexer.cli.arguments import OUTPUT_FILE, parse_nsid
 from indexer.cli.command import ExitCode, command, report_error
 from indexer.cli.database import connect_database
 from indexer.cli.output import show_progress
-from indexer.db import Database, ExportedRecord
+from indexer.db import Database
+from indexer.db.collection_export import ExportedRecord
 from indexer.errors import SettingsError
 
 Format = Literal["jsonl", "parquet"]

@@ -25,14 +25,8 @@ from indexer.cli.arguments import parse_nsid
 from indexer.cli.command import ExitCode, command, config_option, json_lines_option, report_error
 from indexer.cli.database import connect_database
 from indexer.cli.output import duration_text, echo_result, result_console, row_table, to_json
-from indexer.db import (
-    AddedLexicon,
-    AddedState,
-    LexiconIndex,
-    StoredLexicon,
-    UnknownColumnError,
-    ViewInUseError,
-)
+from indexer.db.lexicon_indexes import LexiconIndex, UnknownColumnError
+from indexer.db.lexicons import AddedLexicon, AddedState, StoredLexicon, ViewInUseError
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.net.http.checked_connector import DnsResolver
 from indexer.net.identity.did_resolver import DidResolver

@@ -12,7 +12,7 @@ from indexer.cli.arguments import DEAD_LETTER_ID, WholeNumber, parse_did, parse_
 from indexer.cli.command import ExitCode, command, config_option, json_lines_option, json_option, report_error
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result, fact_table, result_console, to_json, to_readable_json
-from indexer.db import StoredDeadLetter
+from indexer.db.dead_letters import StoredDeadLetter
 from indexer.db.tap_feed import SetAside
 from indexer.errors import UpstreamError
 from indexer.live.dead_letter_replay import ReplayResult

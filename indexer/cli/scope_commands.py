@@ -13,7 +13,8 @@ from indexer.cli.arguments import given_dids, parse_did
 from indexer.cli.command import ExitCode, command, config_option, confirm, json_option
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result, result_console, row_table, to_json
-from indexer.db import CollectionProgress, Database
+from indexer.db import Database
+from indexer.db.scope import CollectionProgress
 from indexer.errors import InvalidScopeError
 from indexer.sync.scope import Scope, Track, filter_of
 

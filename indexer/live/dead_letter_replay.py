@@ -12,7 +12,8 @@ from functools import partial
 from time import time
 from typing import Literal
 
-from indexer.db import Database, DatabaseError, DeadLetterGoneError, StoredDeadLetter
+from indexer.db import Database, DatabaseError
+from indexer.db.dead_letters import DeadLetterGoneError, StoredDeadLetter
 from indexer.errors import RefusedWriteError, UnavailableError
 from indexer.live.key_lookups import cached_key, fetch_key
 from indexer.net.http.http_client import host_of

@@ -25,14 +25,9 @@ from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
 from indexer.atproto.record import Problem
 from indexer.concurrency.shared_calls import SharedCalls
-from indexer.db import (
-    Database,
-    DatabaseError,
-    NewRepoRecords,
-    NewReposTransaction,
-    RecordsExistError,
-    ResyncTransaction,
-)
+from indexer.db import Database, DatabaseError
+from indexer.db.resync_transaction import NewReposTransaction, ResyncTransaction
+from indexer.db.write import NewRepoRecords, RecordsExistError
 from indexer.errors import BrokenInvariantError, RefusedWriteError, UnavailableError
 from indexer.net.pds.pds_client import LARGE_BYTES
 from indexer.reasons import FetchFailure

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from indexer import __version__
-from indexer.db import LinkProgressState
+from indexer.db.links import LinkProgressState
 from indexer.redaction import without_secrets
 from indexer.sync.repo import SyncStatus
 from indexer.sync.stream import OpenGap

@@ -6,7 +6,9 @@ from math import inf
 from time import time
 from typing import TypeVar
 
-from indexer.db import Counts, Database, DatabaseState, LinkProgress
+from indexer.db import Database
+from indexer.db.links import LinkProgress
+from indexer.db.reports import Counts, DatabaseState
 from indexer.reasons import Rejection
 from indexer.serve.status_document import (
     MAX_ROWS,

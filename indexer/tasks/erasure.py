@@ -7,7 +7,8 @@ from time import time
 import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.db import Database, DatabaseError, ErasedBatch
+from indexer.db import Database, DatabaseError
+from indexer.db.erasure import ErasedBatch
 from indexer.db.periodic import DatabaseAttempt, run_periodically
 from indexer.errors import UnavailableError
 from indexer.net.identity.identity_cache import IdentityCache

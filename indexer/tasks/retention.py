@@ -11,7 +11,8 @@ from typing import NoReturn
 import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.db import ChangeLogState, ConsumerState, Database, RetentionPolicy, TrimPlan
+from indexer.db import Database
+from indexer.db.change_log_segments import ChangeLogState, ConsumerState, RetentionPolicy, TrimPlan
 from indexer.db.periodic import DatabaseAttempt
 from indexer.telemetry.metrics import MAX_LISTED, Metrics
 

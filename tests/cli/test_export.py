@@ -15,7 +15,8 @@ from pyarrow.lib import ArrowInvalid
 from indexer.atproto.cid import cid_text
 from indexer.cli import export as export_module
 from indexer.cli.export import Format, export, parquet
-from indexer.db import Database, DatabaseError, ExportedRecord, collection_export
+from indexer.db import Database, DatabaseError, collection_export
+from indexer.db.collection_export import ExportedRecord
 from indexer.reasons import FetchFailure
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
 from indexer.sync.scope import Scope

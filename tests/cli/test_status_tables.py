@@ -8,8 +8,10 @@ from rich.console import Console, RenderableType
 
 from indexer.cli.output import duration_text, fact_table
 from indexer.cli.status_commands import status_tables
-from indexer.db import ConsumerState, DatabaseState, LinkProgress
+from indexer.db.change_log_segments import ConsumerState
+from indexer.db.links import LinkProgress
 from indexer.db.process_reports import ProcessReport
+from indexer.db.reports import DatabaseState
 from indexer.reasons import FetchFailure, GapReason
 from indexer.sync.identity import HostState
 from indexer.sync.stream import Cursor, Gap, OpenGap

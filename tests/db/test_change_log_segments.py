@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.db import Database, RetentionPolicy
+from indexer.db import Database
 from indexer.db.change_log_segments import (
     SEGMENTS,
     ChangeLogState,
     ConsumerState,
+    RetentionPolicy,
     Segment,
     TrimPlan,
     load_state,

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.db import Database, DatabaseError, RecordRow, consistent_read
-from indexer.db.consistent_read import path_order_ranges
+from indexer.db import Database, DatabaseError, consistent_read
+from indexer.db.consistent_read import RecordRow, path_order_ranges
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
 from tests.db.repo_rows import delete, did, head, insert, put, synchronized
 

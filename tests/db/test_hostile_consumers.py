@@ -6,8 +6,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import asyncpg
 import pytest
 
-from indexer.db import Database, RetentionPolicy
-from indexer.db.change_log_segments import TrimPlan, trim
+from indexer.db import Database
+from indexer.db.change_log_segments import RetentionPolicy, TrimPlan, trim
 from tests.db.change_log_helpers import NEXT, change, connected, fill_segments, log, rkeys
 
 pytestmark = pytest.mark.slow

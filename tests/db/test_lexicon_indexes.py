@@ -8,7 +8,8 @@ from typing import Any
 import asyncpg
 import pytest
 
-from indexer.db import Database, DatabaseError, UnknownColumnError
+from indexer.db import Database, DatabaseError
+from indexer.db.lexicon_indexes import UnknownColumnError
 from tests.db.change_log_helpers import connected
 from tests.db.lexicon_views import LIKES, VIEW
 from tests.db.repo_rows import did, insert, put, synchronized

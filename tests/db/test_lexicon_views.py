@@ -8,7 +8,8 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from indexer.db import AddedState, Database, DatabaseError, ViewInUseError
+from indexer.db import Database, DatabaseError
+from indexer.db.lexicons import AddedState, ViewInUseError
 from indexer.db.migrate import migrate
 from indexer.errors import SettingsError
 from tests.db.change_log_helpers import connected

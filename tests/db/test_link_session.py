@@ -3,9 +3,9 @@
 import asyncpg
 import pytest
 
-from indexer.db import Database, LinkProgress
+from indexer.db import Database
 from indexer.db import links as db_links
-from indexer.db.links import LINK_CONSUMER, PositionLostError
+from indexer.db.links import LINK_CONSUMER, LinkProgress, PositionLostError
 from indexer.readers.links import LinkReader
 from indexer.sync.changes import Batch, RepoWrite
 from tests.background import running

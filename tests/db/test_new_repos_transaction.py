@@ -8,7 +8,8 @@ import asyncpg
 import pytest
 
 from indexer.atproto.record import Problem
-from indexer.db import Database, NewRepoRecords, RecordsExistError
+from indexer.db import Database
+from indexer.db.write import NewRepoRecords, RecordsExistError
 from indexer.errors import RefusedWriteError
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
 from indexer.sync.export import RecordChunk

@@ -7,8 +7,8 @@ from typing import Any
 import asyncpg
 import pytest
 
-from indexer.db import AddedState, Database
-from indexer.db.lexicons import KEY_COLUMNS
+from indexer.db import Database
+from indexer.db.lexicons import KEY_COLUMNS, AddedState
 from tests.db.repo_rows import insert, put, synchronized
 from tests.lexicons.published import published_documents
 from tests.lexicons.samples import AUTHOR, CID, sourced

@@ -11,7 +11,8 @@ import asyncpg
 import pytest
 
 from indexer import crash_points
-from indexer.db import Database, DatabaseError, RetentionPolicy
+from indexer.db import Database, DatabaseError
+from indexer.db.change_log_segments import RetentionPolicy
 from indexer.db.shard_lock import ShardLock, open_lock
 from indexer.sync.changes import Batch, RepoWrite
 from indexer.sync.shard import PLAIN, Shard

@@ -6,8 +6,8 @@ from time import time
 import asyncpg
 import pytest
 
-from indexer.db import Database, RetentionPolicy
-from indexer.db.change_log_segments import load_state
+from indexer.db import Database
+from indexer.db.change_log_segments import RetentionPolicy, load_state
 from indexer.reasons import FetchFailure
 from indexer.sync.changes import Batch
 from indexer.sync.identity import HostState, StoredIdentity

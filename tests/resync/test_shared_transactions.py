@@ -12,7 +12,8 @@ import asyncpg
 import pytest
 
 from indexer.atproto.record import Problem
-from indexer.db import Database, NewReposTransaction
+from indexer.db import Database
+from indexer.db.resync_transaction import NewReposTransaction
 from indexer.demo.local_repo import Write
 from indexer.net.identity.identity_cache import CachedIdentity
 from indexer.resync.apply import MAX_SIDE_BY_SIDE, Applies, NewRepo

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
-from indexer.db import Counts, DatabaseState
+from indexer.db.reports import Counts, DatabaseState
 from indexer.serve.status_document import StatusDocument
 from indexer.serve.status_reader import StatusReader
 from indexer.sync.repo import SyncStatus

@@ -5,8 +5,10 @@ from typing import Any
 import orjson
 import pytest
 
-from indexer.db import ConsumerState, Counts, DatabaseState, LinkProgress, RejectionSummary
+from indexer.db.change_log_segments import ConsumerState
+from indexer.db.links import LinkProgress
 from indexer.db.process_reports import ProcessReport
+from indexer.db.reports import Counts, DatabaseState, RejectionSummary
 from indexer.reasons import FetchFailure, GapReason
 from indexer.serve.status_document import MAX_ROWS, MAX_TEXT_LENGTH, Backfill
 from indexer.serve.status_reader import RATE_SECONDS

@@ -10,8 +10,9 @@ import pytest
 from sqlalchemy import make_url
 from structlog.testing import capture_logs
 
-from indexer.db import Database, RetentionPolicy
+from indexer.db import Database
 from indexer.db.blocking_sessions import BlockingSessions
+from indexer.db.change_log_segments import RetentionPolicy
 from indexer.tasks.retention import ChangeLogRetention
 from indexer.telemetry.metrics import Metrics
 from tests.db.change_log_helpers import change, connected, log
