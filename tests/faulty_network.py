@@ -9,14 +9,24 @@ from typing import Any, cast
 
 from aiohttp import WSCloseCode, hdrs, web
 
+from indexer.atproto import cid
+from indexer.atproto.car import split_car
 from indexer.atproto.crypto import Curve
+from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.demo import dag_cbor
-from indexer.demo.http_server import Handler, HttpServer
+from indexer.demo.http_server import Handler, HttpServer, XrpcError, json_response
 from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_network import LocalNetwork
-from indexer.demo.local_pds import HostedRepo, LocalPds
+from indexer.demo.local_pds import (
+    GET_LATEST_COMMIT,
+    GET_REPO_STATUS,
+    HostedRepo,
+    LocalPds,
+    page_response,
+    repo_entry,
+)
 from indexer.demo.local_plc import LocalPlc
-from indexer.demo.local_relay import LocalRelay, SentMessage, message_frame
+from indexer.demo.local_relay import MAX_BY_COLLECTION, LocalRelay, SentMessage, message_frame
 
 CHUNK_BYTES = 1 << 16
 SLOW_WRITES_PER_SECOND = 20
@@ -154,6 +164,30 @@ class StreamError(Exception):
         self.error = error
 
 
+STATUS_ERRORS = {
+    "deactivated": "RepoDeactivated",
+    "takendown": "RepoTakendown",
+    "suspended": "RepoTakendown",
+    "deleted": "RepoDeleted",
+}
+
+
+@dataclass
+class ListedAccount:
+    """The state of an account as its events show it to the relay: `head` is the CID of the latest commit."""
+
+    head: bytes | None = None
+    rev: str | None = None
+    status: str | None = None
+    collections: set[str] = field(default_factory=set)
+
+    def entry(self, did: str) -> dict[str, Any] | None:
+        """Return the entry of `listRepos`; None for an inactive account, which the relay does not list."""
+        if self.head is None or self.rev is None or self.status is not None:
+            return None
+        return repo_entry(did, self.head, self.rev, None)
+
+
 class FaultyPlc(FaultyServer, LocalPlc):
     """A directory."""
 
@@ -173,11 +207,13 @@ class FaultyRelay(FaultyServer, LocalRelay):
             (`OutdatedCursor`). False if the stream silently continues live, or begins at the oldest event.
         max_lag: How many messages a live subscriber may be behind.
         dropped: The number of events by DID that `drop` suppressed.
+        listed: The accounts as their events show them, by DID.
         lagging: DIDs that the lists of repos by collection do not contain yet.
     """
 
     def __init__(self, plc: LocalPlc, first_seq: int = 0) -> None:
-        super().__init__(plc, first_seq)
+        super().__init__(plc)
+        self.seq = first_seq
         self.window: int | None = None
         self.inclusive = True
         self.announces = True
@@ -189,18 +225,27 @@ class FaultyRelay(FaultyServer, LocalRelay):
         self._to_drop: Counter[str] = Counter()
         self._texts: set[bytes] = set()
         self._streams: set[asyncio.Transport] = set()
+        self.listed: dict[str, ListedAccount] = {}
+        self.route(GET_LATEST_COMMIT, self._get_latest_commit)
+        self.route(GET_REPO_STATUS, self._get_repo_status)
 
     @property
     def subscribers(self) -> int:
         """The number of connected subscribers."""
         return len(self._streams)
 
-    def publish(self, did: str, kind: str, payload: dict[str, Any]) -> None:
+    def receive(self, pds: LocalPds, did: str, kind: str, payload: dict[str, Any]) -> None:
+        """Ignore an event if the PDS does not host the account."""
+        identity = self.plc.identities.get(did)
+        if identity is None or identity.pds != pds.url:
+            return
         if self._to_drop[did]:
+            self.seq += 1
             self._to_drop[did] -= 1
             self.dropped[did] += 1
         else:
-            super().publish(did, kind, payload)
+            self._update_listing(did, kind, payload)
+            super().receive(pds, did, kind, payload)
 
     def drop(self, did: str, events: int = 1) -> None:
         """Suppress the next `events` of `did`. Their sequence numbers stay unused."""
@@ -246,8 +291,18 @@ class FaultyRelay(FaultyServer, LocalRelay):
             transport.abort()
         return len(self._streams)
 
-    def dids_of(self, collection: str) -> list[str]:
-        return [did for did in super().dids_of(collection) if did not in self.lagging]
+    def list_repos(self, request: web.Request) -> web.Response:
+        entries = [listed.entry(did) for did, listed in self.listed.items()]
+        return page_response(request, entries, cursor_on_last_page=False)
+
+    def list_repos_by_collection(self, request: web.Request) -> web.Response:
+        collection = request.query.get("collection", "")
+        entries = [
+            {"did": did}
+            for did, listed in self.listed.items()
+            if collection in listed.collections and did not in self.lagging
+        ]
+        return page_response(request, entries, cursor_on_last_page=False, max_limit=MAX_BY_COLLECTION)
 
     async def stop(self) -> None:
         """Break all connections and stop serving. The log remains for the next start."""
@@ -270,6 +325,38 @@ class FaultyRelay(FaultyServer, LocalRelay):
             await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=error.error.encode())
         finally:
             self._streams.discard(transport)
+
+    def _update_listing(self, did: str, kind: str, payload: dict[str, Any]) -> None:
+        listed = self.listed.setdefault(did, ListedAccount())
+        match kind:
+            case "#commit":
+                listed.head, listed.rev = payload["commit"], payload["rev"]
+                listed.collections |= {op["path"].partition("/")[0] for op in payload["ops"]}
+            case "#sync":
+                (listed.head, *_), _ = split_car(payload["blocks"], DEFAULT_LIMITS, max_bytes=len(payload["blocks"]))
+                listed.rev = payload["rev"]
+            case "#account":
+                listed.status = None if payload["active"] else payload["status"]
+
+    def _get_latest_commit(self, request: web.Request) -> web.Response:
+        did, listed = self._known(request)
+        if listed.status is not None:
+            error = STATUS_ERRORS.get(listed.status, "RepoInactive")
+            raise XrpcError(error, f"account is {listed.status}: {did}", 403)
+        if listed.head is None or listed.rev is None:
+            raise XrpcError("RepoNotSynchronized", f"no commit seen: {did}", 404)
+        return json_response({"cid": cid.cid_text(listed.head), "rev": listed.rev})
+
+    def _get_repo_status(self, request: web.Request) -> web.Response:
+        did, listed = self._known(request)
+        state: dict[str, Any] = {"did": did, "active": listed.status is None}
+        return json_response(state | ({"status": listed.status} if listed.status else {"rev": listed.rev}))
+
+    def _known(self, request: web.Request) -> tuple[str, ListedAccount]:
+        did = request.query.get("did", "")
+        if did not in self.listed:
+            raise XrpcError("RepoNotFound", f"account not found: {did}", 404)
+        return did, self.listed[did]
 
     def _start_position(self, cursor: str | None) -> tuple[int, bool]:
         """Return the position in the log to begin at, and True if the stream begins with `OutdatedCursor`."""
@@ -347,7 +434,7 @@ class FaultyNetwork(LocalNetwork):
         for number in range(1, relays):
             relay = FaultyRelay(self.plc, number * RELAY_SEQ_DISTANCE)
             for host in self.pdses:
-                host.listeners.append(relay.receive)
+                relay.follow(host)
             self.relays.append(relay)
             self.servers.append(relay)
 

@@ -42,7 +42,7 @@ class LocalNetwork:
         self._accounts: dict[str, LocalAccount] = {}
         self.accounts: Mapping[str, LocalAccount] = self._accounts
         for pds_server in self.pdses:
-            pds_server.listeners.append(self.relay.receive)
+            self.relay.follow(pds_server)
         self.servers: list[HttpServer] = [self.relay, self.plc, *self.pdses]
         for number, server in enumerate(self.servers):
             server.host = host
