@@ -225,39 +225,31 @@ async def _wait_until_alone(connection: Connection) -> None:
 
 
 async def _join_shards(connection: Connection) -> None:
-    """Store for all buckets what was stored for shards: a shard has other buckets on a distributed database."""
-    every = str(Shard())
-    await _merge_cursors(connection, every)
-    await connection.execute(_WIDEN_GAPS, every)
-    await connection.execute(_WIDEN_CRAWLS, every)
-    await connection.execute(_DELETE_CRAWLS, every)
+    """Store for all buckets what was stored for shards: a shard has other buckets on a distributed database.
 
-
-async def _require_every_bucket(connection: Connection) -> None:
-    """Check that this database has all accounts, unless it is empty.
+    Of the cursors of a relay, the lowest one that is valid stays.
 
     Raises:
         UnsuitableClusterError: It is one of several databases by bucket, or a shard has never run.
     """
-    shards = {cursor.shard for cursor in await load_cursors(connection)}
-    covered = {position for shard in shards for position in shard.positions}
-    if shards and len(covered) < BUCKETS:
+    cursors, every = await load_cursors(connection), str(Shard())
+    covered = {position for cursor in cursors for position in cursor.shard.positions}
+    if cursors and len(covered) < BUCKETS:
+        shards = ", ".join(sorted({str(cursor.shard) for cursor in cursors}))
         raise UnsuitableClusterError(
-            f"its cursors are about {len(covered)} of {BUCKETS} buckets, those of the shards "
-            f"{', '.join(sorted(map(str, shards)))}: it is one of several databases by bucket, and has a part of the "
-            "accounts; distribute a new database, or run a daemon for each of the other shards first"
+            f"its cursors are about {len(covered)} of {BUCKETS} buckets, those of the shards {shards}: it is one of "
+            "several databases by bucket, and has a part of the accounts; distribute a new database, or run a daemon "
+            "for each of the other shards first"
         )
-
-
-async def _merge_cursors(connection: Connection, every: str) -> None:
-    """Replace the cursors of each relay by one for all buckets: the lowest one that is valid."""
-    cursors = await load_cursors(connection)
     for relay in sorted({cursor.relay for cursor in cursors}):
         lowest, complete = merged([cursor for cursor in cursors if cursor.relay == relay])
         await connection.execute(_DELETE_CURSORS, relay, str(lowest.shard))
         await connection.execute(_RENAME_CURSOR, relay, str(lowest.shard), every)
         if not complete:
             await open_gap(connection, Gap(relay, every, GapReason.SEQUENCE_RESTARTED))
+    await connection.execute(_WIDEN_GAPS, every)
+    await connection.execute(_WIDEN_CRAWLS, every)
+    await connection.execute(_DELETE_CRAWLS, every)
 
 
 class _Command:
@@ -311,7 +303,6 @@ class _Command:
         waiting = await waiting_tables(self._connection)
         if by_hand := [table for table in DISTRIBUTED if table not in waiting]:
             raise UnsuitableClusterError(f"the tables {', '.join(by_hand)} were distributed by hand; undistribute them")
-        await _require_every_bucket(self._connection)
         async with self._connection.transaction():
             [row] = await self._connection.fetch(_ADD_ROW, shards)
             await _join_shards(self._connection)

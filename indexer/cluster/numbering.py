@@ -1,23 +1,15 @@
 """Number the changes of a distributed database, after their transactions are complete on all nodes.
 
-On a cluster, COMMIT prepares the transaction on each node that it wrote, commits it on the coordinator, and then
-commits it on the nodes. If a node is gone by then, it shows the effects only when it is back. So COMMIT puts change
-batches into a queue, the table `unnumbered_batch`, and a process numbers them:
+COMMIT puts change batches into a queue, the table `unnumbered_batch`, and a process numbers them
+(docs/decisions/0014-change-log-on-a-cluster.md):
 
     1. read the queue
     2. ask every node for the transactions that are prepared there
     3. number the batches whose transaction is not prepared on any node, in the order of the queue; one that has
        changes of the same bucket as an earlier batch that waits does so, too
 
-A transaction of the queue has committed on the coordinator, so it was prepared everywhere before step 1. If step 2 does
-not find it on a node, that node shows its effects. Citus stores a row in `pg_dist_transaction` for each transaction
-that it prepares on a node. This row says which transaction a prepared one belongs to, and which nodes a transaction
-has written if not all nodes answer.
-
-The order of the queue is that of the changes of each repo, because a transaction draws its place while it has the locks
-of the rows that it wrote. But a transaction of two nodes releases those of one node first. Another transaction may then
-write the same repo, and be complete earlier. Therefore the second part of step 3.
-See docs/decisions/0014-change-log-on-a-cluster.md.
+Citus stores a row in `pg_dist_transaction` for each transaction that it prepares on a node. This row says which
+transaction a prepared one belongs to, and which nodes a transaction has written if not all nodes answer.
 """
 
 import asyncio

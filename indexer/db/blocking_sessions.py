@@ -27,42 +27,35 @@ end after a minute (`SERVER_SETTINGS`)."""
 # Consumers are neither superusers nor the role of the daemon: a backup may take hours. Nor may they create roles: from
 # Postgres 16 on, an administrator who is no superuser is a member of each role that they have created, without its
 # privileges. The age is hidden (null) from a role without the privileges of pg_read_all_stats.
-_COLUMNS = """
+_SESSIONS = """
     select a.pid, a.usename::text as role, date_part('epoch', clock_timestamp() - a.xact_start) as seconds,
-        coalesce(not r.rolsuper and not r.rolcreaterole and r.rolname <> current_user, false) and exists (
-            select from pg_roles g
-            where g.rolname in ('atproto_reader', 'atproto_operator') and pg_has_role(r.oid, g.oid, 'member')
-        ) as is_consumer
+        coalesce(not r.rolsuper and not r.rolcreaterole and r.rolname <> current_user, false)
+            and coalesce(a.datname = current_database(), false) and exists (
+                select from pg_roles g
+                where g.rolname in ('atproto_reader', 'atproto_operator') and pg_has_role(r.oid, g.oid, 'member')
+            ) as is_consumer
     from pg_stat_activity a left join pg_roles r on r.oid = a.usesysid
+    where a.pid <> pg_backend_pid() and {condition}
+    order by a.xact_start
 """
-_SESSIONS = f"""
-    {_COLUMNS}
-    where a.pid <> pg_backend_pid() and a.pid in (
+_WITH_LOCKS = _SESSIONS.format(
+    condition="""
+    a.pid in (
         select l.pid from pg_locks l
         where l.granted and l.locktype = 'relation' and l.relation = any($1::oid[])
             and l.database = (select oid from pg_database where datname = current_database())
     )
-    order by a.xact_start
 """
-_OLDEST = f"""
-    select distinct on (is_consumer) pid, role, seconds, is_consumer
-    from (
-        select s.pid, s.role, s.seconds, s.is_consumer and a.datname = current_database() as is_consumer, a.xact_start
-        from ({_COLUMNS}) s join pg_stat_activity a on a.pid = s.pid
-        where a.pid <> pg_backend_pid() and a.backend_type = 'client backend' and a.xact_start is not null
-    ) session
-    order by is_consumer, xact_start
-"""
+)
+_WITH_TRANSACTIONS = _SESSIONS.format(condition="a.backend_type = 'client backend' and a.xact_start is not null")
 _DEAD_CURSORS = "select pg_stat_get_dead_tuples('indexer.cursor'::regclass)"
 # The sessions of other databases keep no rows of this one, and a replication slot without a database keeps all.
-_OLD_SNAPSHOTS = f"""
-    select s.pid, s.role, s.seconds, s.is_consumer
-    from ({_COLUMNS}) s join pg_stat_activity a on a.pid = s.pid
-    where a.pid <> pg_backend_pid()
-        and (a.backend_type = 'client backend' and a.datname = current_database() or a.backend_type = 'walsender')
-        and greatest(age(a.backend_xid), age(a.backend_xmin)) >= $1
-    order by a.xact_start
+_OLD_SNAPSHOTS = _SESSIONS.format(
+    condition="""
+    (a.backend_type = 'client backend' and a.datname = current_database() or a.backend_type = 'walsender')
+    and greatest(age(a.backend_xid), age(a.backend_xmin)) >= $1
 """
+)
 _OTHER_OLD_SNAPSHOTS = """
     select 'prepared transaction ' || gid from pg_prepared_xacts
     where database = current_database() and age(transaction) >= $1
@@ -141,8 +134,9 @@ class BlockingSessions(Area):
         visible to others.
         """
         async with self._pool.connection() as connection:
-            sessions = [BlockingSession(*row) for row in await connection.fetch(_OLDEST)]
-            return await _end(connection, sessions, min_seconds)
+            sessions = [BlockingSession(*row) for row in await connection.fetch(_WITH_TRANSACTIONS)]
+            oldest = {session.is_consumer: session for session in reversed(sessions)}
+            return await _end(connection, list(oldest.values()), min_seconds)
 
     async def end_old_snapshots(self, max_dead_cursors: int, min_seconds: float) -> OldSnapshots:
         """Return the old snapshots if so many dead cursors are left; end sessions of consumers that are this old."""
@@ -170,7 +164,7 @@ async def end_users_of_schema(connection: Connection, min_seconds: float, max_se
 async def _load(connection: Connection, relations: str, *arguments: object) -> list[BlockingSession]:
     """Return the sessions that have a lock on one of the relations that a query returns, the oldest first."""
     oids = [oid for (oid,) in await connection.fetch(relations, *arguments)]
-    return [BlockingSession(*row) for row in await connection.fetch(_SESSIONS, oids)]
+    return [BlockingSession(*row) for row in await connection.fetch(_WITH_LOCKS, oids)]
 
 
 async def _end(

@@ -31,16 +31,9 @@ the previous release uses stores its own version as the setting `oldest_compatib
 (docs/decisions/0011-expand-then-contract.md).
 """
 SETTINGS = (
-    "server_version",
-    "fsync",
-    "full_page_writes",
-    "autovacuum",
-    "synchronous_commit",
-    "jit",
-    "huge_pages_status",
-    "max_connections",
-    "superuser_reserved_connections",
-)
+    "server_version", "fsync", "full_page_writes", "autovacuum", "synchronous_commit", "jit", "huge_pages_status",
+    "max_connections", "superuser_reserved_connections",
+)  # fmt: skip
 SIZES = ("shared_buffers", "max_wal_size")
 
 _PACKAGE = Path(__file__).parents[1]
