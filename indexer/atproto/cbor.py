@@ -18,7 +18,7 @@ libipld recurses on the native stack, up to the recursion limit of Python. The d
 import re
 from binascii import b2a_base64
 from collections.abc import Callable
-from math import isfinite
+from math import isfinite, nan
 from struct import unpack
 from typing import Any
 
@@ -27,13 +27,18 @@ import orjson
 
 from indexer.atproto.cid import MIN_LINK_BYTES, cid_text, is_cid, is_link
 
+MAX_LEVELS = 250
+"""Levels of containers that `decode_canonical` and `decode_strict` accept. orjson fails at 254."""
+MIN_INTEGER = -(1 << 63)
+"""The smallest integer that is not unusual. DAG-CBOR has integers from -2^64 to 2^64 - 1."""
+_TOO_DEEP = f"more than {MAX_LEVELS} levels"
 MAX_SHOWN_BYTES = 32
 MAX_SHOWN_CHARACTERS = 300
 MAX_SHOWN_LEVELS = 8
 _MAX_MESSAGE_CHARACTERS = 200
 
 # Major types and additional information of RFC 8949.
-_UNSIGNED, _NEGATIVE, _BYTES, _TEXT, _ARRAY, _MAP, _TAG, _SIMPLE_OR_FLOAT = range(8)
+_BYTES, _TEXT, _ARRAY, _MAP, _TAG, _SIMPLE_OR_FLOAT = range(2, 8)
 _ONE_BYTE_ARGUMENT = 24
 _EIGHT_BYTE_ARGUMENT = 27
 _SMALLEST = {1: 24, 2: 1 << 8, 4: 1 << 16, 8: 1 << 32}  # the smallest argument that needs so many bytes
@@ -87,14 +92,16 @@ def decode_canonical(data: bytes) -> Any:
     """Return the value of one canonical object. Links are returned as `Link`.
 
     Raises:
-        CborError: The bytes are not exactly one object, or not canonical.
+        CborError: The bytes are not exactly one object, or not canonical, or nested deeper than `MAX_LEVELS`.
     """
+    if len(data) > MAX_LEVELS and count_items(data, len(data), MAX_LEVELS)[1]:
+        raise CborError(_TOO_DEEP)
     try:
         value = libipld.decode_dag_cbor(data)
         if libipld.encode_dag_cbor(value) == data:
             return _with_links(value)
     except (ValueError, RecursionError):
-        pass  # not canonical, or nested deeply: the strict decoder decides, and its error names the byte
+        pass  # not canonical, or a CID that libipld does not know: the strict decoder decides
     try:
         return decode_strict(data, Link)
     except ValueError as error:
@@ -110,9 +117,10 @@ def decode_json(data: bytes) -> tuple[Any, bytes] | None:
     """
     try:
         value = libipld.decode_dag_cbor(data)
-        if libipld.encode_dag_cbor(value) != data or _reserved_key(data) or (_FLOAT_HEAD in data and _has_float(value)):
+        if libipld.encode_dag_cbor(value) != data or _reserved_key(data):
             return None
-        return value, orjson.dumps(value, default=_json_form)
+        encoded = orjson.dumps(value, default=_json_form)  # fails if the value has more levels or larger integers
+        return None if _FLOAT_HEAD in data and has_unusual_number(value) else (value, encoded)
     except (ValueError, orjson.JSONEncodeError, RecursionError):
         return None
 
@@ -164,122 +172,102 @@ def encode(value: Any) -> bytes:
 
 
 def decode_strict(data: bytes, make_link: Callable[[bytes], Any]) -> Any:
-    """Return the value of one canonical object. Slow: in Python and without recursion, and errors name the byte.
+    """Return the value of one canonical object. Slow: in Python, and errors name the byte.
 
     Args:
         data: The object.
         make_link: Returns the value of a link for the bytes of its CID, which may have any CIDv1 form.
 
     Raises:
-        ValueError: The bytes are not exactly one object, or not canonical.
+        ValueError: The bytes are not exactly one object, or not canonical, or nested deeper than `MAX_LEVELS`.
     """
     reader = _Reader(data, make_link)
-    root, left = reader.item()
-    container, last_key = root, b""  # `left` items or entries of the container are not read yet
-    outer: list[tuple[Any, int, bytes]] = []
-    while left or outer:
-        if not left:
-            container, left, last_key = outer.pop()
-            continue
-        left -= 1
-        if type(container) is dict:
-            last_key = reader.key(last_key if container else None)
-            item, size = reader.item()
-            container[last_key.decode()] = item
-        else:
-            item, size = reader.item()
-            container.append(item)
-        if size:
-            outer.append((container, left, last_key))
-            container, left = item, size
-    reader.end()
-    return root
+    value = reader.item(MAX_LEVELS)
+    if reader.position < len(data):
+        raise ValueError(f"the object ends at byte {reader.position} of {len(data)}")
+    return value
 
 
 class _Reader:
-    """Reads one item after the other. Lists and maps are returned empty, with their size."""
+    """Reads one item after the other, from `position` on."""
 
     def __init__(self, data: bytes, make_link: Callable[[bytes], Any]) -> None:
         self._data = data
-        self._position = 0
         self._make_link = make_link
+        self.position = 0
 
-    def item(self) -> tuple[Any, int]:
-        """Return the next item, and the number of items or entries that follow if it is a list or a map, else 0."""
+    def item(self, levels: int) -> Any:
+        """Return the next item, which may have this many levels of containers."""
         major, argument = self._head()
-        if major == _TEXT:
-            return self._take(argument).decode(), 0
-        if major == _BYTES:
-            return self._take(argument), 0
-        if major == _MAP:
-            return {}, argument
-        if major == _ARRAY:
-            return [], argument
-        if major == _TAG:
-            return self._link(argument), 0
-        if major == _SIMPLE_OR_FLOAT:
-            return self._simple_or_float(argument), 0
-        return (argument if major == _UNSIGNED else -1 - argument), 0
+        if major in (_MAP, _ARRAY) and not levels:
+            raise ValueError(_TOO_DEEP)
+        match major:
+            case 0:
+                return argument
+            case 1:
+                return -1 - argument
+            case 2:
+                return self._take(argument)
+            case 3:
+                return self._take(argument).decode()
+            case 4:
+                return [self.item(levels - 1) for _ in range(argument)]
+            case 5:
+                return self._map(argument, levels - 1)
+            case 6:
+                return self._link(argument)
+            case _:
+                return self._simple_or_float(argument)
 
-    def key(self, last: bytes | None) -> bytes:
-        """Return the next key of a map, as UTF-8. `last` is the key before it, if there is one."""
-        major, size = self._head()
-        if major != _TEXT:
-            raise ValueError(f"the key before byte {self._position} is not a text")
-        key = self._take(size)
-        if last is not None and (len(key), key) <= (len(last), last):
-            raise ValueError(f"the key before byte {self._position} is not in canonical order")
-        return key
-
-    def end(self) -> None:
-        """Raise an error if there are more bytes."""
-        if self._position < len(self._data):
-            raise ValueError(f"the object ends at byte {self._position} of {len(self._data)}")
+    def _map(self, size: int, levels: int) -> dict[str, Any]:
+        value: dict[str, Any] = {}
+        last = (-1, b"")
+        for _ in range(size):
+            major, length = self._head()
+            if major != _TEXT:
+                raise ValueError(f"the key before byte {self.position} is not a text")
+            key = self._take(length)
+            if (length, key) <= last:
+                raise ValueError(f"the key before byte {self.position} is not in canonical order")
+            last = length, key
+            value[key.decode()] = self.item(levels)
+        return value
 
     def _head(self) -> tuple[int, int]:
         """Return a major type and its argument. For a simple value or a float, the first byte replaces the argument."""
-        if self._position >= len(self._data):
-            raise self._truncated()
-        first = self._data[self._position]
-        self._position += 1
+        first = self._take(1)[0]
         major, argument = first >> 5, first & 31
         if major == _SIMPLE_OR_FLOAT:
             return major, first
         if argument < _ONE_BYTE_ARGUMENT:
             return major, argument
         if argument > _EIGHT_BYTE_ARGUMENT:
-            raise ValueError(f"no definite number before byte {self._position}")
+            raise ValueError(f"no definite number before byte {self.position}")
         size = 1 << (argument - _ONE_BYTE_ARGUMENT)
         argument = int.from_bytes(self._take(size))
         if argument < _SMALLEST[size]:
-            raise ValueError(f"the number before byte {self._position} is not in its shortest form")
+            raise ValueError(f"the number before byte {self.position} is not in its shortest form")
         return major, argument
 
     def _take(self, size: int) -> bytes:
-        start = self._position
-        self._position = end = start + size
-        if end > len(self._data):
-            raise self._truncated()
-        return self._data[start:end]
-
-    def _truncated(self) -> ValueError:
-        return ValueError(f"the data ends after byte {len(self._data)}, inside an object")
+        start, self.position = self.position, self.position + size
+        if self.position > len(self._data):
+            raise ValueError(f"the data ends after byte {len(self._data)}, inside an object")
+        return self._data[start : self.position]
 
     def _simple_or_float(self, first: int) -> bool | float | None:
         if first in _SIMPLE:
             return _SIMPLE[first]
-        if first != _FLOAT_HEAD:
-            raise ValueError(f"an unsupported simple value or form of float before byte {self._position}")
-        number: float = unpack(">d", self._take(8))[0]
+        number: float = unpack(">d", self._take(8))[0] if first == _FLOAT_HEAD else nan
         if not isfinite(number):
-            raise ValueError(f"the float before byte {self._position} is not a number")
+            raise ValueError(f"an unsupported simple value or float before byte {self.position}")
         return number
 
     def _link(self, tag: int) -> Any:
         major, size = self._head()
         content = self._take(size)
         if tag != _LINK_TAG or major != _BYTES or content[:1] != b"\0" or not is_link(content[1:]):
-            raise ValueError(f"the tag before byte {self._position} is not 42, or does not contain a CIDv1")
+            raise ValueError(f"the tag before byte {self.position} is not 42, or does not contain a CIDv1")
         return self._make_link(content[1:])
 
 
@@ -347,19 +335,17 @@ def _was_link(value: bytes) -> bool:
     return True
 
 
-def _has_float(value: Any) -> bool:
-    """Return True if the value contains a float. Does not recurse."""
-    left = [value]
-    while left:
-        item = left.pop()
-        kind = type(item)
-        if kind is dict:
-            left.extend(item.values())
-        elif kind is list:
-            left.extend(item)
-        elif kind is float:
-            return True
-    return False
+def has_unusual_number(value: Any) -> bool:
+    """Return True if a number is a float or has more than 64 bits. The value has at most `MAX_LEVELS` levels."""
+    match value:
+        case dict():
+            return any(map(has_unusual_number, value.values()))
+        case list():
+            return any(map(has_unusual_number, value))
+        case int():
+            return value < MIN_INTEGER
+        case _:
+            return isinstance(value, float)
 
 
 def _message(error: BaseException) -> str:

@@ -58,7 +58,7 @@ def links_of(json: str | None) -> tuple[RecordLink, ...]:
 
 
 def _collect(path: str, value: Any, found: dict[tuple[str, str], LinkKind]) -> None:
-    """Add the links below a value. It has at most `record.MAX_DEPTH` levels.
+    """Add the links below a value. It has at most `cbor.MAX_LEVELS` levels.
 
     Nothing is below a path that is too long, and to build the paths of all elements of a list would take long.
     """

@@ -8,13 +8,19 @@ import json
 from base64 import b64encode
 from typing import Any, NamedTuple
 
-from indexer.atproto.cbor import CborError, Link, count_items, decode_canonical, decode_json
+from indexer.atproto.cbor import (
+    MAX_LEVELS,
+    CborError,
+    Link,
+    count_items,
+    decode_canonical,
+    decode_json,
+    has_unusual_number,
+)
 from indexer.atproto.cid import cid_text
 from indexer.atproto.limits import Limits
 from indexer.reasons import DescribedEnum
 
-MAX_DEPTH = 250
-"""Levels of nesting up to which a record is stored as JSON. orjson fails at 254."""
 MIN_ITEMS = 16_384
 """Items that the records of even a small commit or export may have."""
 BYTES_PER_ITEM = 4
@@ -23,8 +29,6 @@ UNCOUNTED_BYTES = 1_024
 """A record of at most this size is converted without counting its items."""
 UNUSUAL_COST = 4
 """Items that an item of an unusual record counts as: converting it takes longer by this factor."""
-MIN_INTEGER = -(1 << 63)
-"""The smallest integer that is not unusual. DAG-CBOR has integers from -2^64 to 2^64 - 1."""
 _RESERVED_KEYS = frozenset({"$link", "$bytes"})
 
 
@@ -101,11 +105,11 @@ class ItemBudget:
     def spend(self, block: bytes, max_items: int, cost: int, known: int | None = None) -> Problem | None:
         """Count the items of a record, each as `cost`; return why it is not to be converted, or None.
 
-        `known` is the number of its items, if the record was counted before and has at most `MAX_DEPTH` levels.
+        `known` is the number of its items, if the record was counted before and has at most `MAX_LEVELS` levels.
         """
         allowed = min(max_items, max(0, self._left // cost))
         if known is None:
-            items, too_deep = count_items(block, allowed, MAX_DEPTH)
+            items, too_deep = count_items(block, allowed, MAX_LEVELS)
         else:
             items, too_deep = min(known, allowed + 1), False
         self._left -= cost * items
@@ -177,7 +181,7 @@ def _decode_unusual(block: bytes, collection: str, limits: Limits, budget: ItemB
         return Value(replaced, problem or Problem.NUL, block)
     if problem is not None:
         return Value(text, problem, block)
-    if _has_unusual_number(value):
+    if has_unusual_number(value):
         return Value(text, Problem.NUMBER, block)
     return Value(text, _shape_problem(value, collection), None)
 
@@ -192,26 +196,13 @@ def _bytes_to_json(value: bytes) -> dict[str, str]:
 def _without_reserved_keys(value: Any) -> Any:
     """Return the value with null in place of the maps that would look like a link or a byte string in JSON.
 
-    The value has at most `MAX_DEPTH` levels.
+    The value has at most `MAX_LEVELS` levels.
     """
     if isinstance(value, dict):
         if not _RESERVED_KEYS.isdisjoint(value):
             return None
         return {key: _without_reserved_keys(member) for key, member in value.items()}
     return [_without_reserved_keys(item) for item in value] if isinstance(value, list) else value
-
-
-def _has_unusual_number(value: Any) -> bool:
-    """Return True if a number is a float or has more than 64 bits. The value has at most `MAX_DEPTH` levels."""
-    match value:
-        case dict():
-            return any(map(_has_unusual_number, value.values()))
-        case list():
-            return any(map(_has_unusual_number, value))
-        case int():
-            return value < MIN_INTEGER
-        case _:
-            return isinstance(value, float)
 
 
 def _without_nul(text: str) -> str:

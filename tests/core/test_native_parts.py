@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from indexer.atproto import cbor
 from indexer.atproto.car import split_car
-from indexer.atproto.cbor import count_items
+from indexer.atproto.cbor import MAX_LEVELS, count_items
 from indexer.atproto.cid import DAG_CBOR, cid_of, is_cid
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst import NetOp, invert
-from indexer.atproto.record import MAX_DEPTH, Problem, Value, decode_record
+from indexer.atproto.record import Problem, Value, decode_record
 from indexer.demo import dag_cbor
 from tests.atproto.generated_cbor import DATA
 from tests.atproto.mst import oracle
@@ -41,7 +41,7 @@ def converted(block: bytes, collection: str = NSID) -> bool:
         return False
     text, items, shape = found
     assert decode_record(block, collection, limits) == Value(text, PROBLEMS[shape], None)
-    assert count_items(block, NO_LIMIT, MAX_DEPTH) == (items, False)
+    assert count_items(block, NO_LIMIT, MAX_LEVELS) == (items, False)
     return True
 
 
