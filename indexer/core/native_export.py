@@ -129,7 +129,7 @@ class NativeReader:
 
     def _read_rest(self, rest: CarReader, chunk: bytes) -> None:
         """Split bytes into blocks in Python, and let the native core store each block."""
-        for cid, block, _ in rest.feed(chunk):
+        for cid, block in rest.feed(chunk):
             if not self._feed(_section(cid + block)):
                 raise UpstreamError(Rejection.CAR_MALFORMED, f"a block of {len(block)} bytes")
 

@@ -53,7 +53,7 @@ class Spool:
 
     def write(self, chunk: bytes) -> None:
         """See `ExportReader`."""
-        for cid, block, _ in self._reader.feed(chunk):
+        for cid, block in self._reader.feed(chunk):
             if cid not in self._recent:
                 self._recent[cid] = block
                 self.size += _HEAD_BYTES + len(block)
