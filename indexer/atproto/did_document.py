@@ -53,6 +53,19 @@ def parse_did_document(document: Any, did: str, *, allow_http: bool) -> DidDocum
     return DidDocument(did, _handle(document), _pds(document, did, allow_http=allow_http), _signing_key(document, did))
 
 
+def build_did_document(did: str, handle: str | None, signing_key: str | None, pds: str | None) -> dict[str, Any]:
+    """Return a document as JSON, with the parts that are not None. `signing_key` is a did:key."""
+    document: dict[str, Any] = {"id": did}
+    if handle:
+        document["alsoKnownAs"] = [f"at://{handle}"]
+    if signing_key:
+        key = {"id": f"{did}#atproto", "type": "Multikey", "controller": did}
+        document["verificationMethod"] = [key | {"publicKeyMultibase": signing_key.removeprefix("did:key:")}]
+    if pds:
+        document["service"] = [{"id": "#atproto_pds", "type": _PDS_TYPE, "serviceEndpoint": pds}]
+    return document
+
+
 def _signing_key(document: dict[str, Any], did: str) -> PublicKey | None:
     """Return the first valid `#atproto` key."""
     for method in _maps(document, "verificationMethod"):

@@ -11,6 +11,7 @@ import dns.rcode
 import dns.rrset
 from aiohttp import web
 
+from indexer.atproto.did_document import build_did_document
 from indexer.demo.http_server import HttpServer, json_response
 
 _CONTEXT = [
@@ -55,20 +56,7 @@ class LocalPlc(HttpServer):
 
 def did_document(did: str, identity: LocalIdentity) -> dict[str, Any]:
     """Return the DID document of an identity."""
-    return {
-        "@context": _CONTEXT,
-        "id": did,
-        "alsoKnownAs": [f"at://{identity.handle}"],
-        "verificationMethod": [
-            {
-                "id": f"{did}#atproto",
-                "type": "Multikey",
-                "controller": did,
-                "publicKeyMultibase": identity.key.removeprefix("did:key:"),
-            }
-        ],
-        "service": [{"id": "#atproto_pds", "type": "AtprotoPersonalDataServer", "serviceEndpoint": identity.pds}],
-    }
+    return {"@context": _CONTEXT} | build_did_document(did, identity.handle, identity.key, identity.pds)
 
 
 class LocalDns(asyncio.DatagramProtocol):

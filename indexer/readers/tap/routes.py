@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from indexer.atproto.did_document import build_did_document
 from indexer.atproto.limits import max_items
 from indexer.atproto.syntax import is_did
 from indexer.db import Database, DatabaseError
@@ -15,7 +16,7 @@ from indexer.errors import InvalidScopeError, UnavailableError
 from indexer.net.identity.identity_cache import IdentityCache
 from indexer.readers.access import Access, Handler, answer, problem
 from indexer.reasons import Desync
-from indexer.sync.identity import INVALID_HANDLE, StoredIdentity
+from indexer.sync.identity import INVALID_HANDLE
 from indexer.sync.repo import SyncStatus
 
 MAX_QUERIES = 2
@@ -98,7 +99,8 @@ class TapRoutes:
         identity = (await self._db.identities.load([did])).get(did)
         if identity is None or (identity.problem and identity.pds is None and identity.signing_key is None):
             return problem(404, "DID not found")
-        return answer(did_document(identity))
+        handle = None if identity.handle == INVALID_HANDLE else identity.handle
+        return answer(build_did_document(did, handle, identity.signing_key, identity.pds))
 
     async def _statistic(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
@@ -135,28 +137,6 @@ def _state(report: dict[str, Any]) -> str:
     if report["last_error"]:
         return "error"
     return "pending" if report["sync_reason"] == Desync.NEW else "desynchronized"
-
-
-def did_document(identity: StoredIdentity) -> dict[str, Any]:
-    """Return a DID document with the parts that are stored."""
-    did = identity.did
-    document: dict[str, Any] = {"id": did}
-    if identity.handle not in {None, INVALID_HANDLE}:
-        document["alsoKnownAs"] = [f"at://{identity.handle}"]
-    if identity.signing_key:
-        document["verificationMethod"] = [
-            {
-                "id": f"{did}#atproto",
-                "type": "Multikey",
-                "controller": did,
-                "publicKeyMultibase": identity.signing_key.removeprefix("did:key:"),
-            }
-        ]
-    if identity.pds:
-        document["service"] = [
-            {"id": "#atproto_pds", "type": "AtprotoPersonalDataServer", "serviceEndpoint": identity.pds}
-        ]
-    return document
 
 
 async def _texts(request: web.Request, name: str) -> list[str]:
