@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import orjson
@@ -11,7 +12,7 @@ from indexer.atproto import cid
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.record import decode_record
 from indexer.demo.http_server import BODY, HttpServer, XrpcError, json_response
-from indexer.demo.local_repo import LocalChange, LocalRepo, Record, TidClock, Write
+from indexer.demo.local_repo import LocalChange, LocalRepo, TidClock, Write
 
 CAR_TYPE = "application/vnd.ipld.car"
 GET_REPO = "/xrpc/com.atproto.sync.getRepo"
@@ -19,16 +20,8 @@ GET_RECORD = "/xrpc/com.atproto.sync.getRecord"
 GET_LATEST_COMMIT = "/xrpc/com.atproto.sync.getLatestCommit"
 GET_REPO_STATUS = "/xrpc/com.atproto.sync.getRepoStatus"
 LIST_REPOS = "/xrpc/com.atproto.sync.listRepos"
-LIST_RECORDS = "/xrpc/com.atproto.repo.listRecords"
-CREATE_RECORD = "/xrpc/com.atproto.repo.createRecord"
-PUT_RECORD = "/xrpc/com.atproto.repo.putRecord"
-DELETE_RECORD = "/xrpc/com.atproto.repo.deleteRecord"
 
-_STATUS_ERRORS = {
-    "deactivated": "RepoDeactivated",
-    "takendown": "RepoTakendown",
-    "suspended": "RepoSuspended",
-}
+_STATUS_ERRORS = {"deactivated": "RepoDeactivated", "takendown": "RepoTakendown", "suspended": "RepoSuspended"}
 
 
 @dataclass
@@ -63,10 +56,10 @@ class LocalPds(HttpServer):
         self.route(GET_LATEST_COMMIT, self._get_latest_commit)
         self.route(GET_REPO_STATUS, self._get_repo_status)
         self.route(LIST_REPOS, self._list_repos)
-        self.route(LIST_RECORDS, self._list_records)
-        self.route(CREATE_RECORD, self._create_record, "POST")
-        self.route(PUT_RECORD, self._put_record, "POST")
-        self.route(DELETE_RECORD, self._delete_record, "POST")
+        self.route("/xrpc/com.atproto.repo.listRecords", self._list_records)
+        self.route("/xrpc/com.atproto.repo.createRecord", partial(self._write_record, replace=False), "POST")
+        self.route("/xrpc/com.atproto.repo.putRecord", partial(self._write_record, replace=True), "POST")
+        self.route("/xrpc/com.atproto.repo.deleteRecord", self._delete_record, "POST")
 
     def emit(self, did: str, kind: str, payload: dict[str, Any]) -> None:
         """Pass an event to all listeners."""
@@ -104,22 +97,29 @@ class LocalPds(HttpServer):
         """Return a page of a collection, the greatest record keys first, as reference PDSes do."""
         repo = self._active(request.query.get("repo")).repo
         collection, cursor = request.query.get("collection", ""), request.query.get("cursor")
-        limit = _parse_limit(request.query.get("limit", "50"), 100)
+        limit = _parse_number(request, "limit", 50, 100)
         rkeys = [path.partition("/")[2] for path in repo.records if path.startswith(f"{collection}/")]
         before = sorted((rkey for rkey in rkeys if cursor is None or rkey < cursor), reverse=True)
         page = before[:limit]
         body: dict[str, Any] = {"records": [_record_entry(repo, collection, rkey) for rkey in page]}
         return json_response(body | {"cursor": page[-1]} if page else body)
 
-    def _create_record(self, request: web.Request) -> web.Response:
+    def _write_record(self, request: web.Request, *, replace: bool) -> web.Response:
+        """Create a record, or replace it if that is allowed."""
         hosted, path, fields = self._written(request)
-        if path in hosted.repo.records:
+        exists, record = path in hosted.repo.records, fields.get("record")
+        if exists and not replace:
             raise XrpcError("InvalidRequest", f"Record already exists: {path}")
-        return _apply(hosted, path, fields, Write.create)
-
-    def _put_record(self, request: web.Request) -> web.Response:
-        hosted, path, fields = self._written(request)
-        return _apply(hosted, path, fields, Write.update if path in hosted.repo.records else Write.create)
+        if not isinstance(record, dict):
+            raise XrpcError("InvalidRequest", "record must be an object")
+        record = {"$type": path.partition("/")[0], **record}
+        try:
+            write = Write.update(path, record) if exists else Write.create(path, record)
+        except (TypeError, OverflowError) as error:
+            raise XrpcError("InvalidRequest", f"record has a value without a DAG-CBOR form: {error}") from None
+        commit = _commit(hosted.apply_writes([write]))
+        written = cid.cid_text(cid.cid_of(hosted.repo.records[path]))
+        return json_response({"uri": f"at://{hosted.repo.did}/{path}", "cid": written, "commit": commit})
 
     def _delete_record(self, request: web.Request) -> web.Response:
         """Delete a record; do nothing if it does not exist."""
@@ -163,31 +163,8 @@ def _record_entry(repo: LocalRepo, collection: str, rkey: str) -> dict[str, Any]
     }
 
 
-def _apply(
-    hosted: HostedRepo, path: str, fields: dict[str, Any], write: Callable[[str, Record], Write]
-) -> web.Response:
-    record = fields.get("record")
-    if not isinstance(record, dict):
-        raise XrpcError("InvalidRequest", "record must be an object")
-    collection = path.partition("/")[0]
-    try:
-        written = write(path, {"$type": collection, **record})
-    except (TypeError, OverflowError) as error:
-        raise XrpcError("InvalidRequest", f"record has a value without a DAG-CBOR form: {error}") from None
-    change = hosted.apply_writes([written])
-    block = hosted.repo.records[path]
-    uri = f"at://{hosted.repo.did}/{path}"
-    return json_response({"uri": uri, "cid": cid.cid_text(cid.cid_of(block)), "commit": _commit(change)})
-
-
 def _commit(change: LocalChange) -> dict[str, str]:
     return {"cid": cid.cid_text(change.commit.cid), "rev": change.commit.rev}
-
-
-def _parse_limit(text: str, max_limit: int) -> int:
-    if not text.isdecimal() or not 0 < int(text) <= max_limit:
-        raise XrpcError("InvalidRequest", f"limit must be 1 to {max_limit}")
-    return int(text)
 
 
 def repo_entry(did: str, head: bytes, rev: str, status: str | None) -> dict[str, Any]:
@@ -215,14 +192,16 @@ def page_response(
     Raises:
         XrpcError: `cursor` or `limit` is invalid.
     """
-    try:
-        start, limit = int(request.query.get("cursor", "0")), int(request.query.get("limit", "500"))
-    except ValueError:
-        raise XrpcError("InvalidRequest", "cursor and limit must be integers") from None
-    if start < 0 or not 0 < limit <= max_limit:
-        raise XrpcError("InvalidRequest", f"limit must be 1 to {max_limit}")
+    start, limit = _parse_number(request, "cursor", 0, 1 << 31), _parse_number(request, "limit", 500, max_limit)
     end = start + limit
     body: dict[str, Any] = {"repos": [entry for entry in entries[start:end] if entry is not None]}
     if end < len(entries) or (cursor_on_last_page and start < len(entries)):
         body["cursor"] = str(min(end, len(entries)))
     return json_response(body)
+
+
+def _parse_number(request: web.Request, name: str, default: int, maximum: int) -> int:
+    text = request.query.get(name, str(default))
+    if not text.isdecimal() or int(text) > maximum:
+        raise XrpcError("InvalidRequest", f"{name} must be at most {maximum}")
+    return int(text)
