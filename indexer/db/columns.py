@@ -146,6 +146,12 @@ def storable(text: str | None) -> str | None:
     return None if text is None else text.replace("\0", "\ufffd").encode(errors="replace").decode()
 
 
+def values_of(item: object, names: Iterable[str]) -> tuple[Any, ...]:
+    """Return attributes in this order, text as Postgres can store it."""
+    values = [getattr(item, name) for name in names]
+    return tuple([storable(value) if isinstance(value, str) else value for value in values])
+
+
 # The signature, no flags, and no extension: the header of the binary format of COPY. A row count of -1 ends the rows.
 _COPY_HEADER = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 _COPY_TRAILER = b"\xff\xff"

@@ -7,7 +7,7 @@ from typing import Any
 
 import asyncpg
 
-from indexer.db.columns import Connection, columns_of, of_buckets, storable, unnest
+from indexer.db.columns import Connection, columns_of, of_buckets, unnest, values_of
 from indexer.db.connections import Area
 from indexer.reasons import Rejection
 from indexer.sync.batch import DEAD_LETTER_BYTES
@@ -64,6 +64,8 @@ _COLUMNS = {
     "epoch": "bigint",
 }
 
+_FIELDS = [name for name in _COLUMNS if name != "bucket"]
+
 _INSERT = f"""
     insert into indexer.dead_letter ({", ".join(_COLUMNS)}) select {", ".join(_COLUMNS)}
     from {unnest(_COLUMNS, "w")}
@@ -112,20 +114,7 @@ async def insert(connection: Connection, dead_letters: Sequence[DeadLetter]) -> 
     """
     if not dead_letters:
         return
-    rows = [
-        (
-            bucket_of(dead_letter.did or ""),
-            dead_letter.relay,
-            dead_letter.seq,
-            storable(dead_letter.did),
-            storable(dead_letter.kind),
-            dead_letter.reason,
-            storable(dead_letter.detail),
-            dead_letter.frame,
-            dead_letter.epoch,
-        )
-        for dead_letter in dead_letters
-    ]
+    rows = [(bucket_of(dead_letter.did or ""), *values_of(dead_letter, _FIELDS)) for dead_letter in dead_letters]
     await connection.execute(_INSERT, *columns_of(rows, _COLUMNS))
     for relay in sorted({dead_letter.relay for dead_letter in dead_letters}):
         reasons = sorted({dead_letter.reason for dead_letter in dead_letters if dead_letter.relay == relay})
@@ -155,9 +144,8 @@ class DeadLetters(Area):
         Raises:
             DeadLetterGoneError: The dead letter does not exist.
         """
-        did, kind, detail = storable(rejected.did), storable(rejected.kind), storable(rejected.detail)
-        values = (bucket_of(rejected.did or ""), rejected.seq, did, kind, rejected.reason, detail)
-        if not await self._fetchval(_UPDATE, id_, *values):
+        values = values_of(rejected, ("seq", "did", "kind", "reason", "detail"))
+        if not await self._fetchval(_UPDATE, id_, bucket_of(rejected.did or ""), *values):
             raise DeadLetterGoneError(id_)
 
 

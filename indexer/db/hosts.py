@@ -10,7 +10,7 @@ from time import time
 import asyncpg
 
 from indexer.crash_points import crash_point
-from indexer.db.columns import Connection, columns_of, storable, unnest
+from indexer.db.columns import Connection, columns_of, unnest, values_of
 from indexer.db.connections import Area
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import MAX_HOSTS, HostState
@@ -76,19 +76,7 @@ class Hosts(Area):
     async def save(self, states: Sequence[HostState]) -> None:
         """Add requests and failures to the stored counts, and store the rest. Limits the number of rows."""
         async with self._pool.transaction() as connection:
-            rows = [
-                (
-                    state.host,
-                    state.requests,
-                    state.failures,
-                    state.consecutive_failures,
-                    state.paused_until,
-                    state.pause_reason,
-                    storable(state.last_error),
-                    state.last_success,
-                )
-                for state in sorted(states, key=lambda state: state.host)
-            ]
+            rows = [values_of(state, _COLUMNS) for state in sorted(states, key=lambda state: state.host)]
             saved = await connection.fetch(_SAVE, *columns_of(rows, _COLUMNS))
             if any(row["inserted"] for row in saved):
                 await connection.execute(_TRIM, MAX_HOSTS)

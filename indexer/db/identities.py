@@ -5,7 +5,7 @@ from time import time
 
 from indexer.crash_points import crash_point
 from indexer.db.change_log import log_changes
-from indexer.db.columns import Connection, buckets_of, columns_of, of_buckets, storable, unnest
+from indexer.db.columns import Connection, buckets_of, columns_of, of_buckets, unnest, values_of
 from indexer.db.connections import Area
 from indexer.sync.changes import ChangeLogEntry
 from indexer.sync.identity import INVALID_HANDLE, DueIdentity, HandleCheck, HandleClaim, StoredIdentity
@@ -41,6 +41,9 @@ _COLUMNS = {
     "denied_at": "float8",
     "refresh_at": "float8",
 }
+
+_FIELDS = ("handle", *list(_COLUMNS)[3:])
+"""The fields of `StoredIdentity` that the columns after the bucket store."""
 
 _LOAD = """
     select did, claimed_handle as handle, pds, signing_key, date_part('epoch', fetched_at) as fetched_at, stale,
@@ -215,22 +218,7 @@ class Identities(Area):
         """
         async with self._pool.transaction() as connection:
             latest = {identity.did: identity for identity in stored}
-            rows = [
-                (
-                    did,
-                    bucket_of(did),
-                    storable(identity.handle),
-                    storable(identity.pds),
-                    storable(identity.signing_key),
-                    identity.fetched_at,
-                    identity.stale,
-                    storable(identity.problem),
-                    identity.denials,
-                    identity.denied_at,
-                    identity.refresh_at,
-                )
-                for did, identity in sorted(latest.items())
-            ]
+            rows = [(did, bucket_of(did), *values_of(latest[did], _FIELDS)) for did in sorted(latest)]
             if self._pool.layout.parts > 1 and len(rows) <= MAX_INSERTED:
                 rows = [row for row in rows if await connection.fetchval(_INSERT_NEW, *row) is None]
             saved = await connection.fetch(_SAVE, *columns_of(rows, _COLUMNS), time()) if rows else []

@@ -30,7 +30,6 @@ from indexer.db.change_log_reads import (
 )
 from indexer.db.columns import Columns, Connection, buckets_of, columns_of, of_buckets, unnest
 from indexer.db.connections import SERVER_SETTINGS, Area
-from indexer.db.database_errors import database_errors
 from indexer.db.layout import estimate_rows
 from indexer.db.shard_lock import LINKS, ShardLock, open_lock
 from indexer.sync.changes import RecordKey
@@ -172,7 +171,7 @@ class _Recount:
 
 @dataclass
 class LinkSession:
-    """The session of the process that keeps links. Every method raises `DatabaseError` for a transient error.
+    """The session of the process that keeps links. The block of `Links.session` raises `DatabaseError`.
 
     Attributes:
         lock: The ownership of the links.
@@ -199,25 +198,23 @@ class LinkSession:
 
         Consumers may read the links, so their removal waits for them only for a moment.
         """
-        with database_errors():
-            async with self.connection.transaction():
-                if anew or not await self.connection.fetchval(_IS_ON):
-                    await self._remove()
-                    await self.connection.execute(_BEGIN)
-                [row] = await self.connection.fetch(_STATE)
-                crash_point("links.begun")
-            crash_point(COMMITTED)
+        async with self.connection.transaction():
+            if anew or not await self.connection.fetchval(_IS_ON):
+                await self._remove()
+                await self.connection.execute(_BEGIN)
+            [row] = await self.connection.fetch(_STATE)
+            crash_point("links.begun")
+        crash_point(COMMITTED)
         self.seq, did, collection, rkey, self.repos, self.done = row
         self.backfilled_to = did, collection, rkey
         self._recount = None
 
     async def remove(self) -> None:
         """Remove all links and the position."""
-        with database_errors():
-            async with self.connection.transaction():
-                await self._remove()
-                crash_point("links.removed")
-            crash_point(COMMITTED)
+        async with self.connection.transaction():
+            await self._remove()
+            crash_point("links.removed")
+        crash_point(COMMITTED)
 
     async def _remove(self) -> None:
         await self.connection.execute(_LOCK_TIMEOUT)
@@ -230,23 +227,22 @@ class LinkSession:
         Raises:
             PositionLostError: Changes after the position may have been trimmed.
         """
-        with database_errors():
-            async with self.connection.transaction():
-                try:
-                    changes = await load_changes(self.connection, self.seq, MAX_CHANGES)
-                except LogTrimmedError as error:
-                    raise PositionLostError(str(error)) from None
-                if not changes:
-                    return False
-                first = _first_changes(changes)
-                keys = list(first)
-                if (replaced := await self._replace(keys)) < len(keys):
-                    changes = changes[: first[keys[replaced]]]
-                await self._request_recounts(changes)
-                if not await self.connection.fetchval(_ADVANCE, self.seq, changes[-1].seq):
-                    raise PositionLostError("the consumer was disconnected or removed")
-                crash_point("links.read")
-            crash_point(COMMITTED)
+        async with self.connection.transaction():
+            try:
+                changes = await load_changes(self.connection, self.seq, MAX_CHANGES)
+            except LogTrimmedError as error:
+                raise PositionLostError(str(error)) from None
+            if not changes:
+                return False
+            first = _first_changes(changes)
+            keys = list(first)
+            if (replaced := await self._replace(keys)) < len(keys):
+                changes = changes[: first[keys[replaced]]]
+            await self._request_recounts(changes)
+            if not await self.connection.fetchval(_ADVANCE, self.seq, changes[-1].seq):
+                raise PositionLostError("the consumer was disconnected or removed")
+            crash_point("links.read")
+        crash_point(COMMITTED)
         self.seq = changes[-1].seq
         return True
 
@@ -254,18 +250,17 @@ class LinkSession:
         """Add the links of the next stored records; return False if the backfill is complete."""
         if self.done:
             return False
-        with database_errors():
-            async with self.connection.transaction():
-                rows = await self.connection.fetch(_NEXT_KEYS, *self.backfilled_to, MAX_CHANGES)
-                keys: list[RecordKey] = [(did, collection, rkey) for did, collection, rkey in rows]
-                if keys:
-                    keys = keys[: await self._replace(keys)]
-                    repos = self.repos + len({did for did, *_ in keys} - {self.backfilled_to[0]})
-                    await self.connection.execute(_SAVE_BACKFILL, *keys[-1], repos)
-                else:
-                    await self.connection.execute(_SAVE_DONE)
-                crash_point("links.backfilled")
-            crash_point(COMMITTED)
+        async with self.connection.transaction():
+            rows = await self.connection.fetch(_NEXT_KEYS, *self.backfilled_to, MAX_CHANGES)
+            keys: list[RecordKey] = [(did, collection, rkey) for did, collection, rkey in rows]
+            if keys:
+                keys = keys[: await self._replace(keys)]
+                repos = self.repos + len({did for did, *_ in keys} - {self.backfilled_to[0]})
+                await self.connection.execute(_SAVE_BACKFILL, *keys[-1], repos)
+            else:
+                await self.connection.execute(_SAVE_DONE)
+            crash_point("links.backfilled")
+        crash_point(COMMITTED)
         if keys:
             self.backfilled_to, self.repos = keys[-1], repos
         else:
@@ -278,24 +273,23 @@ class LinkSession:
         The links of each record that is written meanwhile count by the visibility of the repo at that time. If it
         differs from the one that the recount uses, another change follows, which replaces `seq`.
         """
-        with database_errors():
-            async with self.connection.transaction():
-                if (row := await self.connection.fetchrow(_NEXT_RECOUNT)) is None:
-                    self._recount = None
-                    return False
-                did, seq = row
-                key = did, bucket_of(did)
-                shown = bool(await self.connection.fetchval(_VISIBLE, *key))
-                now = _Recount(did, seq, shown)
-                if self._recount and (self._recount.did, self._recount.seq, self._recount.visible) == (did, seq, shown):
-                    now = self._recount
-                links = await self.connection.fetch(_SET_COUNTED, *key, shown, *now.after, MAX_RECOUNTED)
-                counts = Counter(_Target(target, collection, path) for target, collection, path, _ in links)
-                await self._add_counts(counts if shown else Counter({target: -n for target, n in counts.items()}))
-                if not links:
-                    await self.connection.execute(_RECOUNTED, *key, seq)
-                crash_point("links.recounted")
-            crash_point(COMMITTED)
+        async with self.connection.transaction():
+            if (row := await self.connection.fetchrow(_NEXT_RECOUNT)) is None:
+                self._recount = None
+                return False
+            did, seq = row
+            key = did, bucket_of(did)
+            shown = bool(await self.connection.fetchval(_VISIBLE, *key))
+            now = _Recount(did, seq, shown)
+            if self._recount and (self._recount.did, self._recount.seq, self._recount.visible) == (did, seq, shown):
+                now = self._recount
+            links = await self.connection.fetch(_SET_COUNTED, *key, shown, *now.after, MAX_RECOUNTED)
+            counts = Counter(_Target(target, collection, path) for target, collection, path, _ in links)
+            await self._add_counts(counts if shown else Counter({target: -n for target, n in counts.items()}))
+            if not links:
+                await self.connection.execute(_RECOUNTED, *key, seq)
+            crash_point("links.recounted")
+        crash_point(COMMITTED)
         now.after = max(((collection, rkey) for _, collection, _, rkey in links), default=now.after)
         self._recount = now
         return True

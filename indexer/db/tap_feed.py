@@ -26,7 +26,6 @@ from indexer.db.change_log_reads import (
 )
 from indexer.db.columns import Connection, columns_of, unnest
 from indexer.db.connections import SERVER_SETTINGS, Area
-from indexer.db.database_errors import database_errors
 from indexer.db.layout import estimate_rows
 from indexer.db.shard_lock import FEED, ShardLock, open_lock
 from indexer.sync.changes import RecordKey
@@ -251,7 +250,7 @@ class FeedRecords(NamedTuple):
 
 @dataclass
 class FeedSession:
-    """The session of the process that serves the feed. Every method raises `DatabaseError` for a transient error.
+    """The session of the process that serves the feed. The block of `Feed.session` raises `DatabaseError`.
 
     Attributes:
         lock: The ownership of the feed.
@@ -269,15 +268,14 @@ class FeedSession:
         Returns:
             None if the consumer was disconnected, because it was too far behind.
         """
-        with database_errors():
-            async with self._connection.transaction():
-                for statement in _FORGET_REMOVED:
-                    await self._connection.execute(statement)
-                if await self._connection.fetchval(_IS_CUT_OFF, FEED_CONSUMER) is None:
-                    await self._register()
-                row = await self._connection.fetchrow(_LOAD_PROGRESS, FEED_CONSUMER)
-                crash_point("feed.begun")
-            crash_point(COMMITTED)
+        async with self._connection.transaction():
+            for statement in _FORGET_REMOVED:
+                await self._connection.execute(statement)
+            if await self._connection.fetchval(_IS_CUT_OFF, FEED_CONSUMER) is None:
+                await self._register()
+            row = await self._connection.fetchrow(_LOAD_PROGRESS, FEED_CONSUMER)
+            crash_point("feed.begun")
+        crash_point(COMMITTED)
         if row is None or row["cut_off"]:
             return None
         return _progress_of(row)
@@ -292,32 +290,27 @@ class FeedSession:
     async def changes_after(self, seq: int, limit: int) -> list[LoggedChange] | None:
         """Return the next changes of the log; None if some of them have been trimmed."""
         try:
-            with database_errors():
-                return await load_changes(self._connection, seq, limit)
+            return await load_changes(self._connection, seq, limit)
         except LogTrimmedError:
             return None
 
     async def snapshot_after(self, position: SnapshotPosition, limit: int) -> list[SnapshotPosition]:
         """Return the next repos and records that are stored."""
-        with database_errors():
-            rows = await self._connection.fetch(_SNAPSHOT_PAGE, *position, limit)
+        rows = await self._connection.fetch(_SNAPSHOT_PAGE, *position, limit)
         return [SnapshotPosition(*row) for row in rows]
 
     async def records_from_rev(self, did: str, rev: str, after: tuple[str, str], limit: int) -> list[tuple[str, str]]:
         """Return collection and record key of the next stored records of a repo that have this rev or a later one."""
-        with database_errors():
-            rows = await self._connection.fetch(_RECORDS_FROM_REV, did, bucket_of(did), rev, *after, limit)
+        rows = await self._connection.fetch(_RECORDS_FROM_REV, did, bucket_of(did), rev, *after, limit)
         return [(collection, rkey) for collection, rkey in rows]
 
     async def due(self, limit: int) -> list[SetAside]:
         """Return what is set aside and is to be sent now."""
-        with database_errors():
-            return [SetAside(*row) for row in await self._connection.fetch(_DUE, FEED_CONSUMER, limit)]
+        return [SetAside(*row) for row in await self._connection.fetch(_DUE, FEED_CONSUMER, limit)]
 
     async def count_refused(self) -> int:
         """Return the number of refused events that are set aside."""
-        with database_errors():
-            return await count_refused(self._connection)
+        return await count_refused(self._connection)
 
     async def save(
         self,
@@ -325,14 +318,13 @@ class FeedSession:
         set_aside: SetAsideChanges = SetAsideChanges(),  # noqa: B008 - it is immutable
     ) -> bool:
         """Store what was delivered, so that it is not delivered again; return False if the consumer was removed."""
-        with database_errors():
-            async with self._connection.transaction():
-                id_ = await self._connection.fetchval(_SAVE_POSITION, FEED_CONSUMER, progress.position)
-                if id_ is not None:
-                    await self._save(id_, progress)
-                    await self._save_set_aside(id_, set_aside)
-                crash_point("feed.saved")
-            crash_point(COMMITTED)
+        async with self._connection.transaction():
+            id_ = await self._connection.fetchval(_SAVE_POSITION, FEED_CONSUMER, progress.position)
+            if id_ is not None:
+                await self._save(id_, progress)
+                await self._save_set_aside(id_, set_aside)
+            crash_point("feed.saved")
+        crash_point(COMMITTED)
         return id_ is not None
 
     async def _save(self, id_: int, progress: DeliveryProgress) -> None:
