@@ -11,7 +11,6 @@ from indexer.db.connections import Connections
 from indexer.db.crawls import Crawls
 from indexer.db.database_errors import DatabaseError, may_be_caused_by_values, refused_writes
 from indexer.db.dead_letters import DeadLetters
-from indexer.db.erasure import Erasure
 from indexer.db.gaps import Gaps
 from indexer.db.hosts import Hosts
 from indexer.db.identities import Identities
@@ -38,7 +37,6 @@ class Database(Connections):
         self.changes = ChangePages(self)
         self.crawls = Crawls(self)
         self.dead_letters = DeadLetters(self)
-        self.erasure = Erasure(self)
         self.exports = Exports(self)
         self.feed = Feed(self)
         self.gaps = Gaps(self)

@@ -1,17 +1,23 @@
-"""The rows of repos: load, add and change them, and request resyncs and takedowns."""
+"""The rows of repos: load, add and change them, erase their records, and request resyncs and takedowns."""
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from indexer.crash_points import crash_point
 from indexer.db.columns import Connection, buckets_of, repo_columns, repo_of
 from indexer.db.connections import Area
 from indexer.db.layout import estimate_rows
 from indexer.db.write import write
-from indexer.sync.changes import Batch, RepoWrite
-from indexer.sync.repo import CHOSEN, OUT_OF_SCOPE, Repo, SyncStatus, named
+from indexer.sync.changes import Batch, RecordChange, RepoWrite
+from indexer.sync.repo import CHOSEN, OUT_OF_SCOPE, TOMBSTONED, Repo, SyncStatus, erase, named
+from indexer.sync.shard import bucket_of
 
 BATCH_SIZE = 1_000
 """Repos that one statement adds or requests. The live path waits for the rows of an open transaction."""
+
+ERASED_RECORDS = 10_000
+"""Records that one transaction erases."""
 
 _REQUEST_RESYNCS = "select count(*) filter (where atproto.request_resync(did)) from unnest($1::text[]) did"
 
@@ -36,6 +42,30 @@ _TO_NAME = f"""
 """
 
 
+# An account whose DID is gone is checked before its first batch (`due_gone`). After that batch it has no rev.
+_ERASE_NEXT = f"""
+    select did from indexer.repo
+    where erase_at <= to_timestamp($1) and not active and bucket = any($2::smallint[])
+        and (hosting_status is distinct from '{TOMBSTONED}' or rev is null)
+    order by erase_at limit 1
+"""
+
+_ERASE_GONE = f"""
+    select did from indexer.repo
+    where erase_at <= to_timestamp($1) and not active and bucket = any($2::smallint[])
+        and hosting_status = '{TOMBSTONED}' and rev is not null
+    order by erase_at limit $3
+"""
+
+# The account may have become active since it was found.
+_ERASED_REPO = f"""
+    select {repo_columns("r")} from indexer.repo r
+    where did = $2 and bucket = $3 and erase_at <= to_timestamp($1) and not active
+"""
+
+_SOME_RECORDS = "select collection, rkey from indexer.record where did = $1 and bucket = $2 limit $3"
+
+
 class RequestedPage(NamedTuple):
     """A page of repos of which resyncs were requested.
 
@@ -46,6 +76,20 @@ class RequestedPage(NamedTuple):
 
     repos: int
     requested: int
+
+
+@dataclass(frozen=True, slots=True)
+class ErasedBatch:
+    """The result of one erasure.
+
+    Attributes:
+        records: The number of erased records; 0 if the account has just become active again.
+        finished: True if the repo has no records left.
+    """
+
+    did: str
+    records: int
+    finished: bool
 
 
 class Repos(Area):
@@ -101,6 +145,34 @@ class Repos(Area):
         """Hide the repo locally, or show it again; return False if the repo does not exist."""
         known: bool = await self._fetchval(_REQUEST_TAKEDOWN, did, on)
         return known
+
+    async def due_gone(self, buckets: Sequence[int], limit: int, now: float) -> list[str]:
+        """Return DIDs that are gone from their directory, and whose records are due to be erased after a last check."""
+        return [row["did"] for row in await self._fetch(_ERASE_GONE, now, list(buckets), limit)]
+
+    async def erase_batch(self, buckets: Sequence[int], now: float, *, did: str | None = None) -> ErasedBatch | None:
+        """Erase records of one account that is due; return None if no account is due.
+
+        `did` names the account. Without it, one is chosen, but none whose DID is gone from its directory.
+
+        Each record is logged as deleted. The repo loses its head first. If the account becomes active again in between,
+        a resync fetches all its records. If its row changes meanwhile, nothing is erased.
+        """
+        async with self._pool.transaction() as connection:
+            did = did or await connection.fetchval(_ERASE_NEXT, now, list(buckets))
+            if did is None:
+                return None
+            row = await connection.fetchrow(_ERASED_REPO, now, did, bucket_of(did))
+            if row is None:
+                return ErasedBatch(did, 0, finished=False)
+            repo = repo_of(row)
+            records = await connection.fetch(_SOME_RECORDS, did, bucket_of(did), ERASED_RECORDS)
+            finished = len(records) < ERASED_RECORDS
+            after = erase(repo)._replace(erase_at=None if finished else repo.erase_at)
+            deletes = tuple([RecordChange("delete", collection, rkey, None) for collection, rkey in records])
+            written = await write(connection, Batch((RepoWrite(repo, after, deletes),)))
+            crash_point("erasure.written")
+            return ErasedBatch(did, written.changes["delete"], finished and not written.skipped)
 
 
 async def add_repos(

@@ -8,8 +8,8 @@ import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Database, DatabaseError
-from indexer.db.erasure import ErasedBatch
 from indexer.db.periodic import DatabaseAttempt, run_periodically
+from indexer.db.repos import ErasedBatch
 from indexer.errors import UnavailableError
 from indexer.net.identity.identity_cache import IdentityCache
 from indexer.net.pds.pds_client import PdsClient
@@ -65,7 +65,7 @@ class AccountErasure:
         Raises:
             DatabaseError: The database is unavailable.
         """
-        erased = await self.db.erasure.erase_batch(self.shard.buckets, time())
+        erased = await self.db.repos.erase_batch(self.shard.buckets, time())
         if erased is not None:
             self._count(erased)
         return erased is not None
@@ -76,7 +76,7 @@ class AccountErasure:
         Raises:
             DatabaseError: The database is unavailable.
         """
-        dids = await self.db.erasure.due_gone(self.shard.buckets, CHECKS, time())
+        dids = await self.db.repos.due_gone(self.shard.buckets, CHECKS, time())
         async with asyncio.TaskGroup() as group:
             for did in dids:
                 group.create_task(self._check_and_erase(did), name=f"erasure of {did}")
@@ -92,7 +92,7 @@ class AccountErasure:
     async def _check_and_erase(self, did: str) -> None:
         with DatabaseAttempt():
             if await self._confirm_gone(did):
-                erased = await self.db.erasure.erase_batch(self.shard.buckets, time(), did=did)
+                erased = await self.db.repos.erase_batch(self.shard.buckets, time(), did=did)
                 if erased is not None:
                     self._count(erased)
         self.stage.moved()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from indexer.db import Database, erasure, resync_transaction
+from indexer.db import Database, repos, resync_transaction
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
 from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.resync import Difference, SnapshotDiff
@@ -91,8 +91,8 @@ class Scenario:
         """Erase the records of a deleted account, two at a time."""
         gone = self.next_write(number, [], active=False, hosting_status="deleted", erase_at=1.0)
         assert not (await self.db.write(Batch((gone,)))).skipped
-        with patch.object(erasure, "BATCH_SIZE", 2):
-            while await self.db.erasure.erase_batch(range(256), 10.0):
+        with patch.object(repos, "ERASED_RECORDS", 2):
+            while await self.db.repos.erase_batch(range(256), 10.0):
                 await assert_log_gives_records(self.sql)
         self.records = {key: cid for key, cid in self.records.items() if key[0] != gone.repo.did}
         self.repos[number] = (await self.db.repos.load([gone.repo.did]))[gone.repo.did]

@@ -128,7 +128,7 @@ async def test_an_erasure_removes_links(db: Database, sql: asyncpg.Connection) -
     hidden = synchronized(1, active=False, hosting_status="deleted", erase_at=5.0)
     await insert(db, hidden, synchronized(2), changes=(like("a"), like("b")))
     await settle(db)
-    erased = await db.erasure.erase_batch(ALL, 10.0)
+    erased = await db.repos.erase_batch(ALL, 10.0)
     assert erased
     assert erased.records == 2
     await settle(db)
@@ -150,7 +150,7 @@ async def test_links_of_an_untracked_repo_are_not_counted_until_it_is_tracked_ag
     await settle(db)
     await assert_links_exact(sql)
     await sql.execute("select atproto.untrack(array[$1])", did(1))
-    assert await db.erasure.erase_batch(ALL, time() + 10)
+    assert await db.repos.erase_batch(ALL, time() + 10)
     await settle(db)
     assert await count(sql) == 1
     assert await assert_links_exact(sql) == 1
@@ -261,7 +261,7 @@ class EverythingAtOnce:
         )
 
     async def erase(self) -> bool:
-        erased = await self.db.erasure.erase_batch(ALL, time() + 10)
+        erased = await self.db.repos.erase_batch(ALL, time() + 10)
         return erased is not None and erased.records > 0
 
     async def check(self, sql: asyncpg.Connection, times: int) -> None:

@@ -63,9 +63,9 @@ async def test_only_repos_that_commands_named_stay_if_the_scope_is_listed(
     assert (await untrack_all(db, scope)).finished_at is not None
     assert await tracked(db, *"abcde") == set("bde")
     assert {row["did"] for row in await sql.fetch("select did from atproto.records")} == {did("b")}
-    erased = await db.erasure.erase_batch(range(256), 1e12)
+    erased = await db.repos.erase_batch(range(256), 1e12)
     while erased is not None:
-        erased = await db.erasure.erase_batch(range(256), 1e12)
+        erased = await db.repos.erase_batch(range(256), 1e12)
     log = [(row["action"], row["did"]) for row in await after(sql) if row["action"] in {"hidden", "delete", "visible"}]
     assert sorted(log) == sorted([("hidden", did("a")), ("hidden", did("c")), ("delete", did("a"))])
     assert await db.resyncs.forget_hidden(range(256), -10.0, time()) == 2, "what is out of scope leaves no row"

@@ -147,7 +147,7 @@ async def test_records_of_an_untracked_repo_are_erased_and_fetched_again_after_i
 ) -> None:
     await insert(db, synchronized(1), changes=(put("app.test/a"), put("app.test/b")))
     assert await db.scope.untrack([did(1)]) == 1
-    erased = await db.erasure.erase_batch(range(256), 1e12)
+    erased = await db.repos.erase_batch(range(256), 1e12)
     assert erased is not None
     assert (erased.did, erased.records, erased.finished) == (did(1), 2, True)
     assert await db.resyncs.forget_hidden(range(256), 0.0, 1e12) == 0, (

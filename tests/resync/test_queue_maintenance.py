@@ -231,7 +231,7 @@ async def untracked_and_tracked_again(db: Database, *names: object) -> list[str]
     await insert(db, *map(synchronized, names), changes=(put("app.test/a"),))
     assert await db.scope.untrack(dids) == len(dids)
     assert await db.scope.track(dids) == len(dids)
-    assert await db.erasure.erase_batch(range(256), 1e12) is None, "the erasure was cancelled"
+    assert await db.repos.erase_batch(range(256), 1e12) is None, "the erasure was cancelled"
     return dids
 
 

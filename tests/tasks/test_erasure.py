@@ -12,7 +12,7 @@ import pytest
 
 from indexer.app.tuning import Tuning
 from indexer.db import Database
-from indexer.db.erasure import ErasedBatch
+from indexer.db.repos import ErasedBatch
 from indexer.demo.local_pds import GET_LATEST_COMMIT
 from indexer.net.identity.identity_cache import IdentityLifetimes
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
@@ -51,7 +51,7 @@ async def deleted_account(daemon: RunningDaemon) -> FaultyAccount:
 async def test_deleted_account_is_hidden_at_once_and_erased_later(
     daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("indexer.db.erasure.BATCH_SIZE", 3)
+    monkeypatch.setattr("indexer.db.repos.ERASED_RECORDS", 3)
     account = await deleted_account(daemon)
     erasure = daemon.stages.account_erasure
     assert not await erasure.erase_batch(), "the grace period is not over"
@@ -72,7 +72,7 @@ async def test_deleted_account_is_hidden_at_once_and_erased_later(
 async def test_reactivated_account_has_all_its_records(
     daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    monkeypatch.setattr("indexer.db.erasure.BATCH_SIZE", 3)
+    monkeypatch.setattr("indexer.db.repos.ERASED_RECORDS", 3)
     account = await deleted_account(daemon)
     erasure = daemon.stages.account_erasure
     await daemon.execute("update indexer.repo set erase_at = now()")
@@ -96,10 +96,10 @@ async def test_account_reactivated_during_the_erasure_loses_nothing(
     await insert(db, gone, changes=(put("app.test/a"), put("app.test/b")))
     async with connected(database) as live, live.transaction():
         await live.execute("update indexer.repo set version = 2, active = true, hosting_status = null, erase_at = null")
-        erasing = asyncio.create_task(db.erasure.erase_batch(range(256), 10.0))
+        erasing = asyncio.create_task(db.repos.erase_batch(range(256), 10.0))
         await until(partial(waiting_for_locks, sql, 1))
     assert await erasing == ErasedBatch(did(1), 0, finished=False)
-    assert await db.erasure.erase_batch(range(256), 10.0) is None
+    assert await db.repos.erase_batch(range(256), 10.0) is None
     row = (await db.repos.load([did(1)]))[did(1)]
     assert row == gone._replace(version=2, active=True, hosting_status=None, erase_at=None)
     assert len(await db.reports.visible_records(did(1))) == 2
