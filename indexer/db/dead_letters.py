@@ -48,8 +48,7 @@ class StoredDeadLetter:
     @property
     def complete(self) -> bool:
         """True if the whole frame is stored. False if it has the maximum stored length, as it may have been longer."""
-        received = self.frame_bytes > 0 or self.reason is not Rejection.FRAME_TOO_LARGE
-        return received and self.frame_bytes < DEAD_LETTER_BYTES
+        return self.frame_bytes < DEAD_LETTER_BYTES
 
 
 _COLUMNS = {

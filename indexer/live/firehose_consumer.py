@@ -59,7 +59,6 @@ class FirehoseConsumer:
     def __post_init__(self) -> None:
         self._order = SequenceOrder(0)
         self._leap: Position | None = None
-        self._skipped = 0
         self._info_names = set[str]()
         self.stage = StageProgress("firehose consumer")
         self.last_error: str | None = None
@@ -70,8 +69,6 @@ class FirehoseConsumer:
         """Read the stream forever. Only an exception that is a bug ends it."""
         async with aclosing(self.subscription.frames(self.begin_connection)) as frames:
             async for frame in frames:
-                if self._skipped != self.subscription.skipped:
-                    await self._reject_skipped()
                 event = self.decode(frame)
                 if not (type(event) is CommitEvent and self._put_next(event, frame)):
                     await self._process(event, frame)
@@ -126,15 +123,6 @@ class FirehoseConsumer:
         if self.inbox.is_full:
             self.stage.idle()
         await self.inbox.put(received)
-
-    async def _reject_skipped(self) -> None:
-        """Record a rejection for each message over the size limit, which the subscription skipped."""
-        self.stage.moved()
-        for _ in range(self.subscription.skipped - self._skipped):
-            detail = f"the message after seq {self._order.last}"
-            await self._handle(MalformedEvent(Rejection.FRAME_TOO_LARGE, detail, "", None, None), b"")
-        self._skipped = self.subscription.skipped
-        self.stage.idle()
 
     async def _handle(self, event: Event, frame: bytes) -> None:
         self.last_message[self.position.relay] = monotonic()

@@ -4,7 +4,8 @@ A stored cursor resumes the stream one message early: the relay must send the me
 time. That proves that nothing is missing in between, also for relays that report neither an outdated nor a future
 cursor. If the relay calls that position outdated, it may have forgotten only the message at the cursor, which is
 stored: a host on which nothing happened for a day has. Then the stream is resumed at the cursor, and the relay's word
-counts. Without a cursor of this relay, the setting decides, and a gap is opened.
+counts. Without a cursor of this relay, the setting decides, and a gap is opened. After a message over the size limit,
+which follows the cursor, only new messages are requested.
 """
 
 import asyncio
@@ -172,6 +173,7 @@ class StreamContinuity:
         await self._retry(self.gaps.refresh)
         self.entry = entry = await self._retry(lambda: self._find_entry(relay))
         crash_point("stream.entered")
+        self.subscription.oversized.discard(relay)
         self.checked = entry.resumed_at is None and entry.gap is None
         self._early_gap = None
         self._restarting = False
@@ -186,17 +188,17 @@ class StreamContinuity:
         cursors = await self.db.gaps.cursors()
         point = resume_point(cursors, relay, self.shard)
         after_cursor = self._outdated.pop(relay, None) == point
-        restarted = self._ended_epochs.get(relay) == point.epoch
-        if point.seq == 0:  # the relay had sent nothing yet
-            return StreamEntry(relay, point.epoch, 0)
-        if point.seq is not None and not restarted:
+        restarted, oversized = self._ended_epochs.get(relay) == point.epoch, relay in self.subscription.oversized
+        if point.seq is not None and not (restarted or oversized):
+            if point.seq == 0:  # the relay had sent nothing yet
+                return StreamEntry(relay, point.epoch, 0)
             return StreamEntry(relay, point.epoch, point.seq if after_cursor else point.seq - 1, point)
         is_first = not any(set(cursor.shard.positions) & set(self.shard.positions) for cursor in cursors)
         may_be_outdated = not is_first or await self.db.gaps.has_synchronized_repo(self.shard.buckets)
         reason = GapReason.SEQUENCE_RESTARTED if restarted else GapReason.NO_CURSOR
         gap = Gap(relay, str(self.shard), reason) if may_be_outdated else None
         chosen = self.start if isinstance(self.start, int) and is_first else None
-        cursor = 0 if self.start == "oldest" else chosen
+        cursor = None if oversized else 0 if self.start == "oldest" else chosen
         return StreamEntry(relay, point.epoch + restarted, cursor, gap=gap, from_oldest=cursor == 0)
 
     async def is_new(self, event: Event) -> bool:
@@ -278,9 +280,6 @@ class StreamContinuity:
 
     async def _report_missing(self, first_seq: int, last_seq: int) -> None:
         """Open a gap for these messages. If one was opened before the first message, store only where it ends."""
-        connection = self.subscription.connection
-        if connection is not None and connection.skips and last_seq <= (connection.cursor or 0):
-            return  # only messages over the size limit are missing, and they are dead letters
         if self._early_gap is None:
             await self._open(self._gap(GapReason.CURSOR_OUTDATED, first_seq, last_seq))
         else:

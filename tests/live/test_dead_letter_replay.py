@@ -212,15 +212,12 @@ async def test_without_a_directory_the_dead_letter_stays_untried(
     assert await scenario.sql.fetchval("select count(*) from indexer.buffered_event") == 0
 
 
-@pytest.mark.parametrize(
-    ("size", "reason"), [(DEAD_LETTER_BYTES, Rejection.SIGNATURE_INVALID), (0, Rejection.FRAME_TOO_LARGE)]
-)
-async def test_incomplete_frame_is_not_replayed(scenario: ReplayScenario, size: int, reason: Rejection) -> None:
-    dead_letter_id = await scenario.insert_dead_letter(bytes(size), reason=reason)
+async def test_incomplete_frame_is_not_replayed(scenario: ReplayScenario) -> None:
+    dead_letter_id = await scenario.insert_dead_letter(bytes(DEAD_LETTER_BYTES), reason=Rejection.SIGNATURE_INVALID)
     result = await scenario.replay(dead_letter_id)
     assert (result.outcome, result.remains) == (UNTRIED, True)
     assert "incomplete" in result.detail
-    assert await scenario.remaining() == [(dead_letter_id, reason)]
+    assert await scenario.remaining() == [(dead_letter_id, Rejection.SIGNATURE_INVALID)]
     assert scenario.directory.lookups == []
 
 

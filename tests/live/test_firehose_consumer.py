@@ -43,7 +43,7 @@ class FakeSubscription:
 
     def __init__(self, frames: Sequence[bytes], next_frames: Sequence[bytes]) -> None:
         self._connections = [frames, next_frames]
-        self.skipped = 0
+        self.oversized = set[str]()
         self.connection: Connection | None = None
         self.reconnections = 0
         self.cursors: list[int | None] = []
@@ -178,22 +178,9 @@ GAP = Gap(RELAY, "0/1", GapReason.CURSOR_OUTDATED, first_seq=6, last_seq=8)
 OUTDATED = message_frame("#info", {"name": "OutdatedCursor", "message": ""})
 
 
-@pytest.mark.parametrize(
-    ("seqs", "skips", "gaps"),
-    [([4, 5, 6], 0, []), ([9], 0, [GAP]), ([7], 3, []), ([8], 3, []), ([9], 3, [GAP])],
-    ids=[
-        "replayed",
-        "missing",
-        "at a skipped position",
-        "after a skipped position",
-        "missing after a skipped position",
-    ],
-)
-async def test_gap_is_stored_before_the_first_message_after_it(seqs: list[int], skips: int, gaps: list[Gap]) -> None:
-    """With skips, messages 6 and 7 are over the size limit. A relay may send the message at the cursor, or the next."""
+@pytest.mark.parametrize(("seqs", "gaps"), [([4, 5, 6], []), ([9], [GAP])], ids=["replayed", "missing"])
+async def test_gap_is_stored_before_the_first_message_after_it(seqs: list[int], gaps: list[Gap]) -> None:
     consumer = RunningConsumer(*[identity(seq, OWN_DID) for seq in seqs], shard=Shard(), cursors=[AT_FIVE])
-    if skips:
-        consumer.subscription.connection = Connection(RELAY, 7, skips=skips)
     async with consumer:
         await until(lambda: consumer.inbox.unsettled == 1)
         assert [message.seq for message in await consumer.inbox.take(9)] == [seqs[-1]]
@@ -209,14 +196,14 @@ async def test_the_stream_reaches_the_present_only_when_the_stored_cursor_is_pro
     async with consumer as running:
         await until(lambda: running.inbox.unsettled + (running.count("replayed") or 0) == len(frames))
         assert not running.continuity.is_known, "not connected"
-        running.subscription.connection = Connection(RELAY, 4)
+        running.subscription.connection = Connection(RELAY)
         assert running.continuity.is_known is expected
 
 
 async def test_a_silent_relay_is_known_when_the_gap_is_open() -> None:
     async with RunningConsumer(shard=Shard(), cursors=[AT_FIVE], proof_timeout=0.0) as running:
         await until(lambda: running.position.relay != "")
-        running.subscription.connection = Connection(RELAY, 4)
+        running.subscription.connection = Connection(RELAY)
         assert not running.continuity.is_known
         await running.continuity.check_silence()
         assert [opened.gap.reason for opened in running.db.opened] == [GapReason.CURSOR_UNPROVEN]
@@ -230,7 +217,7 @@ async def test_a_gap_after_the_highest_number_can_be_stored() -> None:
         consumer = RunningConsumer(*frames, shard=Shard(), cursors=[cursor], proof_timeout=0.0, next_frames=frames)
         async with consumer:
             await until(lambda: consumer.subscription.cursors == cursors)  # noqa: B023 - ends before the next round
-            consumer.subscription.connection = Connection(RELAY, MAX_SEQ - 1)
+            consumer.subscription.connection = Connection(RELAY)
             await consumer.continuity.check_silence()
             assert [opened.gap.first_seq for opened in consumer.db.opened] == [None]
 
@@ -269,7 +256,7 @@ async def test_host_on_which_nothing_happened_for_a_day_opens_no_gap() -> None:
     """It calls the message at the cursor outdated, and sends nothing after it."""
     async with RunningConsumer(OUTDATED, shard=Shard(), cursors=[AT_FIVE], proof_timeout=0.0) as running:
         await until(lambda: running.subscription.cursors == [4, 5])
-        running.subscription.connection = Connection(RELAY, 5)
+        running.subscription.connection = Connection(RELAY)
         before = running.continuity.is_known
         await running.continuity.check_silence()
         assert (before, running.continuity.is_known) == (False, True)
@@ -310,7 +297,7 @@ async def test_gap_before_a_stream_without_a_cursor_is_opened_when_the_relay_is_
             await until(lambda: running.subscription.cursors == [None])
             await running.continuity.check_silence()
             assert running.db.opened == [] or not silent
-            running.subscription.connection = Connection(RELAY, None)
+            running.subscription.connection = Connection(RELAY)
             await running.continuity.check_silence()
             await until(lambda: running.inbox.unsettled == len(frames))  # noqa: B023
             assert [opened.gap.reason for opened in running.db.opened] == [GapReason.NO_CURSOR]

@@ -1,7 +1,5 @@
 """Where a connection enters a stream, and what its first messages say about the stored cursor."""
 
-from typing import Any
-
 import pytest
 
 from indexer.db import Database
@@ -14,6 +12,7 @@ from indexer.live.stream_continuity import (
     StreamEntry,
     continuity,
 )
+from indexer.net.relay.subscription import Subscription
 from indexer.reasons import GapReason
 from indexer.sync.changes import Batch
 from indexer.sync.shard import Shard
@@ -25,11 +24,20 @@ TIME = "2024-05-01T12:00:00Z"
 RESUMED_AT = ResumePoint(0, 50, TIME)
 
 
-async def entry_of(db: Database, relay: str, *cursors: Cursor, start: Start = "live") -> StreamEntry:
+async def entry_of(
+    db: Database, relay: str, *cursors: Cursor, start: Start = "live", oversized: str = ""
+) -> StreamEntry:
     for cursor in cursors:
         await db.write(Batch(cursor=cursor))
-    unused: Any = None
-    return await StreamContinuity(db, OpenGaps(db.gaps, Shard(), Metrics()), unused, Shard(), start).begin(relay)
+    subscription = Subscription([relay], 1, "tests")
+    subscription.oversized.add(oversized)
+    gaps = OpenGaps(db.gaps, Shard(), Metrics())
+    return await StreamContinuity(db, gaps, subscription, Shard(), start).begin(relay)
+
+
+async def test_message_over_the_size_limit_is_not_requested_again(db: Database) -> None:
+    entry = await entry_of(db, RELAY, Cursor(RELAY, "0/1", 50, TIME), start="oldest", oversized=RELAY)
+    assert entry == StreamEntry(RELAY, 0, None, gap=Gap(RELAY, "0/1", GapReason.NO_CURSOR))
 
 
 @pytest.mark.parametrize(("start", "cursor"), [("live", None), ("oldest", 0), (7, 7)])

@@ -1,7 +1,7 @@
 """A connection to `com.atproto.sync.subscribeRepos` that reconnects whenever it ends (docs/protocol.md#frames).
 
-The subscription returns frames and does not decode them. A lost connection, silence, or a message over the size limit
-leads to a new connection after a growing delay. Several relays are tried in order.
+A lost connection, silence, or a message over the size limit leads to a new connection after a growing delay. Several
+relays are tried in order.
 """
 
 import asyncio
@@ -35,8 +35,6 @@ class ConnectionSettings:
         max_delay: The upper bound of the delay, before the jitter of 25 %.
         stable_after: A connection that lasted this long, and was not silent at its end, resets the delay, and the next
             one is to the first relay.
-        max_skips: How many sequence numbers are skipped for a message over the size limit. After that, the relay counts
-            as failed.
     """
 
     connect_timeout: float = 15.0
@@ -45,7 +43,6 @@ class ConnectionSettings:
     first_delay: float = 1.0
     max_delay: float = 12.0
     stable_after: float = 60.0
-    max_skips: int = 32
 
 
 @dataclass(slots=True)
@@ -53,8 +50,6 @@ class Connection:
     """The open connection, for readiness and the status page.
 
     Attributes:
-        cursor: The cursor in the request; None: only new messages.
-        skips: The number of positions at which messages over the size limit were skipped before this connection.
         opened_at: Monotonic seconds.
         frames: The number of received frames.
         reading: True while the subscription waits for a frame, False while the caller processes one.
@@ -62,8 +57,6 @@ class Connection:
     """
 
     relay: str
-    cursor: int | None
-    skips: int = 0
     opened_at: float = field(default_factory=monotonic)
     frames: int = 0
     reading: bool = True
@@ -71,30 +64,12 @@ class Connection:
 
 
 @dataclass(slots=True)
-class _OversizedMessage:
-    """A message over the size limit that follows `cursor`.
-
-    Its sequence number is not known. Each reconnection adds one to the requested cursor until the message is skipped,
-    so no message after it is lost.
-    """
-
-    cursor: int | None
-    skips: int = 0
-    counted: bool = False
-
-    def follows(self, cursor: int | None) -> bool:
-        """Return True if it follows `cursor`, or the next number: the stream was resumed one message later then."""
-        return self.cursor == cursor or (cursor is not None and self.cursor == cursor + 1)
-
-
-@dataclass(slots=True)
 class Subscription:
     """Receives frames from the first of `relays` that works.
 
     Attributes:
-        max_bytes: The size limit. A larger message is not received: it ends the connection, and a later connection
-            skips it.
-        skipped: The number of positions at which messages over the size limit were skipped.
+        max_bytes: The size limit. A larger message is not received: it ends the connection.
+        oversized: Relays whose last connection ended with a larger message. They would send it again.
         connection: None while not connected.
         disconnected_since: When the last connection ended, or this object was made (monotonic seconds).
     """
@@ -103,7 +78,7 @@ class Subscription:
     max_bytes: int
     user_agent: str
     settings: ConnectionSettings = field(default_factory=ConnectionSettings)
-    skipped: int = field(default=0, init=False)
+    oversized: set[str] = field(default_factory=set, init=False)
     connection: Connection | None = field(default=None, init=False)
     disconnected_since: float = field(default_factory=monotonic, init=False)
     last_error: str | None = field(default=None, init=False)
@@ -126,36 +101,26 @@ class Subscription:
         rejects it.
         """
         attempt = 0
-        oversized_by_relay: dict[str, _OversizedMessage] = {}
         while True:
             relay = self.relays[attempt % len(self.relays)]
             started = asyncio.get_running_loop().time()
             self._same_relay_next = False
             silent = False
-            oversized = oversized_by_relay.pop(relay, None)
             try:
                 cursor = await cursor_of(relay)
-                if oversized is None or not oversized.follows(cursor):
-                    oversized = _OversizedMessage(cursor)
-                async with aclosing(self._frames_of(relay, oversized.cursor, oversized.skips)) as frames:
+                async with aclosing(self._frames_of(relay, cursor)) as frames:
                     async for frame in frames:
-                        if oversized.skips and not oversized.counted:
-                            oversized.counted = True
-                            self.skipped += 1
                         yield frame
             except OSError as error:
                 self._log_lost(relay, error)
                 ending = error.ending if isinstance(error, StreamSocketError) else None
                 silent = ending is Ending.CLOSED_HERE
-                if oversized is not None and ending is Ending.TOO_LARGE:
-                    oversized.skips += 1
-                    oversized_by_relay[relay] = oversized
+                if ending is Ending.TOO_LARGE:
+                    self.oversized.add(relay)
             finally:
                 held_back = self._end_connection()
             stable = asyncio.get_running_loop().time() - started > self.settings.stable_after and not silent
-            # An oversized message is not a failure of the relay: the next connection is to the same relay.
-            skipping = relay in oversized_by_relay and oversized_by_relay[relay].skips < self.settings.max_skips
-            if not (skipping or self._same_relay_next or (held_back and not stable)):
+            if not (self._same_relay_next or (held_back and not stable)):
                 attempt = 0 if stable else attempt + 1
             await asyncio.sleep(self._delay(attempt))
 
@@ -174,12 +139,11 @@ class Subscription:
         delay = min(self.settings.first_delay * 2.0 ** min(rounds, 16), self.settings.max_delay)
         return delay * uniform(0.75, 1.25)  # noqa: S311 - jitter, not secrecy
 
-    async def _frames_of(self, relay: str, cursor: int | None, skips: int) -> AsyncGenerator[bytes, None]:
-        cursor = None if cursor is None else cursor + skips
+    async def _frames_of(self, relay: str, cursor: int | None) -> AsyncGenerator[bytes, None]:
         log.debug("relay.connecting", relay=relay, cursor=cursor)
         async with open_stream(relay, cursor, self.max_bytes, self.user_agent, self.settings) as socket:
             self._socket = socket
-            self.connection = Connection(relay, cursor, skips)
+            self.connection = Connection(relay)
             self.last_error = None
             self._failed_attempts = 0
             log.info("relay.connected", relay=relay, cursor=cursor)

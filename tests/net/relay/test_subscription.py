@@ -122,74 +122,6 @@ async def test_a_text_message_is_yielded_as_bytes(net: FaultyNetwork) -> None:
     assert len(cursors.asked) == 1
 
 
-LARGE, SMALL = {"text": "x" * 30_000}, {"text": "small"}
-
-
-@pytest.mark.parametrize("inclusive", [True, False])
-@pytest.mark.parametrize("sizes", ["SLSSLS", "SLLLSSS", "LLLSLS"])
-async def test_only_messages_over_the_limit_are_skipped(net: FaultyNetwork, inclusive: bool, sizes: str) -> None:
-    """`inclusive`: some relays send the message at the cursor again."""
-    net.relay.inclusive = inclusive
-    account = net.create_account()
-    first = net.relay.seq + 1
-    for size in sizes:
-        account.create("com.example.note", SMALL if size == "S" else LARGE)
-    source = subscription(net.relay_url, max_bytes=20_000)
-    expected = [first + n for n, size in enumerate(sizes) if size == "S"]
-    assert await distinct_seqs(source, first, net.relay.seq) == expected
-    assert source.skipped > 0
-
-
-async def distinct_seqs(source: Subscription, first: int, last: int) -> list[int]:
-    """Return the received numbers from `first` to `last` without repetitions. The cursor is the last received one."""
-    seen: list[int] = []
-
-    async def cursor_of(_relay: str) -> int:
-        return seen[-1] if seen else first - 1
-
-    async with asyncio.timeout(20), aclosing(source.frames(cursor_of)) as frames:
-        async for frame in frames:
-            seq = decode_frame(frame, DEFAULT_LIMITS).seq
-            assert seq is not None
-            if seq >= first and seq not in seen:
-                seen.append(seq)
-            if seq == last:
-                break
-    return seen
-
-
-async def test_a_message_is_skipped_although_the_next_connection_begins_one_message_earlier() -> None:
-    """The host no longer has the message at the stored cursor 5, so the first connection was resumed after it."""
-    paths: list[str] = []
-
-    async def send(connection: ServerConnection) -> None:
-        assert connection.request is not None
-        paths.append(connection.request.path)
-        connection.transport.write(b"\x82\x7e" + (20_001).to_bytes(2) if len(paths) == 1 else b"\x82\x04next")
-        await connection.wait_closed()
-
-    async with relay_that(send) as relay, asyncio.timeout(20):
-        source = subscription(relay, max_bytes=20_000)
-        async with aclosing(source.frames(Cursors(5, 4))) as frames:
-            assert await anext(frames) == b"next"
-    assert paths == [f"{STREAM_PATH}?cursor=5", f"{STREAM_PATH}?cursor=6"]
-
-
-async def test_the_next_relay_is_used_after_too_many_skips(net: FaultyNetwork) -> None:
-    account = net.create_account()
-    before = net.relay.seq
-    for _ in range(9):
-        account.create("com.example.note", LARGE)
-    net.relay.inclusive = False
-    cursors = Cursors(before, before, 0)
-    async with FaultyNetwork() as other:
-        other.create_account()
-        settings = replace(QUICK, max_skips=2)
-        source = subscription(net.relay_url, other.relay_url, max_bytes=20_000, settings=settings)
-        await next_seqs(source, cursors, 1)
-    assert cursors.asked == [net.relay_url, net.relay_url, other.relay_url]
-
-
 async def test_a_redirect_is_not_followed(net: FaultyNetwork) -> None:
     for target in ("ws://[", net.relay_url):
         async with ScriptedHost() as host:
@@ -273,7 +205,7 @@ async def relay_that(handle: Callable[[ServerConnection], Awaitable[None]]) -> A
     ],
 )
 async def test_the_size_limit_applies_before_the_content_arrives(first: bytes) -> None:
-    """The frame that exceeds the limit is only announced. The next connection skips the message."""
+    """The frame that exceeds the limit is only announced. The relay would send it again."""
     paths: list[str] = []
 
     async def send(connection: ServerConnection) -> None:
@@ -284,10 +216,10 @@ async def test_the_size_limit_applies_before_the_content_arrives(first: bytes) -
 
     async with relay_that(send) as relay, asyncio.timeout(20):
         source = subscription(relay, max_bytes=20_000)
-        async with aclosing(source.frames(Cursors(5))) as frames:
+        async with aclosing(source.frames(Cursors(5, None))) as frames:
             assert await anext(frames) == b"next"
-    assert paths == [f"{STREAM_PATH}?cursor=5", f"{STREAM_PATH}?cursor=6"]
-    assert source.skipped == 1
+    assert paths == [f"{STREAM_PATH}?cursor=5", STREAM_PATH]
+    assert source.oversized == {relay}
 
 
 async def test_a_message_as_large_as_the_limit_is_received() -> None:
