@@ -5,7 +5,7 @@ from dataclasses import replace
 from indexer.app.tuning import Tuning
 from indexer.live.batch_writer import WriterSettings
 from indexer.net.http.host_limits import HostPauses
-from indexer.net.relay.subscription import ConnectionSettings
+from indexer.net.relay.stream_socket import ConnectionSettings
 from indexer.resync.pool import WorkerPoolSettings
 from indexer.resync.queue import MaintenanceSettings
 from indexer.tasks.reconcile import ReconciliationSettings

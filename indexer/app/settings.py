@@ -36,7 +36,7 @@ from indexer import __version__
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.atproto.syntax import CollectionFilter
 from indexer.errors import SettingsError
-from indexer.net.relay.subscription import STREAM_PATH
+from indexer.net.relay.stream_socket import STREAM_PATH
 from indexer.net.server.address import Address
 from indexer.sync.policy import Policy
 from indexer.sync.scope import Scope, Track, filter_of

@@ -10,7 +10,7 @@ from indexer.live.stream_continuity import PROOF_TIMEOUT
 from indexer.net.http.host_limits import HostPauses
 from indexer.net.http.http_client import Timeouts
 from indexer.net.identity.identity_cache import IdentityLifetimes
-from indexer.net.relay.subscription import ConnectionSettings
+from indexer.net.relay.stream_socket import ConnectionSettings
 from indexer.resync.pool import WorkerPoolSettings
 from indexer.resync.queue import MaintenanceSettings
 from indexer.tasks import scope

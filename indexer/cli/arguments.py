@@ -11,7 +11,7 @@ import click
 from indexer.atproto.crypto import PublicKey, parse_did_key
 from indexer.atproto.syntax import AtUri, is_account_did, is_did, is_nsid, normalize_account, normalize_nsid
 from indexer.errors import UpstreamError
-from indexer.net.relay.subscription import STREAM_PATH
+from indexer.net.relay.stream_socket import STREAM_PATH
 from indexer.reasons import Rejection
 from indexer.sync.events import MAX_SEQ
 

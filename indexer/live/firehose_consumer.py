@@ -29,9 +29,6 @@ from indexer.sync.shard import Shard
 from indexer.sync.stream import Position, SequenceOrder, Step
 from indexer.telemetry.metrics import Metrics
 
-MAX_INFO_NAMES = 16
-"""Names of info messages that are logged for each connection."""
-
 log = structlog.get_logger(__name__)
 
 
@@ -59,7 +56,6 @@ class FirehoseConsumer:
     def __post_init__(self) -> None:
         self._order = SequenceOrder(0)
         self._leap: Position | None = None
-        self._info_names = set[str]()
         self.stage = StageProgress("firehose consumer")
         self.last_error: str | None = None
         self.failing_since: float | None = None
@@ -108,7 +104,6 @@ class FirehoseConsumer:
         self.position.begin(relay, entry.epoch, watermark)
         self._order = SequenceOrder(watermark.position or 0)
         self._leap = None
-        self._info_names.clear()
         self.stage.idle()
         return entry.cursor
 
@@ -197,9 +192,6 @@ class FirehoseConsumer:
         self.metrics.events[event.kind, Outcome.IGNORED].inc()
         if event.name == "OutdatedCursor":
             await self.continuity.announce(self._order.last + 1)
-        elif (name := event.name[:64]) not in self._info_names and len(self._info_names) < MAX_INFO_NAMES:
-            self._info_names.add(name)
-            log.info("relay.info", relay=self.position.relay, name=name)
 
     def _handle_error(self, event: StreamError) -> None:
         """Log the error; the relay closes the stream after it.

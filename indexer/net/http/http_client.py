@@ -153,7 +153,7 @@ class OutboundClient:
     ) -> Response:
         """Return the response, after redirects: at most `max_bytes` decompressed, `timeout` seconds per request."""
         async with self.stream(url, max_bytes=max_bytes, timeout=timeout, min_rate=0, accept=accept) as stream:
-            return Response(stream.status, stream.headers, await stream.read(), stream.url)
+            return Response(stream.status, stream.headers, await stream.read(), str(stream.url))
 
     async def post(
         self,
@@ -281,39 +281,38 @@ class _ResponseWithPeer(aiohttp.ClientResponse):
         return self
 
 
+@dataclass(eq=False)
 class ResponseStream:
     """A response with a body that can be read once.
 
     Attributes:
-        headers: Header names are case-insensitive.
         url: The URL after all redirects.
-        server: The network address and port that sends the response, see `server_of`.
+        response: Its headers have case-insensitive names.
+        deadline: When the whole body must have arrived, in the time of the event loop.
+        max_bytes: The limit of the decompressed body of a successful response. Other bodies have a small limit.
+        min_rate: Bytes per second, for the body of a successful response.
     """
 
-    def __init__(
-        self,
-        url: URL,
-        response: aiohttp.ClientResponse,
-        deadline: float,
-        timeouts: Timeouts,
-        slot: RequestSlot,
-        max_bytes: int,
-        min_rate: float,
-    ) -> None:
-        """Take the limits of a successful response. Other bodies have a small limit."""
-        self.status = response.status
-        self.headers = response.headers
-        self.url = str(url)
-        self.server = response.server if isinstance(response, _ResponseWithPeer) else None
-        self._target = url
-        self._success = HTTPStatus.OK <= response.status < HTTPStatus.MULTIPLE_CHOICES
-        self._body = response.content
-        self._deadline = deadline
-        self._timeouts = timeouts
-        self._slot = slot
-        self._max_bytes, self._min_rate = (max_bytes, min_rate) if self._success else (_MAX_ERROR_BYTES, 0.0)
+    url: URL
+    response: aiohttp.ClientResponse
+    deadline: float
+    timeouts: Timeouts
+    slot: RequestSlot
+    max_bytes: int
+    min_rate: float
+
+    def __post_init__(self) -> None:
+        self.status, self.headers = self.response.status, self.response.headers
+        self._success = HTTPStatus.OK <= self.status < HTTPStatus.MULTIPLE_CHOICES
+        if not self._success:
+            self.max_bytes, self.min_rate = _MAX_ERROR_BYTES, 0.0
         self._received = 0
         self._waited = 0.0
+
+    @property
+    def server(self) -> str | None:
+        """The network address and port that sends the response, see `server_of`."""
+        return self.response.server if isinstance(self.response, _ResponseWithPeer) else None
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Yield the decompressed body, at most 64 KiB at a time.
@@ -321,7 +320,7 @@ class ResponseStream:
         Raises:
             UnavailableError: The body is too large, too slow, malformed or cut off, see `OutboundClient`.
         """
-        with self._slot.record_errors():
+        with self.slot.record_errors():
             decoder = Decoder(", ".join(self.headers.getall("content-encoding", ())))
             decoded = 0
             while received := await self._receive():
@@ -335,7 +334,7 @@ class ResponseStream:
 
     async def read(self) -> bytes:
         """Return the whole body of a successful response, or the first 16 KiB of any other."""
-        max_bytes = self._max_bytes if self._success else _ERROR_BODY_BYTES
+        max_bytes = self.max_bytes if self._success else _ERROR_BODY_BYTES
         body = bytearray()
         async with aclosing(self.chunks()) as chunks:
             async for chunk in chunks:
@@ -352,11 +351,11 @@ class ResponseStream:
         clock = asyncio.get_running_loop().time
         started = clock()
         # After malformed chunks, aiohttp neither wakes the reader of the body nor ends its wait after `sock_read`.
-        latest = min(self._deadline, started + self._timeouts.read)
-        with _transport_errors(self._target):
+        latest = min(self.deadline, started + self.timeouts.read)
+        with _transport_errors(self.url):
             async with asyncio.timeout_at(latest):
                 try:
-                    received = await self._body.read(_CHUNK_BYTES)
+                    received = await self.response.content.read(_CHUNK_BYTES)
                 except RuntimeError as error:
                     if str(error) != _CONNECTION_CLOSED:
                         raise
@@ -364,15 +363,15 @@ class ResponseStream:
         self._waited += clock() - started
         self._received += len(received)
         self._check_size(self._received - _CHUNK_BYTES)  # compression can make a body slightly longer
-        if received and self._received < self._min_rate * (self._waited - self._timeouts.rate_grace):
+        if received and self._received < self.min_rate * (self._waited - self.timeouts.rate_grace):
             raise UnavailableError(
-                FetchFailure.TIMEOUT, f"{_shown(self._target)}: {self._received} bytes in {self._waited:.0f} s"
+                FetchFailure.TIMEOUT, f"{_shown(self.url)}: {self._received} bytes in {self._waited:.0f} s"
             )
         return received
 
     def _check_size(self, size: int) -> None:
-        if size > self._max_bytes:
-            raise UnavailableError(FetchFailure.TOO_LARGE, f"{_shown(self._target)}: over {self._max_bytes} bytes")
+        if size > self.max_bytes:
+            raise UnavailableError(FetchFailure.TOO_LARGE, f"{_shown(self.url)}: over {self.max_bytes} bytes")
 
 
 @contextmanager

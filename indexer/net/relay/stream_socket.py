@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from enum import Enum
 from http import HTTPStatus
 from time import monotonic
@@ -11,6 +12,7 @@ from typing import Any
 import aiohttp
 from aiohttp import WSCloseCode, WSMsgType
 
+STREAM_PATH = "/xrpc/com.atproto.sync.subscribeRepos"
 TURN_SECONDS = 0.005
 """Time to receive messages before other tasks get a turn. Each turn of the event loop costs a wait for the
 interpreter's lock while a batch is planned."""
@@ -19,11 +21,33 @@ _SEND_SECONDS = 1.0
 _LOST = "connection lost without a close frame"
 
 
+@dataclass(frozen=True, slots=True)
+class ConnectionSettings:
+    """Timeouts and delays of the connection, in seconds.
+
+    Attributes:
+        connect_timeout: For the TCP connection and the handshakes.
+        ping_interval: Without any bytes, before a ping is sent. If nothing arrives in half of that time after the ping,
+            the connection is closed.
+        message_timeout: Without any message, before the connection is closed. The next connection is to the next relay.
+        first_delay: Before the first reconnection. The delay doubles each time that all relays have failed.
+        max_delay: The upper bound of the delay, before the jitter of 25 %.
+        stable_after: A connection that lasted this long, and was not silent at its end, resets the delay, and the next
+            one is to the first relay.
+    """
+
+    connect_timeout: float = 15.0
+    ping_interval: float = 30.0
+    message_timeout: float = 90.0
+    first_delay: float = 1.0
+    max_delay: float = 12.0
+    stable_after: float = 60.0
+
+
 class Ending(Enum):
     """Why a connection ended."""
 
     LOST = "lost"
-    CLOSED_BY_RELAY = "closed by the relay"
     CLOSED_HERE = "closed by this side"
     TOO_LARGE = "message over the size limit"
 
@@ -98,8 +122,7 @@ class StreamSocket:
 def _end(kind: WSMsgType, data: Any, reason: str | None) -> StreamSocketError:
     """Return why the connection ended, from the last message: `data` is the code of a close frame, or an exception."""
     if kind is WSMsgType.CLOSE:
-        detail = f"the relay closed the connection: code {data}, reason {reason!r}"
-        return StreamSocketError(detail, Ending.CLOSED_BY_RELAY)
+        return StreamSocketError(f"the relay closed the connection: code {data}, reason {reason!r}")
     if kind is WSMsgType.ERROR and not isinstance(data, TimeoutError):
         too_large = getattr(data, "code", None) == WSCloseCode.MESSAGE_TOO_BIG
         return StreamSocketError(str(data), Ending.TOO_LARGE if too_large else Ending.LOST)
@@ -107,19 +130,18 @@ def _end(kind: WSMsgType, data: Any, reason: str | None) -> StreamSocketError:
 
 
 @asynccontextmanager
-async def open_socket(
-    url: str, *, max_bytes: int, user_agent: str, connect_timeout: float, ping_interval: float
+async def open_stream(
+    relay: str, cursor: int | None, max_bytes: int, user_agent: str, settings: ConnectionSettings
 ) -> AsyncIterator[StreamSocket]:
-    """Open a connection, and close it at the end. It uses no proxy, redirect, cookie or compression.
+    """Open the stream of `relay` after `cursor` (None: only new messages), and close it at the end.
 
-    A message that announces more than `max_bytes` ends the connection. `connect_timeout` is in seconds for the name,
-    the TCP connection and the handshakes. A ping follows `ping_interval` seconds without any bytes. If nothing is
-    received for half of that time, the connection ends. Bytes that are not read because of back-pressure do not
-    count as received.
+    It uses no proxy, redirect, cookie or compression. A message that announces more than `max_bytes` ends the
+    connection. Bytes that are not read because of back-pressure do not count as received.
 
     Raises:
         OSError: The relay cannot be reached or refuses the connection (includes TimeoutError and StreamSocketError).
     """
+    url = f"{relay.rstrip('/')}{STREAM_PATH}" + ("" if cursor is None else f"?cursor={cursor}")
     handshake = _Handshake()
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(resolver=aiohttp.ThreadedResolver()),
@@ -130,17 +152,17 @@ async def open_socket(
         middlewares=[handshake],
     ) as session:
         try:
-            async with asyncio.timeout(connect_timeout):
+            async with asyncio.timeout(settings.connect_timeout):
                 socket = await session.ws_connect(
                     url,
-                    heartbeat=ping_interval,
+                    heartbeat=settings.ping_interval,
                     autoping=False,
                     autoclose=False,
                     max_msg_size=max_bytes + 1,
                     decode_text=False,
                 )
         except TimeoutError as error:
-            raise TimeoutError(f"not connected within {connect_timeout:g} s") from error
+            raise TimeoutError(f"not connected within {settings.connect_timeout:g} s") from error
         except aiohttp.ClientConnectorError as error:
             raise error.os_error from error
         except aiohttp.WSServerHandshakeError as error:

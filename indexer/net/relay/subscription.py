@@ -6,7 +6,7 @@ relays are tried in order.
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from random import uniform
 from time import monotonic
@@ -14,35 +14,10 @@ from time import monotonic
 import structlog
 
 from indexer.atproto.limits import Limits
-from indexer.net.relay.stream_socket import Ending, StreamSocket, StreamSocketError, open_socket
+from indexer.net.relay.stream_socket import ConnectionSettings, Ending, StreamSocket, StreamSocketError, open_stream
 from indexer.sync.events import Event, decode_frame
 
-STREAM_PATH = "/xrpc/com.atproto.sync.subscribeRepos"
-
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionSettings:
-    """Timeouts and delays of the connection, in seconds.
-
-    Attributes:
-        connect_timeout: For the TCP connection and the handshakes.
-        ping_interval: Without any bytes, before a ping is sent. If nothing arrives in half of that time after the ping,
-            the connection is closed.
-        message_timeout: Without any message, before the connection is closed. The next connection is to the next relay.
-        first_delay: Before the first reconnection. The delay doubles each time that all relays have failed.
-        max_delay: The upper bound of the delay, before the jitter of 25 %.
-        stable_after: A connection that lasted this long, and was not silent at its end, resets the delay, and the next
-            one is to the first relay.
-    """
-
-    connect_timeout: float = 15.0
-    ping_interval: float = 30.0
-    message_timeout: float = 90.0
-    first_delay: float = 1.0
-    max_delay: float = 12.0
-    stable_after: float = 60.0
 
 
 @dataclass(slots=True)
@@ -187,19 +162,6 @@ async def _close_when_silent(socket: StreamSocket, connection: Connection, secon
         frames = connection.frames
         await asyncio.sleep(seconds)
     await socket.close(f"no message for {seconds:g} s")
-
-
-def open_stream(
-    relay: str, cursor: int | None, max_bytes: int, user_agent: str, settings: ConnectionSettings
-) -> AbstractAsyncContextManager[StreamSocket]:
-    """Open the stream of `relay` after `cursor`; None requests only new messages. See `open_socket` for the errors."""
-    return open_socket(
-        f"{relay.rstrip('/')}{STREAM_PATH}" + ("" if cursor is None else f"?cursor={cursor}"),
-        max_bytes=max_bytes,
-        user_agent=user_agent,
-        connect_timeout=settings.connect_timeout,
-        ping_interval=settings.ping_interval,
-    )
 
 
 async def first_event(

@@ -8,7 +8,8 @@ import pytest
 from websockets.asyncio.server import ServerConnection, serve
 
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.net.relay.subscription import STREAM_PATH, ConnectionSettings, Subscription
+from indexer.net.relay.stream_socket import STREAM_PATH, ConnectionSettings
+from indexer.net.relay.subscription import Subscription
 from indexer.sync.events import StreamError, decode_frame
 from tests.event_loop_watch import EventLoopWatch
 from tests.faulty_network import FaultyNetwork
