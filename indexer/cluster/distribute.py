@@ -36,7 +36,7 @@ from indexer.cluster.tables import (
     waiting_tables,
 )
 from indexer.db.columns import Connection
-from indexer.db.database_errors import connect, opening, unusable
+from indexer.db.database_errors import connect, database_errors, unusable
 from indexer.db.gaps import load_cursors, open_gap
 from indexer.db.layout import load_layout
 from indexer.db.requirements import require_usable_schema
@@ -178,7 +178,7 @@ async def distribute(dsn: str, shards: int | None, on_progress: OnProgress) -> D
         SettingsError: The operator has to change something on a node, or to stop a process.
         DatabaseError: A node is unavailable.
     """
-    with opening(dsn):
+    with database_errors(dsn):
         async with connect(dsn, _SESSION) as connection:
             try:
                 nodes = await load_nodes(connection)

@@ -13,7 +13,6 @@ from indexer.db.database_errors import (
     CONNECT_TIMEOUT,
     DatabaseError,
     database_errors,
-    opening,
     without_password,
 )
 from indexer.db.layout import load_layout, require_complete
@@ -83,7 +82,7 @@ class Connections:
                 interrupted distribution.
         """
         settings = SERVER_SETTINGS | ({"default_transaction_read_only": "on"} if readonly else {})
-        with opening(dsn):
+        with database_errors(dsn):
             pool = await asyncpg.create_pool(
                 dsn,
                 min_size=1,

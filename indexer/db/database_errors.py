@@ -94,11 +94,14 @@ class DatabaseError(UnavailableError):
 
 
 @contextmanager
-def database_errors() -> Iterator[None]:
+def database_errors(dsn: str | None = None) -> Iterator[None]:
     """Raise `DatabaseError` for errors of the block that a retry may resolve.
 
+    With `dsn`, the block connects to this database, checks it or migrates it. Each error names it, and is the
+    operator's to correct unless it is transient.
+
     Raises:
-        SettingsError: The database role lacks a privilege.
+        SettingsError: The database role lacks a privilege. With `dsn` also another error, such as a wrong password.
         CancelledError: The task was cancelled, and the driver could not end the transaction of the block.
     """
     try:
@@ -106,8 +109,11 @@ def database_errors() -> Iterator[None]:
     except Exception as error:
         if _has_replaced_cancellation(error):
             raise CancelledError from error
+        if dsn and (reason := _reason_to_correct(error)):
+            raise unusable(dsn, reason) from error
         if _is_transient(error):
-            raise DatabaseError(_failure(error), _text(error)) from error
+            prefix = f"the database {without_password(dsn)} is unavailable: " if dsn else ""
+            raise DatabaseError(_failure(error), prefix + _text(error)) from error
         if isinstance(error, exceptions.InsufficientPrivilegeError):
             raise SettingsError(f"The database role lacks a privilege: {error}") from error
         raise
@@ -147,31 +153,9 @@ class UnusableDatabaseError(SettingsError):
     """This program cannot use the database until the operator corrects something. The message begins with `SETTING`."""
 
 
-@contextmanager
-def opening(dsn: str) -> Iterator[None]:
-    """Name the database in each error of the block, which connects to it, checks it or migrates it.
-
-    Raises:
-        SettingsError: The operator has to correct something, such as the URL, the password or a privilege.
-        DatabaseError: The database is unavailable.
-        CancelledError: The task was cancelled, and the driver could not end the connection of the block.
-    """
-    try:
-        yield
-    except Exception as error:
-        if _has_replaced_cancellation(error):
-            raise CancelledError from error
-        if reason := _reason_to_correct(error):
-            raise unusable(dsn, reason) from error
-        if _is_transient(error):
-            text = f"the database {without_password(dsn)} is unavailable: {_text(error)}"
-            raise DatabaseError(_failure(error), text) from error
-        raise
-
-
 @asynccontextmanager
 async def connect(dsn: str, settings: dict[str, str] | None = None) -> AsyncIterator[asyncpg.Connection]:
-    """Open a connection for a block, and close it at the end. Use it in a block of `opening`."""
+    """Open a connection for a block, and close it at the end. Use it in a block of `database_errors`."""
     try:
         connection = await asyncpg.connect(dsn, timeout=CONNECT_TIMEOUT, server_settings=settings)
     except ValueError as error:  # a part of the URL that the driver cannot read

@@ -16,7 +16,7 @@ from asyncpg import exceptions
 
 from indexer.crash_points import COMMITTED, crash_point
 from indexer.db.blocking_sessions import end_users_of_schema
-from indexer.db.database_errors import DatabaseError, connect, opening, unusable, without_password
+from indexer.db.database_errors import DatabaseError, connect, database_errors, unusable, without_password
 from indexer.db.requirements import (
     opened,
     require_privileges,
@@ -146,7 +146,7 @@ async def migrate(dsn: str, changing: SchemaChange = on_one_server) -> None:
     log.info("database.migrating", database=state.database, release=state.release)
     began, lock_seconds, conflicts = monotonic(), LOCK_SECONDS, 0
     for attempt in count(1):
-        with opening(dsn):
+        with database_errors(dsn):
             try:
                 await _upgrade(dsn, lock_seconds, changing)
                 break

@@ -14,7 +14,7 @@ import asyncpg
 import structlog
 
 from indexer.db.columns import Connection
-from indexer.db.database_errors import connect, opening, unusable, without_password
+from indexer.db.database_errors import connect, database_errors, unusable, without_password
 from indexer.db.gaps import load_cursors
 from indexer.db.layout import load_layout
 from indexer.errors import SchemaVersionError
@@ -156,13 +156,13 @@ def migrations_folder() -> Path:
 
 @asynccontextmanager
 async def opened(dsn: str) -> AsyncIterator[asyncpg.Connection]:
-    """Open a connection. Its errors, and those of the block, are raised as `opening` says.
+    """Open a connection. Its errors, and those of the block, are raised as `database_errors` says.
 
     Raises:
         SettingsError: The operator has to correct something, or the server is too old.
         DatabaseError: The database is unavailable.
     """
-    with opening(dsn):
+    with database_errors(dsn):
         async with connect(dsn) as connection:
             version = await connection.fetchval("select current_setting('server_version_num')::int")
             if problem := unsupported_version(version):

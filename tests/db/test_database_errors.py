@@ -11,7 +11,7 @@ import pytest
 from asyncpg.exceptions import TargetServerAttributeNotMatched
 
 from indexer.db import Database, DatabaseError
-from indexer.db.database_errors import database_errors, opening, without_password
+from indexer.db.database_errors import database_errors, without_password
 from indexer.db.process_reports import DatabaseCheck
 from indexer.errors import IndexerError, SettingsError
 from indexer.reasons import FetchFailure
@@ -62,10 +62,10 @@ async def test_a_statement_that_the_server_cancels_after_a_time_limit_is_a_timeo
 
 
 def raised(error: BaseException) -> IndexerError:
-    """Return what `opening` makes of an error of the driver."""
+    """Return what `database_errors` makes of an error of the driver."""
     with (
         pytest.raises(IndexerError) as caught,
-        opening("postgresql://me:hunter2@db.example:5433/mine?sslpassword=hunter2"),
+        database_errors("postgresql://me:hunter2@db.example:5433/mine?sslpassword=hunter2"),
     ):
         raise error
     assert "postgresql://me@db.example:5433/mine" in str(caught.value)
