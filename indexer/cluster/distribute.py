@@ -14,7 +14,7 @@ Each step looks at what is stored, and does the rest. So the command can be kill
 database that is distributed it changes nothing.
 
 No process uses the database meanwhile. The command owns all buckets, and after the first step there is no other session
-of this program. A process that starts later reads the row, and ends (`indexer.db.layout.require_complete`).
+of this program. A process that starts later reads the row, and ends (`indexer.db.layout.load_layout`).
 """
 
 import asyncio

@@ -15,7 +15,7 @@ from indexer.db.database_errors import (
     database_errors,
     without_password,
 )
-from indexer.db.layout import load_layout, require_complete
+from indexer.db.layout import load_layout
 from indexer.errors import RefusedWriteError
 from indexer.reasons import FetchFailure
 from indexer.sync.shard import PLAIN
@@ -94,8 +94,7 @@ class Connections:
             )
             opened = cls(pool, connections, dsn)
             try:
-                opened.layout = await load_layout(pool)
-                await require_complete(pool, dsn)
+                opened.layout = await load_layout(pool, complete_in=dsn)
             except BaseException:
                 pool.terminate()
                 raise

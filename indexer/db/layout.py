@@ -16,23 +16,22 @@ _LAYOUT = """
 _PARTS = "select buckets, pages, estimated_rows from indexer.parts_of($1::text::regclass)"
 
 
-async def load_layout(connection: Connection | asyncpg.Pool) -> Layout:
-    """Return the layout. A database whose distribution has begun and is not complete counts as distributed."""
-    row = await connection.fetchrow(_LAYOUT)
-    return PLAIN if row is None else Layout(tuple(row["bucket_order"]), row["shards"], commit_numbers=False)
+async def load_layout(connection: Connection | asyncpg.Pool, complete_in: str | None = None) -> Layout:
+    """Return the layout. A database whose distribution has begun and is not complete counts as distributed.
 
-
-async def require_complete(connection: Connection | asyncpg.Pool, dsn: str) -> None:
-    """Check that no distribution has begun that is not complete.
-
-    A restored backup has the row of a complete distribution, and tables that are not distributed.
+    With `complete_in`, the DSN of the database, its distribution must be complete. A restored backup has the row of a
+    complete distribution, and tables that are not distributed.
 
     Raises:
         SettingsError: The operator has to run `indexer distribute` again.
     """
     row = await connection.fetchrow(_LAYOUT)
-    if row is not None and not row["complete"]:
-        raise unusable(dsn, "its distribution is not complete; run `indexer distribute` again, which continues it")
+    if row is None:
+        return PLAIN
+    if complete_in and not row["complete"]:
+        reason = "its distribution is not complete; run `indexer distribute` again, which continues it"
+        raise unusable(complete_in, reason)
+    return Layout(tuple(row["bucket_order"]), row["shards"], commit_numbers=False)
 
 
 @dataclass(frozen=True, slots=True)
