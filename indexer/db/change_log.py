@@ -21,7 +21,7 @@ On a cluster, the numbers are assigned after the commit (`indexer.cluster.number
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from indexer.db.columns import Connection, columns_of, copy_binary, unnest
+from indexer.db.columns import Connection, columns_of, copy_binary, typed, unnest
 from indexer.sync.changes import ChangeLogEntry, record_entries
 from indexer.sync.export import RecordChunk
 from indexer.sync.shard import bucket_of
@@ -37,16 +37,8 @@ _INSERT_BATCH = """
 """
 
 
-_LOGGED = {  # in the order of `log_rows`, after the ordinal
-    "bucket": "smallint",
-    "live": "boolean",
-    "action": "text",
-    "did": "text",
-    "collection": "text",
-    "rkey": "text",
-    "rev": "text",
-    "cid": "bytea",
-}
+# In the order of `log_rows`, after the ordinal.
+_LOGGED = typed("bucket smallint, live boolean, action text, did text, collection text, rkey text, rev text, cid bytea")
 
 MIN_COPIED_CHANGES = 20
 """The least number of changes that are written by COPY. Below, its additional round trips cost more than it saves."""

@@ -202,14 +202,12 @@ async def load_accounts(
 
 async def load_latest_seq(connection: Connection) -> int:
     """Return the number of the newest change; 0 if there is none."""
-    seq: int = await connection.fetchval(_LATEST_SEQ)
-    return seq
+    return int(await connection.fetchval(_LATEST_SEQ))
 
 
 async def load_trimmed_seq(connection: Connection) -> int:
     """Return the number up to which changes have been trimmed; 0 if none have."""
-    seq: int = await connection.fetchval(_TRIMMED_SEQ)
-    return seq
+    return int(await connection.fetchval(_TRIMMED_SEQ))
 
 
 class ChangeSignal:

@@ -1,9 +1,7 @@
 """Retention of the change log: eight segments that are reused. Whole segments are truncated, oldest first.
 
-A migration created the segments. One is the current segment, into which all changes are written. If no process trims
-the log, the current segment grows. A segment is not truncated while it has changes that a registered consumer has not
-received, unless the consumer is disconnected for being too far behind. See
-docs/decisions/0005-number-changes-at-commit.md.
+All changes are written into the current segment. A segment is not truncated while it has changes that a registered
+consumer has not received, unless the consumer is disconnected for being too far behind.
 """
 
 from collections.abc import Sequence
@@ -189,10 +187,11 @@ _SINCE = "$1::float8 - date_part('epoch', clock_timestamp() - {})"
 
 _CURRENT = f"select current_segment, {_SINCE.format('opened_at')} from indexer.change_log"
 
+_BYTES = """pg_total_relation_size(format('indexer.change_%s', s.number)::regclass)
+        + pg_total_relation_size(format('indexer.change_batch_%s', s.number)::regclass)"""
+
 _SEGMENTS = f"""
-    select s.number, pg_total_relation_size(format('indexer.change_%s', s.number)::regclass)
-            + pg_total_relation_size(format('indexer.change_batch_%s', s.number)::regclass) as bytes,
-        b.last_seq, {_SINCE.format("b.time")} as last_time
+    select s.number, {_BYTES} as bytes, b.last_seq, {_SINCE.format("b.time")} as last_time
     from generate_series(0, $2::integer - 1) as s(number) left join lateral (
         select first_seq + size - 1 as last_seq, time from indexer.change_batch
         where segment = s.number and first_seq is not null order by first_seq desc limit 1
@@ -206,11 +205,7 @@ _CONSUMERS = f"""
     from atproto.readers order by name
 """
 
-_SIZE = """
-    select sum(pg_total_relation_size(format('indexer.change_%s', number)::regclass)
-        + pg_total_relation_size(format('indexer.change_batch_%s', number)::regclass))::bigint
-    from generate_series(0, $1::integer - 1) as number
-"""
+_SIZE = f"select sum({_BYTES})::bigint from generate_series(0, $1::integer - 1) as s(number)"
 
 # Consumers lock their own rows for as long as they like, so disconnecting them does not write these.
 _DISCONNECT = """
@@ -236,15 +231,13 @@ _LAST_SEQ = """
     order by first_seq desc limit 1
 """
 
+# Only a distributed database has unnumbered batches. Otherwise, COMMIT numbers them, and the lock waits for it.
 _NEEDED = """
     select exists (
         select from indexer.consumer c
         where c.seq < $1 and not exists (select from indexer.disconnected_consumer d where d.id = c.id)
-    )
+    ) or exists (select from indexer.unnumbered_batch where segment = $2)
 """
-
-# Only on a distributed database: the others are numbered by COMMIT, which the lock of the segment waits for.
-_HAS_UNNUMBERED = "select exists (select from indexer.unnumbered_batch where segment = $1)"
 
 
 async def load_consumers(connection: Connection) -> list[ConsumerState]:
@@ -271,13 +264,12 @@ class ChangeLogSegments(Area):
 
     async def size(self) -> int:
         """Return the bytes of all segments."""
-        size: int = await self._fetchval(_SIZE, SEGMENTS)
-        return size
+        return int(await self._fetchval(_SIZE, SEGMENTS))
 
 
 async def trim(connection: Connection, plan: TrimPlan) -> TrimPlan:
     """Execute the plan; return the steps that succeeded. A step that would have to wait for a lock is skipped."""
-    disconnected = [name for (name,) in await connection.fetch(_DISCONNECT, plan.disconnect)] if plan.disconnect else []
+    disconnected = [name for (name,) in await connection.fetch(_DISCONNECT, plan.disconnect)]
     await connection.execute(_FORGET_REMOVED)
     if plan.next_segment is not None:
         await connection.execute(_SET_CURRENT, plan.next_segment)
@@ -301,9 +293,7 @@ async def _truncate(connection: Connection, segment: int) -> Literal["truncated"
             tables = f"indexer.change_batch_{segment}, indexer.change_{segment}"
             await connection.execute(f"lock table {tables} in access exclusive mode")
             last = await connection.fetchval(_LAST_SEQ, segment)
-            if current == segment or last is None or await connection.fetchval(_NEEDED, last):
-                return "needed"
-            if await connection.fetchval(_HAS_UNNUMBERED, segment):
+            if current == segment or last is None or await connection.fetchval(_NEEDED, last, segment):
                 return "needed"
             await connection.execute(
                 "select setval('indexer.trimmed_seq', greatest(last_value, $1)) from indexer.trimmed_seq", last

@@ -146,6 +146,11 @@ def storable(text: str | None) -> str | None:
     return None if text is None else text.replace("\0", "\ufffd").encode(errors="replace").decode()
 
 
+def typed(columns: str) -> dict[str, str]:
+    """Return the SQL types by name of columns that are written as in CREATE TABLE: `did text, bucket smallint`."""
+    return dict(map(str.split, columns.split(",")))
+
+
 def values_of(item: object, names: Iterable[str]) -> tuple[Any, ...]:
     """Return attributes in this order, text as Postgres can store it."""
     values = [getattr(item, name) for name in names]

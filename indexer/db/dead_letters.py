@@ -7,7 +7,7 @@ from typing import Any
 
 import asyncpg
 
-from indexer.db.columns import Connection, columns_of, of_buckets, unnest, values_of
+from indexer.db.columns import Connection, columns_of, of_buckets, typed, unnest, values_of
 from indexer.db.connections import Area
 from indexer.reasons import Rejection
 from indexer.sync.batch import DEAD_LETTER_BYTES
@@ -51,17 +51,9 @@ class StoredDeadLetter:
         return self.frame_bytes < DEAD_LETTER_BYTES
 
 
-_COLUMNS = {
-    "bucket": "smallint",
-    "relay": "text",
-    "seq": "bigint",
-    "did": "text",
-    "kind": "text",
-    "reason": "text",
-    "detail": "text",
-    "frame": "bytea",
-    "epoch": "bigint",
-}
+_COLUMNS = typed(
+    "bucket smallint, relay text, seq bigint, did text, kind text, reason text, detail text, frame bytea, epoch bigint"
+)
 
 _FIELDS = [name for name in _COLUMNS if name != "bucket"]
 

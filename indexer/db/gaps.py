@@ -111,8 +111,7 @@ class Gaps(Area):
 
     async def has_synchronized_repo(self, buckets: Sequence[int]) -> bool:
         """Return True if at least one repo of the buckets is synchronized."""
-        exists: bool = await self._fetchval(_SYNCHRONIZED_REPO_EXISTS, list(buckets))
-        return exists
+        return bool(await self._fetchval(_SYNCHRONIZED_REPO_EXISTS, list(buckets)))
 
     async def open(self, gap: Gap) -> OpenGap:
         """Store a gap in the stream."""

@@ -10,7 +10,7 @@ from time import time
 import asyncpg
 
 from indexer.crash_points import crash_point
-from indexer.db.columns import Connection, columns_of, unnest, values_of
+from indexer.db.columns import Connection, columns_of, typed, unnest, values_of
 from indexer.db.connections import Area
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import MAX_HOSTS, HostState
@@ -19,16 +19,10 @@ REPORTED_HOSTS = 10
 """Paused hosts that `load_paused` returns."""
 _FAILURES_EXPIRE_SECONDS = 86_400.0
 
-_COLUMNS = {
-    "host": "text",
-    "requests": "bigint",
-    "failures": "bigint",
-    "consecutive_failures": "integer",
-    "paused_until": "float8",
-    "pause_reason": "text",
-    "last_error": "text",
-    "last_success": "float8",
-}
+_COLUMNS = typed(
+    "host text, requests bigint, failures bigint, consecutive_failures integer, paused_until float8, "
+    "pause_reason text, last_error text, last_success float8"
+)
 _REASONS = {str(reason): reason for reason in FetchFailure}
 _TIMES = ("paused_until", "last_success")
 _READ = ", ".join(f"date_part('epoch', {name}) as {name}" if name in _TIMES else name for name in _COLUMNS)

@@ -5,7 +5,7 @@ from time import time
 
 from indexer.crash_points import crash_point
 from indexer.db.change_log import log_changes
-from indexer.db.columns import Connection, buckets_of, columns_of, of_buckets, unnest, values_of
+from indexer.db.columns import Connection, buckets_of, columns_of, of_buckets, typed, unnest, values_of
 from indexer.db.connections import Area
 from indexer.sync.changes import ChangeLogEntry
 from indexer.sync.identity import INVALID_HANDLE, DueIdentity, HandleCheck, HandleClaim, StoredIdentity
@@ -28,19 +28,10 @@ def _is_postponed(now: str) -> str:
     return f"i.refresh_at > to_timestamp({now}::float8 + {MAX_LOCK_WAIT})"
 
 
-_COLUMNS = {
-    "did": "text",
-    "bucket": "smallint",
-    "claimed_handle": "text",
-    "pds": "text",
-    "signing_key": "text",
-    "fetched_at": "float8",
-    "stale": "boolean",
-    "problem": "text",
-    "denials": "integer",
-    "denied_at": "float8",
-    "refresh_at": "float8",
-}
+_COLUMNS = typed(
+    "did text, bucket smallint, claimed_handle text, pds text, signing_key text, fetched_at float8, stale boolean, "
+    "problem text, denials integer, denied_at float8, refresh_at float8"
+)
 
 _FIELDS = ("handle", *list(_COLUMNS)[3:])
 """The fields of `StoredIdentity` that the columns after the bucket store."""

@@ -143,8 +143,7 @@ class Repos(Area):
 
     async def set_takedown(self, did: str, *, on: bool) -> bool:
         """Hide the repo locally, or show it again; return False if the repo does not exist."""
-        known: bool = await self._fetchval(_REQUEST_TAKEDOWN, did, on)
-        return known
+        return bool(await self._fetchval(_REQUEST_TAKEDOWN, did, on))
 
     async def due_gone(self, buckets: Sequence[int], limit: int, now: float) -> list[str]:
         """Return DIDs that are gone from their directory, and whose records are due to be erased after a last check."""
@@ -211,5 +210,4 @@ async def _name_known(connection: Connection, dids: Sequence[str], wanted_in: in
 
 
 async def _request_resyncs(connection: Connection, dids: Sequence[str]) -> int:
-    requested: int = await connection.fetchval(_REQUEST_RESYNCS, list(dids))
-    return requested
+    return int(await connection.fetchval(_REQUEST_RESYNCS, list(dids)))

@@ -77,15 +77,10 @@ ELIGIBLE = f"""
 class ResyncTransaction:
     """The writes of one resync: the differences to the export, then the buffered events, then the row.
 
-    `Resyncs.transaction` begins and ends the transaction. The isolation level is READ COMMITTED, so that `lock` and
-    `buffered` see events that were buffered meanwhile. No other process writes the records of a repo that is in
-    progress. Every method raises `DatabaseError`, and those that write also raise `RefusedWriteError`.
-
-    Attributes:
-        connection: The connection, within the transaction.
-        claimed: The row of the repo when it was claimed.
-        scope_version: The version of the scope that the resync was planned with.
-        finished: True after `finish`; then the transaction is committed.
+    `Resyncs.transaction` begins the transaction, and commits it if it is `finished`. The isolation level is READ
+    COMMITTED, so that `lock` and `buffered` see events that were buffered meanwhile. No other process writes the
+    records of a repo that is in progress. Every method raises `DatabaseError`, and those that write also raise
+    `RefusedWriteError`.
     """
 
     connection: Connection
@@ -98,13 +93,9 @@ class ResyncTransaction:
         self._key = (self.claimed.did, bucket_of(self.claimed.did))
 
     async def stores_records(self) -> bool:
-        """Return True if a record of the repo is stored.
-
-        While the claim holds, only this transaction adds records. So if there are none, there is nothing to compare.
-        """
+        """Return True if a record of the repo is stored. While the claim holds, only this transaction adds records."""
         with database_errors():
-            stores: bool = await self.connection.fetchval(_STORES_RECORDS, *self._key)
-        return stores
+            return bool(await self.connection.fetchval(_STORES_RECORDS, *self._key))
 
     async def create(self, chunk: RecordChunk) -> None:
         """Write a chunk of records of a repo that had no stored records before this transaction, without a comparison.
@@ -119,8 +110,7 @@ class ResyncTransaction:
     async def stored(self) -> AsyncIterator[list[tuple[bytes, bytes]]]:
         """Yield the stored records as (path, CID) in path order, in chunks; one chunk is in memory at a time.
 
-        Records that this transaction writes meanwhile are not returned: a cursor shows the state at its opening, and
-        writes happen at paths that were read before.
+        Records that this transaction writes meanwhile are not among them.
         """
 
         def rows(first: str, last: str) -> AsyncIterable[Row]:
@@ -132,8 +122,7 @@ class ResyncTransaction:
     async def holds_claim(self) -> bool:
         """Return True if the claim still holds at this moment."""
         with database_errors():
-            held: bool = await self.connection.fetchval(_HOLDS, *self._key, self.claimed.lease)
-        return held
+            return bool(await self.connection.fetchval(_HOLDS, *self._key, self.claimed.lease))
 
     async def write(self, changes: Sequence[RecordChange]) -> None:
         """Write differences between the stored records and the export.
@@ -170,10 +159,7 @@ class ResyncTransaction:
             return await holds(self.connection, self.scope_version)
 
     async def buffered(self) -> list[BufferedEvent]:
-        """Return the events that were buffered since the last call, in order of arrival.
-
-        Sequence numbers of different relays are not comparable.
-        """
+        """Return the events that were buffered since the last call, in order of arrival."""
         with database_errors():
             rows = await self.connection.fetch(_BUFFERED, *self._key, self._last_buffered)
         if rows:
@@ -181,10 +167,7 @@ class ResyncTransaction:
         return [BufferedEvent(self.claimed.did, relay, seq, frame) for _, relay, seq, frame in rows]
 
     async def write_drained(self, changes: Sequence[RecordChange]) -> Counter[Action]:
-        """Write record changes of buffered events; return how many records were created, updated and deleted.
-
-        The row need not be locked: no other process writes the records of a repo that is in progress.
-        """
+        """Write record changes of buffered events; return how many records were created, updated and deleted."""
         with refused_writes(), database_errors():
             effective = await write_changes(self.connection, self.claimed.did, changes, live=True)
         crash_point("resync.drained")
@@ -210,9 +193,6 @@ class NewReposTransaction:
 
     It locks no row before `finish`, which writes each row only at the version that `eligible` returned. So a repo whose
     claim was lost since then, or for which an event was buffered, makes `finish` return False.
-
-    Attributes:
-        finished: True after `finish` returned True; then the transaction is committed.
     """
 
     connection: Connection

@@ -270,8 +270,7 @@ class ScopeChanges(Area):
 
     async def count_not_chosen(self) -> int:
         """Return the number of tracked repos that no command has named. Reads all repos."""
-        count: int = await self._fetchval(_COUNT_NOT_CHOSEN)
-        return count
+        return int(await self._fetchval(_COUNT_NOT_CHOSEN))
 
 
 async def _next_collection(connection: Connection, after: str) -> str | None:

@@ -24,7 +24,7 @@ from indexer.db.change_log_reads import (
     load_records,
     load_trimmed_seq,
 )
-from indexer.db.columns import Connection, columns_of, unnest
+from indexer.db.columns import Connection, columns_of, typed, unnest
 from indexer.db.connections import SERVER_SETTINGS, Area
 from indexer.db.layout import estimate_rows
 from indexer.db.shard_lock import FEED, ShardLock, open_lock
@@ -61,15 +61,11 @@ _FORGET_REMOVED = tuple(
 
 _SAVE_POSITION = "update indexer.consumer set seq = $2, seen_at = clock_timestamp() where name = $1 returning id"
 
-_SAVE_DELIVERED = """
-    insert into indexer.feed_delivery (
-        consumer_id, delivered_to, undelivered, snapshot_did, snapshot_collection, snapshot_rkey, behind
-    )
+_DELIVERED = ("delivered_to", "undelivered", "snapshot_did", "snapshot_collection", "snapshot_rkey", "behind")
+_SAVE_DELIVERED = f"""
+    insert into indexer.feed_delivery (consumer_id, {", ".join(_DELIVERED)})
     values ($1, $2, $3, $4, $5, $6, $7::text::jsonb)
-    on conflict (consumer_id) do update
-    set delivered_to = excluded.delivered_to, undelivered = excluded.undelivered,
-        snapshot_did = excluded.snapshot_did, snapshot_collection = excluded.snapshot_collection,
-        snapshot_rkey = excluded.snapshot_rkey, behind = excluded.behind
+    on conflict (consumer_id) do update set {", ".join(f"{name} = excluded.{name}" for name in _DELIVERED)}
 """
 
 # Each repo, then its records. Both branches are read in the order of their primary keys.
@@ -93,17 +89,10 @@ _RECORDS_FROM_REV = """
     where did = $1 and bucket = $2 and rev >= $3 and (collection, rkey) > ($4, $5) order by collection, rkey limit $6
 """
 
-_SET_ASIDE = {
-    "reason": "text",
-    "did": "text",
-    "collection": "text",
-    "rkey": "text",
-    "rev": "text",
-    "action": "text",
-    "attempts": "integer",
-    "since": "float8",
-    "failure": "text",
-}
+_SET_ASIDE = typed(
+    "reason text, did text, collection text, rkey text, rev text, action text, attempts integer, since float8, "
+    "failure text"
+)
 _SET_ASIDE_KEY = {name: _SET_ASIDE[name] for name in ("reason", "did", "collection", "rkey")}
 _ADD_SET_ASIDE = f"""
     insert into indexer.feed_set_aside as s (consumer_id, {", ".join(_SET_ASIDE)})
@@ -333,14 +322,8 @@ class FeedSession:
             # The previous release ignores `behind`. So it delivers again what its columns do not name as delivered.
             stored = {"delivered_to": delivered_to, "undelivered": undelivered, "repos": dict(progress.behind)}
             delivered_to, undelivered, behind = progress.position, [], orjson.dumps(stored).decode()
-        await self._connection.execute(
-            _SAVE_DELIVERED,
-            id_,
-            delivered_to,
-            undelivered,
-            *(progress.snapshot or (None, None, None)),
-            behind,
-        )
+        snapshot = progress.snapshot or (None, None, None)
+        await self._connection.execute(_SAVE_DELIVERED, id_, delivered_to, undelivered, *snapshot, behind)
 
     async def _save_set_aside(self, id_: int, changes: SetAsideChanges) -> None:
         """Store the changes in this order: what was delivered may be set aside again, and be visible again."""
@@ -370,8 +353,7 @@ def _progress_of(row: Record) -> DeliveryProgress:
 
 async def count_refused(connection: Connection) -> int:
     """Return the number of refused events that are set aside."""
-    count: int = await connection.fetchval(_COUNT_REFUSED, FEED_CONSUMER)
-    return count
+    return int(await connection.fetchval(_COUNT_REFUSED, FEED_CONSUMER))
 
 
 class Feed(Area):
@@ -446,5 +428,4 @@ async def _count_rows(connection: Connection, table: CountedTable) -> int:
     if estimate > MAX_COUNTED_ROWS:
         return estimate
     tracked = "where tracked" if table == "repo" else ""
-    count: int = await connection.fetchval(f"select count(*) from indexer.{table} {tracked}")
-    return count
+    return int(await connection.fetchval(f"select count(*) from indexer.{table} {tracked}"))

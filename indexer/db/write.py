@@ -36,8 +36,9 @@ from indexer.db.columns import (
     of_buckets,
     repo_arrays,
     repo_values,
-    storable,
+    typed,
     unnest,
+    values_of,
 )
 from indexer.sync.changes import (
     Action,
@@ -102,17 +103,10 @@ ADVANCE_REPOS = f"""
 Nearly all writes only advance the head. With the arrays of all columns they take twice the time.
 """
 
-RECORD_COLUMNS = {
-    "did": "text",
-    "collection": "text",
-    "rkey": "text",
-    "bucket": "smallint",
-    "cid": "bytea",
-    "rev": "text",
-    "value": "text",
-    "value_problem": "text",
-    "original": "bytea",
-}
+RECORD_COLUMNS = typed(
+    "did text, collection text, rkey text, bucket smallint, cid bytea, rev text, value text, value_problem text, "
+    "original bytea"
+)
 """The SQL types of the columns of `record_rows`, in their order."""
 ROW_LAYOUT = ColumnLayout(tuple(RECORD_COLUMNS), CHANGE_COLUMNS)
 """The columns of the `rows` of a `RecordChunk`."""
@@ -283,15 +277,13 @@ async def _write_repos(connection: Connection, writes: Sequence[RepoWrite], layo
     if new := [write.repo for write in ordered if not write.before.known]:
         written += await connection.fetch(_INSERT_REPOS, *repo_arrays(new))
     known = [write for write in ordered if write.before.known]
-    for advanced in layout.divide([write for write in known if write.advances], _did, MIN_SPLIT):
+    for advanced in layout.divide(
+        [write for write in known if write.advances], lambda write: write.repo.did, MIN_SPLIT
+    ):
         written += await connection.fetch(ADVANCE_REPOS, *_update_arguments(advanced, head_arrays))
     if others := [write for write in known if not write.advances]:
         written += await connection.fetch(UPDATE_REPOS, *_update_arguments(others, repo_arrays))
     return {did for (did,) in written}
-
-
-def _did(write: RepoWrite) -> str:
-    return write.repo.did
 
 
 def _update_arguments(
@@ -396,13 +388,5 @@ async def _write_buffered_events(connection: Connection, writes: Iterable[RepoWr
 
 
 async def _save_cursor(connection: Connection, cursor: Cursor) -> None:
-    await connection.execute(
-        _SAVE_CURSOR,
-        cursor.relay,
-        cursor.shard,
-        cursor.epoch,
-        cursor.seq,
-        storable(cursor.event_time),
-        cursor.caught_up_at,
-        time(),
-    )
+    values = values_of(cursor, ("relay", "shard", "epoch", "seq", "event_time", "caught_up_at"))
+    await connection.execute(_SAVE_CURSOR, *values, time())
