@@ -10,7 +10,7 @@ import pytest
 
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
-from indexer.core.native_core import CommitsBeingVerified, NativeCore, load_native
+from indexer.core.core import CommitsBeingVerified, NativeCore, load_core
 from indexer.core.native_export import NativeReader
 from indexer.db.write import ROW_LAYOUT
 from indexer.sync import verify
@@ -27,8 +27,8 @@ def native_core(threads: int = 2) -> NativeCore:
         SettingsError: The installed one does not fit.
     """
     native_module()
-    core = load_native(threads, required=True)
-    assert core is not None
+    core = load_core("native", threads)
+    assert isinstance(core, NativeCore)
     return core
 
 

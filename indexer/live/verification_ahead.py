@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from indexer.core import Core
-from indexer.core.native_core import CommitsBeingVerified
+from indexer.core.core import CommitsBeingVerified
 from indexer.live.inbox import Inbox
 from indexer.live.repo_row_cache import RepoRowCache
 from indexer.sync.batch import MAX_BATCH_BYTES, PreparedCommits, ReceivedMessage, commits_to_verify, commits_within
@@ -63,12 +63,12 @@ class VerificationAhead:
         context: PlanContext,
     ) -> PreparedCommits:
         """Return the results for a batch with these rows and keys. Commits not verified ahead are verified now."""
-        if self.core.verify is None:
+        if not self.core.verifies_ahead:
             return self.prepared
         rest = [event for event in commits_within(batch, MAX_BATCH_BYTES) if event not in self.prepared]
         chosen = commits_to_verify(rest, lambda did: repos.get(did) or Repo(did), key_state_of, context)
         if chosen:
-            running = self.core.verify(chosen, context.policy)
+            running = self.core.begin_verification(chosen, context.policy)
             if sum([_cost(event) for event, _ in chosen]) > MAX_LOOP_COST:
                 await self._collect(running)
             else:
@@ -85,7 +85,7 @@ class VerificationAhead:
             batch_size: The maximum number of messages to verify.
         """
         waiting = self.inbox.peek(batch_size)
-        if self.core.verify is None or len(waiting) < min(MIN_MESSAGES, batch_size):
+        if not self.core.verifies_ahead or len(waiting) < min(MIN_MESSAGES, batch_size):
             return
         commits = [event for event in commits_within(waiting, MAX_AHEAD_BYTES) if event not in self.prepared]
         cached = self.rows.rows([event.did for event in commits])
@@ -95,7 +95,7 @@ class VerificationAhead:
 
         chosen = commits_to_verify(commits, guessed_row, self.key_state_of, context)
         if chosen:
-            running = self.core.verify(chosen, context.policy)
+            running = self.core.begin_verification(chosen, context.policy)
             self._collecting = asyncio.create_task(self._collect(running), name="verification ahead")
 
     def drop(self, messages: Iterable[ReceivedMessage]) -> None:

@@ -1,4 +1,4 @@
-//! Decodes frames for Python. `indexer/core/native_core.py` is the only user.
+//! Decodes frames for Python. `indexer/core/core.py` is the only user.
 
 use pyo3::intern;
 use pyo3::prelude::*;

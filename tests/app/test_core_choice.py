@@ -34,4 +34,4 @@ def test_native_core_is_used_if_it_is_installed(threads: str | None, used: int) 
     version = native_module().__version__
     for choice in ("auto", "native"):
         core = core_of(Settings(core=choice, verify_threads=threads))
-        assert core[:3] == ("native", version, used)
+        assert (core.name, core.version, core.threads) == ("native", version, used)

@@ -12,8 +12,7 @@ import pytest
 from indexer.app.daemon import open_daemon
 from indexer.app.process_setup import StopRequest
 from indexer.app.tuning import Tuning
-from indexer.core.core import with_native
-from indexer.core.native_core import CommitsBeingVerified, NativeCore
+from indexer.core.core import CommitsBeingVerified, NativeCore
 from indexer.errors import BrokenInvariantError
 from indexer.live.batch_writer import BATCH_SIZE, BatchWriter
 from indexer.resync.apply import LARGE_TURNS, TURNS
@@ -65,10 +64,9 @@ async def test_panic_in_a_thread_of_the_native_core_ends_the_daemon(
 
 async def test_daemon_uses_the_native_core_for_frames_and_commits(database: str, tmp_path: Path) -> None:
     counting, stop = CountingCore(), StopRequest()
-    core = with_native(counting)
     async with FaultyNetwork() as network:
         settings = settings_for(network.relay_url, network.plc_url, tmp_path)
-        async with open_daemon(settings, database, core=core) as running:
+        async with open_daemon(settings, database, core=counting) as running:
             account = network.create_account("ada.test")
             account.create("app.bsky.feed.post", {"text": "a commit"})
             ended = asyncio.create_task(running.run(stop))

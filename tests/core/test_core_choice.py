@@ -7,8 +7,7 @@ import pytest
 
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.core import PYTHON_CORE, load_core
-from indexer.core.core import with_native
-from indexer.core.native_core import INTERFACE, NativeCore
+from indexer.core.core import INTERFACE, NativeCore
 from indexer.errors import SettingsError
 from indexer.sync.shard import Shard
 from tests.native_module import native_core
@@ -43,11 +42,11 @@ def test_a_core_of_another_interface_is_an_error_only_if_it_was_chosen(monkeypat
 def test_event_that_the_core_decoded_is_not_decoded_again() -> None:
     event, module = decoded_event("commit", SigningAccount().commit_post("a")), Mock(__version__="1.2.3")
     module.FrameDecoder.return_value.decode.return_value = event
-    assert with_native(NativeCore(module, 1)).decoder(DEFAULT_LIMITS, Shard())(b"no frame") is event
+    assert NativeCore(module, 1).decoder(DEFAULT_LIMITS, Shard())(b"no frame") is event
 
 
 def test_core_of_a_process_with_all_repos_does_not_compare_buckets() -> None:
     module, half = Mock(__version__="1.2.3"), Shard(1, 2)
     for shard in (Shard(), half):
-        with_native(NativeCore(module, 1)).decoder(DEFAULT_LIMITS, shard)
+        NativeCore(module, 1).decoder(DEFAULT_LIMITS, shard)
     assert [call.args[2] for call in module.FrameDecoder.call_args_list] == [None, half.buckets]

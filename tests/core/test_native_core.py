@@ -15,7 +15,7 @@ from indexer.atproto.cid import RAW, cid_of
 from indexer.atproto.crypto import Curve, PublicKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import CollectionFilter
-from indexer.core.native_core import NativeCore
+from indexer.core.core import NativeCore
 from indexer.demo import dag_cbor
 from indexer.demo.local_repo import Write, car, car_header, car_section
 from indexer.errors import UpstreamError

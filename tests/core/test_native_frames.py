@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from indexer.atproto.cbor import count_items
 from indexer.atproto.cid import RAW, cid_of
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
-from indexer.core.core import PYTHON_CORE, with_native
+from indexer.core import PYTHON_CORE
 from indexer.demo import dag_cbor
 from indexer.demo.local_repo import Write
 from indexer.sync.events import MAX_SEQ, CommitEvent, Event, MalformedEvent, OtherShardEvent, RepoOp, decode_frame
@@ -219,7 +219,7 @@ def test_decoder_returns_the_event_of_any_frame_with_and_without_the_native_core
         b"",
     ]
     native = CountingCore()
-    for core in (PYTHON_CORE, with_native(native)):
+    for core in (PYTHON_CORE, native):
         decode = core.decoder(DEFAULT_LIMITS, shard)
         assert [repr(decode(frame)) for frame in frames] == [repr(reference(frame, shard=shard)) for frame in frames]
     assert (native.frames, native.decoded) == (len(frames), 1)

@@ -7,7 +7,7 @@ from typing import TypeVar
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.atproto.mst import EMPTY_TREE
 from indexer.atproto.syntax import CollectionFilter
-from indexer.core.native_core import NativeCore
+from indexer.core.core import NativeCore
 from indexer.errors import UpstreamError
 from indexer.sync.batch import BatchPlan, PreparedCommits, ReceivedMessage, plan_batch
 from indexer.sync.events import CommitEvent, OtherShardEvent, decode_frame

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import CollectionFilter
-from indexer.core.native_core import NativeCore
+from indexer.core.core import NativeCore
 from indexer.core.native_export import NativeReader, ProvenExport
 from indexer.core.spool import BUFFER_BYTES, Spool
 from indexer.db.write import ROW_LAYOUT
@@ -88,7 +88,7 @@ class ExportComparison:
         limits, sizes = variant.policy.limits, variant.sizes
         expected = _read(Spool(self._directory, limits, sizes.get("buffer_bytes", BUFFER_BYTES)), data, owner, variant)
         found = _read(
-            NativeReader(self._core.new_export, self._directory, limits, ROW_LAYOUT, **sizes), data, owner, variant
+            NativeReader(self._core.module.Export, self._directory, limits, ROW_LAYOUT, **sizes), data, owner, variant
         )
         self.counts.executions += 1
         self.counts.add("valid", expected.error is None)

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from indexer.core.native_core import NativeCore, load_native
+from indexer.core.core import NativeCore, load_core
 from tests.fuzz.comparison import Comparison
 from tests.fuzz.export_comparison import ExportComparison
 from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes
@@ -50,6 +50,6 @@ class Exports(FuzzTarget):
 
 
 def _native_core() -> NativeCore:
-    core = load_native(1, required=True)
-    assert core is not None
+    core = load_core("native", 1)
+    assert isinstance(core, NativeCore)
     return core

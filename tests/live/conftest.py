@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 import asyncpg
 import pytest
 
-from indexer.core.native_core import NativeCore
+from indexer.core.core import NativeCore
 from tests.live.writer_scenario import MakeScenario, ObservedDatabase, WriterScenario
 
 

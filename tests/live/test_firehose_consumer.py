@@ -7,7 +7,6 @@ import pytest
 
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.core import PYTHON_CORE, Core
-from indexer.core.core import with_native
 from indexer.db.gaps import OpenGaps
 from indexer.demo.local_relay import message_frame
 from indexer.live.firehose_consumer import FirehoseConsumer
@@ -168,7 +167,7 @@ async def test_rejection_is_recorded_by_one_shard(frame: bytes, recording_shard:
 async def test_native_core_decodes_commits() -> None:
     account, core = SigningAccount(), CountingCore()
     frames = [encoded_frame("commit", account.first_commit()), encoded_frame("identity", account.identity_event())]
-    async with RunningConsumer(*frames, shard=Shard(), core=with_native(core)) as running:
+    async with RunningConsumer(*frames, shard=Shard(), core=core) as running:
         await until(lambda: running.inbox.unsettled == 2)
         assert [message.event.kind for message in await running.inbox.take(9)] == ["commit", "identity"]
     assert (core.frames, core.decoded) == (2, 1)

@@ -1,6 +1,5 @@
 """Commits that wait in the inbox are verified ahead, once each, and their results are kept as long as they wait."""
 
-from indexer.core.core import with_native
 from indexer.live.inbox import Inbox
 from indexer.live.repo_row_cache import RepoRowCache
 from indexer.live.verification_ahead import MIN_MESSAGES, VerificationAhead
@@ -26,7 +25,7 @@ class Waiting:
             self.inbox.append(message)
         self.core = CountingCore()
         self._key_state_of = {account.did: account.key_state}.get
-        self.ahead = VerificationAhead(with_native(self.core), self.inbox, RepoRowCache(), self._key_state_of)
+        self.ahead = VerificationAhead(self.core, self.inbox, RepoRowCache(), self._key_state_of)
 
     async def prepare(self, batch: list[ReceivedMessage]) -> None:
         await self.ahead.prepare(batch, {}, self._key_state_of, CONTEXT)

@@ -11,8 +11,7 @@ import asyncpg
 import pytest
 
 from indexer.core import PYTHON_CORE
-from indexer.core.core import with_native
-from indexer.core.native_core import NativeCore
+from indexer.core.core import NativeCore
 from indexer.db import Database
 from indexer.db.connections import Connections
 from indexer.db.repos import Repos
@@ -98,7 +97,7 @@ class WriterScenario:
 
     def __init__(self, db: ObservedDatabase, sql: asyncpg.Connection, batch_size: int, core: NativeCore | None) -> None:
         self.db = db
-        self._core = PYTHON_CORE if core is None else with_native(core)
+        self._core = core or PYTHON_CORE
         self.sql = sql
         self.metrics = Metrics()
         self.inbox = Inbox(10**9)
