@@ -43,7 +43,7 @@ from indexer.db.requirements import require_usable_schema
 from indexer.db.shard_lock import FEED, open_lock, session_name
 from indexer.reasons import GapReason
 from indexer.sync.shard import BUCKETS, Shard
-from indexer.sync.stream import Gap, merged
+from indexer.sync.stream import Gap, resume_point
 
 SHARDS_PER_NODE = 2
 """Shards for each node if the operator names no number. Twice as many nodes can share them later, and each shard makes
@@ -242,10 +242,12 @@ async def _join_shards(connection: Connection) -> None:
             "for each of the other shards first"
         )
     for relay in sorted({cursor.relay for cursor in cursors}):
-        lowest, complete = merged([cursor for cursor in cursors if cursor.relay == relay])
-        await connection.execute(_DELETE_CURSORS, relay, str(lowest.shard))
-        await connection.execute(_RENAME_CURSOR, relay, str(lowest.shard), every)
-        if not complete:
+        point = resume_point(cursors, relay, Shard())
+        current = [cursor for cursor in cursors if (cursor.relay, cursor.epoch) == (relay, point.epoch)]
+        kept = min([cursor for cursor in current if cursor.seq == point.seq] or current, key=lambda cursor: cursor.seq)
+        await connection.execute(_DELETE_CURSORS, relay, str(kept.shard))
+        await connection.execute(_RENAME_CURSOR, relay, str(kept.shard), every)
+        if point.seq is None:
             await open_gap(connection, Gap(relay, every, GapReason.SEQUENCE_RESTARTED))
     await connection.execute(_WIDEN_GAPS, every)
     await connection.execute(_WIDEN_CRAWLS, every)

@@ -18,8 +18,8 @@ from indexer.db.database_errors import connect, database_errors, unusable, witho
 from indexer.db.gaps import load_cursors
 from indexer.db.layout import load_layout
 from indexer.errors import SchemaVersionError
-from indexer.sync.shard import PLAIN, Layout
-from indexer.sync.stream import merged
+from indexer.sync.shard import PLAIN, Layout, Shard
+from indexer.sync.stream import resume_point
 
 OLDEST_POSTGRES = 15
 """The oldest major version with which the tests were run. The SQL needs version 14 (functions with BEGIN ATOMIC)."""
@@ -228,8 +228,9 @@ async def load_database_facts(dsn: str) -> DatabaseFacts:
             schema,
             missing,
             {
-                relay: merged([cursor for cursor in cursors if cursor.relay == relay])[0].seq
+                relay: seq
                 for relay in {cursor.relay for cursor in cursors}
+                if (seq := resume_point(cursors, relay, Shard()).seq) is not None
             },
             await load_layout(connection) if readable else PLAIN,
         )

@@ -9,7 +9,7 @@ which follows the cursor, only new messages are requested.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from time import monotonic
@@ -25,7 +25,7 @@ from indexer.net.relay.subscription import Subscription
 from indexer.reasons import GapReason
 from indexer.sync.events import MAX_SEQ, Event, MalformedEvent, UnknownEvent, event_seconds
 from indexer.sync.shard import Shard
-from indexer.sync.stream import Gap, OpenGap, StoredCursor, Watermark
+from indexer.sync.stream import Gap, OpenGap, ResumePoint, Watermark, resume_point
 
 PROOF_TIMEOUT = 15.0
 """Seconds after the connection in which the relay must send the message at the cursor again."""
@@ -36,41 +36,6 @@ T = TypeVar("T")
 Start = Literal["live", "oldest"] | int
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ResumePoint:
-    """The position after which a shard resumes a stream.
-
-    Attributes:
-        epoch: The newest epoch of the relay's sequence.
-        seq: None if the shard has no cursor in this epoch.
-        event_time: The `time` field of the message at `seq`. With `seq`, it identifies the message.
-    """
-
-    epoch: int
-    seq: int | None = None
-    event_time: str | None = None
-
-
-def resume_point(cursors: Sequence[StoredCursor], relay: str, shard: Shard) -> ResumePoint:
-    """Return the position in the stream after which `shard` resumes: all its buckets have been processed up to there.
-
-    The number of shards may change at any time: some buckets then receive messages again, which changes nothing.
-    Buckets that were never processed do not count.
-    """
-    epoch = max((cursor.epoch for cursor in cursors if cursor.relay == relay), default=0)
-    reached: list[StoredCursor] = []
-    for position in shard.positions:
-        processed = [cursor for cursor in cursors if position in cursor.shard.positions]
-        current = [cursor for cursor in processed if cursor.relay == relay and cursor.epoch == epoch]
-        if processed and not current:
-            return ResumePoint(epoch)
-        reached.extend([max(current, key=lambda cursor: cursor.seq)] if current else [])
-    if not reached:
-        return ResumePoint(epoch)
-    lowest = min(reached, key=lambda cursor: cursor.seq)
-    return ResumePoint(epoch, lowest.seq, lowest.event_time)
 
 
 @dataclass(frozen=True, slots=True)

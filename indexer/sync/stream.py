@@ -91,27 +91,37 @@ class StoredCursor:
     updated_at: float
 
 
-def merged(cursors: Sequence[StoredCursor]) -> tuple[StoredCursor, bool]:
-    """Return the cursor of a relay up to which all buckets have been processed that were ever processed.
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """The position after which a shard resumes a stream.
 
-    The number of shards may have changed, so several cursors may be about a bucket: the latest one counts.
-
-    Returns:
-        One of the cursors, and False if a bucket was last processed in an earlier epoch than the one of this cursor,
-        so that nothing is known about it in this epoch.
+    Attributes:
+        epoch: The newest epoch of the relay's sequence.
+        seq: None if the shard has no cursor in this epoch.
+        event_time: The `time` field of the message at `seq`. With `seq`, it identifies the message.
     """
-    latest = [
-        max(about, key=_position)
-        for position in Shard().positions
-        if (about := [cursor for cursor in cursors if position in cursor.shard.positions])
-    ]
-    epoch = max(cursor.epoch for cursor in latest)
-    current = [cursor for cursor in latest if cursor.epoch == epoch]
-    return min(current, key=_position), len(current) == len(latest)
+
+    epoch: int
+    seq: int | None = None
+    event_time: str | None = None
 
 
-def _position(cursor: StoredCursor) -> tuple[int, int]:
-    return cursor.epoch, cursor.seq
+def resume_point(cursors: Sequence[StoredCursor], relay: str, shard: Shard) -> ResumePoint:
+    """Return the position in the stream after which `shard` resumes: all its buckets have been processed up to there.
+
+    The number of shards may change at any time: some buckets then receive messages again, which changes nothing.
+    Buckets that were never processed do not count.
+    """
+    epoch = max((cursor.epoch for cursor in cursors if cursor.relay == relay), default=0)
+    reached: list[StoredCursor] = []
+    for position in shard.positions:
+        processed = [cursor for cursor in cursors if position in cursor.shard.positions]
+        current = [cursor for cursor in processed if cursor.relay == relay and cursor.epoch == epoch]
+        if processed and not current:
+            return ResumePoint(epoch)
+        reached.extend([max(current, key=lambda cursor: cursor.seq)] if current else [])
+    lowest = min(reached, key=lambda cursor: cursor.seq, default=None)
+    return ResumePoint(epoch, lowest.seq, lowest.event_time) if lowest else ResumePoint(epoch)
 
 
 MAX_STEP = 10_000_000

@@ -6,7 +6,6 @@ from indexer.db import Database
 from indexer.db.gaps import OpenGaps
 from indexer.live.stream_continuity import (
     Continuity,
-    ResumePoint,
     Start,
     StreamContinuity,
     StreamEntry,
@@ -16,7 +15,7 @@ from indexer.net.relay.subscription import Subscription
 from indexer.reasons import GapReason
 from indexer.sync.changes import Batch
 from indexer.sync.shard import Shard
-from indexer.sync.stream import Cursor, Gap
+from indexer.sync.stream import Cursor, Gap, ResumePoint
 from indexer.telemetry.metrics import Metrics
 
 RELAY, OTHER = "wss://relay.test", "wss://other.test"

@@ -3,9 +3,8 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.live.stream_continuity import ResumePoint, resume_point
 from indexer.sync.shard import BUCKETS, PLAIN, Layout, Shard
-from indexer.sync.stream import StoredCursor
+from indexer.sync.stream import ResumePoint, StoredCursor, resume_point
 
 RELAY = "wss://relay.test"
 SHARDS = st.integers(1, BUCKETS).flatmap(lambda count: st.builds(Shard, st.integers(0, count - 1), st.just(count)))
