@@ -9,7 +9,7 @@ from indexer.db.change_log_segments import ChangeLogSegments
 from indexer.db.collection_export import Exports
 from indexer.db.connections import Connections
 from indexer.db.crawls import Crawls
-from indexer.db.database_errors import DatabaseError, may_be_caused_by_values, refused_writes
+from indexer.db.database_errors import NOT_BY_VALUES, DatabaseError, refused_writes
 from indexer.db.dead_letters import DeadLetters
 from indexer.db.gaps import Gaps
 from indexer.db.hosts import Hosts
@@ -70,4 +70,4 @@ class Database(Connections):
 
     async def answers_after(self, error: DatabaseError) -> bool:
         """Return True if the database answers and can be written, so that the write that failed may be the cause."""
-        return may_be_caused_by_values(error) and await self.accepts_writes()
+        return not isinstance(error.__cause__, NOT_BY_VALUES) and await self.accepts_writes()

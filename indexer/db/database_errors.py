@@ -58,10 +58,13 @@ The server may be the cause as well: it reports that no transaction ID is left, 
 full, as a program limit (54000). So a write counts as refused only while the server commits others, see
 `Connections.accepts_writes`.
 """
-_READ_ONLY = (exceptions.DiskFullError, exceptions.ReadOnlySQLTransactionError)
-"""Transient errors after which a database still answers queries."""
-_CONFLICTS = (exceptions.DeadlockDetectedError, exceptions.SerializationError)
-"""Transient errors of which other transactions are the cause, and never the values of the failed one."""
+NOT_BY_VALUES = (
+    exceptions.DiskFullError,
+    exceptions.ReadOnlySQLTransactionError,
+    exceptions.DeadlockDetectedError,
+    exceptions.SerializationError,
+)
+"""Transient errors of which the server or other transactions are the cause, and never the values of a write."""
 _WRONG_ADDRESS = (
     exceptions.InvalidAuthorizationSpecificationError,  # includes a wrong password
     exceptions.InvalidCatalogNameError,
@@ -142,11 +145,6 @@ def refused_writes() -> Iterator[None]:
         yield
     except _REFUSALS as error:
         raise RefusedWriteError(_text(error)) from error
-
-
-def may_be_caused_by_values(error: DatabaseError) -> bool:
-    """Return False if other transactions caused the error, as in a deadlock, or the database can store nothing."""
-    return not isinstance(error.__cause__, (*_READ_ONLY, *_CONFLICTS))
 
 
 class UnusableDatabaseError(SettingsError):

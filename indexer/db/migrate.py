@@ -173,8 +173,8 @@ async def _upgrade(dsn: str, lock_seconds: float, changing: SchemaChange) -> Non
         state = await schema_state(connection)
         if not state.is_old:  # another process has migrated it
             return
-        await connection.execute(_LIMITS.format(round(1000 * lock_seconds)))
         async with changing(connection):
+            await connection.execute(_LIMITS.format(round(1000 * lock_seconds)))  # on all nodes of a cluster
             try:
                 await apply_versions(connection, state.database)
                 await connection.execute(_RECREATE_VIEWS)

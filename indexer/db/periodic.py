@@ -17,15 +17,10 @@ log = structlog.get_logger(__name__)
 class DatabaseAttempt:
     """Context manager that suppresses a database error in its block, so that the caller can continue.
 
-    Every other exception passes through. The error is logged only at the level debug, with the name of the current
-    task: many tasks meet the same outage, which `DatabaseMonitor` logs once. Usage::
+    The error is logged at the level debug: many tasks meet the same outage, which `DatabaseMonitor` logs once.
 
-        with DatabaseAttempt() as attempt:
-            await store.save(row)
-        self.last_error = attempt.error
-
-    With `work`, the block is work of a stage. An error that the database answers with is reported as such, and is no
-    stall of the stage. After a timeout, the stage still waits: the next attempt does not begin anew.
+    With `work`, the block is work of a stage. An error that the database answers with is no stall of the stage. After a
+    timeout, the stage still waits: the next attempt does not begin anew.
 
     Attributes:
         error: The text of the database error, or None if the block raised none.
