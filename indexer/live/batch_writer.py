@@ -37,13 +37,8 @@ from indexer.telemetry.metrics import Metrics
 BATCH_SIZE = 500
 """The maximum number of messages in a batch."""
 
-BATCH_WINDOW = 0.02
-"""Seconds from the beginning of one batch to that of the next, unless it is full."""
-
 MAX_FAILURES = 5
-"""Failures in a row, each followed by a write that succeeds, after which an error counts as caused by the batch."""
-MAX_REFUSALS = 2
-"""The same for a single message that the database refuses."""
+"""Failures of a single message in a row, each followed by a write that succeeds, after which it is rejected."""
 
 # With these outcomes, a `Desync` reason says why the repo is desynchronized now. With others, it says why the event
 # changed nothing.
@@ -68,7 +63,7 @@ class WriterSettings:
 
     shard: Shard = Shard()  # noqa: RUF009 - immutable
     batch_size: int = BATCH_SIZE
-    batch_window: float = BATCH_WINDOW
+    batch_window: float = 0.02
     retry_interval: float = 1.0
     idle_after: float = 5.0
 
@@ -76,8 +71,8 @@ class WriterSettings:
 class BatchSize:
     """The maximum number of messages in the next batch.
 
-    A refused batch is halved. Each batch that is written doubles the size again. A message that is refused alone is the
-    cause.
+    A batch that fails is halved. Each batch that is written doubles the size again. A message that fails alone several
+    times is the cause.
 
     Attributes:
         current: The maximum number of messages.
@@ -93,25 +88,15 @@ class BatchSize:
         self._failures = 0
         self.current = min(self._max_size, 2 * self.current)
 
-    def add_failure(self, count: int, *, certain: bool) -> bool:
-        """Note a batch of `count` messages that failed although the database stores an empty one.
-
-        Args:
-            count: The number of messages.
-            certain: True if the database has refused the batch. False if the connection may be the cause: then the
-                error must occur `MAX_FAILURES` times in a row for the whole batch, and again for the message that
-                remains alone.
+    def add_failure(self, count: int) -> bool:
+        """Note that a batch of `count` messages failed, although the database stores an empty one.
 
         Returns:
             True if the batch is a single message, and it is the cause.
         """
-        self._failures += 1
-        halving = count > 1 and (certain or self.current < self._max_size)
-        if not halving and self._failures < (MAX_REFUSALS if certain else MAX_FAILURES):
-            return False
-        self._failures = 0
         self.current = max(1, count // 2)
-        return count == 1
+        self._failures = self._failures + 1 if count == 1 else 0
+        return self._failures == MAX_FAILURES
 
 
 @dataclass(slots=True)
@@ -230,7 +215,7 @@ class BatchWriter:
             refused = isinstance(error, RefusedWriteError)
             if isinstance(error, DatabaseError) and not await self.db.answers_after(error):
                 raise
-            if self._batch_size.add_failure(len(messages), certain=refused):
+            if self._batch_size.add_failure(len(messages)):
                 await self._reject(messages[0], str(error))
             elif refused:
                 log.debug("batch.refused", messages=len(messages), error=str(error))

@@ -1,14 +1,13 @@
 """The rows of repos that this process wrote last, so that most batches load no rows."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from time import monotonic
 
+from indexer.concurrency.bounded_dict import BoundedDict
 from indexer.sync.repo import Repo, SyncStatus
 
-ROW_BYTES = 1_200
-"""Approximate memory of an entry without its DID, which is counted twice, as key and in the row."""
-MAX_BYTES = 32 << 20
+MAX_ROWS = 25_000
+"""A row takes about 1,200 bytes, and twice the length of its DID, which is at most 2,048."""
 MAX_AGE_SECONDS = 60.0
 """A row is used for this time after it was written. A row that is deleted and inserted again starts at version 1, but a
 row is deleted only after it was hidden for a day, or parked for a day or `INDEXER_SWEEP_INTERVAL`, and at least for two
@@ -22,25 +21,16 @@ class RepoRowCache:
     finds the row at the expected version. A plan that writes nothing must be made again on the row in the database.
     """
 
-    def __init__(
-        self,
-        max_bytes: int = MAX_BYTES,
-        max_age: float = MAX_AGE_SECONDS,
-        clock: Callable[[], float] = monotonic,
-    ) -> None:
-        """Keep rows up to `max_bytes`, each for `max_age` seconds after it was written; the oldest one goes first."""
-        self._max_bytes = max_bytes
-        self._max_age = max_age
+    def __init__(self, max_rows: int = MAX_ROWS, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
-        self._bytes = 0
-        self._rows: OrderedDict[str, tuple[Repo, float]] = OrderedDict()
+        self._rows = BoundedDict[str, tuple[Repo, float]](max_rows)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def rows(self, dids: Iterable[str]) -> dict[str, Repo]:
         """Return the cached rows of these DIDs."""
-        oldest, rows = self._clock() - self._max_age, self._rows
+        oldest, rows = self._clock() - MAX_AGE_SECONDS, self._rows
         found = [(did, rows[did]) for did in dids if did in rows]
         return {did: repo for did, (repo, written_at) in found if written_at >= oldest}
 
@@ -48,30 +38,16 @@ class RepoRowCache:
         """Replace the rows by those that were just written."""
         now = self._clock()
         for repo in repos:
-            did = repo.did
-            if repo.sync_status is not SyncStatus.SYNCHRONIZED or not repo.active or not repo.tracked:
-                self.drop((did,))
-                continue
-            if did in self._rows:
-                self._rows.move_to_end(did)
+            if repo.sync_status is SyncStatus.SYNCHRONIZED and repo.active and repo.tracked:
+                self._rows[repo.did] = repo, now
             else:
-                self._bytes += _size(repo)
-            self._rows[did] = repo, now
-        while self._bytes > self._max_bytes:
-            _, (repo, _) = self._rows.popitem(last=False)
-            self._bytes -= _size(repo)
+                self._rows.pop(repo.did, None)
 
     def drop(self, dids: Iterable[str]) -> None:
         """Drop the rows of these DIDs."""
         for did in dids:
-            if (row := self._rows.pop(did, None)) is not None:
-                self._bytes -= _size(row[0])
+            self._rows.pop(did, None)
 
     def clear(self) -> None:
         """Drop all rows."""
         self._rows.clear()
-        self._bytes = 0
-
-
-def _size(repo: Repo) -> int:
-    return ROW_BYTES + 2 * len(repo.did)
