@@ -15,7 +15,6 @@ from asyncpg import Record
 from indexer.crash_points import COMMITTED, crash_point
 from indexer.db.change_log_reads import (
     LoggedChange,
-    LogTrimmedError,
     StoredAccount,
     StoredRecord,
     load_accounts,
@@ -276,12 +275,9 @@ class FeedSession:
         if row is not None and is_trimmed:
             await self._save(row["id"], DeliveryProgress(row["seq"], row["seq"], snapshot=SNAPSHOT_BEGIN))
 
-    async def changes_after(self, seq: int, limit: int) -> list[LoggedChange] | None:
-        """Return the next changes of the log; None if some of them have been trimmed."""
-        try:
-            return await load_changes(self._connection, seq, limit)
-        except LogTrimmedError:
-            return None
+    async def changes_after(self, seq: int, limit: int) -> list[LoggedChange]:
+        """Return the next changes of the log; raise `LogTrimmedError` if some of them have been trimmed."""
+        return await load_changes(self._connection, seq, limit)
 
     async def snapshot_after(self, position: SnapshotPosition, limit: int) -> list[SnapshotPosition]:
         """Return the next repos and records that are stored."""

@@ -4,7 +4,7 @@ import asyncpg
 import pytest
 
 from indexer.db import Database
-from indexer.db.change_log_reads import StoredAccount
+from indexer.db.change_log_reads import LogTrimmedError, StoredAccount
 from indexer.db.tap_feed import (
     FEED_CONSUMER,
     SNAPSHOT_BEGIN,
@@ -32,7 +32,6 @@ async def test_delivered_changes_are_stored_with_the_position_of_the_consumer(
     async with db.feed.session() as session:
         assert await session.begin() == progress
         changes = await session.changes_after(progress.position, 3)
-        assert changes is not None
         assert [change.seq for change in changes] == [4, 5, 6]
     assert await sql.fetchval("select seq from atproto.readers where name = $1", FEED_CONSUMER) == 3
     assert await db.feed.changes_behind() == 6
@@ -66,7 +65,8 @@ async def test_consumer_that_was_removed_or_disconnected_stores_nothing(db: Data
         assert await session.begin() is None
         assert await db.feed.is_cut_off()
         await sql.execute("select setval('indexer.trimmed_seq', 7)")
-        assert await session.changes_after(5, 10) is None
+        with pytest.raises(LogTrimmedError):
+            await session.changes_after(5, 10)
 
 
 async def test_consumer_of_a_trimmed_log_gets_a_snapshot_of_the_repos_and_records(

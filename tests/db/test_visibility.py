@@ -115,7 +115,7 @@ async def test_no_feed_and_no_export_sends_records_of_hidden_repos(filled: Datab
             if snapshot:
                 deliveries.window.add_snapshot(await session.snapshot_after(SNAPSHOT_BEGIN, 100))
             else:
-                deliveries.window.add(await session.changes_after(0, 1_000) or [])
+                deliveries.window.add(await session.changes_after(0, 1_000))
         messages = list[bytes]()
         while len(deliveries.window) + deliveries.window.snapshot_events:
             events = await deliveries.events(await deliveries.take(100))

@@ -12,16 +12,18 @@ rest. A repo has a share of the window, and is read again from the log beyond it
 """
 
 import asyncio
+from contextlib import suppress
 from time import time
 
 import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Database
+from indexer.db.change_log_reads import LogTrimmedError
 from indexer.db.periodic import DatabaseAttempt
 from indexer.db.tap_feed import FEED_CONSUMER, DeliveryProgress, FeedSession
 from indexer.readers.tap.deliveries import Deliveries, RefusalLimits
-from indexer.readers.tap.delivery_window import MAX_UNACKNOWLEDGED
+from indexer.readers.tap.delivery_window import MAX_UNACKNOWLEDGED, DeliveryWindow
 from indexer.telemetry.conditions import (
     FEED_CUT_OFF,
     FEED_EVENTS_SET_ASIDE,
@@ -115,7 +117,8 @@ class TapFeed:
         """Own and serve the feed, if no other process owns it; return True if one does."""
         async with self._db.feed.session() as session:
             if await session.lock.claim():
-                await self._serve(session)
+                with suppress(LogTrimmedError):  # the consumer was disconnected, or removed
+                    await self._serve(session)
                 return False
         if not waited:
             log.warning("feed.waiting", consumer=FEED_CONSUMER)
@@ -132,16 +135,12 @@ class TapFeed:
         self._stopping.set()
 
     async def _serve(self, session: FeedSession) -> None:
-        """Deliver until the session ends, or the consumer has lost its place in the log."""
+        """Deliver until the session ends, or the consumer is removed; raise `LogTrimmedError` if it was cut off."""
         progress = await session.begin()
         if progress is None:
             return
-        log.info(
-            "feed.began",
-            consumer=FEED_CONSUMER,
-            seq=progress.position,
-            snapshot=progress.snapshot and progress.snapshot.did,
-        )
+        snapshot = progress.snapshot and progress.snapshot.did
+        log.info("feed.began", consumer=FEED_CONSUMER, seq=progress.position, snapshot=snapshot)
         deliveries = Deliveries(
             self._db, self._metrics, progress, self._refusal_limits, one_per_repo=self._one_per_repo
         )
@@ -152,9 +151,8 @@ class TapFeed:
             while not session.lock.lost.is_set():
                 last = self._stopping.is_set()
                 self.stage.begin()
-                if not await self._read(session, deliveries):
-                    return
-                await self._read_snapshot(session, deliveries)
+                await self._read(session, deliveries.window)
+                await self._read_snapshot(session, deliveries.window)
                 await deliveries.set_aside.read_due(session, self.max_unacknowledged // 2)
                 deliveries.set_aside_late()
                 if not await self._save(session, deliveries) or last:
@@ -163,48 +161,37 @@ class TapFeed:
                 reads = READS_BEHIND if deliveries.window.behind else 1
                 for _ in range(reads):
                     await self._pause(POLL_SECONDS / reads)
-                    if not await self._read_behind(session, deliveries):
-                        return
+                    await self._read_behind(session, deliveries.window)
         finally:
             self._begun.clear()
             self._deliveries = None
             self._report_set_aside(0)
             deliveries.end()
 
-    async def _read(self, session: FeedSession, deliveries: Deliveries) -> bool:
-        """Fill the window; return False if changes have been trimmed that were not delivered."""
-        window = deliveries.window
+    async def _read(self, session: FeedSession, window: DeliveryWindow) -> None:
+        """Fill the window."""
         alone = window.snapshot_read_to is None and not window.snapshot_events
         window.capacity = self.max_unacknowledged if alone else self.max_unacknowledged // 2
         for _ in range(MAX_PAGES):
             if (limit := min(window.room, READ_BATCH)) <= 0:
-                break
+                return
             changes = await session.changes_after(window.read_to, limit)
-            if changes is None:
-                return False
             window.add(changes)
             self.stage.moved()
             if len(changes) < limit:
-                break
-        return True
+                return
 
-    async def _read_behind(self, session: FeedSession, deliveries: Deliveries) -> bool:
-        """Read changes that were left out; return False if changes have been trimmed that were not delivered."""
-        window = deliveries.window
+    async def _read_behind(self, session: FeedSession, window: DeliveryWindow) -> None:
+        """Read changes that were left out."""
         for _ in range(MAX_PAGES):
             if (following := window.next_behind()) is None:
-                break
+                return
             seq, dids = following
-            changes = await session.changes_after(seq - 1, READ_BATCH)
-            if changes is None:
-                return False
-            window.add_behind(dids, changes)
+            window.add_behind(dids, await session.changes_after(seq - 1, READ_BATCH))
             self.stage.moved()
-        return True
 
-    async def _read_snapshot(self, session: FeedSession, deliveries: Deliveries) -> None:
+    async def _read_snapshot(self, session: FeedSession, window: DeliveryWindow) -> None:
         """Fill the other half of the window with the next repos and records of the snapshot."""
-        window = deliveries.window
         while (after := window.snapshot_read_to) is not None:
             room = min(self.max_unacknowledged // 2 - window.snapshot_events, READ_BATCH)
             if room <= 0:
