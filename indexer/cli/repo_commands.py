@@ -78,8 +78,8 @@ async def resync_command(
             with show_progress("repos", await db.repos.estimate_count()) as progress:
                 requested = seen = 0
                 async with aclosing(db.repos.request_resyncs_of_all(errored=errored)) as pages:
-                    async for page in pages:
-                        requested, seen = requested + page.requested, seen + page.repos
+                    async for read, requests in pages:
+                        requested, seen = requested + requests, seen + read
                         progress.update(seen, note=f"{requested:,} requested")
     echo_result({"requested": requested}, f"resyncs: {requested} requested", as_json=as_json)
     if requested < len(given):

@@ -19,8 +19,6 @@ from indexer.errors import InvalidScopeError
 from indexer.sync.scope import Scope, Track, filter_of
 
 BATCH_SIZE = 10_000
-MAX_COUNTED = 1_000_001
-"""Records that are counted at most before they are deleted."""
 MAX_NAMED = 5
 """Collections that the question names."""
 
@@ -145,10 +143,10 @@ def _changed(
 
 async def _question(db: Database, before: Scope, after: Scope) -> str:
     """Return the question whether to delete what the change deletes; "" if it deletes nothing."""
-    parts, (unselected, records) = [], await db.scope_changes.count_unselected(after.collections, MAX_COUNTED)
-    if records:
+    parts, stored = [], await db.scope_changes.collections()
+    if unselected := [collection for collection in stored if not after.collections.matches(collection)]:
         named = ", ".join(unselected[:MAX_NAMED]) + (", ..." if len(unselected) > MAX_NAMED else "")
-        parts.append(f"delete {_records(records)} of {len(unselected)} collections ({named})")
+        parts.append(f"delete the records of {len(unselected)} collections ({named})")
     if after.may_want_fewer_repos(before) and not (after.track is Track.SIGNAL and after.signal_collections is None):
         repos = await db.scope_changes.count_not_chosen()
         which = "" if after.track is Track.LISTED else ", except those with a record of a signal collection"
@@ -156,10 +154,6 @@ async def _question(db: Database, before: Scope, after: Scope) -> str:
             parts.append(f"untrack {repos:,} repos that no command has added{which}, and delete their records")
     question = "; ".join(parts)
     return f"{question[0].upper()}{question[1:]}?" if parts else ""
-
-
-def _records(count: int) -> str:
-    return f"more than {MAX_COUNTED - 1:,} records" if count == MAX_COUNTED else f"{count:,} records"
 
 
 def _split(patterns: str | None) -> list[str] | None:

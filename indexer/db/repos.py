@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from indexer.crash_points import crash_point
 from indexer.db.columns import Connection, buckets_of, repo_columns, repo_of
@@ -66,18 +65,6 @@ _ERASED_REPO = f"""
 _SOME_RECORDS = "select collection, rkey from indexer.record where did = $1 and bucket = $2 limit $3"
 
 
-class RequestedPage(NamedTuple):
-    """A page of repos of which resyncs were requested.
-
-    Attributes:
-        repos: Number of repos in the page.
-        requested: Number of those of which a resync was requested.
-    """
-
-    repos: int
-    requested: int
-
-
 @dataclass(frozen=True, slots=True)
 class ErasedBatch:
     """The result of one erasure.
@@ -124,16 +111,16 @@ class Repos(Area):
         async with self._pool.connection() as connection:
             return await _request_resyncs(connection, dids)
 
-    async def request_resyncs_of_all(self, *, errored: bool = False) -> AsyncGenerator[RequestedPage]:
-        """Request a resync of all repos, or of those whose last resync failed; yield each page.
+    async def request_resyncs_of_all(self, *, errored: bool = False) -> AsyncGenerator[tuple[int, int]]:
+        """Request a resync of all repos, or of those whose last resync failed.
 
-        Each page of `BATCH_SIZE` repos is one transaction.
+        Yields the numbers of repos that were read, and that were requested, for each transaction.
         """
         async with self._pool.connection() as connection:
             page = await connection.fetch(_PAGE, "", BATCH_SIZE, errored)
             while page:
                 requested = await _request_resyncs(connection, [did for did, selected in page if selected])
-                yield RequestedPage(len(page), requested)
+                yield len(page), requested
                 page = await connection.fetch(_PAGE, page[-1]["did"], BATCH_SIZE, errored)
 
     async def estimate_count(self) -> int:

@@ -15,9 +15,9 @@ from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns,
 from indexer.db.connections import Area
 from indexer.db.database_errors import database_errors, refused_writes
 from indexer.db.resync_transaction import NewReposTransaction, ResyncTransaction
-from indexer.db.write import write
+from indexer.db.write import change_repos
 from indexer.reasons import Desync, FetchFailure
-from indexer.sync.changes import Batch, ChangeLogEntry, RepoWrite
+from indexer.sync.changes import ChangeLogEntry
 from indexer.sync.repo import OUT_OF_SCOPE, Repo, SyncStatus, Trigger, amend, desynchronize, transition
 from indexer.sync.shard import bucket_of
 
@@ -264,8 +264,7 @@ class Resyncs(Area):
         """Change the repos that the statement selects; return how many were still at the version that was read."""
         async with self._pool.transaction() as connection:
             repos = [repo_of(row) for row in await connection.fetch(statement, *arguments)]
-            writes = tuple([RepoWrite(repo, change(repo)) for repo in repos])
-            written = len(writes) - len((await write(connection, Batch(writes))).skipped)
+            written = await change_repos(connection, repos, change)
             if written:
                 crash_point("queue.written")
             return written

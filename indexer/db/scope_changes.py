@@ -6,14 +6,14 @@ from datetime import datetime
 from time import time
 from typing import NamedTuple
 
-from indexer.atproto.syntax import CollectionFilter, is_nsid
+from indexer.atproto.syntax import is_nsid
 from indexer.crash_points import crash_point
 from indexer.db import crawls
 from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
 from indexer.db.connections import Area
 from indexer.db.crawls import CrawlProgress
 from indexer.db.scope import holds
-from indexer.db.write import write
+from indexer.db.write import change_repos, write
 from indexer.sync.changes import Batch, RepoWrite
 from indexer.sync.plan import plan_narrowing
 from indexer.sync.repo import CHOSEN, OUT_OF_SCOPE, Repo, SyncStatus, amend, untrack, widen
@@ -25,15 +25,10 @@ NEXT_COLLECTION = "select collection from indexer.record where collection > $1 o
 
 # The index has collection and indexed_at. The rest orders records that were written by one statement.
 UNSELECTED = """
-    select did, rkey, indexed_at from indexer.record
+    select indexed_at, did, rkey from indexer.record
     where collection = $1 and bucket = any($2::smallint[]) and indexed_at >= coalesce($3, '-infinity'::timestamptz)
         and ($3::timestamptz is null or (indexed_at, did, rkey) > ($3, $4, $5))
     order by indexed_at, did, rkey limit $6
-"""
-
-# No more records are counted than a person tells apart. Citus needs a column in the inner query.
-_COUNT_OF_COLLECTIONS = """
-    select count(*) from (select collection from indexer.record where collection = any($1::text[]) limit $2) found
 """
 
 _REPOS = f"""
@@ -103,12 +98,8 @@ _LISTS_READ = "select collection from indexer.crawl_progress where purpose = 'si
 _COUNT_NOT_CHOSEN = f"select count(*) from indexer.repo where tracked and wanted_in < {CHOSEN}"
 
 
-class RecordPosition(NamedTuple):
-    """The position of a record among those of its collection, in the order in which they were written."""
-
-    indexed_at: datetime
-    did: str
-    rkey: str
+RecordPosition = tuple[datetime, str, str]
+"""The position of a record among those of its collection, in the order in which they were written: time, DID, key."""
 
 
 class NarrowedPage(NamedTuple):
@@ -125,25 +116,16 @@ class NarrowedPage(NamedTuple):
     last: RecordPosition | None
 
 
-class UntrackedPage(NamedTuple):
-    """A page of repos that may be out of scope.
-
-    Attributes:
-        untracked: The number of repos that were untracked.
-        progress: The progress of the search after the page.
-    """
-
-    untracked: int
-    progress: CrawlProgress
-
-
 class ScopeChanges(Area):
     """The effects of changes of the scope on stored repos."""
 
-    async def next_collection(self, after: str) -> str | None:
-        """Return the next collection of stored records; None if there is none. Begin with an empty string."""
+    async def collections(self) -> list[str]:
+        """Return the collections of all stored records."""
         async with self._pool.connection() as connection:
-            return await _next_collection(connection, after)
+            found = [""]
+            while (following := await connection.fetchval(NEXT_COLLECTION, found[-1])) is not None:
+                found.append(following)
+            return found[1:]
 
     async def delete_unselected(
         self,
@@ -162,32 +144,14 @@ class ScopeChanges(Area):
                 return None
             position = after or (None, None, None)
             rows = await connection.fetch(UNSELECTED, collection, list(buckets), *position, limit)
-            keys = [(row["did"], collection, row["rkey"]) for row in rows]
+            keys = [(did, collection, rkey) for _, did, rkey in rows]
             dids = sorted({did for did, *_ in keys})
             found = [repo_of(row) for row in await connection.fetch(_REPOS, dids, list(buckets))]
             written = await write(connection, Batch(plan_narrowing({repo.did: repo for repo in found}, keys)))
             deleted = written.changes["delete"]
             if deleted:
                 crash_point("scope.narrowed")
-            last = (
-                RecordPosition(rows[-1]["indexed_at"], rows[-1]["did"], rows[-1]["rkey"])
-                if len(rows) == limit
-                else None
-            )
-            return NarrowedPage(deleted, len(rows) - deleted, last)
-
-    async def count_unselected(self, collections: CollectionFilter, limit: int) -> tuple[list[str], int]:
-        """Return the stored collections that a scope with these would not select, and the number of their records.
-
-        At most `limit` records are counted.
-        """
-        async with self._pool.connection() as connection:
-            unselected, after = list[str](), ""
-            while (collection := await _next_collection(connection, after)) is not None:
-                if not collections.matches(collection):
-                    unselected.append(collection)
-                after = collection
-            return unselected, await connection.fetchval(_COUNT_OF_COLLECTIONS, unselected, limit)
+            return NarrowedPage(deleted, len(rows) - deleted, tuple(rows[-1]) if len(rows) == limit else None)
 
     async def incomplete_repos(self, scope: Scope, buckets: Sequence[int], after: str, limit: int) -> list[Repo]:
         """Return the next synchronized repos of active accounts after this DID that may lack records of the scope."""
@@ -197,10 +161,9 @@ class ScopeChanges(Area):
     async def mark_complete(self, repos: Sequence[Repo], scope: Scope) -> int:
         """Note that these repos lack no records; return how many did not change meanwhile."""
         async with self._pool.transaction() as connection:
-            writes = [RepoWrite(repo, amend(repo, scope_version=scope.version)) for repo in repos]
-            skipped = (await write(connection, Batch(tuple(writes)))).skipped
+            marked = await change_repos(connection, repos, lambda repo: amend(repo, scope_version=scope.version))
             crash_point("scope.marked")
-            return len(writes) - len(skipped)
+            return marked
 
     async def mark_incomplete(self, dids: Sequence[str], collection: str, added_in: int, fetched_before: float) -> int:
         """Note that listed repos lack records of an added collection; return how many.
@@ -210,8 +173,8 @@ class ScopeChanges(Area):
         async with self._pool.transaction() as connection:
             buckets = buckets_of(dids)
             rows = await connection.fetch(NOT_FETCHED, dids, buckets, added_in, fetched_before, collection, buckets)
-            writes = [RepoWrite(repo, amend(repo, scope_version=added_in - 1)) for repo in map(repo_of, rows)]
-            return len(writes) - len((await write(connection, Batch(tuple(writes)))).skipped)
+            repos = map(repo_of, rows)
+            return await change_repos(connection, repos, lambda repo: amend(repo, scope_version=added_in - 1))
 
     async def request_incomplete(self, scope: Scope, buckets: Sequence[int], max_waiting: int, now: float) -> int:
         """Desynchronize repos that may lack records, while fewer than `max_waiting` are due; return how many.
@@ -223,9 +186,8 @@ class ScopeChanges(Area):
             if waiting >= max_waiting:
                 return 0
             rows = await connection.fetch(INCOMPLETE, list(buckets), scope.complete_from, max_waiting - waiting)
-            writes = [RepoWrite(repo, widen(repo)) for repo in map(repo_of, rows)]
-            requested = len(writes) - len((await write(connection, Batch(tuple(writes)))).skipped)
-            if writes:
+            requested = await change_repos(connection, map(repo_of, rows), widen)
+            if rows:
                 crash_point("scope.requested")
             return requested
 
@@ -242,8 +204,8 @@ class ScopeChanges(Area):
 
     async def untrack_page(
         self, scope: Scope, shard: Shard, progress: CrawlProgress, limit: int
-    ) -> UntrackedPage | None:
-        """Untrack those of the next `limit` repos that are out of scope, and store the progress.
+    ) -> tuple[int, CrawlProgress] | None:
+        """Untrack those of the next `limit` repos that are out of scope; return how many, and the stored progress.
 
         Return None if the scope has changed. A repo is out of scope if no command, no list and no message has wanted it
         since the scope wanted fewer repos, and if no record of a signal collection is stored. A signal pattern that
@@ -266,16 +228,11 @@ class ScopeChanges(Area):
             await crawls.save_progress(connection, after)
             if untracked:
                 crash_point("scope.untracked")
-            return UntrackedPage(untracked, after)
+            return untracked, after
 
     async def count_not_chosen(self) -> int:
         """Return the number of tracked repos that no command has named. Reads all repos."""
         return int(await self._fetchval(_COUNT_NOT_CHOSEN))
-
-
-async def _next_collection(connection: Connection, after: str) -> str | None:
-    collection: str | None = await connection.fetchval(NEXT_COLLECTION, after)
-    return collection
 
 
 async def _without_signal(connection: Connection, scope: Scope, dids: Sequence[str]) -> tuple[list[str], int]:

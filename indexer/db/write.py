@@ -233,6 +233,12 @@ async def write(connection: Connection, batch: Batch, *, layout: Layout = PLAIN)
     return WrittenBatch(skipped, Counter([change.action for write in writes for change in write.changes]))
 
 
+async def change_repos(connection: Connection, repos: Iterable[Repo], change: Callable[[Repo], Repo]) -> int:
+    """Write rows as `change` returns them; return how many were still at the version that was read."""
+    writes = tuple([RepoWrite(repo, change(repo)) for repo in repos])
+    return len(writes) - len((await write(connection, Batch(writes))).skipped)
+
+
 async def write_changes(
     connection: Connection, did: str, changes: Sequence[RecordChange], *, live: bool
 ) -> tuple[RecordChange, ...]:

@@ -98,9 +98,8 @@ class ScopeNarrowing:
             return
         if not self.scope.only_in_use(scope.version):
             return
-        deleted, complete, collection = 0, True, ""
-        while (found := await self.db.scope_changes.next_collection(collection)) is not None:
-            collection = found
+        deleted, complete = 0, True
+        for collection in await self.db.scope_changes.collections():
             if not scope.collections.matches(collection):
                 count, finished = await self._delete(scope, collection)
                 deleted, complete = deleted + count, complete and finished
@@ -176,7 +175,8 @@ class ScopeUntracking:
             page = await self.db.scope_changes.untrack_page(scope, self.shard, progress, self.batch_size)
             if page is None:
                 return
-            progress, untracked = page.progress, untracked + page.untracked
+            count, progress = page
+            untracked += count
             self.stage.moved()
             if progress.cursor is None and progress.finished_at is None:
                 self._retry_at = monotonic() + self.retry

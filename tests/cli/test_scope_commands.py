@@ -54,7 +54,7 @@ def test_typo_deletes_nothing(session: Session) -> None:
     result = session("scope", "set", "--collections", "com.example.statsu")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith(
-        "indexer: Delete 1 records of 1 collections (com.example.note)? There is no terminal"
+        "indexer: Delete the records of 1 collections (com.example.note)? There is no terminal"
     )
     assert shown(session)["collections"] == ["*"]
     result = session("scope", "set", "--collections", "com.example.other.*", "--yes")
@@ -90,7 +90,7 @@ def test_question_on_a_terminal_is_answered_with_yes(database: str, tmp_path: Pa
         terminal, theirs = pty.openpty()
         os.write(terminal, answer)
         result = subprocess.run(command, cwd=PROJECT, env=environment, stdin=theirs, capture_output=True, check=False)
-        assert (result.returncode, b"Delete 1 records" in result.stderr) == (code, True)
+        assert (result.returncode, b"Delete the records" in result.stderr) == (code, True)
         os.close(terminal)
         os.close(theirs)
 

@@ -38,7 +38,7 @@ async def untrack_all(db: Database, scope: Scope, limit: int = 2) -> CrawlProgre
     while progress.finished_at is None:
         page = await db.scope_changes.untrack_page(scope, SHARD, progress, limit)
         assert page is not None
-        progress = page.progress
+        _, progress = page
         if progress.cursor is None:
             break
     return progress
@@ -113,10 +113,11 @@ async def test_changed_scope_ends_the_search_and_tracks_what_it_wants_again(db: 
     narrow = await db.scope.change(track=Track.LISTED)
     page = await db.scope_changes.untrack_page(narrow, SHARD, await db.scope_changes.begin_untracking(SHARD), 2)
     assert page is not None
-    assert page.untracked == 2
+    untracked, progress = page
+    assert untracked == 2
     signal = await db.scope.change(track=Track.SIGNAL, signal_collections=[LIKE])
-    assert await db.scope_changes.untrack_page(narrow, SHARD, page.progress, 2) is None
-    assert await db.crawls.add_signals([did("a")], page.progress, narrow) is None
+    assert await db.scope_changes.untrack_page(narrow, SHARD, progress, 2) is None
+    assert await db.crawls.add_signals([did("a")], progress, narrow) is None
     assert signal.repos_narrowed_in == narrow.version, "repos that only the first scope wanted are still untracked"
     await read_lists(db, signal, signal=[did("a"), did("c")])
     await untrack_all(db, signal)
@@ -125,7 +126,7 @@ async def test_changed_scope_ends_the_search_and_tracks_what_it_wants_again(db: 
     assert wide.repos_narrowed_in == 0
     assert (await db.crawls.find_differences({did("b"): "3l"})).unknown == [did("b")]
     await db.scope.untrack([did("d")])
-    await db.crawls.add_listed([did("b"), did("d")], page.progress, scope=wide)
+    await db.crawls.add_listed([did("b"), did("d")], progress, scope=wide)
     assert await tracked(db, *"abcd") == {"a", "b", "c"}, "what an operator untracked stays untracked"
 
 

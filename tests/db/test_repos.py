@@ -63,9 +63,9 @@ async def test_resyncs_are_requested_of_some_failed_or_all_repos(db: Database, m
     await insert(db, failed, *others)
     assert await db.repos.request_resyncs([did(0), did("in progress"), did("unknown")]) == 2
     assert not await db.resyncs.renew(claimed.did, claimed.lease, 10.0), "it may have read the repo before the fault"
-    assert sum([page.requested async for page in db.repos.request_resyncs_of_all(errored=True)]) == 1
+    assert sum([requested async for _, requested in db.repos.request_resyncs_of_all(errored=True)]) == 1
     again = (await db.repos.load([failed.did]))[failed.did]
     assert (again.sync_reason, again.attempts, again.next_attempt_at, again.version) == (Desync.REQUESTED, 0, None, 2)
     assert (await db.repos.load([did(1)]))[did(1)] == others[1]
-    assert sum([page.requested async for page in db.repos.request_resyncs_of_all()]) == 7
+    assert sum([requested async for _, requested in db.repos.request_resyncs_of_all()]) == 7
     assert len(await db.resyncs.claim(100, range(256), 10.0, 100.0)) == 7

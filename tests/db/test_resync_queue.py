@@ -89,7 +89,7 @@ async def test_requested_resyncs_come_after_repos_that_broke(db: Database) -> No
     await insert(
         db, *[synchronized(name_in_bucket(7, f"requested {n}")) for n in range(3)], waiting(name_in_bucket(7, "new"))
     )
-    assert [page.requested async for page in db.repos.request_resyncs_of_all()] == [4]
+    assert [requested async for _, requested in db.repos.request_resyncs_of_all()] == [4]
     failed = waiting(name_in_bucket(7, "failed"), head=head(), attempts=1, next_attempt_at=time() - 1)
     await insert(db, failed, waiting(name_in_bucket(7, "broke"), head=head()))
     order = [repo.did for _ in range(6) for repo in await db.resyncs.claim(1, ALL, 10.0, time())]
