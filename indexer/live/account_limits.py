@@ -29,14 +29,7 @@ class AccountLimits:
     def apply(
         self, dids: Iterable[str], repos: Mapping[str, Repo], key_state_of: KeyStateOf, context: PlanContext
     ) -> PlanContext:
-        """Return the context of a batch with the accounts that the limit concerns.
-
-        Args:
-            dids: The accounts of the batch.
-            repos: The existing rows of these accounts.
-            key_state_of: Returns what is known about the key and the host of a DID.
-            context: The context without these accounts.
-        """
+        """Return the context of a batch with those of its accounts that the limit concerns; `repos` are their rows."""
         refused, limited = set(), set()
         for did in dids:
             repo = repos.get(did)

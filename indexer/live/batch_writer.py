@@ -54,7 +54,6 @@ class WriterSettings:
     """Settings of the writer; times are seconds.
 
     Attributes:
-        batch_size: The maximum number of messages in a batch.
         batch_window: The time from the beginning of one batch to that of the next, unless `batch_size` messages wait,
             or more bytes than are read at a time.
         retry_interval: Pause after a database error.
@@ -101,13 +100,7 @@ class BatchSize:
 
 @dataclass(slots=True)
 class SettledTotals:
-    """Totals since the start of the process, to notice that most messages are rejected.
-
-    Attributes:
-        settled: The number of settled messages.
-        rejected: The number of rejected messages by reason.
-        examples: The newest rejected message of each reason, as text for people.
-    """
+    """Totals since the start of the process, with the newest rejected message of each reason as text for people."""
 
     settled: int = 0
     rejected: Counter[Rejection] = field(default_factory=Counter)
@@ -116,12 +109,7 @@ class SettledTotals:
 
 @dataclass(eq=False)
 class BatchWriter:
-    """Writes the batches of one shard, as long as the event `owned` is set.
-
-    Attributes:
-        stage: Its progress. A batch is work until it is written.
-        totals: The settled and the rejected messages.
-    """
+    """Writes the batches of one shard, as long as the event `owned` is set."""
 
     db: Database
     inbox: Inbox
@@ -285,11 +273,8 @@ class BatchWriter:
     ) -> None:
         """Write a plan and settle its messages.
 
-        Args:
-            messages: The messages of the batch.
-            whole: The plan.
-            unconfirmed: Accounts whose plan used a cached row and writes nothing. Without a write, nobody compares the
-                cached row with the stored one. So their messages are planned again on the stored row.
+        The plan of `unconfirmed` accounts used a cached row and writes nothing. Without a write, nobody compares the
+        cached row with the stored one. So their messages are planned again on the stored row.
         """
         plan = whole.without(unconfirmed)
         with self.metrics.batch_seconds["apply"].time():
@@ -342,11 +327,7 @@ class BatchWriter:
     async def _settle(self, messages: Sequence[ReceivedMessage], plan: BatchPlan, conflicts: frozenset[str]) -> None:
         """Settle the messages that were written, and start key lookups for the messages that wait for a key.
 
-        Args:
-            messages: The messages of the batch.
-            plan: The plan that was written.
-            conflicts: The DIDs whose rows changed meanwhile, so that their writes were not applied, or may have
-                changed. All their messages are planned again.
+        The rows of the DIDs in `conflicts` have changed meanwhile, or may have. Their messages are planned again.
         """
         self.keys.identities.mark_stale(plan.stale_identities)
         written = plan.without(conflicts)

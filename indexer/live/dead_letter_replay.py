@@ -37,7 +37,6 @@ class ReplayResult:
     """The result of one replay.
 
     Attributes:
-        id: The ID of the dead letter.
         outcome: `UNTRIED` if the message could not be processed, `UNKNOWN` if the dead letter does not exist.
         reason: Why the message was rejected or the repo is desynchronized; None for other outcomes.
         detail: More about the reason, or why the dead letter is untried.

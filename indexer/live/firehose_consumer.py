@@ -34,14 +34,12 @@ log = structlog.get_logger(__name__)
 
 @dataclass(eq=False)
 class FirehoseConsumer:
-    """Reads the stream for one shard.
+    """Reads the stream, and puts the messages about the accounts of one shard into the inbox.
 
     Attributes:
-        shard: Only messages about its accounts are put into the inbox.
-        decode: Decodes a frame.
         stage: Its progress. Each message, and each new connection until it is requested, is work.
         last_error: The last error of the stream; None after the next message in order.
-        failing_since: When that error came first (monotonic seconds); None without an error.
+        failing_since: When that error came first (monotonic seconds).
         last_message: When each relay sent its last message (monotonic seconds).
     """
 

@@ -32,9 +32,7 @@ class Inbox:
 
     Attributes:
         stage: Its progress. Queued messages are work, and the inbox moves when the taker takes some.
-        max_bytes: The memory of unsettled messages from which no more are read.
-        unsettled: The number of messages that are not settled.
-        unsettled_bytes: Their approximate memory.
+        max_bytes: The approximate memory of unsettled messages from which no more are read.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -143,9 +141,7 @@ class StreamPosition:
     Attributes:
         is_known: Return True while the stream is connected, and it is known whether messages before it are missing.
         relay: The URL of the relay; "" before the first connection.
-        epoch: The epoch of the relay's sequence.
         host: The host of the stream if the upstream is a PDS, else None.
-        watermark: The sequence numbers that are not done yet, and the position up to which all are done.
     """
 
     def __init__(self, is_known: Callable[[], bool], *, upstream_is_pds: bool = False) -> None:

@@ -95,9 +95,7 @@ class KeyLookups:
     Waiting messages occupy at most a share of the inbox, of each DID and in total. Beyond that, the wait of the DID
     with the most bytes ends, and its key counts as unavailable.
 
-    Attributes:
-        stage: Its progress. Each lookup is an activity of its own.
-        identities: The cache in which keys are looked up.
+    Each lookup is an activity of its own in `stage`.
     """
 
     def __init__(self, identities: IdentityCache, inbox: Inbox, *, timeout: float, concurrency: int) -> None:

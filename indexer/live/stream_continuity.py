@@ -43,7 +43,6 @@ class StreamEntry:
     """The start of a connection.
 
     Attributes:
-        epoch: The epoch of the relay's sequence.
         cursor: The cursor of the request; None asks for new messages only.
         resumed_at: The stored cursor, whose message the relay must send again; None if there is none.
         gap: Messages that are missing, or may be, before the first message of this connection.
@@ -64,7 +63,7 @@ class StreamEntry:
 
     @property
     def watermark(self) -> Watermark:
-        """The watermark at the start of the connection."""
+        """The watermark at the start."""
         if self.resumed_at is not None:
             return Watermark(self.resumed_at.seq, self.resumed_at.event_time)
         return Watermark(self.cursor)
@@ -145,11 +144,6 @@ class StreamContinuity:
         return entry
 
     async def _find_entry(self, relay: str) -> StreamEntry:
-        """Return the entry for a new connection to `relay`.
-
-        Raises:
-            DatabaseError: The database is unavailable.
-        """
         cursors = await self.db.gaps.cursors()
         point = resume_point(cursors, relay, self.shard)
         after_cursor = self._outdated.pop(relay, None) == point

@@ -37,9 +37,7 @@ class VerificationAhead:
     on the row of its repo, which may not be known yet. A wrong guess costs the time of one verification, or the commit
     is verified later. It never changes a plan.
 
-    Attributes:
-        core: Nothing is done if it verifies no commits ahead.
-        prepared: The results for messages that are not written yet.
+    `prepared` has the results for messages that are not written yet.
     """
 
     core: Core
@@ -76,13 +74,10 @@ class VerificationAhead:
         return self.prepared
 
     def begin(self, repos: Mapping[str, Repo], context: PlanContext, batch_size: int) -> None:
-        """Begin to verify the messages that wait in the inbox, and return at once.
+        """Begin to verify at most `batch_size` of the messages that wait in the inbox, and return at once.
 
-        Args:
-            repos: The rows of the repos of the present batch, before it. The guess is that no row changes in a way that
-                matters here, and that the commits of a repo without a row, here or in the cache, are new.
-            context: The context of its plan.
-            batch_size: The maximum number of messages to verify.
+        `repos` are the rows before the present batch. The guess is that none changes in a way that matters here, and
+        that the commits of a repo without a row, here or in the cache, are new.
         """
         waiting = self.inbox.peek(batch_size)
         if not self.core.verifies_ahead or len(waiting) < min(MIN_MESSAGES, batch_size):

@@ -44,9 +44,7 @@ class DnsResolver:
     """Resolve names with DNS alone. A name server that does not answer delays only its own names."""
 
     def __init__(self, servers: Sequence[tuple[str, int]] = (), timeout: float = 5.0) -> None:
-        """Use `servers` (IP addresses and ports), or the system's if there are none.
-
-        `timeout` is in seconds for each record type of a name.
+        """Use `servers`, or the system's if there are none; `timeout` is in seconds for each record type of a name.
 
         Raises:
             SettingsError: There are no servers and the system has none.

@@ -5,9 +5,8 @@ of a host also hold for all names of one network address, and for all names of o
 answered yet. Names that have answered from an address have limits of their own there: otherwise other names that lead
 to it could use up its requests.
 
-A host is paused when it asks for a pause, and when requests to it fail several times in a row. Each of these failures
-makes the next pause longer. After such a pause, one request probes the host; other requests are refused until the probe
-ends.
+A host is paused when it asks for a pause, and when requests to it fail several times in a row, each time for longer.
+After such a pause, one request probes the host; other requests are refused until the probe ends.
 """
 
 import math
@@ -63,7 +62,6 @@ class RequestSlot:
         may_pause: The host may ask for a pause. It may not if a host that is not configured redirected to it.
         error: The failure, if it is the host's fault.
         pause: Seconds for which the host asked to receive no requests.
-        server: The network address and port that answered.
     """
 
     may_fail: bool = True
@@ -74,10 +72,7 @@ class RequestSlot:
     server: str | None = None
 
     def record_response(self, status: int, pause: float | None) -> None:
-        """Record a response. `pause` is the number of seconds for which the host asks to receive no requests.
-
-        A 5xx status is a failure, except 501 and a response that asks for a pause.
-        """
+        """Record a response. A 5xx status is a failure, except 501 and a response that asks for a `pause` (seconds)."""
         self.result, self.pause = _BY_CLASS.get(status // 100, _OTHER), pause
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR and status != HTTPStatus.NOT_IMPLEMENTED and pause is None:
             self.error = f"{FetchFailure.HTTP_STATUS}: {status}"
@@ -168,7 +163,6 @@ class HostPauses:
 
     Attributes:
         first: The first pause. Each failure doubles it.
-        maximum: The longest pause.
         max_configured: The longest pause of hosts in the settings, because all work depends on them.
     """
 
@@ -179,15 +173,12 @@ class HostPauses:
 
 @dataclass(frozen=True, slots=True)
 class RateLimits:
-    """Limits of outbound requests.
+    """Limits of outbound requests: requests per second, and concurrent requests.
 
     Attributes:
-        host: Requests per second to one host, and to all names of one network address or registered domain, see above.
-        host_concurrency: Concurrent requests to the same.
-        total: Requests per second to all hosts.
-        total_concurrency: Concurrent requests to all hosts.
+        host: To one host, and to all names of one network address or registered domain, see above.
+        total: To all hosts.
         configured_hosts: Requests per second to each host in the settings, by `host_of`. They share no limits.
-        pauses: Pauses of hosts whose requests fail.
     """
 
     host: float = 10.0
@@ -215,7 +206,6 @@ class HostLimits:
         return len(self._hosts)
 
     def __contains__(self, name: str) -> bool:
-        """Return True if the host is tracked."""
         return name in self._hosts
 
     @asynccontextmanager
@@ -224,9 +214,7 @@ class HostLimits:
     ) -> AsyncIterator[RequestSlot]:
         """Wait for a free request slot of the host. The caller records the result of its request in the slot.
 
-        If another host redirected to this one, failures do not count as this host's: otherwise any host could pause any
-        other one. Pauses that it asks for count only behind a configured host, for the same reason.
-
+        If another host redirected to this one, any host could pause any other one, so its failures do not count.
         `resolve` returns the network addresses of the host, see `server_of`. If it fails, the request fails.
 
         Raises:
@@ -342,10 +330,9 @@ class HostLimits:
         return host
 
     def _evict(self) -> None:
-        """Forget some hosts if there are `MAX_HOSTS`: hosts without a pause first, the least recently used first.
+        """Forget some hosts if there are `MAX_HOSTS`: the least recently used ones without a pause first.
 
-        If all others are paused, forget the hosts whose pauses end first. So many pauses at once are an attack, and
-        must not prevent requests to other hosts.
+        Then follow those whose pauses end first: so many pauses at once are an attack.
         """
         if len(self._hosts) < MAX_HOSTS:
             return

@@ -110,10 +110,7 @@ class OutboundClient:
         resolve: Resolve | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """Call `on_request` with the result of each request (`REQUEST_RESULTS`).
-
-        `resolve` and `tls` replace the resolver and the default TLS context.
-        """
+        """Call `on_request` with the result of each request; `resolve` and `tls` replace the defaults."""
         self.hosts = HostLimits(settings.rates, time, on_request)
         self._on_request = on_request
         self._allow_private_hosts = settings.allow_private_hosts
@@ -165,7 +162,7 @@ class OutboundClient:
     ) -> int:
         """Send a body and return the status of the response. Redirects are not followed.
 
-        The body of the response is not needed. Up to 16 KiB are read, so that the connection can be used again.
+        Up to 16 KiB of the response are read, so that the connection can be used again.
         """
         async with self._request(self._allowed_url(url), timeout, headers, body=body) as stream:
             with suppress(UnavailableError):  # a body that is too long or malformed does not change the status
@@ -344,10 +341,7 @@ class ResponseStream:
         return bytes(body[:max_bytes])
 
     async def _receive(self) -> bytes:
-        """Return the next bytes from the connection, none at the end.
-
-        Only the time spent here counts for the minimum rate, not the time that the caller takes.
-        """
+        """Return the next bytes from the connection, none at the end. Only this time counts for the minimum rate."""
         clock = asyncio.get_running_loop().time
         started = clock()
         # After malformed chunks, aiohttp neither wakes the reader of the body nor ends its wait after `sock_read`.
@@ -389,10 +383,7 @@ def _transport_errors(url: URL) -> Iterator[None]:
 
 @lru_cache(maxsize=4_096)  # called for each event, with few different hosts
 def host_of(url: str) -> str:
-    """Return the host name in lower case, with the port if it is not the default of the scheme.
-
-    Limits and states of hosts use this name. It is empty for an invalid URL.
-    """
+    """Return the name of a host in limits: in lower case, with an unusual port; "" for an invalid URL."""
     try:
         return _without_trailing_dots(URL(url)).host_port_subcomponent or ""
     except _INVALID_URL:

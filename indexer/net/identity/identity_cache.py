@@ -4,9 +4,9 @@ An identity that reached its maximum age is still used while a newer one is fetc
 directory. If it is outdated, a signature fails to verify, and that requests a refresh. An identity that is known to
 have changed is looked up first (docs/protocol.md#identity).
 
-Attackers can cause lookups with forged messages and with announced changes. Therefore refreshes of known identities
-have two limits: an interval per DID, and a budget in total, of which the accounts of one host, and those of one
-registered domain, get only a share. The rest of the directory's rate limit remains for new DIDs.
+Attackers can cause lookups with forged messages and with announced changes. So refreshes of known identities have an
+interval per DID, and a budget in total, of which a host or a registered domain gets only a share. The rest of the
+directory's rate limit remains for new DIDs.
 """
 
 import asyncio
@@ -33,24 +33,18 @@ from indexer.sync.policy import MAX_IDENTITY_AGE
 from indexer.telemetry.metrics import Metrics, RefreshCause
 
 MAX_LOOKUPS = 128
-"""Maximum in-flight lookups per DID method, of known identities and again of new DIDs. The directory's rate limit
-makes a queue of them, in which known identities come first."""
-
+"""Maximum in-flight lookups per DID method, of known identities and again of new DIDs."""
 MAX_LOOKUPS_IN_BACKGROUND = 16
 """In-flight lookups up to which a background refresh may start another one."""
-
 BACKGROUND_SHARE = 0.5
 """The budget of background refreshes, as a share of the rate of other refreshes. It is in addition to that rate."""
-
 MAX_SHARED = 500
-"""Identities that lookups save in one transaction, or load in one query, because they ended or began together."""
-
+"""Identities that are saved in one transaction, or loaded in one query."""
 BURST_SECONDS = 10.0
 SHARES = 5
 """The number of equal shares of the rate. A host gets at most one of them."""
 SHARES_OF_DOMAIN = 4
 """The shares that all hosts of one registered domain get together: its owner can give any account a host of its own."""
-
 MAX_IDLE_USERS = 16_384
 """Above this number of hosts and domains, those whose share is unused are forgotten."""
 
@@ -126,13 +120,7 @@ class IdentityLifetimes:
 
 @dataclass(slots=True)
 class LookupTotals:
-    """Lookups over the network since the start of the process.
-
-    Attributes:
-        answered: Lookups with a definite result.
-        failed: Lookups without one.
-        last_error: The error of the last lookup that failed.
-    """
+    """Lookups over the network since the start of the process: with a definite result, and without one."""
 
     answered: int = 0
     failed: int = 0
@@ -155,15 +143,11 @@ class _Lookup:
 
 @dataclass(slots=True)
 class _Entry:
-    """An identity in memory. It is not looked up before `next_lookup` (Unix seconds).
-
-    Attributes:
-        unsaved: True if it could not be saved in the database.
-    """
+    """An identity in memory. It is not looked up before `next_lookup` (Unix seconds)."""
 
     identity: CachedIdentity
     next_lookup: float
-    unsaved: bool = False
+    unsaved: bool = False  # the database failed
 
 
 @dataclass(slots=True)
@@ -208,8 +192,6 @@ class IdentityCache:
     Attributes:
         clock: Returns Unix seconds.
         refresh_rate: Maximum lookups of known identities per second.
-        max_entries: Maximum identities in memory.
-        lookups: The lookups of each DID method.
     """
 
     resolver: DidResolver
@@ -283,8 +265,7 @@ class IdentityCache:
     async def lookup(self, did: str, *, refresh: bool = False, preloaded: bool = False) -> CachedIdentity:
         """Return the identity, from the network if none is known, or if `refresh` and the limits allow it.
 
-        If the network gives no result, a known identity with a key is returned with `stale`. The database is not asked
-        if the caller has just `preloaded` the identity.
+        If the network gives no result, a known identity with a key is returned with `stale`.
 
         Raises:
             UnavailableError: The network gives no result, and no identity with a key is known.
@@ -382,10 +363,7 @@ class IdentityCache:
             self._start_lookup(did)
 
     def _start_lookup(self, did: str) -> asyncio.Task[CachedIdentity | UnavailableError] | None:
-        """Return the in-flight lookup of this DID, or a new one; None if there are too many others.
-
-        Lookups of known identities and of new DIDs are counted apart.
-        """
+        """Return the in-flight lookup of this DID, or a new one; None if there are too many others of its kind."""
         if (lookup := self._in_flight.get(did)) is not None:
             return lookup.task
         known = self.knows(did)

@@ -35,12 +35,9 @@ ReaderFactory = Callable[[Path, Limits], ExportReader]
 class ExportDownload:
     """An export whose body is read on demand, so that the caller decides whether a large one goes on.
 
-    `PdsClient.open_export` opens and closes it.
-
     Attributes:
         reader: Every block received so far, hashed. Nothing in it is proven yet.
         server: The network address that sends the export; None if it is unknown.
-        content_type: As the host names it.
         received: Bytes received so far.
     """
 
@@ -110,9 +107,8 @@ class PdsClient:
 
     Attributes:
         spool_directory: Exports are written to files in it. It is created if it is missing.
-        reader: Makes the reader of each export.
         export_timeout: Seconds within which an export must arrive.
-        export_min_rate: The minimum rate of an export in bytes per second.
+        export_min_rate: Bytes per second.
     """
 
     outbound: OutboundClient

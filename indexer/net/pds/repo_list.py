@@ -38,10 +38,9 @@ class ListedAccount(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RepoListPage:
-    """A page of a repo list.
+    """A page of a repo list, in the order of the host.
 
     Attributes:
-        accounts: The accounts in the order of the host.
         invalid_entries: Number of entries that are no account, or have a field that is not valid. Of the latter, the
             DID and the other fields are used.
         cursor: Position of the next page; None on the last page.

@@ -64,13 +64,9 @@ RESERVED_WEBSOCKETS = 16
 
 @dataclass(eq=False)
 class HeldWebsocket:
-    """An open websocket.
+    """An open websocket, and the network of its client, if the route needs no password.
 
-    Attributes:
-        websocket: When the server ends, it is closed with a reason. Without it, the connection just ends.
-        network: The network of its client, if the route needs no password; otherwise None.
-        displaced: Set when the websocket is not among the open ones any more, because other networks have fewer. It
-            must be closed.
+    `displaced` is set when the websocket must be closed, because other networks have fewer.
     """
 
     websocket: web.WebSocketResponse | None
@@ -87,11 +83,9 @@ class Websockets:
     _open: dict[asyncio.Transport, HeldWebsocket] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
-        """Return the number of open websockets."""
         return len(self._open)
 
     def __contains__(self, transport: object) -> bool:
-        """Return True if the connection is one of an open websocket."""
         return transport in self._open
 
     @contextmanager
