@@ -18,6 +18,7 @@ from indexer.cli.command import ExitCode, command, json_option, report_error
 from indexer.cli.database import connect_database
 from indexer.cli.output import duration_text, fact_table, result_console, row_table, to_json, to_readable_json
 from indexer.db import Database
+from indexer.db.database_errors import without_password
 from indexer.errors import SchemaVersionError
 from indexer.serve.account_status import account_summary
 from indexer.serve.status_document import Backfill, LinkStatus, RepoStatus, StatusDocument
@@ -109,7 +110,7 @@ async def read_documents(db: Database, shard: Shard) -> AsyncIterator[StatusDocu
         await reader.read()
         await reader.count()
         document = reader.document()
-        document.database = db.address
+        document.database = without_password(db.dsn)
         yield document
 
 

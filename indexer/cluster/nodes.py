@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from indexer.db.columns import Connection
@@ -101,39 +101,31 @@ async def load_nodes(connection: Connection) -> list[ClusterNode]:
 def check_nodes(nodes: Sequence[ClusterNode]) -> None:
     """Check that the nodes can hold the tables.
 
+    Each session of the coordinator has at most one connection and one prepared transaction on a node at the end of its
+    transaction, so the nodes need at least as many of both as the coordinator has sessions.
+
     Raises:
         UnsuitableClusterError: They cannot. The message has everything that must be changed.
     """
-    if problems := list(_problems(nodes)):
-        raise UnsuitableClusterError("; ".join(problems))
-
-
-def _problems(nodes: Sequence[ClusterNode]) -> Iterator[str]:
-    """Yield what must be changed.
-
-    Each session of the coordinator has at most one connection and one prepared transaction on a node at the end of its
-    transaction, so the nodes need at least as many of both as the coordinator has sessions.
-    """
-    coordinator = nodes[0]
+    coordinator, problems = nodes[0], list[str]()
     if not any(node.holds_shards for node in nodes):
-        yield "no node may hold shards; add a worker with citus_add_node"
+        problems.append("no node may hold shards; add a worker with citus_add_node")
     if not_owned := [node.name for node in nodes if not node.is_owner]:
-        yield (
+        problems.append(
             f"the role must own the database on {', '.join(not_owned)}; let an administrator run on the coordinator: "
             "alter database … owner to …"
         )
     for node in nodes:
         if (problem := unsupported_version(node.postgres)) is not None:
-            yield f"{node.name}: {problem}"
+            problems.append(f"{node.name}: {problem}")
         if _major(node.citus) != _major(coordinator.citus):
-            yield f"{node.name} has Citus {node.citus}, and the coordinator Citus {coordinator.citus}"
-        if node.connections < coordinator.connections:
-            yield f"{node.name} needs max_connections = {coordinator.connections} or more; it has {node.connections}"
-        if node.prepared < coordinator.connections:
-            yield (
-                f"{node.name} needs max_prepared_transactions = {coordinator.connections} or more; "
-                f"it has {node.prepared}"
-            )
+            problems.append(f"{node.name} has Citus {node.citus}, and the coordinator Citus {coordinator.citus}")
+        needed = coordinator.connections
+        for setting, value in (("max_connections", node.connections), ("max_prepared_transactions", node.prepared)):
+            if value < needed:
+                problems.append(f"{node.name} needs {setting} = {needed} or more; it has {value}")
+    if problems:
+        raise UnsuitableClusterError("; ".join(problems))
 
 
 def _major(version: str) -> int:

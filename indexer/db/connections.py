@@ -13,7 +13,6 @@ from indexer.db.database_errors import (
     CONNECT_TIMEOUT,
     DatabaseError,
     database_errors,
-    without_password,
 )
 from indexer.db.layout import load_layout
 from indexer.errors import RefusedWriteError
@@ -103,11 +102,6 @@ class Connections:
     async def close(self) -> None:
         """Close all connections."""
         await self._pool.close()
-
-    @property
-    def address(self) -> str:
-        """The connection string without the password."""
-        return without_password(self.dsn)
 
     @asynccontextmanager
     async def maintenance_connection(self) -> AsyncIterator[asyncpg.Connection]:

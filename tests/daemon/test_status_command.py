@@ -49,7 +49,7 @@ async def _is_ready(db: Database) -> bool:
 @pytest.mark.slow
 async def test_status_says_at_once_that_a_killed_daemon_does_not_run(db: Database, tmp_path: Path) -> None:
     """It said that the indexer was ready until the lag had passed its limit, a minute later."""
-    dsn = db.address
+    dsn = db.dsn
     async with FaultyNetwork() as network:
         async with daemon_process(network, dsn, tmp_path):
             await until(lambda: _is_ready(db))
