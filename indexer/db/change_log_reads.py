@@ -29,11 +29,7 @@ class LogTrimmedError(Exception):
 
 
 class LoggedChange(NamedTuple):
-    """One entry of the change log with its number. The fields are those of `atproto.changes`.
-
-    Attributes:
-        batch_time: The time of its batch, in microseconds since the Unix epoch.
-    """
+    """One entry of the change log: a row of `atproto.changes`. `batch_time` is in microseconds since the Unix epoch."""
 
     seq: int
     did: str
@@ -62,11 +58,7 @@ class LoggedBatch(NamedTuple):
 
 
 class StoredRecord(NamedTuple):
-    """A record as it is stored now.
-
-    Attributes:
-        value: The value as JSON text; None if it is not stored.
-    """
+    """A record as it is stored now. The value is JSON text, or None if it is not stored."""
 
     cid: bytes
     rev: str
@@ -110,12 +102,7 @@ class FeedPage(NamedTuple):
 
 
 class Notified(NamedTuple):
-    """The state after a notification.
-
-    Attributes:
-        seq: The number of the newest change; None if the listeners were not notified, because the queue is full.
-        queue_usage: How full the queue of notifications of the server is, from 0 to 1.
-    """
+    """The newest change that was notified (None if the queue is full), and the usage of the queue from 0 to 1."""
 
     seq: int | None
     queue_usage: float
@@ -258,10 +245,7 @@ class ChangePages(Area):
     async def find_batch(self, time: int) -> LoggedBatch | None:
         """Return the last batch that was committed at this time or earlier (microseconds since the Unix epoch).
 
-        It is a binary search, so that the log needs no index of times.
-
-        Returns:
-            None if all batches of the log are later, or if there is none.
+        It is a binary search, so that the log needs no index of times. Return None if there is no such batch.
         """
         async with self._pool.transaction() as connection:
             # The statistics of a segment that was empty a moment ago mislead the planner.
@@ -283,13 +267,10 @@ class ChangePages(Area):
     async def page(
         self, after: int, max_changes: int, max_bytes: int, wanted: Callable[[LoggedChange], bool] = lambda _: True
     ) -> FeedPage:
-        """Return the next entries after the number `after`, with their records.
+        """Return at most `max_changes` entries after the number `after`, with their records.
 
-        Args:
-            after: The number of the last entry before the page.
-            max_changes: Maximum number of entries.
-            max_bytes: The page ends with the first record by which the values have this size.
-            wanted: The page is skipped if this returns False for each of its entries.
+        The page ends with the record by which the values reach `max_bytes`. It is skipped if `wanted` returns False for
+        each of its entries.
 
         Raises:
             LogTrimmedError: Later entries have been trimmed.

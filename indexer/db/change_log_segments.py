@@ -64,12 +64,7 @@ class RetentionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The state of one segment.
-
-    Attributes:
-        last_seq: The number of the newest change; None if the segment is empty.
-        last_time: Unix seconds of the newest change; None if the segment is empty.
-    """
+    """The state of one segment: number and Unix seconds of its newest change are None if it is empty."""
 
     number: int
     bytes: int
@@ -103,12 +98,7 @@ class ConsumerState:
 
 @dataclass(frozen=True, slots=True)
 class ChangeLogState:
-    """The state of the change log.
-
-    Attributes:
-        current: The number of the segment that is being written.
-        opened_at: Unix seconds at which it became the current segment.
-    """
+    """The state of the change log. The segment `current` is written, since `opened_at` (Unix seconds)."""
 
     current: int
     opened_at: float

@@ -134,8 +134,7 @@ class Crawls(Area):
 
     async def save(self, progress: CrawlProgress) -> None:
         """Store the progress of a crawl."""
-        async with self._pool.connection() as connection:
-            await save_progress(connection, progress)
+        await self._execute(_SAVE, *astuple(progress))
         crash_point("crawl.saved")
 
     async def add_listed(

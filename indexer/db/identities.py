@@ -234,16 +234,13 @@ class Identities(Area):
 
     async def did_of_handle(self, handle: str) -> str | None:
         """Return the DID for which the handle was verified; None if there is none."""
-        async with self._pool.connection() as connection:
-            return await did_of_handle(connection, handle)
+        did: str | None = await self._fetchval(_DID_OF_HANDLE, handle)
+        return did
 
     async def claim_handles(
         self, count: int, buckets: Sequence[int], lease_seconds: float, now: float
     ) -> list[HandleClaim]:
-        """Claim at most `count` handles that are due to be checked for `lease_seconds`.
-
-        Those that became due last come first.
-        """
+        """Claim at most `count` handles that are due for `lease_seconds`. Those that became due last come first."""
         rows = await self._fetch(CLAIM_HANDLES, list(buckets), count, now, now + lease_seconds, list(buckets))
         return [HandleClaim(**row) for row in rows]
 
@@ -254,10 +251,7 @@ class Identities(Area):
             await self._execute(_POSTPONE_HANDLES, *columns_of(rows, _POSTPONED), lease_until)
 
     async def save_handle_check(self, check: HandleCheck) -> None:
-        """Store the result of a check, unless the account claims another handle now.
-
-        Logs a change if the account has another handle.
-        """
+        """Store the result of a check, and log a change of the handle, unless the account claims another one now."""
         async with self._pool.transaction() as connection:
             claim = check.claim
             dids, renamed = [claim.did], False
@@ -279,9 +273,3 @@ async def mark_stale(connection: Connection, dids: Iterable[str]) -> None:
     """Note that the identities may have changed, so that they are looked up again."""
     ordered = sorted(dids)
     await connection.execute(_MARK_STALE, buckets_of(ordered), ordered, time())
-
-
-async def did_of_handle(connection: Connection, handle: str) -> str | None:
-    """Return the DID for which the handle was verified; None if there is none."""
-    did: str | None = await connection.fetchval(_DID_OF_HANDLE, handle)
-    return did

@@ -208,13 +208,7 @@ class AddedLexicon(NamedTuple):
 
 
 class StoredLexicon(NamedTuple):
-    """A stored lexicon.
-
-    Attributes:
-        source: The file, or the AT-URI of the record, that it was read from.
-        view: The name of its view; None if it has none.
-        fields: The fields with their columns, in the order of the columns.
-    """
+    """A stored lexicon, the file or AT-URI that it was read from, its view, and the fields in the order of columns."""
 
     lexicon: Lexicon
     source: str

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from asyncpg import Record as Row
 
@@ -151,12 +151,8 @@ async def load_progress(connection: Connection) -> LinkProgress:
     return LinkProgress(state, progress, repos_done, enabled_at, open_recounts)
 
 
-class _Target(NamedTuple):
-    """The key of a count of links."""
-
-    target: str
-    collection: str
-    path: str
+_Target = tuple[str, str, str]
+"""The key of a count of links: target, collection and path."""
 
 
 @dataclass
@@ -174,8 +170,6 @@ class LinkSession:
     """The session of the process that keeps links. The block of `Links.session` raises `DatabaseError`.
 
     Attributes:
-        lock: The ownership of the links.
-        signal: Is set when there are new changes.
         seq: The position in the change log.
         backfilled_to: The record up to which the backfill is done.
         repos: The number of repos up to that record.
@@ -284,7 +278,7 @@ class LinkSession:
             if self._recount and (self._recount.did, self._recount.seq, self._recount.visible) == (did, seq, shown):
                 now = self._recount
             links = await self.connection.fetch(_SET_COUNTED, *key, shown, *now.after, MAX_RECOUNTED)
-            counts = Counter(_Target(target, collection, path) for target, collection, path, _ in links)
+            counts = Counter((target, collection, path) for target, collection, path, _ in links)
             await self._add_counts(counts if shown else Counter({target: -n for target, n in counts.items()}))
             if not links:
                 await self.connection.execute(_RECOUNTED, *key, seq)
@@ -307,13 +301,13 @@ class LinkSession:
                 "record_link", schema_name="indexer", columns=list(_LINK), records=links
             )
             self.links += len(links)
-        counts = Counter(_Target(target, key[0], path) for _, *key, _, target, _, path, counted in links if counted)
-        counts.subtract(_Target(target, collection, path) for target, collection, path, counted in deleted if counted)
+        counts = Counter((target, key[0], path) for _, *key, _, target, _, path, counted in links if counted)
+        counts.subtract((target, collection, path) for target, collection, path, counted in deleted if counted)
         await self._add_counts(counts)
         return replaced
 
     async def _add_counts(self, counts: Counter[_Target]) -> None:
-        rows = [(*key, bucket_of_target(key.target), count) for key, count in sorted(counts.items()) if count]
+        rows = [(*key, bucket_of_target(key[0]), count) for key, count in sorted(counts.items()) if count]
         if not rows:
             return
         written = await self.connection.fetch(_ADD_COUNTS, *columns_of(rows, _COUNT))

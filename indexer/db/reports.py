@@ -82,15 +82,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class RejectionSummary:
-    """The stored dead letters with one reason.
-
-    Attributes:
-        stored: How many are stored. `indexer.db.dead_letters` removes the oldest ones.
-        last_hour: How many of them were rejected within the last hour.
-        newest_at: Unix seconds when the newest one was rejected.
-        did: The account of the newest one; None if the message names none.
-        detail: The detail of the newest one.
-    """
+    """The stored dead letters with one reason: how many they are, and the newest one (`newest_at` is Unix seconds)."""
 
     reason: str
     stored: int
@@ -107,13 +99,8 @@ class DatabaseState:
     """Everything of the status besides the numbers of repos.
 
     Attributes:
-        cursors: One per relay and shard.
-        consumers: The registered consumers of the change log, by name.
         set_aside_events: Number of events that clients of the feed refused for so long that the feed has passed them.
         hosts: Some paused hosts, those with the most consecutive failures.
-        gaps: The open gaps of all shards, oldest first.
-        reports: What the processes of the daemon report about themselves.
-        links: The progress of links.
         rejections: The dead letters by reason, the reason with the newest one first.
     """
 
@@ -200,8 +187,8 @@ _RECORDS = "select collection || '/' || rkey, cid from atproto.records where did
 def count_sample(percentage: float) -> str:
     """Return the statement that counts the repos in so many percent of the pages of one part of the table.
 
-    They are always the same pages: so the difference of two estimates is a change of the repos, and not of the sample.
-    The percentage is no parameter, because Citus sends null instead of a parameter of TABLESAMPLE to a shard.
+    They are always the same pages, so that estimates are comparable. The percentage is no parameter, because Citus
+    sends null instead of a parameter of TABLESAMPLE to a shard.
     """
     return f"""
         select {_COUNTED} from indexer.repo tablesample system ({percentage}) repeatable (0)
@@ -229,9 +216,8 @@ class Reports(Area):
     async def counts(self, since: float = inf) -> Counts:
         """Return the counts, with `ended` since the Unix time `since`.
 
-        The cost is bounded: all repos are counted only if the table is small enough (`MAX_COUNTED_PAGES`) and the
-        database fast enough (`COUNT_MILLISECONDS`). Otherwise the numbers of repos are estimated from a
-        part of the table.
+        The numbers of repos are estimated from a part of the table if it is large (`MAX_COUNTED_PAGES`) or the database
+        slow (`COUNT_MILLISECONDS`).
         """
         async with self._pool.connection() as connection:
             counts = await count_repos(connection, since)
@@ -243,10 +229,7 @@ class Reports(Area):
             return await load_state(connection)
 
     async def repo(self, did: str, max_records: int = ALL_RECORDS) -> dict[str, Any] | None:
-        """Return everything that is stored about a repo, by column; None if the repo is unknown.
-
-        At most `max_records` of its records are counted.
-        """
+        """Return what is stored about a repo, by column, with the number of its records up to `max_records`."""
         async with self._pool.connection() as connection:
             row = await connection.fetchrow(REPO, did, bucket_of(did), max_records)
             if row is None:

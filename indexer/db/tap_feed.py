@@ -139,12 +139,7 @@ _BEHIND = """
 
 
 class SnapshotPosition(NamedTuple):
-    """A position among the stored repos and records, in the order of DIDs; a repo comes before its records.
-
-    Attributes:
-        collection: Empty for the repo itself.
-        rkey: Empty for the repo itself.
-    """
+    """A position among the stored repos (with an empty collection and rkey) and records, in the order of their keys."""
 
     did: str
     collection: str
@@ -223,13 +218,7 @@ class SetAsideChanges(NamedTuple):
 
 
 class FeedRecords(NamedTuple):
-    """Records that the feed has asked for.
-
-    Attributes:
-        shown: The records by key.
-        omitted: The keys of records whose values would have been too long together.
-        hidden: The keys of records whose repos are hidden.
-    """
+    """Records by key, the keys of records whose values were too long together, and those of records of hidden repos."""
 
     shown: dict[RecordKey, StoredRecord]
     omitted: set[RecordKey]
@@ -238,11 +227,7 @@ class FeedRecords(NamedTuple):
 
 @dataclass
 class FeedSession:
-    """The session of the process that serves the feed. The block of `Feed.session` raises `DatabaseError`.
-
-    Attributes:
-        lock: The ownership of the feed.
-    """
+    """The session of the process that serves the feed. The block of `Feed.session` raises `DatabaseError`."""
 
     _connection: Connection
     lock: ShardLock

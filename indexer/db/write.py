@@ -172,12 +172,7 @@ class NewRepoRecords(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WrittenBatch:
-    """The result of one batch.
-
-    Attributes:
-        skipped: The DIDs whose writes were skipped.
-        changes: The number of records that were created, updated and deleted, by action.
-    """
+    """The DIDs whose writes were skipped, and the numbers of records that were created, updated and deleted."""
 
     skipped: frozenset[str]
     changes: Counter[Action]
@@ -201,11 +196,6 @@ async def write(connection: Connection, batch: Batch, *, layout: Layout = PLAIN)
 
     A write is skipped, together with the dead letters of its DID, if the row of the repo is no longer at the version
     that the write was planned on. If any write is skipped, the cursor is not saved, and no dead letter is resolved.
-
-    Args:
-        connection: The connection.
-        batch: The batch.
-        layout: The layout of the database.
 
     Raises:
         DeadLetterGoneError: The dead letter that the batch resolves does not exist.
@@ -306,12 +296,7 @@ async def _write_records(
     """Write changes, each with its DID, in order. Of several changes of one record only the last one is written.
 
     New records are copied. If one of them exists already, all are upserted instead. Then the COPY was wasted. To avoid
-    that in every batch, new records of `unproven` repos are not copied.
-
-    Args:
-        connection: The connection.
-        changes: The changes.
-        unproven: The DIDs whose new records are not copied, because their stored records may be wrong.
+    that in every batch, new records of `unproven` repos are not copied: their stored records may be wrong.
     """
     last = {(did, change.collection, change.rkey): change for did, change in changes}
     distinct = len(last) == len(changes)
