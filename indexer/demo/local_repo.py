@@ -94,12 +94,8 @@ class LocalRepo:
 
     def __init__(self, did: str, key: PrivateKey, rev: str) -> None:
         self.did = did
-        self.records: dict[str, bytes] = {}
-        self.tree = ReferenceTree({})
-        self._cids: dict[str, bytes] = {}
-        self.head = _sign(did, rev, self.tree.data, key)
-        blocks = {self.head.cid: self.head.block, **self.tree.blocks()}
-        self.first = LocalChange(self.head, None, None, [], car(blocks))
+        self.import_records({}, key, rev)
+        self.first = LocalChange(self.head, None, None, [], car({self.head.cid: self.head.block, **self.tree.blocks()}))
 
     def write(self, writes: Sequence[Write], key: PrivateKey, rev: str) -> LocalChange:
         """Apply writes in order as one commit. There may be none, or several for the same path.
@@ -113,11 +109,15 @@ class LocalRepo:
         before, old, records, cids = self.head, self._cids, dict(self.records), dict(self._cids)
         ops = []
         for write in writes:
-            _apply(write, records, cids)
+            if (write.path in records) == (write.action == "create"):
+                raise KeyError(f"{write.action} of {write.path}")
+            if write.block is None:
+                del records[write.path], cids[write.path]
+            else:
+                records[write.path], cids[write.path] = write.block, cid.cid_of(write.block)
             op: dict[str, Any] = {"action": write.action, "path": write.path, "cid": cids.get(write.path)}
             ops.append(op | {"prev": old[write.path]} if write.path in old else op)
-        self.records, self._cids, self.tree = records, cids, ReferenceTree(cids)
-        self.head = _sign(self.did, rev, self.tree.data, key)
+        self._replace(records, cids, key, rev)
         blocks = {self.head.cid: self.head.block}
         for write in writes:
             blocks |= self.tree.proof(write.path)
@@ -126,10 +126,13 @@ class LocalRepo:
 
     def import_records(self, records: Mapping[str, bytes], key: PrivateKey, rev: str) -> None:
         """Replace all records (DAG-CBOR by path) in one commit without a `#commit` event, as `importRepo` does."""
-        self.records = dict(records)
-        self._cids = {path: cid.cid_of(block) for path, block in records.items()}
-        self.tree = ReferenceTree(self._cids)
-        self.head = _sign(self.did, rev, self.tree.data, key)
+        self._replace(dict(records), {path: cid.cid_of(block) for path, block in records.items()}, key, rev)
+
+    def _replace(self, records: dict[str, bytes], cids: dict[str, bytes], key: PrivateKey, rev: str) -> None:
+        self.records, self._cids, self.tree = records, cids, ReferenceTree(cids)
+        fields: dict[str, Any] = {"did": self.did, "rev": rev, "data": self.tree.data, "prev": None, "version": 3}
+        block = dag_cbor.encode(fields | {"sig": key.sign(dag_cbor.encode(fields))})
+        self.head = LocalCommit(rev, self.tree.data, cid.cid_of(block), block)
 
     def record_proof(self, path: str) -> bytes:
         """Return the CAR of a proof that the record at a path exists, or that it does not."""
@@ -154,23 +157,8 @@ class LocalRepo:
                 yield car_section(cids[item], records[item])
 
 
-def _apply(write: Write, records: dict[str, bytes], cids: dict[str, bytes]) -> None:
-    if (write.path in records) == (write.action == "create"):
-        raise KeyError(f"{write.action} of {write.path}")
-    if write.block is None:
-        del records[write.path], cids[write.path]
-    else:
-        records[write.path], cids[write.path] = write.block, cid.cid_of(write.block)
-
-
 def _encode(record: Record) -> bytes:
     return record if isinstance(record, bytes) else dag_cbor.encode(dict(record))
-
-
-def _sign(did: str, rev: str, data: bytes, key: PrivateKey) -> LocalCommit:
-    fields: dict[str, Any] = {"did": did, "rev": rev, "data": data, "prev": None, "version": 3}
-    block = dag_cbor.encode(fields | {"sig": key.sign(dag_cbor.encode(fields))})
-    return LocalCommit(rev, data, cid.cid_of(block), block)
 
 
 def car(blocks: Mapping[bytes, bytes]) -> bytes:

@@ -44,24 +44,16 @@ class ReferenceNode:
 
 
 class ReferenceTree:
-    """The tree of `records`, a map of paths to record CIDs.
-
-    Attributes:
-        root: The root node.
-    """
+    """The tree of `records`, a map of paths to record CIDs. `data` is the CID of its root."""
 
     def __init__(self, records: Mapping[str, bytes]) -> None:
         self._items: Items = tuple(sorted(records.items()))
-        self.root = _build(self._items, max(map(height, records), default=0))
-
-    @property
-    def data(self) -> bytes:
-        """The CID of the root."""
-        return self.root.cid
+        self._root = _build(self._items, max(map(height, records), default=0))
+        self.data = self._root.cid
 
     def walk(self) -> Iterator[ReferenceNode | str]:
         """Yield nodes and paths in the order of a streamable export."""
-        return self.root.walk()
+        return self._root.walk()
 
     def blocks(self) -> dict[bytes, bytes]:
         """Return all nodes: CID to block."""
@@ -80,7 +72,7 @@ class ReferenceTree:
         return {node.cid: node.block for key in keys for node in self._search(key)}
 
     def _search(self, path: str) -> Iterator[ReferenceNode]:
-        node: ReferenceNode | None = self.root
+        node: ReferenceNode | None = self._root
         while node is not None:
             yield node
             index = bisect_left(node.keys, path)
@@ -99,20 +91,17 @@ def _build(items: Items, layer: int) -> ReferenceNode:
     own = [index for index, (path, _) in enumerate(items) if height(path) == layer]
     gaps = [items[before + 1 : after] for before, after in pairwise([-1, *own, len(items)])]
     children = tuple(_subtree(gap, layer - 1) if gap else None for gap in gaps)
-    return _node([items[index] for index in own], children)
-
-
-# A subtree depends on its items alone, so an unchanged one is taken from the cache.
-_subtree = lru_cache(maxsize=1 << 14)(_build)
-
-
-def _node(items: list[tuple[str, bytes]], children: tuple[ReferenceNode | None, ...]) -> ReferenceNode:
-    links = [child.cid if child is not None else None for child in children]
+    links = [child and child.cid for child in children]
     entries, previous = [], b""
-    for (path, record), right in zip(items, links[1:], strict=True):
+    for index, right in zip(own, links[1:], strict=True):
+        path, record = items[index]
         key = path.encode()
         shared = len(commonprefix([previous, key]))  # noqa: RUF071 - of bytes, not of file names
         entries.append({"k": key[shared:], "p": shared, "t": right, "v": record})
         previous = key
     block = dag_cbor.encode({"e": entries, "l": links[0]})
-    return ReferenceNode(cid.cid_of(block), block, tuple(path for path, _ in items), children)
+    return ReferenceNode(cid.cid_of(block), block, tuple(items[index][0] for index in own), children)
+
+
+# A subtree depends on its items alone, so an unchanged one is taken from the cache.
+_subtree = lru_cache(maxsize=1 << 14)(_build)
