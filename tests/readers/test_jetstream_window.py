@@ -5,7 +5,8 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.readers.jetstream.events import EventChunk, EventKey, LogPosition
+from indexer.db.change_log_reads import LoggedChange
+from indexer.readers.jetstream.events import EventChunk, LogPosition
 from indexer.readers.jetstream.log_reading import EventWindow
 
 DID = "did:plc:ada"
@@ -13,8 +14,11 @@ DID = "did:plc:ada"
 
 def chunk(before: int, events: int, size: int = 10) -> EventChunk:
     """Return a chunk of events that follow the number `before`."""
-    keys = [EventKey(before + number, DID, None, live=True) for number in range(1, events + 1)]
-    return EventChunk(before, LogPosition(before + events), keys, [b"x" * size] * events)
+    changes = [
+        LoggedChange(before + number, DID, None, None, "identity", None, None, live=True, batch_time=0)
+        for number in range(1, events + 1)
+    ]
+    return EventChunk(before, LogPosition(before + events), changes, [b"x" * size] * events)
 
 
 def opened(max_bytes: int = 10_000, max_seconds: float = 60.0) -> EventWindow:

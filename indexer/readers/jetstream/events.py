@@ -62,19 +62,6 @@ def position_before(cursor: int, batch: LoggedBatch) -> LogPosition:
     return LogPosition(batch.first_seq + passed - 1, batch.first_seq, batch.time)
 
 
-class EventKey(NamedTuple):
-    """The properties of an event that filters use.
-
-    Attributes:
-        collection: None for an account or identity event.
-    """
-
-    seq: int
-    did: str
-    collection: str | None
-    live: bool
-
-
 class Frames(NamedTuple):
     """Consecutive websocket frames.
 
@@ -103,14 +90,14 @@ class EventChunk:
         self,
         before: int,
         end: LogPosition,
-        keys: Sequence[EventKey],
+        changes: Sequence[LoggedChange],
         messages: Sequence[bytes],
         skipped: Sequence[LoggedChange] = (),
     ) -> None:
         self.before = before
         self.end = end
         self.skipped = skipped
-        self._keys = keys
+        self._changes = changes
         self._plain = _frames(_TEXT_FRAME, messages)
         self.size = len(self._plain.data)
 
@@ -127,8 +114,8 @@ class EventChunk:
             return frames.data, len(frames.ends)
         max_bytes = events.max_bytes or len(frames.data)
         parts, start = [], 0
-        for key, end, size in zip(self._keys, frames.ends, frames.sizes, strict=True):
-            if size <= max_bytes and key.seq > after and events.selects(key.did, key.collection, live=key.live):
+        for change, end, size in zip(self._changes, frames.ends, frames.sizes, strict=True):
+            if size <= max_bytes and change.seq > after and events.selects(change):
                 parts.append(frames.data[start:end])
             start = end
         return b"".join(parts), len(parts)
@@ -136,16 +123,16 @@ class EventChunk:
 
 def encode_page(start: LogPosition, page: FeedPage) -> EventChunk:
     """Return the events of a page that follows the position `start`; none if the page was skipped."""
-    position, keys, messages = start, [], []
+    position, changes, messages = start, [], []
     for number, change in enumerate(page.changes):
         position = position.after(change)
         if page.skipped:
             continue
         event = _event(change, position.time_us, page.values.get(number), page.accounts)
         if event is not None:
-            keys.append(EventKey(change.seq, change.did, change.collection, change.live))
+            changes.append(change)
             messages.append(orjson.dumps(event))
-    return EventChunk(start.seq, position, keys, messages, page.changes if page.skipped else ())
+    return EventChunk(start.seq, position, changes, messages, page.changes if page.skipped else ())
 
 
 def _event(

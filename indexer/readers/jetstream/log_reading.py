@@ -5,7 +5,6 @@ from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from time import monotonic
 from typing import NamedTuple, NoReturn
 
@@ -15,7 +14,7 @@ from indexer.concurrency.event_wait import wait_for_event
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.concurrency.turns import Turns
 from indexer.db import Database
-from indexer.db.change_log_reads import ChangeSignal, LoggedChange, LogTrimmedError
+from indexer.db.change_log_reads import ChangeSignal, LogTrimmedError
 from indexer.db.periodic import DatabaseAttempt
 from indexer.readers.jetstream.events import EventChunk, LogPosition, encode_page, position_before
 from indexer.readers.jetstream.options import ALL_EVENTS, EventFilter
@@ -45,12 +44,8 @@ async def load_chunk(
         DatabaseError: The database is unavailable.
         LogTrimmedError: Later entries have been trimmed.
     """
-    page = await db.changes.page(position.seq, max_changes, PAGE_BYTES, partial(_is_wanted, events))
+    page = await db.changes.page(position.seq, max_changes, PAGE_BYTES, events.selects)
     return encode_page(position, page) if page.changes else None
-
-
-def _is_wanted(events: EventFilter, change: LoggedChange) -> bool:
-    return events.selects(change.did, change.collection, live=change.live)
 
 
 class _Added(NamedTuple):
@@ -223,11 +218,7 @@ class ReplayPages:
         self._pages: OrderedDict[int, tuple[float, EventChunk]] = OrderedDict()
 
     async def start(self, network: str, cursor: int) -> LogPosition:
-        """Return the position from which a subscriber with this cursor continues: the oldest one if it is before that.
-
-        Args:
-            network: The network of the client.
-            cursor: Microseconds since the Unix epoch.
+        """Return the position for a cursor, in microseconds since the Unix epoch: at least the oldest one.
 
         Raises:
             DatabaseError: The database is unavailable.
@@ -242,23 +233,13 @@ class ReplayPages:
         return position_before(cursor, batch)
 
     async def load(self, network: str, position: LogPosition, events: EventFilter) -> EventChunk | None:
-        """Return the events of the next entries of the log; None if there are no entries yet.
-
-        Args:
-            network: The network of the client.
-            position: The position before the entries.
-            events: The chunk may lack the events that this filter does not select.
-
-        Raises:
-            DatabaseError: The database is unavailable.
-            LogTrimmedError: Later entries have been trimmed.
-        """
+        """Return the events of the entries after a position that a filter selects, or more; raise as `load_chunk`."""
         async with self._turns.turn(network):
             while self._pages and monotonic() - next(iter(self._pages.values()))[0] > CACHE_SECONDS:
                 self._pages.popitem(last=False)
             if position.seq in self._pages:
                 chunk = self._pages[position.seq][1]
-                if not any(_is_wanted(events, change) for change in chunk.skipped):
+                if not any(map(events.selects, chunk.skipped)):
                     return chunk
                 del self._pages[position.seq]
             max_changes = PAGE_CHANGES - position.seq % PAGE_CHANGES

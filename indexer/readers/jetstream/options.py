@@ -9,6 +9,7 @@ import orjson
 
 from indexer.atproto.limits import max_items
 from indexer.atproto.syntax import CollectionFilter, is_did
+from indexer.db.change_log_reads import LoggedChange
 
 MAX_COLLECTIONS = 100
 MAX_DIDS = 10_000
@@ -38,12 +39,12 @@ class EventFilter:
     max_bytes: int = 0
     live_only: bool = False
 
-    def selects(self, did: str, collection: str | None, *, live: bool) -> bool:
-        """Return True if an event with these properties is sent, unless it is too long."""
+    def selects(self, change: LoggedChange) -> bool:
+        """Return True if the event of a change is sent, unless it is too long."""
         return (
-            (not self.dids or did in self.dids)
-            and (self.collections is None or collection is None or self.collections.matches(collection))
-            and (live or not self.live_only)
+            (not self.dids or change.did in self.dids)
+            and (self.collections is None or change.collection is None or self.collections.matches(change.collection))
+            and (change.live or not self.live_only)
         )
 
     @property

@@ -1,11 +1,12 @@
 """The path `/subscribe`, as Jetstream serves it: send each subscriber the events that it selects."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import structlog
 from aiohttp import WSCloseCode, WSMsgType, web
@@ -16,7 +17,7 @@ from indexer.db import Database, DatabaseError
 from indexer.db.change_log_reads import LogTrimmedError
 from indexer.net.server.connection_limit import WEBSOCKETS, client_network
 from indexer.readers.connection import READ_PIECE_BYTES, SEND_SECONDS, FrameWriter, LimitedReading, reading_seconds
-from indexer.readers.jetstream.events import EventChunk, LogPosition
+from indexer.readers.jetstream.events import LogPosition
 from indexer.readers.jetstream.log_reading import EventWindow, JetstreamReader, ReplayPages
 from indexer.readers.jetstream.options import (
     BadOptionsError,
@@ -41,6 +42,7 @@ MESSAGE_SECONDS = 0.1
 """Minimum time between two messages of a subscriber, of any type: each one may have 10,000 DIDs to check."""
 _PING_FRAME = b"\x89\x00"
 
+T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 
@@ -217,7 +219,7 @@ class Subscriber:
                 return TOO_SLOW
             else:
                 try:
-                    chunk = await self._load(position)
+                    chunk = await _when_available(partial(self.pages.load, self.network, position, self._events))
                 except LogTrimmedError:
                     return TRIMMED
             if chunk is not None:
@@ -230,23 +232,11 @@ class Subscriber:
 
     async def _start(self) -> LogPosition:
         """Return the position of the cursor; without one, the position of the newest event."""
-        if self.options.cursor is not None:
-            while True:
-                try:
-                    return await self.pages.start(self.network, self.options.cursor)
-                except DatabaseError:
-                    await asyncio.sleep(RETRY_SECONDS)
+        if (cursor := self.options.cursor) is not None:
+            return await _when_available(lambda: self.pages.start(self.network, cursor))
         while self.window.end is None:
             await self.window.wait(PING_SECONDS)
         return self.window.end
-
-    async def _load(self, position: LogPosition) -> EventChunk | None:
-        """Return the next events of a replay; None if there are none yet. Wait while the database is unavailable."""
-        while True:
-            try:
-                return await self.pages.load(self.network, position, self._events)
-            except DatabaseError:
-                await asyncio.sleep(RETRY_SECONDS)
 
     async def _close(self, ending: Ending) -> None:
         """Send the reason, if the subscriber may read it."""
@@ -255,6 +245,15 @@ class Subscriber:
             with suppress(TimeoutError):  # it does not read, so the connection is closed without a reason
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await self.websocket.close(code=ending.code, message=reason)
+
+
+async def _when_available(read: Callable[[], Awaitable[T]]) -> T:
+    """Read from the database, as soon as it is available."""
+    while True:
+        try:
+            return await read()
+        except DatabaseError:
+            await asyncio.sleep(RETRY_SECONDS)
 
 
 def _refusal(status: int, message: str) -> web.Response:
