@@ -5,6 +5,7 @@ The firehose consumer opens gaps, and a reconciliation closes them.
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 import structlog
@@ -151,6 +152,7 @@ async def close_gaps(connection: Connection, positions: range, last_gap: int, cl
     await connection.execute(_CLOSE, positions.start, positions.stop, last_gap, closed_by)
 
 
+@dataclass(eq=False)
 class OpenGaps:
     """Opens gaps, and has a copy of the open ones for readiness, metrics and the reconciliation.
 
@@ -160,11 +162,12 @@ class OpenGaps:
             were loaded for the first time.
     """
 
-    def __init__(self, stored: Gaps, shard: Shard, metrics: Metrics, interval: float = REFRESH_SECONDS) -> None:
-        self._stored = stored
-        self._shard = shard
-        self._metrics = metrics
-        self._interval = interval
+    stored: Gaps
+    shard: Shard
+    metrics: Metrics
+    interval: float = REFRESH_SECONDS
+
+    def __post_init__(self) -> None:
         self._opened = asyncio.Event()
         self.stage = StageProgress("open gaps")
         self.gaps: Sequence[OpenGap] | None = None
@@ -180,15 +183,9 @@ class OpenGaps:
         Raises:
             DatabaseError: The database is unavailable.
         """
-        opened = await self._stored.open(gap)
-        log.error(
-            "gap.opened",
-            id=opened.id,
-            relay=gap.relay,
-            reason=gap.reason,
-            first_seq=gap.first_seq,
-            last_seq=gap.last_seq,
-        )
+        opened = await self.stored.open(gap)
+        fields = {"relay": gap.relay, "reason": gap.reason, "first_seq": gap.first_seq, "last_seq": gap.last_seq}
+        log.error("gap.opened", id=opened.id, **fields)
         self._set([*(self.gaps or ()), opened])
         return opened
 
@@ -201,17 +198,17 @@ class OpenGaps:
             DatabaseError: The database is unavailable.
         """
         before, known_until = self.gaps or (), self.newest
-        loaded = await self._stored.load_open()
+        loaded = await self.stored.load_open()
         still_open = {gap.id for gap in loaded}
         for gap in before:
             if gap.id not in still_open:
                 log.info("gap.closed", relay=gap.gap.relay, reason=gap.gap.reason, id=gap.id)
         opened_meanwhile = [gap for gap in self.gaps or () if gap.id > known_until and gap.id not in still_open]
-        self._set([*(gap for gap in loaded if gap.affects(self._shard)), *opened_meanwhile])
+        self._set([*(gap for gap in loaded if gap.affects(self.shard)), *opened_meanwhile])
 
     async def run(self) -> NoReturn:
         """Refresh periodically: another process may have closed gaps."""
-        await run_periodically(self.refresh, self._interval, self.stage)
+        await run_periodically(self.refresh, self.interval, self.stage)
 
     async def wait_until_opened(self, seconds: float) -> None:
         """Wait until a gap is open, at most for `seconds`."""
@@ -219,7 +216,7 @@ class OpenGaps:
 
     def _set(self, gaps: Sequence[OpenGap]) -> None:
         self.gaps = gaps
-        self._metrics.gaps_open.set(len(gaps))
+        self.metrics.gaps_open.set(len(gaps))
         if gaps:
             self._opened.set()
         else:

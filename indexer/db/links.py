@@ -13,7 +13,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from asyncpg import Record as Row
@@ -22,7 +22,6 @@ from indexer.atproto.links import links_of
 from indexer.crash_points import COMMITTED, crash_point
 from indexer.db.change_log_reads import (
     ChangeSignal,
-    LoggedChange,
     LogTrimmedError,
     listen_on,
     load_changes,
@@ -156,16 +155,6 @@ _Target = tuple[str, str, str]
 
 
 @dataclass
-class _Recount:
-    """The recount of a repo that has begun: the change that caused it, and the record up to which it is done."""
-
-    did: str
-    seq: int
-    visible: bool
-    after: tuple[str, str] = ("", "")
-
-
-@dataclass
 class LinkSession:
     """The session of the process that keeps links. The block of `Links.session` raises `DatabaseError`.
 
@@ -185,7 +174,8 @@ class LinkSession:
     repos: int = 0
     done: bool = False
     links: int = 0
-    _recount: _Recount | None = None
+    _recounted: dict[tuple[str, int, bool], tuple[str, str]] = field(default_factory=dict)
+    """The recount that has begun (repo, change, visibility), and the record up to which it is done."""
 
     async def begin(self, *, anew: bool = False) -> None:
         """Load the position. If there is none, or `anew`, remove all links, and begin at the end of the log.
@@ -201,7 +191,7 @@ class LinkSession:
         crash_point(COMMITTED)
         self.seq, did, collection, rkey, self.repos, self.done = row
         self.backfilled_to = did, collection, rkey
-        self._recount = None
+        self._recounted = {}
 
     async def remove(self) -> None:
         """Remove all links and the position."""
@@ -228,11 +218,16 @@ class LinkSession:
                 raise PositionLostError(str(error)) from None
             if not changes:
                 return False
-            first = _first_changes(changes)
+            first: dict[RecordKey, int] = {}  # the index of the first change of each record
+            for index, change in enumerate(changes):
+                if change.collection is not None and change.rkey is not None:
+                    first.setdefault((change.did, change.collection, change.rkey), index)
             keys = list(first)
             if (replaced := await self._replace(keys)) < len(keys):
                 changes = changes[: first[keys[replaced]]]
-            await self._request_recounts(changes)
+            seqs = {change.did: change.seq for change in changes if change.action in {"hidden", "visible"}}
+            if recounts := [(did, bucket_of(did), seq) for did, seq in seqs.items()]:
+                await self.connection.execute(_ADD_RECOUNTS, *columns_of(recounts, _RECOUNT))
             if not await self.connection.fetchval(_ADVANCE, self.seq, changes[-1].seq):
                 raise PositionLostError("the consumer was disconnected or removed")
             crash_point("links.read")
@@ -269,23 +264,20 @@ class LinkSession:
         """
         async with self.connection.transaction():
             if (row := await self.connection.fetchrow(_NEXT_RECOUNT)) is None:
-                self._recount = None
                 return False
             did, seq = row
             key = did, bucket_of(did)
             shown = bool(await self.connection.fetchval(_VISIBLE, *key))
-            now = _Recount(did, seq, shown)
-            if self._recount and (self._recount.did, self._recount.seq, self._recount.visible) == (did, seq, shown):
-                now = self._recount
-            links = await self.connection.fetch(_SET_COUNTED, *key, shown, *now.after, MAX_RECOUNTED)
+            after = self._recounted.get((did, seq, shown), ("", ""))
+            links = await self.connection.fetch(_SET_COUNTED, *key, shown, *after, MAX_RECOUNTED)
             counts = Counter((target, collection, path) for target, collection, path, _ in links)
             await self._add_counts(counts if shown else Counter({target: -n for target, n in counts.items()}))
             if not links:
                 await self.connection.execute(_RECOUNTED, *key, seq)
             crash_point("links.recounted")
         crash_point(COMMITTED)
-        now.after = max(((collection, rkey) for _, collection, _, rkey in links), default=now.after)
-        self._recount = now
+        after = max(((collection, rkey) for _, collection, _, rkey in links), default=after)
+        self._recounted = {(did, seq, shown): after}
         return True
 
     async def _replace(self, keys: Sequence[RecordKey]) -> int:
@@ -315,12 +307,6 @@ class LinkSession:
             buckets = sorted({bucket_of_target(target) for target, *_ in empty})
             await self.connection.execute(_DELETE_COUNTS, buckets, *columns_of(empty, _COUNT_KEY))
 
-    async def _request_recounts(self, changes: Sequence[LoggedChange]) -> None:
-        seqs = {change.did: change.seq for change in changes if change.action in {"hidden", "visible"}}
-        if seqs:
-            rows = [(did, bucket_of(did), seq) for did, seq in seqs.items()]
-            await self.connection.execute(_ADD_RECOUNTS, *columns_of(rows, _RECOUNT))
-
 
 class Links(Area):
     """The links between records."""
@@ -337,15 +323,6 @@ class Links(Area):
     async def are_kept(self) -> bool:
         """Return True if links are stored, or were turned on."""
         return bool(await self._fetchval(_IS_ON))
-
-
-def _first_changes(changes: Sequence[LoggedChange]) -> dict[RecordKey, int]:
-    """Return the records of the changes, each with the index of its first change."""
-    first: dict[RecordKey, int] = {}
-    for index, change in enumerate(changes):
-        if change.collection is not None and change.rkey is not None:
-            first.setdefault((change.did, change.collection, change.rkey), index)
-    return first
 
 
 def _link_rows(keys: Sequence[RecordKey], stored: Sequence[Row]) -> list[tuple[Any, ...]]:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import NamedTuple
 
@@ -125,9 +125,7 @@ class StoredScope(Area):
         Raises:
             InvalidScopeError: One of them is not a DID.
         """
-        async with self._pool.connection() as connection:
-            with _invalid_arguments():
-                return sum([await connection.fetchval(_TRACK, part) for part in _parts(dids)])
+        return await self._call(_TRACK, dids)
 
     async def untrack(self, dids: Iterable[str]) -> int:
         """Stop tracking repos until `track`; return how many were tracked. A background stage erases their records.
@@ -135,28 +133,34 @@ class StoredScope(Area):
         Raises:
             InvalidScopeError: One of them is not a DID.
         """
-        async with self._pool.connection() as connection:
-            with _invalid_arguments():
-                return sum([await connection.fetchval(_UNTRACK, part) for part in _parts(dids)])
+        return await self._call(_UNTRACK, dids)
+
+    async def _call(self, statement: str, dids: Iterable[str]) -> int:
+        ordered = sorted(set(dids))
+        parts = [ordered[start : start + BATCH_SIZE] for start in range(0, len(ordered), BATCH_SIZE)]
+        with _invalid_arguments():
+            return sum([await self._fetchval(statement, part) for part in parts])
 
 
+@dataclass(eq=False)
 class CurrentScope:
     """The policy of this process, with the scope as it was last read.
 
     Attributes:
         stage: Its progress. To read the scope is work.
-        policy: The policy. A change replaces the object, so that a plan that has begun keeps the one it began with.
+        policy: The policy, at first with the scope of the settings, for a database without one. A change replaces the
+            object, so that a plan that has begun keeps the one it began with.
         changed_at: When this process took the present scope (monotonic seconds).
     """
 
-    def __init__(self, scope: StoredScope, policy: Policy, *, poll: float = 1.0) -> None:
-        """Begin with the settings; their scope is the first one if the database has none. `poll` is in seconds."""
-        self._stored = scope
-        self._first = policy.scope
-        self._poll = poll
+    stored: StoredScope
+    policy: Policy
+    poll: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._first = self.policy.scope
         self._in_use = Counter[int]()
         self.stage = StageProgress("scope")
-        self.policy = policy
         self.changed_at = monotonic()
 
     @property
@@ -166,18 +170,18 @@ class CurrentScope:
 
     async def begin(self) -> None:
         """Read the scope, or store the one of the settings if there is none."""
-        stored = await self._stored.begin(self._first)
+        stored = await self.stored.begin(self._first)
         if not stored.same_choice(self._first):
             log.warning("scope.settings-ignored", settings=str(self._first), stored=str(stored))
         self._take(stored)
 
     async def run(self) -> None:
         """Read the scope again and again. Only an exception that is a bug ends it."""
-        await run_periodically(self.refresh, self._poll, self.stage, wait_first=True)
+        await run_periodically(self.refresh, self.poll, self.stage, wait_first=True)
 
     async def refresh(self) -> None:
         """Read the scope."""
-        stored = await self._stored.load()
+        stored = await self.stored.load()
         if stored is not None and stored.version != self.scope.version:
             log.info("scope.changed", version=stored.version, before=str(self.scope), now=str(stored))
             self._take(stored)
@@ -205,11 +209,6 @@ class CurrentScope:
         self.policy = replace(self.policy, scope=scope)
         self.changed_at = monotonic()
         self._in_use = +self._in_use
-
-
-def _parts(dids: Iterable[str]) -> list[list[str]]:
-    ordered = sorted(set(dids))
-    return [ordered[start : start + BATCH_SIZE] for start in range(0, len(ordered), BATCH_SIZE)]
 
 
 @contextmanager
