@@ -2,10 +2,12 @@
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from itertools import islice
 from math import inf
+from statistics import median_low
 from time import monotonic, time
 
 import structlog
@@ -18,7 +20,6 @@ from indexer.db.periodic import DatabaseAttempt
 from indexer.db.scope import CurrentScope
 from indexer.errors import RefusedWriteError
 from indexer.live.account_limits import AccountLimits
-from indexer.live.event_clock import EventClock
 from indexer.live.inbox import Inbox, StreamPosition
 from indexer.live.key_lookups import KeyLookups
 from indexer.live.repo_row_cache import RepoRowCache
@@ -26,7 +27,7 @@ from indexer.live.verification_ahead import VerificationAhead
 from indexer.reasons import Desync, Rejection
 from indexer.sync.batch import BatchPlan, ReceivedMessage, is_quick, plan_batch, plan_refusal
 from indexer.sync.changes import Batch
-from indexer.sync.events import MalformedEvent, UnknownEvent, event_seconds
+from indexer.sync.events import MAX_AHEAD, MalformedEvent, UnknownEvent, event_seconds
 from indexer.sync.policy import KeyStateOf, PlanContext, Policy
 from indexer.sync.repo import Outcome, Repo
 from indexer.sync.shard import Shard
@@ -39,6 +40,12 @@ BATCH_SIZE = 500
 
 MAX_FAILURES = 5
 """Failures of a single message in a row, each followed by a write that succeeds, after which it is rejected."""
+
+EARLIEST = 1_640_995_200.0
+"""2022-01-01: no event of the protocol is older."""
+
+CLOCK_ACCOUNTS = 64
+"""Accounts whose times count in a batch: those with the latest events."""
 
 # With these outcomes, a `Desync` reason says why the repo is desynchronized now. With others, it says why the event
 # changed nothing.
@@ -96,6 +103,38 @@ class BatchSize:
         self.current = max(1, count // 2)
         self._failures = self._failures + 1 if count == 1 else 0
         return self._failures == MAX_FAILURES
+
+
+class EventClock:
+    """Estimates the time of the stream. It only increases, while the clock of this machine does.
+
+    The `time` of an event is what its PDS, or its account, says. So times outside of the possible range do not count,
+    an account counts once per batch, and the median of the latest accounts decides.
+
+    Attributes:
+        reached: Unix seconds; None before the first possible time.
+    """
+
+    reached: float | None = None
+
+    def observe(self, times: Iterable[tuple[str, str]], now: float) -> None:
+        """Take the times of the stored events, as pairs of DID and time, in the order of the stream."""
+        all_seconds = map(event_seconds, islice(reversed(dict(times).values()), CLOCK_ACCOUNTS))
+        possible = [min(one, now) for one in all_seconds if one is not None and EARLIEST <= one <= now + MAX_AHEAD]
+        if possible:
+            self._advance(median_low(possible), now)
+
+    def catch_up(self, now: float) -> None:
+        """Note that everything until now is stored."""
+        self._advance(now, now)
+
+    def _advance(self, seconds: float, now: float) -> None:
+        """Note that everything until this time is stored. It goes back only if the clock of this machine was set back.
+
+        Otherwise the lag would be 0 until that clock reaches the time that it has shown before.
+        """
+        set_back = self.reached is not None and self.reached > now + MAX_AHEAD
+        self.reached = seconds if self.reached is None or set_back else max(self.reached, seconds)
 
 
 @dataclass(slots=True)

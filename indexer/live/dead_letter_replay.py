@@ -5,8 +5,6 @@ repo's row, so it needs no shard lock. It changes no cursor, because the stream 
 was rejected.
 """
 
-from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import time
@@ -109,7 +107,6 @@ class DeadLetterReplay:
             stale = frozenset(plan.stale_identities)
             written = await self.db.write(Batch(plan.writes, stale_identities=stale, resolved=dead_letter.id))
             if not written.skipped:
-                await self._refresh_identities(plan.stale_identities)
                 return ReplayResult(dead_letter.id, settled.outcome, settled.why)
         return ReplayResult(dead_letter.id, UNTRIED, detail=f"the repo changed during each of {MAX_ATTEMPTS} attempts")
 
@@ -146,10 +143,3 @@ class DeadLetterReplay:
         return ReplayResult(
             dead_letter.id, Outcome.REJECTED, rejected.reason, rejected.detail, previous_reason=dead_letter.reason
         )
-
-    async def _refresh_identities(self, dids: Collection[str]) -> None:
-        """Look up changed identities now, because the cache of a running daemon does not know that they changed."""
-        self.identities.mark_stale(dids)
-        for did in dids:
-            with suppress(UnavailableError):
-                await fetch_key(self.identities, did, self.key_timeout)

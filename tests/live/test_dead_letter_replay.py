@@ -26,6 +26,7 @@ from indexer.sync.identity import StoredIdentity
 from indexer.sync.policy import Policy
 from indexer.sync.repo import Head, Outcome, Repo, SyncStatus
 from indexer.sync.scope import Scope
+from indexer.sync.shard import Shard
 from indexer.telemetry.metrics import Metrics
 from tests.db.repo_rows import waiting_for_locks
 from tests.faulty_network import error_frame
@@ -221,8 +222,8 @@ async def test_incomplete_frame_is_not_replayed(scenario: ReplayScenario) -> Non
     assert scenario.directory.lookups == []
 
 
-async def test_changed_identity_is_looked_up_at_once(scenario: ReplayScenario) -> None:
-    """The cache of a running daemon does not know that the identity changed."""
+async def test_changed_identity_is_due_for_a_lookup(scenario: ReplayScenario) -> None:
+    """The cache of a running daemon does not know that the identity changed. Its periodic refresh finds it."""
     await scenario.synchronized()
     async with scenario.new_process() as dead_letters:
         dead_letter_id = await scenario.reject_event("commit", scenario.owner.commit(Write.create(PATH, RECORD)))
@@ -232,8 +233,9 @@ async def test_changed_identity_is_looked_up_at_once(scenario: ReplayScenario) -
         "identity", scenario.owner.identity_event(), reason=Rejection.FIELD_INVALID
     )
     assert await scenario.replay(dead_letter_id) == ReplayResult(dead_letter_id, Outcome.APPLIED)
-    stored = (await scenario.db.identities.load([scenario.owner.did]))[scenario.owner.did]
-    assert (stored.signing_key, stored.stale) == (scenario.directory.key, False)
+    assert (await scenario.db.identities.load([scenario.owner.did]))[scenario.owner.did].stale
+    due = await scenario.db.identities.due(Shard().buckets, 10, time() + 60, web=False)
+    assert [identity.did for identity in due] == [scenario.owner.did]
 
 
 async def test_pds_stream_is_accepted_only_for_accounts_that_it_hosts(scenario: ReplayScenario) -> None:
