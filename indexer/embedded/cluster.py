@@ -33,14 +33,13 @@ import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import asdict
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from indexer.embedded import server_parent
-from indexer.embedded.server_parent import STOP_SECONDS, ServerPlan, end_with_parent, open_log
+from indexer.embedded.server_parent import STOP_SECONDS, end_with_parent, open_log
 from indexer.errors import SettingsError, UnavailableError
 from indexer.reasons import FetchFailure
 
@@ -163,16 +162,16 @@ class Cluster:
 
     async def _start_parent(self, command: list[str], lock: int) -> None:
         """Start the parent of the server, which detaches from this process."""
-        plan = ServerPlan(
-            command=command,
-            environment=self._environment(),
-            account=self._account,
-            directory_fd=self._directory_fd,
-            users=str(self._users),
-            log=str(self.log),
-            max_log_bytes=MAX_LOG_BYTES,
-            log_interval=LOG_POLL_SECONDS,
-        )
+        arguments = {
+            "command": command,
+            "environment": self._environment(),
+            "account": self._account,
+            "directory_fd": self._directory_fd,
+            "users": str(self._users),
+            "log": str(self.log),
+            "max_log_bytes": MAX_LOG_BYTES,
+            "log_interval": LOG_POLL_SECONDS,
+        }
         with open_log(self.log) as output:
             started = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", server_parent.__file__),
@@ -183,7 +182,7 @@ class Cluster:
                 pass_fds=[self._directory_fd, lock],
                 start_new_session=True,  # Ctrl-C in the terminal must not reach the server
             )
-            await started.communicate(json.dumps(asdict(plan)).encode())
+            await started.communicate(json.dumps(arguments).encode())
 
     def _make_socket_directory(self) -> None:
         socket = self.directory / "socket"

@@ -14,9 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,49 +25,44 @@ STOP_SECONDS = ((signal.SIGINT, 60.0), (signal.SIGQUIT, 10.0), (signal.SIGKILL, 
 two, the next start recovers from the write-ahead log, and no committed transaction is lost."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServerPlan:
-    """Everything that the parent needs to run a server. It is JSON on the standard input of this script.
+def run(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    account: tuple[int, int] | None,
+    directory_fd: int,
+    users: str,
+    log: str,
+    max_log_bytes: int,
+    log_interval: float,
+) -> None:
+    """Run a server until it ends, or until no process uses it.
 
-    Attributes:
+    Args:
         command: The command line of the server.
         environment: The environment of the server.
-        account: User and group of the server; None if they are those of the parent.
+        account: User and group of the server; None if they are those of this process.
         directory_fd: The locked directory of the cluster, which the server inherits.
         users: The file that each user of the server has locked.
         log: The log file of the server.
         max_log_bytes: The log is rotated when it is larger.
         log_interval: Seconds between two checks of the size of the log.
     """
-
-    command: Sequence[str]
-    environment: dict[str, str]
-    account: tuple[int, int] | None
-    directory_fd: int
-    users: str
-    log: str
-    max_log_bytes: int
-    log_interval: float
-
-
-def run(plan: ServerPlan) -> None:
-    """Run a server until it ends, or until no process uses it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # only the users decide when the server stops
-    rotate_log(Path(plan.log), plan.max_log_bytes)
-    user, group = plan.account or (None, None)
+    rotate_log(Path(log), max_log_bytes)
+    user, group = account or (None, None)
     server = subprocess.Popen(  # noqa: S603 - the command is our own
-        plan.command,
+        command,
         stdin=subprocess.DEVNULL,
-        env=plan.environment,
-        pass_fds=[plan.directory_fd],
+        env=environment,
+        pass_fds=[directory_fd],
         user=user,
         group=group,
-        extra_groups=None if plan.account is None else [],
+        extra_groups=None if account is None else [],
         preexec_fn=lambda: end_with_parent(signal.SIGINT),  # noqa: PLW1509 - no other thread runs yet
     )
-    for work in (_stop_when_unused, _limit_log):
-        threading.Thread(target=work, args=(plan, server), daemon=True).start()
+    threading.Thread(target=_stop_when_unused, args=(users, server), daemon=True).start()
+    threading.Thread(target=_limit_log, args=(Path(log), max_log_bytes, log_interval), daemon=True).start()
     server.wait()
 
 
@@ -97,22 +91,21 @@ def end_with_parent(signal_number: signal.Signals) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal_number)
 
 
-def _stop_when_unused(plan: ServerPlan, server: "subprocess.Popen[bytes]") -> None:
+def _stop_when_unused(users: str, server: "subprocess.Popen[bytes]") -> None:
     """Stop the server as soon as no user has its file locked. Until this process ends, nobody can lock it again."""
-    users = os.open(plan.users, os.O_RDWR)
-    fcntl.flock(users, fcntl.LOCK_EX)
+    fcntl.flock(os.open(users, os.O_RDWR), fcntl.LOCK_EX)
     for number, seconds in STOP_SECONDS:
         server.send_signal(number)
         time.sleep(seconds)
 
 
-def _limit_log(plan: ServerPlan, _server: "subprocess.Popen[bytes]") -> None:
+def _limit_log(log: Path, max_bytes: int, interval: float) -> None:
     while True:
-        time.sleep(plan.log_interval)
-        rotate_log(Path(plan.log), plan.max_log_bytes)
+        time.sleep(interval)
+        rotate_log(log, max_bytes)
 
 
 if __name__ == "__main__":
-    given = ServerPlan(**json.load(sys.stdin))
+    given = json.load(sys.stdin)
     if os.fork() == 0:  # init adopts the child, which outlives the process that started it
-        run(given)
+        run(**given)
