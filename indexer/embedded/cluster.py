@@ -31,7 +31,7 @@ import signal
 import stat
 import sys
 import tempfile
-from asyncio.subprocess import DEVNULL, PIPE
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from hashlib import sha256
@@ -43,6 +43,7 @@ from indexer.embedded.server_parent import STOP_SECONDS, end_with_parent, open_l
 from indexer.errors import SettingsError, UnavailableError
 from indexer.reasons import FetchFailure
 
+DATABASE = "indexer"
 PORT = 5432
 """The port, which is a part of the socket's file name."""
 POLL_SECONDS = 0.1
@@ -243,18 +244,24 @@ class Cluster:
         new.mkdir()
         self._make_private(new)
         options = ["-U", "postgres", "--auth=trust", "-E", "UTF8", "--locale=C"]
-        await self._output_of(binaries / "initdb", "-D", self._path_of(new.name), *options)
+        path = self._path_of(new.name)
+        await self._output_of(binaries / "initdb", "-D", path, *options)
+        create = f"create database {DATABASE}\n"
+        await self._output_of(binaries / "postgres", "--single", "-D", path, "postgres", text=create)
         new.rename(self._data)
 
-    async def _output_of(self, program: Path, *arguments: str) -> str:
-        """Run a program as the server's account. It inherits the directory, and gets SIGINT when its parent ends."""
+    async def _output_of(self, program: Path, *arguments: str, text: str = "") -> str:
+        """Run a program as the server's account, with `text` as its standard input.
+
+        It inherits the directory, and gets SIGINT when its parent ends.
+        """
         options: dict[str, Any] = {}
         if self._account is not None:
             options = {"user": self._account[0], "group": self._account[1], "extra_groups": []}
         child = await asyncio.create_subprocess_exec(
             program,
             *arguments,
-            stdin=DEVNULL,
+            stdin=PIPE,
             stdout=PIPE,
             stderr=PIPE,
             cwd="/",
@@ -264,7 +271,7 @@ class Cluster:
             **options,
         )
         try:
-            output, errors = await child.communicate()
+            output, errors = await child.communicate(text.encode())
         finally:
             if child.returncode is None:
                 child.kill()

@@ -1,7 +1,6 @@
 """Use an embedded server: start it or find the running one, keep it alive, and stop it after its last use."""
 
 import asyncio
-import contextlib
 import errno
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -15,7 +14,7 @@ import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db.database_errors import SETTING, UnusableDatabaseError
-from indexer.embedded.cluster import POLL_SECONDS, PORT, Cluster
+from indexer.embedded.cluster import DATABASE, POLL_SECONDS, PORT, Cluster
 from indexer.errors import SettingsError, UnavailableError
 from indexer.reasons import FetchFailure
 
@@ -27,7 +26,6 @@ CONNECT_TIMEOUT = 5.0
 RESTART_PAUSE_SECONDS = (0.1, 1.0, 5.0, 30.0)
 """Pauses before a restart, by the number of failed restarts before it."""
 MAX_SHARED_BUFFERS = 1 << 30
-DATABASE = "indexer"
 
 _NOT_READY = (OSError, asyncpg.InterfaceError, asyncpg.PostgresConnectionError, asyncpg.OperatorInterventionError)
 """Errors of a connection to a server that starts or stops."""
@@ -164,7 +162,7 @@ class EmbeddedPostgres:
             return False
         options = [word for name, value in self._settings.items() for word in ("-c", f"{name}={value}")]
         started = await self._cluster.start(options)
-        while not await self._has_database():
+        while not await self._is_ready():
             if self._cluster.has_ended():
                 if started:
                     words = " ".join(self._cluster.log.read_text(errors="replace").splitlines()[-3:])
@@ -173,34 +171,19 @@ class EmbeddedPostgres:
             await asyncio.sleep(POLL_SECONDS)
         return True
 
-    async def _has_database(self) -> bool:
-        """Return True if the server accepts connections to the database. Create the database if it does not exist."""
-        with contextlib.suppress(*_NOT_READY):
-            try:
-                connection = await self._connect(DATABASE)
-            except asyncpg.TooManyConnectionsError:
-                return True
-            except asyncpg.InvalidCatalogNameError:
-                await self._create_database()
-                return False
-            await connection.close()
-            return True
-        return False
-
-    async def _create_database(self) -> None:
-        connection = await self._connect("postgres")
-        try:
-            # These errors: another user of the server creates it at the same time.
-            with contextlib.suppress(
-                asyncpg.DuplicateDatabaseError, asyncpg.UniqueViolationError, asyncpg.ObjectInUseError
-            ):
-                await connection.execute(f"create database {DATABASE}")
-        finally:
-            await connection.close()
-
-    async def _connect(self, name: str) -> "asyncpg.Connection[asyncpg.Record]":
+    async def _is_ready(self) -> bool:
+        """Return True if the server accepts connections."""
         socket = str(self._cluster.socket)
-        return await asyncpg.connect(host=socket, port=PORT, user="postgres", database=name, timeout=CONNECT_TIMEOUT)
+        try:
+            connection = await asyncpg.connect(
+                host=socket, port=PORT, user="postgres", database=DATABASE, timeout=CONNECT_TIMEOUT
+            )
+        except asyncpg.TooManyConnectionsError:
+            return True
+        except _NOT_READY:
+            return False
+        await connection.close()
+        return True
 
 
 def _default_settings() -> dict[str, str]:
