@@ -38,10 +38,17 @@ INDEXABLE_KEYS = {"did": 2_048, "rkey": 512, "indexed_at": 8}
 """Key columns that an index may have beside those of the lexicon, with their maximum bytes."""
 
 _HASH_CHARACTERS = 8
-_SUFFIXES = {
-    FieldKind.STRONG_REF: ("_uri", "_cid"),
-    FieldKind.BLOB: ("_cid", "_mime_type", "_size"),
+_TEXT, _NUMBER = FieldKind.TEXT, FieldKind.BIGINT
+_PARTS = {
+    FieldKind.STRONG_REF: (("_uri", _TEXT, MAX_REFERENCE_BYTES, " (AT-URI)"), ("_cid", _TEXT, 256, " (CID)")),
+    FieldKind.BLOB: (
+        ("_cid", _TEXT, 256, " (CID)"),
+        ("_mime_type", _TEXT, 256, " (MIME type)"),
+        ("_size", _NUMBER, 8, " (bytes)"),
+    ),
+    FieldKind.LINK: (("", _TEXT, 256, ""),),
 }
+"""The columns of fields whose columns have other types: suffix, type, maximum bytes, and what their comment adds."""
 _WORD_START = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _OTHER = re.compile(r"[^a-z0-9_]+")
 
@@ -55,6 +62,7 @@ class ViewField(NamedTuple):
     def to_json(self) -> dict[str, Any]:
         """Return the field in the form that the functions of the database read."""
         field = self.field
+        description = f": {field.description}" if field.description else ""
         return {
             "field": field.name,
             "kind": field.kind,
@@ -62,7 +70,7 @@ class ViewField(NamedTuple):
             "required": field.required,
             "nullable": field.nullable,
             "columns": self.columns,
-            "comments": [_comment(field, suffix) for suffix in _SUFFIXES.get(field.kind, ("",))],
+            "comments": [f"{field.name}{what}{description}" for *_, what in _parts_of(field)],
         }
 
 
@@ -123,41 +131,28 @@ class IndexableColumn(NamedTuple):
 
 def indexable_columns(fields: Iterable[ViewField]) -> dict[str, IndexableColumn]:
     """Return the columns of a view by name, without its keys."""
-    found = {}
-    for view in fields:
-        for position, column in enumerate(view.columns):
-            kind, max_bytes = _type_of_column(view.field, position)
-            found[column] = IndexableColumn(kind, max_bytes, view, position)
-    return found
+    return {
+        column: IndexableColumn(kind, max_bytes, view, position)
+        for view in fields
+        for position, (column, (_, kind, max_bytes, _)) in enumerate(
+            zip(view.columns, _parts_of(view.field), strict=True)
+        )
+    }
 
 
-def _type_of_column(field: RecordField, position: int) -> tuple[FieldKind, int]:
-    match field.kind:
-        case FieldKind.STRONG_REF:
-            return FieldKind.TEXT, (MAX_REFERENCE_BYTES, 256)[position]
-        case FieldKind.BLOB:
-            return ((FieldKind.TEXT, 256), (FieldKind.TEXT, 256), (FieldKind.BIGINT, 8))[position]
-        case FieldKind.LINK:
-            return FieldKind.TEXT, 256
-        case FieldKind.TEXT | FieldKind.TEXT_ARRAY:
-            return field.kind, field.max_bytes
-        case _:
-            return field.kind, 8
+def _parts_of(field: RecordField) -> tuple[tuple[str, FieldKind, int, str], ...]:
+    max_bytes = field.max_bytes if field.kind in {FieldKind.TEXT, FieldKind.TEXT_ARRAY} else 8
+    return _PARTS.get(field.kind, (("", field.kind, max_bytes, ""),))
 
 
 def _free_columns(field: RecordField, taken: set[str]) -> tuple[str, ...]:
     name = column_name(field.name)
     for number in count(1):
         base = name if number == 1 else f"{name}_{number}"
-        columns = tuple(_shortened(base + suffix) for suffix in _SUFFIXES.get(field.kind, ("",)))
+        columns = tuple(_shortened(base + suffix) for suffix, *_ in _parts_of(field))
         if taken.isdisjoint(columns):
             return columns
     raise AssertionError
-
-
-def _comment(field: RecordField, suffix: str) -> str:
-    what = {"_uri": " (AT-URI)", "_cid": " (CID)", "_mime_type": " (MIME type)", "_size": " (bytes)"}.get(suffix, "")
-    return f"{field.name}{what}: {field.description}" if field.description else f"{field.name}{what}"
 
 
 def _shortened(name: str) -> str:
