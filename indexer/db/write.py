@@ -178,19 +178,6 @@ class WrittenBatch:
     changes: Counter[Action]
 
 
-class _WrittenRecords(NamedTuple):
-    """The result of writing changes of records.
-
-    Attributes:
-        existed: The keys of the changed records that existed before.
-        as_planned: True if each change happened as it says, so that `effective_changes` need not be computed: no record
-            has several changes, those that were created did not exist, and all others did.
-    """
-
-    existed: set[RecordKey]
-    as_planned: bool
-
-
 async def write(connection: Connection, batch: Batch, *, layout: Layout = PLAIN) -> WrittenBatch:
     """Write the batch within the open transaction.
 
@@ -205,9 +192,9 @@ async def write(connection: Connection, batch: Batch, *, layout: Layout = PLAIN)
     skipped = frozenset([write.repo.did for write in batch.writes]) - done
     changes = [(write.repo.did, change) for write in writes for change in write.changes]
     unproven = frozenset([write.repo.did for write in writes if write.repo.unproven_since is not None])
-    written = await _write_records(connection, changes, unproven)
-    if not written.as_planned:
-        writes = [_as_it_happened(write, written.existed) for write in writes]
+    existed, as_planned = await _write_records(connection, changes, unproven)
+    if not as_planned:
+        writes = [_as_it_happened(write, existed) for write in writes]
     await log_changes(connection, [entry for write in writes for entry in change_log_entries(write)])
     await _write_buffered_events(connection, writes)
     await dead_letters.insert(
@@ -236,8 +223,8 @@ async def write_changes(
 
     Only the resync that has claimed the repo writes its records. If it has lost the claim, `write` skips the row.
     """
-    written = await _write_records(connection, [(did, change) for change in changes])
-    effective = tuple(changes) if written.as_planned else effective_changes(did, changes, written.existed)
+    existed, as_planned = await _write_records(connection, [(did, change) for change in changes])
+    effective = tuple(changes) if as_planned else effective_changes(did, changes, existed)
     await log_changes(connection, list(record_entries(did, effective, live=live)))
     return effective
 
@@ -292,8 +279,11 @@ def _update_arguments(
 
 async def _write_records(
     connection: Connection, changes: Sequence[tuple[str, RecordChange]], unproven: AbstractSet[str] = frozenset()
-) -> _WrittenRecords:
+) -> tuple[set[RecordKey], bool]:
     """Write changes, each with its DID, in order. Of several changes of one record only the last one is written.
+
+    Return the keys of the changed records that existed before, and True if each change happened as it says: no record
+    has several changes, those that were created did not exist, and all others did.
 
     New records are copied. If one of them exists already, all are upserted instead. Then the COPY was wasted. To avoid
     that in every batch, new records of `unproven` repos are not copied: their stored records may be wrong.
@@ -321,7 +311,7 @@ async def _write_records(
         buckets = buckets_of([did for did, _, _ in deletes])
         deleted = await connection.fetch(_DELETE_RECORDS, buckets, *columns_of(deletes, _RECORD_KEY))
         existed.update([(did, collection, rkey) for did, collection, rkey in deleted])
-    return _WrittenRecords(existed, distinct and existed == {key for key in keys if last[key].action != "create"})
+    return existed, distinct and existed == {key for key in keys if last[key].action != "create"}
 
 
 def _statements(puts: Sequence[tuple[str, RecordChange]]) -> Iterator[Sequence[tuple[str, RecordChange]]]:
