@@ -12,7 +12,6 @@ from rich.table import Table
 
 import indexer
 from indexer.app.clients import core_of
-from indexer.app.interpreter import interpreter_build
 from indexer.app.settings import DEMO_SETTINGS, load_from_environment
 
 T = TypeVar("T")
@@ -45,7 +44,7 @@ def machine() -> Figures:
     return {
         "cpu": cpu,
         "cores": cores,
-        "python": str(interpreter_build()),
+        "python": f"{platform.python_version()}, {platform.python_compiler()}",
         "indexer": indexer.__version__,
         "core": core.name,
         "core threads": core.threads,

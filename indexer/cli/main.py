@@ -42,7 +42,7 @@ COMMANDS = {
     "inspect": ("inspect", "Verify a CAR export of a repo offline and list its records."),
     "distribute": ("schema_commands", "Distribute the tables over the nodes of a Citus cluster."),
     "completion": ("main", "Print the script that completes commands and options in a shell."),
-    "doctor": ("doctor", "Check settings, database, disk, clock, relays, directories, DNS and limits."),
+    "doctor": ("doctor", "Check settings, database, disk, clock, relays, directories and DNS."),
 }
 """The module of each command in `indexer.cli`, and its short help. The function of the command `x` is `x_command`.
 

@@ -15,11 +15,7 @@ import structlog
 
 from indexer.db.columns import Connection
 from indexer.db.database_errors import connect, database_errors, unusable, without_password
-from indexer.db.gaps import load_cursors
-from indexer.db.layout import load_layout
 from indexer.errors import SchemaVersionError
-from indexer.sync.shard import PLAIN, Layout, Shard
-from indexer.sync.stream import resume_point
 
 OLDEST_POSTGRES = 15
 """The oldest major version with which the tests were run. The SQL needs version 14 (functions with BEGIN ATOMIC)."""
@@ -31,10 +27,9 @@ the previous release uses stores its own version as the setting `oldest_compatib
 (docs/decisions/0011-expand-then-contract.md).
 """
 SETTINGS = (
-    "server_version", "fsync", "full_page_writes", "autovacuum", "synchronous_commit", "jit", "huge_pages_status",
-    "max_connections", "superuser_reserved_connections",
+    "server_version", "fsync", "full_page_writes", "autovacuum", "synchronous_commit", "max_connections",
+    "superuser_reserved_connections",
 )  # fmt: skip
-SIZES = ("shared_buffers", "max_wal_size")
 
 _PACKAGE = Path(__file__).parents[1]
 # Not `to_regclass`, which is an error without the right to use the schema.
@@ -46,9 +41,7 @@ _HAS_VERSION = """
 _VERSION = "select version_num from indexer.alembic_version"
 _OLDEST_COMPATIBLE = "select value from indexer.stored_setting where name = 'oldest_compatible_schema'"
 _FACTS = """
-    select (select jsonb_object_agg(name, coalesce(current_setting(name, true), 'unknown'))
-            from unnest($1::text[]) name)::text,
-        (select jsonb_object_agg(name, pg_size_bytes(current_setting(name))) from unnest($2::text[]) name)::text,
+    select (select jsonb_object_agg(name, current_setting(name)) from unnest($1::text[]) name)::text,
         date_part('epoch', clock_timestamp())
 """
 
@@ -117,24 +110,17 @@ class DatabaseFacts:
 
     Attributes:
         address: The connection string without passwords.
-        settings: The values of `SETTINGS`; `unknown` if the server is too old for the setting.
-        sizes: The values of `SIZES`, in bytes.
+        settings: The values of `SETTINGS`.
         clock_ahead: Seconds by which the clock of the server is ahead of the one of this machine.
         schema: The version of the schema.
         missing: A privilege that the role lacks to run the daemon; None if it has all, or the schema cannot be used.
-        cursors: The position in the stream of each relay up to which all buckets were processed; empty if the schema
-            cannot be used.
-        layout: The layout of the database; `PLAIN` if the schema cannot be used.
     """
 
     address: str
     settings: Mapping[str, str]
-    sizes: Mapping[str, int]
     clock_ahead: float
     schema: SchemaState
     missing: str | None
-    cursors: Mapping[str, int]
-    layout: Layout
 
 
 def unsupported_version(version_number: int) -> str | None:
@@ -216,21 +202,6 @@ async def load_database_facts(dsn: str) -> DatabaseFacts:
         schema = await schema_state(connection)
         missing = await connection.fetchval(_MISSING_TO_RUN) if schema.is_usable else None
         asked_at = time()
-        [(settings, sizes, server_time)] = await connection.fetch(_FACTS, SETTINGS, SIZES)
-        answered_at = time()
-        readable = schema.is_usable and missing is None
-        cursors = await load_cursors(connection) if readable else []
-        return DatabaseFacts(
-            without_password(dsn),
-            json.loads(settings),
-            json.loads(sizes),
-            server_time - (asked_at + answered_at) / 2,
-            schema,
-            missing,
-            {
-                relay: seq
-                for relay in {cursor.relay for cursor in cursors}
-                if (seq := resume_point(cursors, relay, Shard()).seq) is not None
-            },
-            await load_layout(connection) if readable else PLAIN,
-        )
+        [(settings, server_time)] = await connection.fetch(_FACTS, SETTINGS)
+        clock_ahead = server_time - (asked_at + time()) / 2
+    return DatabaseFacts(without_password(dsn), json.loads(settings), clock_ahead, schema, missing)

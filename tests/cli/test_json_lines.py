@@ -35,7 +35,6 @@ async def test_every_command_prints_json(world: AuditWorld, world_session: Sessi
     await world.delete_post(ada, "002")
     await world.sql(CONSUMER)
     await world.sql(PAUSED_HOST)
-    world_session.configure(INDEXER_HANDLE_RATE="0")  # or `doctor` asks a name server
     lexicon = tmp_path / "like.json"
     lexicon.write_text(json.dumps(LIKE_DOCUMENT))
     found = dict(leaf_commands({name: load_command(name) for name in COMMANDS}))
