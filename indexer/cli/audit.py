@@ -25,7 +25,7 @@ from indexer.cli.command import ExitCode, command, json_lines_option, report_err
 from indexer.cli.database import connect_database
 from indexer.cli.output import show_progress, to_json
 from indexer.db import Database, DatabaseError
-from indexer.db.consistent_read import ConsistentRead
+from indexer.db.exports import ConsistentRead
 from indexer.errors import BrokenInvariantError, UnavailableError, UpstreamError
 from indexer.net.identity.did_resolver import DidResolver
 from indexer.net.pds.pds_client import PdsClient

@@ -9,7 +9,7 @@ from typing import Any
 
 from indexer.atproto.cid import CID_BYTES, cid_text
 from indexer.atproto.record import Problem, decode_record
-from indexer.db.consistent_read import RecordRow
+from indexer.db.exports import RecordRow
 from indexer.reasons import FetchFailure
 from indexer.sync.changes import selected_path
 from indexer.sync.policy import Policy

@@ -19,7 +19,7 @@ from indexer.cli.command import ExitCode, command, report_error
 from indexer.cli.database import connect_database
 from indexer.cli.output import show_progress
 from indexer.db import Database
-from indexer.db.collection_export import ExportedRecord
+from indexer.db.exports import ExportedRecord
 from indexer.errors import SettingsError
 
 Format = Literal["jsonl", "parquet"]

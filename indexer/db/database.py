@@ -6,11 +6,11 @@ from indexer.crash_points import crash_point
 from indexer.db.blocking_sessions import BlockingSessions
 from indexer.db.change_log_reads import ChangePages
 from indexer.db.change_log_segments import ChangeLogSegments
-from indexer.db.collection_export import Exports
 from indexer.db.connections import Connections
 from indexer.db.crawls import Crawls
 from indexer.db.database_errors import NOT_BY_VALUES, DatabaseError, refused_writes
 from indexer.db.dead_letters import DeadLetters
+from indexer.db.exports import Exports
 from indexer.db.gaps import Gaps
 from indexer.db.hosts import Hosts
 from indexer.db.identities import Identities

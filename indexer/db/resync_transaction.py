@@ -13,8 +13,8 @@ from asyncpg import Record as Row
 from indexer.atproto.record import Problem
 from indexer.crash_points import crash_point
 from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
-from indexer.db.consistent_read import in_chunks
 from indexer.db.database_errors import database_errors, refused_writes
+from indexer.db.exports import in_chunks
 from indexer.db.scope import holds
 from indexer.db.write import NewRepoRecords, create_records, write, write_changes
 from indexer.errors import BrokenInvariantError

@@ -15,7 +15,7 @@ from indexer.atproto.syntax import tid_of
 from indexer.cli.audit import MAX_CONCURRENCY, AuditTimeouts, audit_concurrency
 from indexer.cli.audit_comparison import BEING_DELETED, BEING_FETCHED, RepoAudit
 from indexer.db import DatabaseError
-from indexer.db.collection_export import Exports
+from indexer.db.exports import Exports
 from indexer.demo.local_pds import GET_REPO
 from indexer.net.pds.pds_client import PdsClient
 from indexer.reasons import FetchFailure

@@ -15,7 +15,7 @@ from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import CollectionFilter
 from indexer.cli.audit_comparison import BEING_DELETED, RepoComparison, equal_json
-from indexer.db.consistent_read import RecordRow
+from indexer.db.exports import RecordRow
 from indexer.demo.local_repo import LocalRepo
 from indexer.sync.changes import RecordConverter
 from indexer.sync.policy import Policy

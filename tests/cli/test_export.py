@@ -15,8 +15,8 @@ from pyarrow.lib import ArrowInvalid
 from indexer.atproto.cid import cid_text
 from indexer.cli import export as export_module
 from indexer.cli.export import Format, export, parquet
-from indexer.db import Database, DatabaseError, collection_export
-from indexer.db.collection_export import ExportedRecord
+from indexer.db import Database, DatabaseError, exports
+from indexer.db.exports import ExportedRecord
 from indexer.reasons import FetchFailure
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
 from indexer.sync.scope import Scope
@@ -65,7 +65,7 @@ async def test_every_visible_record_is_exported(db: Database, tmp_path: Path, fo
 async def test_export_is_read_in_pages_as_of_one_point_in_time(
     db: Database, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collection_export, "PAGE_SIZE", 3)
+    monkeypatch.setattr(exports, "CHUNK_SIZE", 3)
     await insert(db, synchronized(3), changes=tuple(put(f"many.test/{n}") for n in range(10)))
     found: list[str] = []
     async for page in db.exports.records("many.test"):

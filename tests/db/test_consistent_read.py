@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.db import Database, DatabaseError, consistent_read
-from indexer.db.consistent_read import RecordRow, path_order_ranges
+from indexer.db import Database, DatabaseError, exports
+from indexer.db.exports import RecordRow, path_order_ranges
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
 from tests.db.repo_rows import delete, did, head, insert, put, synchronized
 
@@ -24,7 +24,7 @@ def test_ranges_of_collections_are_in_path_order(names: list[str]) -> None:
 
 async def test_a_read_has_one_snapshot_and_yields_chunks(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writes that are committed meanwhile are not visible."""
-    monkeypatch.setattr(consistent_read, "CHUNK_SIZE", 2)
+    monkeypatch.setattr(exports, "CHUNK_SIZE", 2)
     names = [f"{collection}/{rkey}" for collection in ("a.b", "a.b-x", "a.b.c") for rkey in "Aa~"]
     await insert(db, synchronized(1), changes=tuple(map(put, names)))
     later = synchronized(1, version=2, head=head("3lbbbbbbbbb22"))
