@@ -393,6 +393,14 @@ class FaultyAccount(LocalAccount):
 
     pds: FaultyPds
 
+    def deactivate(self) -> None:
+        """Deactivate the account."""
+        self.set_status("deactivated")
+
+    def delete_account(self) -> None:
+        """Delete the account at its PDS. The identity remains in the directory."""
+        self.set_status("deleted")
+
     def migrate(self, to: FaultyPds, *, sign_again: bool = True) -> None:
         """Move to another PDS, with a new key.
 

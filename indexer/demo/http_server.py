@@ -44,13 +44,7 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """The base URL of the server.
-
-        Raises:
-            RuntimeError: The server has not been started yet.
-        """
-        if not self.port:
-            raise RuntimeError("the server has no address before its first start")
+        """The base URL of the server, which has one after its first start."""
         return f"http://{self.host}:{self.port}"
 
     def route(self, path: str, handler: Handler, method: str = "GET") -> None:

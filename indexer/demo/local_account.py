@@ -90,19 +90,11 @@ class LocalAccount:
         self.publish_key()
         self.emit_sync()
 
-    def deactivate(self) -> None:
-        """Deactivate the account."""
-        self.set_status("deactivated")
-
     def activate(self) -> None:
         """Activate the account again."""
         self.set_status(None)
         self._emit_identity(handle=self.handle)
         self.emit_sync()
-
-    def delete_account(self) -> None:
-        """Delete the account at its PDS. The identity remains in the directory."""
-        self.set_status("deleted")
 
     def _next_key(self, curve: Curve) -> PrivateKey:
         self._keys += 1

@@ -180,17 +180,9 @@ def page_response(
     cursor_on_last_page: bool,
     max_limit: int = 1_000,
 ) -> web.Response:
-    """Return one page of a list.
+    """Return the page of a list that `cursor` and `limit` of the request name. It leaves out entries that are None.
 
-    Args:
-        request: The request with `cursor` and `limit`.
-        entries: The whole list; None for an entry that no longer exists.
-        cursor_on_last_page: Send a cursor until a page is empty, as reference PDSes do. Relays omit the cursor on the
-            last page.
-        max_limit: The highest `limit` that is accepted.
-
-    Raises:
-        XrpcError: `cursor` or `limit` is invalid.
+    With `cursor_on_last_page`, pages have a cursor until one is empty, as at reference PDSes. Relays omit the last one.
     """
     start, limit = _parse_number(request, "cursor", 0, 1 << 31), _parse_number(request, "limit", 500, max_limit)
     end = start + limit

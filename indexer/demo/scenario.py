@@ -260,7 +260,7 @@ class StatusActivity:
                 self._renamed += 1
                 account.set_handle(f"{account.handle.split('.')[0].rstrip('0123456789')}{self._renamed}.test")
             case "deactivate":
-                account.deactivate()
+                account.set_status("deactivated")
             case "update" if own:
                 account.update(self._random.choice(own), self._status())
             case "delete" if own:

@@ -94,13 +94,7 @@ class LimitedReading(asyncio.BufferedProtocol):
     """
 
     def __init__(self, transport: asyncio.Transport, turns: Turns, key: Hashable) -> None:
-        """Read the connection from now on, instead of its present protocol.
-
-        Args:
-            transport: The connection.
-            turns: The turns of all clients.
-            key: The clients of each key get the same share.
-        """
+        """Read the connection from now on, instead of its present protocol. Each key gets the same share."""
         self._transport = transport
         self._protocol = cast(asyncio.Protocol, transport.get_protocol())
         self._turns = turns

@@ -76,15 +76,7 @@ class SubscriberOptions:
 
 
 def parse_query(query: str, socket_encoding: str) -> SubscriberOptions:
-    """Return the options of a new connection.
-
-    Args:
-        query: The query of the URL.
-        socket_encoding: The header `Socket-Encoding`, or an empty text.
-
-    Raises:
-        BadOptionsError: A parameter is invalid.
-    """
+    """Return the options in the query of the URL, and in the header `Socket-Encoding`; raise `BadOptionsError`."""
     parameters = parse_qs(query, keep_blank_values=True)
 
     def first(name: str) -> str:
@@ -107,11 +99,7 @@ def parse_query(query: str, socket_encoding: str) -> SubscriberOptions:
 def parse_message(text: bytes, before: EventFilter) -> EventFilter | None:
     """Return the filter that a message of the subscriber asks for; None if the message has another type.
 
-    An `options_update` replaces the collections, the DIDs and the size limit, also by their absence.
-
-    Args:
-        text: The message.
-        before: The present filter.
+    An `options_update` replaces the collections, the DIDs and the size limit of `before`, also by their absence.
 
     Raises:
         BadOptionsError: The message has too many items or is not JSON, or its options are invalid.
