@@ -11,7 +11,7 @@ from indexer.resync.queue import MaintenanceSettings
 from indexer.tasks.reconcile import ReconciliationSettings
 
 QUICK = Tuning(
-    connection=ConnectionSettings(first_delay=0.05, max_delay=0.2),
+    connection=ConnectionSettings(first_delay=0.05, max_delay=0.2, switch_after=0.0),
     reconciliation=ReconciliationSettings(settle=0.3, poll=0.05, first_retry=0.1),
     writer=WriterSettings(retry_interval=0.05),
     pool=WorkerPoolSettings(idle_interval=0.05),

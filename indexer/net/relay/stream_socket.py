@@ -29,11 +29,13 @@ class ConnectionSettings:
         connect_timeout: For the TCP connection and the handshakes.
         ping_interval: Without any bytes, before a ping is sent. If nothing arrives in half of that time after the ping,
             the connection is closed.
-        message_timeout: Without any message, before the connection is closed. The next connection is to the next relay.
-        first_delay: Before the first reconnection. The delay doubles each time that all relays have failed.
+        message_timeout: Without any message, before the connection is closed.
+        first_delay: Before the first reconnection. The delay doubles each time.
         max_delay: The upper bound of the delay, before the jitter of 25 %.
         stable_after: A connection that lasted this long, and was not silent at its end, resets the delay, and the next
             one is to the first relay.
+        switch_after: Without a stable connection, before the next relay is tried: without a cursor of it, all repos
+            would be compared with its list.
     """
 
     connect_timeout: float = 15.0
@@ -42,6 +44,7 @@ class ConnectionSettings:
     first_delay: float = 1.0
     max_delay: float = 12.0
     stable_after: float = 60.0
+    switch_after: float = 60.0
 
 
 class Ending(Enum):

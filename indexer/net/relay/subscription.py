@@ -70,15 +70,13 @@ class Subscription:
     async def frames(self, cursor_of: Callable[[str], Awaitable[int | None]]) -> AsyncGenerator[bytes, None]:
         """Yield frames without end.
 
-        Each connection starts after `cursor_of(relay)`; None requests only new messages. An OSError of
-        `cursor_of` counts as a lost connection. Once `cursor_of` has been called, no frame of an earlier
-        connection follows. A text message, which the protocol does not allow, is yielded as bytes, so that the decoder
-        rejects it.
+        Each connection starts after `cursor_of(relay)`; None requests only new messages. Once it has been called, no
+        frame of an earlier connection follows. A text message, which the protocol does not allow, is yielded as bytes,
+        so that the decoder rejects it.
         """
-        attempt = 0
+        attempt, number, tried_since = 0, 0, monotonic()
         while True:
-            relay = self.relays[attempt % len(self.relays)]
-            started = asyncio.get_running_loop().time()
+            relay, started = self.relays[number % len(self.relays)], monotonic()
             self._same_relay_next = False
             silent = False
             try:
@@ -94,9 +92,12 @@ class Subscription:
                     self.oversized.add(relay)
             finally:
                 held_back = self._end_connection()
-            stable = asyncio.get_running_loop().time() - started > self.settings.stable_after and not silent
-            if not (self._same_relay_next or (held_back and not stable)):
-                attempt = 0 if stable else attempt + 1
+            if monotonic() - started > self.settings.stable_after and not silent:
+                attempt, number, tried_since = 0, 0, monotonic()
+            elif not (self._same_relay_next or held_back):
+                attempt += 1
+                if monotonic() - tried_since >= self.settings.switch_after:
+                    number, tried_since = number + 1, monotonic()
             await asyncio.sleep(self._delay(attempt))
 
     def _end_connection(self) -> bool:
@@ -110,8 +111,7 @@ class Subscription:
         return connection.processing_seconds > self.settings.ping_interval / 2
 
     def _delay(self, attempt: int) -> float:
-        rounds = max(0, attempt - 1) // len(self.relays)
-        delay = min(self.settings.first_delay * 2.0 ** min(rounds, 16), self.settings.max_delay)
+        delay = min(self.settings.first_delay * 2.0 ** min(max(0, attempt - 1), 16), self.settings.max_delay)
         return delay * uniform(0.75, 1.25)  # noqa: S311 - jitter, not secrecy
 
     async def _frames_of(self, relay: str, cursor: int | None) -> AsyncGenerator[bytes, None]:

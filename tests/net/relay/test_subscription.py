@@ -17,7 +17,7 @@ from tests.net.http.scripted_host import ScriptedHost, http_response
 from tests.waiting import until
 
 QUICK = ConnectionSettings(
-    connect_timeout=20, ping_interval=20, message_timeout=20, first_delay=0.01, max_delay=0.05, stable_after=60
+    connect_timeout=20, ping_interval=20, message_timeout=20, first_delay=0.01, max_delay=0.05, switch_after=0.0
 )
 IMPATIENT = replace(QUICK, message_timeout=0.5)
 
@@ -137,6 +137,16 @@ async def test_the_next_relay_is_used_when_one_is_unreachable(net: FaultyNetwork
     source, cursors = subscription(unreachable, net.relay_url), Cursors(0)
     assert len(await next_seqs(source, cursors, 2)) == 2
     assert cursors.asked[:2] == [unreachable, net.relay_url]
+
+
+async def test_a_relay_is_tried_for_some_time_before_the_next_one(net: FaultyNetwork) -> None:
+    net.create_account()
+    unreachable = "ws://127.0.0.1:1"
+    settings = replace(QUICK, switch_after=0.2)
+    source, cursors = subscription(unreachable, net.relay_url, settings=settings), Cursors(0)
+    assert len(await next_seqs(source, cursors, 2)) == 2
+    assert cursors.asked[:2] == [unreachable, unreachable]
+    assert cursors.asked[-1] == net.relay_url
 
 
 async def test_an_error_frame_is_yielded_before_the_connection_ends(net: FaultyNetwork) -> None:
