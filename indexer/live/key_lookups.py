@@ -46,14 +46,9 @@ async def fetch_key(
     refresh: bool = False,
     slot: AbstractAsyncContextManager[None] | None = None,
 ) -> KeyState:
-    """Look up the key state of a DID; it is final for the event if it is a `refresh`.
+    """Look up the key state of a DID within `seconds`. A `refresh` asks for a newer one, which is final for the event.
 
-    Args:
-        identities: The identities.
-        did: The DID.
-        seconds: The longest duration of the lookup.
-        refresh: Ask for a newer identity than the cached one.
-        slot: Limits concurrency. It is entered when the network may be asked, and before the timeout begins.
+    `slot` limits concurrency. It is entered when the network may be asked, and before the timeout begins.
 
     Raises:
         UnavailableError: The lookup failed or took too long.

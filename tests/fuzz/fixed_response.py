@@ -14,7 +14,7 @@ from tests.fuzz.json_mutation import mutate_json
 
 def response_with(status: int, body: bytes) -> Response:
     """Return a response without headers."""
-    return Response(status, {}, body, "")
+    return Response(status, {}, body)
 
 
 class FixedResponse(OutboundClient):

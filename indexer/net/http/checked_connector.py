@@ -166,7 +166,7 @@ class CheckedResolver(AbstractResolver):
         return results
 
     async def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+        """Do nothing."""
 
 
 def server_of(address: str, port: int) -> str:
@@ -232,10 +232,7 @@ def is_public(address: str) -> bool:
 
 
 def network_of(address: str) -> str:
-    """Return the network that usually belongs to one machine: an IPv4 address, or an IPv6 network of 64 bits.
-
-    For an IPv6 address that represents an IPv4 address, it is the IPv4 address.
-    """
+    """Return the network of one machine: an IPv4 address, also in an IPv6 address, or an IPv6 network of 64 bits."""
     ip = ip_address(address.partition("%")[0])
     if isinstance(ip, IPv6Address) and (inner := _represented_v4(ip)) is None:
         return str(IPv6Network((ip, 64), strict=False))

@@ -76,18 +76,15 @@ class OutboundSettings:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A complete response.
+    """A complete response. The names of its headers are case-insensitive.
 
     Attributes:
-        headers: Header names are case-insensitive.
         body: Truncated to 16 KiB if the status is not a success.
-        url: The URL after all redirects.
     """
 
     status: int
     headers: Mapping[str, str]
     body: bytes
-    url: str
 
 
 class OutboundClient:
@@ -97,9 +94,6 @@ class OutboundClient:
     `UnavailableError`: UNREACHABLE, NO_SUCH_HOST, TIMEOUT, TOO_LARGE, REFUSED_ADDRESS, or BAD_ANSWER for a malformed
     body or redirect. THROTTLED and HOST_PAUSED mean that the host is paused until `retry_after`, see `HostLimits`. The
     caller handles all other statuses. Create and use a client in one event loop, and close it.
-
-    Attributes:
-        hosts: The limits and states of the hosts.
     """
 
     def __init__(
@@ -113,12 +107,10 @@ class OutboundClient:
         """Call `on_request` with the result of each request; `resolve` and `tls` replace the defaults."""
         self.hosts = HostLimits(settings.rates, time, on_request)
         self._on_request = on_request
-        self._allow_private_hosts = settings.allow_private_hosts
-        self._timeouts = settings.timeouts
+        self._allow_private_hosts, self._timeouts = settings.allow_private_hosts, settings.timeouts
+        connect, allow_private = settings.timeouts.connect, settings.allow_private_hosts
         if resolve is None:
-            resolve = resolve_with_system if settings.allow_private_hosts else DnsResolver(settings.dns_servers)
-        connect = settings.timeouts.connect
-        allow_private = settings.allow_private_hosts
+            resolve = resolve_with_system if allow_private else DnsResolver(settings.dns_servers)
         self._resolver = CheckedResolver(resolve, connect, allow_private=allow_private)
         self._session = aiohttp.ClientSession(
             connector=checked_connector(self._resolver, tls or _default_tls(), allow_private=allow_private),
@@ -150,7 +142,7 @@ class OutboundClient:
     ) -> Response:
         """Return the response, after redirects: at most `max_bytes` decompressed, `timeout` seconds per request."""
         async with self.stream(url, max_bytes=max_bytes, timeout=timeout, min_rate=0, accept=accept) as stream:
-            return Response(stream.status, stream.headers, await stream.read(), str(stream.url))
+            return Response(stream.status, stream.headers, await stream.read())
 
     async def post(
         self,

@@ -150,11 +150,10 @@ def _unavailable(failures: Sequence[UnavailableError]) -> UnavailableError:
 
 
 class DirectoryTurns:
-    """Allows `rate` requests per second. Lookups of known identities come first.
+    """Allows `rate` requests per second. Lookups of known identities come first, because anyone can invent DIDs.
 
-    Anyone can invent DIDs. So a lookup of a new DID gets a turn only if no known identity waits for one; the budgets of
-    `IdentityCache` leave at least a quarter of the rate. The newest lookup of a new DID comes first, so that most are
-    fast again right after a flood of made-up DIDs. None waits forever: if too many wait, the wait of the oldest ends.
+    The budgets of `IdentityCache` leave at least a quarter of the rate for new DIDs. Their newest lookup comes first,
+    so that most are fast again right after a flood of made-up DIDs. If too many wait, the wait of the oldest ends.
     """
 
     def __init__(self, rate: float) -> None:

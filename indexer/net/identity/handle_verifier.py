@@ -31,9 +31,7 @@ class HandleVerifier:
     """Resolves handles with a DNS TXT record, and with a file on the handle's own host if there is no record.
 
     Attributes:
-        dns_servers: IP addresses and ports; the system's if there are none. If there are none there either, the
-            constructor raises `SettingsError`.
-        dns_timeout: Seconds.
+        dns_servers: IP addresses and ports; the system's if there are none. See `DnsResolver` for the error.
         http_timeout: Seconds, with redirects and the time to wait for request slots.
         on_lookup: Is called with the method ("dns" or "https") and the result of each lookup.
     """

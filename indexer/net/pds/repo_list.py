@@ -54,12 +54,7 @@ class RepoListPage:
 
 
 class RepoStatus(NamedTuple):
-    """The hosting status of an account on one host.
-
-    Attributes:
-        status: Why the account is not active, as in `hosting_status`. If an odd one were refused, one account could
-            keep a reconciliation from ending.
-    """
+    """The hosting status of an account on one host; `status` is as in `hosting_status`, and may be an odd one."""
 
     active: bool
     status: str | None = None

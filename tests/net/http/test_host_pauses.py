@@ -26,7 +26,7 @@ async def test_at_most_three_redirects_are_followed(host: ScriptedHost, outbound
         )
     host.pages["/3"] = http_response(b"here")
     response = await outbound.get(f"{host.url}/0", max_bytes=10)
-    assert (response.body, response.url) == (b"here", f"{host.url}/3")
+    assert response.body == b"here"
     host.pages["/3"] = http_response(status=302, headers={"Location": "/4"})
     assert (await failure_of(outbound.get(f"{host.url}/0", max_bytes=10))).reason is FetchFailure.BAD_ANSWER
     assert sum("get /4 " in request for request in host.requests) == 0
