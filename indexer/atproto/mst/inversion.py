@@ -5,11 +5,12 @@ The tree depends only on its keys and values. So if undoing the operations gives
 
 1. Look up the key of each operation in the new tree. The tree must show the effect of the operation.
 2. Take the new tree apart into a row of keys and closed subtrees, in key order. A *closed* subtree is represented by
-   its CID. A subtree is opened only if the key of an operation belongs into it.
-3. Edit the row: leave out each created key, insert each deleted key, and give each updated key its old value.
-4. Build the one tree over the row (`_TreeBuilder`). A closed subtree remains as it is unless a neighbour in the row
-   belongs between the same keys of the layer above. Then it is opened, and its contents take its place in the row.
-5. Compare the root with `prevData`.
+   its CID. A subtree is opened only if the key of an operation belongs into it. The row does not have the created keys.
+   It has the deleted keys, and the old values of the updated ones.
+3. Build the one tree over the row, from the top down: the keys of the highest layer divide the row into gaps, and the
+   tree over each gap is a subtree. A closed subtree of the layer below remains as it is if it fills its gap. Otherwise
+   it is opened, and its contents take its place in the row.
+4. Compare the root with `prevData`.
 
 All operations are undone at once, so their order does not matter. If a subtree has to be opened whose node is not in
 the CAR slice, the result is undecidable.
@@ -24,7 +25,6 @@ from indexer.atproto.cid import cid_of, cid_text
 from indexer.atproto.limits import Limits
 from indexer.atproto.mst.node import (
     EMPTY_TREE,
-    MAX_HEIGHT,
     Node,
     check_layer,
     decode_node,
@@ -54,6 +54,10 @@ class NetOp(NamedTuple):
         if self.old is None:
             return "create"
         return "delete" if self.new is None else "update"
+
+
+_Item = tuple[int, bytes, bytes | None]
+"""One item of the row: the layer, value and name of a key; the layer and CID of a closed subtree, and None."""
 
 
 class Verdict(Enum):
@@ -105,10 +109,9 @@ def invert(
                 return Inversion(Verdict.OPS_MISMATCH, None, ops_hold, detail)
             ops_hold = True
             builder = _TreeBuilder(tree)
-            builder.add_subtree(tree.root, tree.layer, sorted(ops, key=_key_of))
-            before = builder.finish(prev_data)
+            before = builder.root(builder.row(tree.root, tree.layer, sorted(ops, key=_key_of)), prev_data)
         except _NodeNotInSliceError as missing:
-            return Inversion(Verdict.UNDECIDABLE, None, ops_hold, f"no node {cid_text(missing.cid)}")
+            return Inversion(Verdict.UNDECIDABLE, None, ops_hold, f"no node {cid_text(missing.args[0])}")
     return Inversion(Verdict.OK if before == prev_data else Verdict.MISMATCH, before, ops_hold)
 
 
@@ -116,16 +119,12 @@ def _key_of(op: NetOp) -> bytes:
     return op.key
 
 
+def _layer_of(item: _Item) -> int:
+    return item[0]
+
+
 class _NodeNotInSliceError(Exception):
-    """A node is needed that the CAR slice does not contain.
-
-    Attributes:
-        cid: The CID of the node.
-    """
-
-    def __init__(self, cid: bytes) -> None:
-        super().__init__(cid)
-        self.cid = cid
+    """A node with this CID is needed, and the CAR slice does not contain it."""
 
 
 class _PartialTree:
@@ -189,120 +188,88 @@ class _PartialTree:
 
 
 class _TreeBuilder:
-    """Takes a tree apart, undoes operations, and builds the tree before them from the row of keys and closed subtrees.
-
-    The row is in key order, so the tree grows from left to right. Only its right edge is open, one node on each layer:
-
-        layer 2    … key d ─┐
-                            │
-        layer 1             └─ key e ── key f ─┐
-                                               │
-        layer 0                                └─ key g ── key h
-
-    A key of height n completes the open nodes below layer n: each is encoded, and its CID is linked in the open node
-    above it. Then the key is appended to the open node of layer n.
-
-    A closed subtree is represented by its CID and its layer n. It is linked in the open node of layer n + 1, but not
-    before the next item of the row is known:
-
-    - The next item is a key above layer n, or there is none: the subtree is linked as it is.
-    - The next item is a key on layer n or below: it belongs into the same gap between two keys, so into the same
-      subtree. The closed subtree is opened, and its contents are added to the row instead of it. Its own last subtree
-      is then the closed one.
-    - The next item is another closed subtree: both belong into the same gap. They are opened from the top down along
-      the border between them, so that their nodes on each layer become one.
+    """Makes the row of keys and closed subtrees before the operations, and builds the one tree over it.
 
     Every method may raise _NodeNotInSliceError, or UpstreamError with NODE_MALFORMED.
     """
 
     def __init__(self, tree: _PartialTree) -> None:
         self._tree = tree
-        # The open node of each layer, from layer 0 up. Those below layer `_lowest` are empty.
-        self._open_nodes: list[Node] = []
-        self._lowest = MAX_HEIGHT + 1
-        # The CID and the layer of the closed subtree that was added last, until it is linked or opened. While there is
-        # one, the open nodes up to its layer are empty.
-        self._closed: tuple[bytes, int] | None = None
         self._last_key = b""
 
-    def add_subtree(self, cid: bytes | None, layer: int, ops: Sequence[NetOp]) -> None:
-        """Add a subtree (None: an empty one) and undo `ops`: the operations on keys that belong into it, by key."""
+    def row(self, cid: bytes | None, layer: int, ops: Sequence[NetOp]) -> list[_Item]:
+        """Return the row of a subtree (None: an empty one). `ops` are the operations on its keys, by key."""
         if cid is None:
-            for op in ops:
-                self._add_key(op.key, op.old, key_height(op.key))
-        elif ops:
-            self._add_contents(cid, layer, ops)
-        else:
-            self._add_closed(cid, layer)
+            return [(key_height(op.key), op.old, op.key) for op in ops if op.old is not None]
+        return self._opened(cid, layer, ops) if ops else [(layer, cid, None)]
 
-    def finish(self, prev_data: bytes) -> bytes:
-        """Return the root of the tree.
+    def root(self, row: list[_Item], prev_data: bytes) -> bytes:
+        """Return the root of the tree over a row.
 
         If only a closed subtree is left and its node is missing, it is the root if its CID is `prev_data`.
         """
-        if self._open_nodes:
-            self._complete_below(len(self._open_nodes) - 1)
-            return _cid_of(self._open_nodes[-1])
-        if self._closed is None:
+        if not row:
             return EMPTY_TREE
-        return self._first_with_keys(*self._closed, prev_data)
+        layer, cid, key = max(row, key=_layer_of)
+        if len(row) == 1 and key is None:
+            return self._first_with_keys(cid, layer, prev_data)
+        row = self._with_opened(row, layer)
+        has_keys = layer in [item[0] for item in row]
+        return self._build(row, layer) if has_keys else self.root(row, prev_data)
 
-    def _add_contents(self, cid: bytes, layer: int, ops: Sequence[NetOp]) -> None:
-        """Open a subtree: add its subtrees and keys in order, and undo `ops`."""
+    def _opened(self, cid: bytes, layer: int, ops: Sequence[NetOp] = ()) -> list[_Item]:
+        """Return the row of the subtrees and keys of a node, without the effects of `ops`."""
         node = self._tree.node(cid, layer)
+        row: list[_Item] = []
         for index, key in enumerate(node.keys):
-            before = bisect_left(ops, key, key=_key_of)
-            self.add_subtree(node.subtree_before(index), layer - 1, ops[:before])
+            before = bisect_left(ops, key, key=_key_of) if ops else 0
+            row += self.row(node.subtree_before(index), layer - 1, ops[:before])
             ops = ops[before:]
             value: bytes | None = node.values[index]
             if ops and ops[0].key == key:
                 value, ops = ops[0].old, ops[1:]
-            self._add_key(key, value, layer)
-        self.add_subtree(node.subtree_before(len(node.keys)), layer - 1, ops)
+            if value is not None:
+                row.append((layer, value, key))
+        return row + self.row(node.subtree_before(len(node.keys)), layer - 1, ops)
 
-    def _add_closed(self, cid: bytes, layer: int) -> None:
-        self._open_closed(layer)
-        if self._closed or self._lowest <= layer:
-            self._add_contents(cid, layer, ())
-        else:
-            self._closed = cid, layer
+    def _with_opened(self, row: list[_Item], layer: int) -> list[_Item]:
+        """Return the row with the contents of the closed subtrees of this layer instead of them."""
+        if (layer, None) not in [(at, key) for at, _, key in row]:
+            return row
+        groups = [self._opened(cid, layer) if key is None and at == layer else [(at, cid, key)] for at, cid, key in row]
+        return [item for group in groups for item in group]
 
-    def _add_key(self, key: bytes, value: bytes | None, height: int) -> None:
-        """Add a key with its old value, after completing the nodes below it. None: the key did not exist."""
-        if value is None:
-            return
-        if key <= self._last_key:
-            raise_malformed("keys out of order")
-        self._open_closed(height)
-        self._complete_below(height)
-        node = self._open_nodes[height]
-        node.keys.append(key)
-        node.values.append(value)
-        node.trees.append(None)
-        self._last_key = key
+    def _subtree(self, gap: list[_Item], layer: int) -> bytes | None:
+        """Return the CID of the subtree over a gap whose items are on this layer or below; None for an empty one.
 
-    def _open_closed(self, layer: int) -> None:
-        """Open the last closed subtree until none is left that reaches up to `layer`."""
-        while self._closed and self._closed[1] >= layer:
-            cid, closed_layer = self._closed
-            self._closed = None
-            self._add_contents(cid, closed_layer, ())
-
-    def _complete_below(self, height: int) -> None:
-        """Link the last closed subtree, then encode and link each open node below layer `height`.
-
-        If there is a layer between without keys, its node has only a link to the layer below.
+        A closed subtree remains as it is if it fills the gap. A layer without keys has a node with a link.
         """
-        self._open_nodes += [Node() for _ in range(len(self._open_nodes), height + 1)]
-        if self._closed:
-            cid, layer = self._closed
-            self._closed = None
-            self._lowest = layer + 1
-            _link(self._open_nodes[self._lowest], cid)
-        for layer in range(self._lowest, height):
-            _link(self._open_nodes[layer + 1], _cid_of(self._open_nodes[layer]))
-            self._open_nodes[layer] = Node()
-        self._lowest = height
+        if not gap:
+            return None
+        at, cid, key = gap[0]
+        if len(gap) == 1 and key is None and at == layer:
+            return cid
+        return self._build(self._with_opened(gap, layer), layer)
+
+    def _build(self, row: list[_Item], layer: int) -> bytes:
+        """Return the CID of the node over a row whose items are keys of this layer, or below it."""
+        keys: list[bytes] = []
+        values: list[bytes] = []
+        subtrees: list[bytes | None] = []
+        gap: list[_Item] = []
+        for item in row:
+            at, value, key = item
+            if key is None or at < layer:
+                gap.append(item)
+                continue
+            subtrees.append(self._subtree(gap, layer - 1) if gap else None)
+            if key <= self._last_key:
+                raise_malformed("keys out of order")
+            self._last_key, gap = key, []
+            keys.append(key)
+            values.append(value)
+        left, *trees = *subtrees, self._subtree(gap, layer - 1)
+        return cid_of(encode_node(keys, values, left, trees))
 
     def _first_with_keys(self, cid: bytes, layer: int, prev_data: bytes) -> bytes:
         """Return the root if only one closed subtree is left: its first node that has keys."""
@@ -315,15 +282,3 @@ class _TreeBuilder:
         if node.keys or node.left is None:
             return cid
         return self._first_with_keys(node.left, layer - 1, prev_data)
-
-
-def _link(node: Node, subtree: bytes) -> None:
-    """Link a subtree after the last entry of an open node."""
-    if node.trees:
-        node.trees[-1] = subtree
-    else:
-        node.left = subtree
-
-
-def _cid_of(node: Node) -> bytes:
-    return cid_of(encode_node(node.keys, node.values, node.left, node.trees))

@@ -18,7 +18,6 @@ Links to nodes always have the form of the protocol. The CID of a record may hav
 
 from collections.abc import Sequence
 from hashlib import sha256
-from itertools import pairwise
 from typing import Any, NoReturn
 
 from indexer.atproto import cbor
@@ -200,20 +199,20 @@ def encode_node(
     libipld cannot do this, because a key may have the bytes of a CID, which it would encode as a link.
     """
     parts = [b"\xa2\x61e", _encode_head(_LIST, len(keys))]
-    for (previous, key), value, tree in zip(pairwise([b"", *keys]), values, trees, strict=True):
+    previous = b""
+    for key, value, tree in zip(keys, values, trees, strict=True):
         shared = common_prefix(previous, key)
         suffix = key[shared:]
-        parts += b"\xa4\x61k", _encode_head(_BYTES, len(suffix)), suffix, b"\x61p", _encode_head(_UNSIGNED, shared)
-        parts += b"\x61t", _encode_link(tree), b"\x61v", _encode_link(value)
-    parts += b"\x61l", _encode_link(left)
+        parts += b"\xa4\x61k", _BYTES_HEADS[len(suffix)], suffix, b"\x61p", _UNSIGNED_HEADS[shared], b"\x61t"
+        parts += _NULL if tree is None else _LINK_START + tree, b"\x61v"
+        parts.append(_LINK_START + value if len(value) == CID_BYTES else _encode_unusual(value))
+        previous = key
+    parts += b"\x61l", _NULL if left is None else _LINK_START + left
     return b"".join(parts)
 
 
-def _encode_link(cid: bytes | None) -> bytes:
-    if cid is None:
-        return b"\xf6"
-    if len(cid) == CID_BYTES:
-        return b"\xd8\x2a\x58\x25\x00" + cid
+def _encode_unusual(cid: bytes) -> bytes:
+    """Return the link of a record whose CID has another size than those of the protocol."""
     return b"\xd8\x2a" + _encode_head(_BYTES, len(cid) + 1) + b"\x00" + cid
 
 
@@ -225,6 +224,10 @@ def _encode_head(major_type: int, argument: int) -> bytes:
     return bytes((major_type | _TWO_BYTES, *argument.to_bytes(2, "big")))
 
 
+_NULL, _LINK_START = b"\xf6", b"\xd8\x2a\x58\x25\x00"  # 36 bytes of a CID follow
+_BYTES_HEADS, _UNSIGNED_HEADS = (
+    [_encode_head(major_type, size) for size in range(MAX_KEY_BYTES + 2)] for major_type in (_BYTES, _UNSIGNED)
+)
 EMPTY_NODE = encode_node([], [], None, [])
 """The block of the only node of the empty tree."""
 EMPTY_TREE = cid_of(EMPTY_NODE)
