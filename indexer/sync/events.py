@@ -8,7 +8,7 @@ and the size limits. Signatures and operations are not verified yet.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from indexer.atproto.cbor import CborError, abridged, count_items, decode_pair
 from indexer.atproto.cid import is_cid, is_link
@@ -126,7 +126,7 @@ class OtherShardEvent(NamedTuple):
     """A message about an account of another shard. Its other fields are not decoded or checked."""
 
     seq: int
-    kind: Literal["commit", "sync", "identity", "account"]
+    kind: "_RepoEventKind"
     did: str
     time: str
 
@@ -157,12 +157,7 @@ _MAX_TYPE_CHARACTERS = 64
 _MAX_TIME_CHARACTERS = 64
 _NAMESPACE = "com.atproto.sync.subscribeRepos"
 _RepoEventKind = Literal["commit", "sync", "identity", "account"]
-_REPO_EVENT_KINDS: dict[str, _RepoEventKind] = {
-    "#commit": "commit",
-    "#sync": "sync",
-    "#identity": "identity",
-    "#account": "account",
-}
+_REPO_EVENT_KINDS: dict[str, _RepoEventKind] = {f"#{kind}": kind for kind in get_args(_RepoEventKind)}
 
 
 def decode_frame(frame: bytes, limits: Limits, owns: Callable[[str], bool] | None = None) -> Event:
@@ -176,8 +171,10 @@ def decode_frame(frame: bytes, limits: Limits, owns: Callable[[str], bool] | Non
     """
     if len(frame) > limits.frame_bytes:
         return _malformed({}, {}, UpstreamError(Rejection.FRAME_TOO_LARGE, f"{len(frame)} bytes"))
-    if _has_more_items(frame, limits.frame_items):
-        return _malformed({}, {}, UpstreamError(Rejection.FRAME_TOO_LARGE, f"over {limits.frame_items} items"))
+    # Decoding 5 MB of nested lists would take two seconds. An item has at least one byte.
+    most = limits.frame_items
+    if len(frame) > most and count_items(frame, most, most, objects=most + 1)[0] > most:
+        return _malformed({}, {}, UpstreamError(Rejection.FRAME_TOO_LARGE, f"over {most} items"))
     try:
         header, payload = _split_frame(frame)
     except UpstreamError as error:
@@ -209,14 +206,6 @@ def hosting_status(report: Mapping[str, Any]) -> str | None:
     status = report.get("status")
     text = "" if status is None else status if isinstance(status, str) else f"invalid: {status!r:.100}"
     return text[:MAX_STATUS_CHARACTERS].replace("\0", "\ufffd") or None
-
-
-def _has_more_items(frame: bytes, max_items: int) -> bool:
-    """Return True if the frame has too many items. Decoding 5 MB of nested lists would take two seconds.
-
-    Each item has at least one byte, so small frames are not counted.
-    """
-    return len(frame) > max_items and count_items(frame, max_items, max_items, objects=max_items + 1)[0] > max_items
 
 
 def _split_frame(frame: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -251,23 +240,17 @@ def _did_field(kind: _RepoEventKind | None) -> str:
 
 
 def _decode_payload(header: dict[str, Any], payload: dict[str, Any], limits: Limits) -> Event:
-    match header.get("op"):
-        case True | False:  # in Python, True == 1
-            raise UpstreamError(Rejection.FRAME_MALFORMED, "op is not an integer")
-        case 1:
-            name = header.get("t")
-            if not isinstance(name, str):
-                raise UpstreamError(Rejection.FRAME_MALFORMED, "t is not a string")
-            decode = _DECODERS.get(name.removeprefix(_NAMESPACE))
-            return (
-                decode(payload, limits) if decode else UnknownEvent(name[:_MAX_TYPE_CHARACTERS], _seq_or_none(payload))
-            )
-        case -1:
-            return StreamError(_text(payload, "error"), _text_or(payload, "message", ""))
-        case int():
-            return UnknownEvent("op", _seq_or_none(payload))
-        case _:
-            raise UpstreamError(Rejection.FRAME_MALFORMED, "op is not an integer")
+    op, name = header.get("op"), header.get("t")
+    if type(op) is not int:  # in Python, True == 1
+        raise UpstreamError(Rejection.FRAME_MALFORMED, "op is not an integer")
+    if op == -1:
+        return StreamError(_text(payload, "error"), _text_or_empty(payload, "message"))
+    if op != 1:
+        return UnknownEvent("op", _seq_or_none(payload))
+    if not isinstance(name, str):
+        raise UpstreamError(Rejection.FRAME_MALFORMED, "t is not a string")
+    decode = _DECODERS.get(name.removeprefix(_NAMESPACE))
+    return decode(payload, limits) if decode else UnknownEvent(name[:_MAX_TYPE_CHARACTERS], _seq_or_none(payload))
 
 
 def _commit(payload: dict[str, Any], limits: Limits) -> CommitEvent:
@@ -277,57 +260,54 @@ def _commit(payload: dict[str, Any], limits: Limits) -> CommitEvent:
         raise UpstreamError(Rejection.FIELD_INVALID, "ops is not a list")
     if len(ops) > limits.commit_ops:
         raise UpstreamError(Rejection.TOO_MANY_OPS, f"{len(ops)} ops")
+    since = payload.get("since")
     return CommitEvent(
         seq=_seq(payload),
-        did=_did(payload, "repo"),
-        commit=_cid(payload, "commit"),
-        rev=_tid(payload, "rev"),
-        since=_since(payload),
-        prev_data=_cid_or_none(payload, "prevData"),
+        did=_text(payload, "repo", is_did, "a DID"),
+        commit=_cid(payload, "commit", is_cid),
+        rev=_text(payload, "rev", is_tid, "a TID"),
+        since=since if since is None or (isinstance(since, str) and is_tid(since)) else "",
+        prev_data=None if payload.get("prevData") is None else _cid(payload, "prevData", is_cid),
         ops=tuple([_op(op) for op in ops]),
         blocks=blocks,
         time=_time(payload),
     )
 
 
-def _since(payload: dict[str, Any]) -> str | None:
-    """Return the rev before the commit; "" if it is not a TID: only whether there is one has an effect."""
-    since = payload.get("since")
-    return since if since is None or (isinstance(since, str) and is_tid(since)) else ""
-
-
 def _op(op: Any) -> RepoOp:
+    """Return an operation. The CID of a record may be any CID version 1 (docs/protocol.md#commits)."""
     if not isinstance(op, dict):
         raise UpstreamError(Rejection.FIELD_INVALID, "op is not a map")
-    path = _text(op, "path")
+    path, cid, prev = _text(op, "path"), op.get("cid"), op.get("prev")
     if len(path) > _MAX_PATH_CHARACTERS:
         raise UpstreamError(Rejection.FIELD_INVALID, f"path has {len(path)} characters")
-    return RepoOp(_text(op, "action"), path, _link_or_none(op, "cid"), _link_or_none(op, "prev"))
-
-
-def _sync(payload: dict[str, Any], limits: Limits) -> SyncEvent:
-    return SyncEvent(
-        seq=_seq(payload),
-        did=_did(payload, "did"),
-        rev=_tid(payload, "rev"),
-        blocks=_bytes(payload, "blocks", limits.sync_blocks_bytes),
-        time=_time(payload),
+    return RepoOp(
+        _text(op, "action"),
+        path,
+        None if cid is None else _cid(op, "cid", is_link),
+        None if prev is None else _cid(op, "prev", is_link),
     )
 
 
+def _sync(payload: dict[str, Any], limits: Limits) -> SyncEvent:
+    did, rev = _text(payload, "did", is_did, "a DID"), _text(payload, "rev", is_tid, "a TID")
+    blocks = _bytes(payload, "blocks", limits.sync_blocks_bytes)
+    return SyncEvent(_seq(payload), did, rev, blocks, _time(payload))
+
+
 def _identity(payload: dict[str, Any], _limits: Limits) -> IdentityEvent:
-    return IdentityEvent(_seq(payload), _did(payload, "did"), _time(payload))
+    return IdentityEvent(_seq(payload), _text(payload, "did", is_did, "a DID"), _time(payload))
 
 
 def _account(payload: dict[str, Any], _limits: Limits) -> AccountEvent:
-    active = payload.get("active")
+    active, did = payload.get("active"), _text(payload, "did", is_did, "a DID")
     if not isinstance(active, bool):
         raise UpstreamError(Rejection.FIELD_INVALID, "active is not a boolean")
-    return AccountEvent(_seq(payload), _did(payload, "did"), active, hosting_status(payload), _time(payload))
+    return AccountEvent(_seq(payload), did, active, hosting_status(payload), _time(payload))
 
 
 def _info(payload: dict[str, Any], _limits: Limits) -> InfoEvent:
-    return InfoEvent(_text(payload, "name"), _text_or(payload, "message", ""))
+    return InfoEvent(_text(payload, "name"), _text_or_empty(payload, "message"))
 
 
 _DECODERS: dict[str, Callable[[dict[str, Any], Limits], Event]] = {
@@ -351,37 +331,9 @@ def _seq_or_none(payload: dict[str, Any]) -> int | None:
     return seq if type(seq) is int and 0 < seq <= MAX_SEQ else None
 
 
-def _did(payload: dict[str, Any], name: str) -> str:
-    did = payload.get(name)
-    if not isinstance(did, str) or not is_did(did):
-        raise UpstreamError(Rejection.FIELD_INVALID, f"{name} is not a DID")
-    return did
-
-
-def _tid(payload: dict[str, Any], name: str) -> str:
-    tid = payload.get(name)
-    if not isinstance(tid, str) or not is_tid(tid):
-        raise UpstreamError(Rejection.FIELD_INVALID, f"{name} is not a TID")
-    return tid
-
-
-def _cid(payload: dict[str, Any], name: str) -> bytes:
+def _cid(payload: dict[str, Any], name: str, is_valid: Callable[[bytes], bool]) -> bytes:
     cid = payload.get(name)
-    if not isinstance(cid, bytes) or not is_cid(cid):
-        raise UpstreamError(Rejection.FIELD_INVALID, f"{name} is not a CID link")
-    return cid
-
-
-def _cid_or_none(payload: dict[str, Any], name: str) -> bytes | None:
-    return None if payload.get(name) is None else _cid(payload, name)
-
-
-def _link_or_none(payload: dict[str, Any], name: str) -> bytes | None:
-    """Return the CID of a record, which may be any CID version 1 (docs/protocol.md#commits)."""
-    cid = payload.get(name)
-    if cid is None:
-        return None
-    if not isinstance(cid, bytes) or not (is_cid(cid) or is_link(cid)):
+    if not isinstance(cid, bytes) or not is_valid(cid):
         raise UpstreamError(Rejection.FIELD_INVALID, f"{name} is not a CID link")
     return cid
 
@@ -395,21 +347,23 @@ def _bytes(payload: dict[str, Any], name: str, max_bytes: int) -> bytes:
     return data
 
 
-def _text(payload: dict[str, Any], name: str) -> str:
+def _text(
+    payload: dict[str, Any], name: str, is_valid: Callable[[str], bool] | None = None, expected: str = "a string"
+) -> str:
     text = payload.get(name)
-    if not isinstance(text, str):
-        raise UpstreamError(Rejection.FIELD_INVALID, f"{name} is not a string")
+    if not isinstance(text, str) or (is_valid and not is_valid(text)):
+        raise UpstreamError(Rejection.FIELD_INVALID, f"{name} is not {expected}")
     return text
 
 
-def _text_or(payload: dict[str, Any], name: str, default: str) -> str:
+def _text_or_empty(payload: dict[str, Any], name: str) -> str:
     text = payload.get(name)
-    return text if isinstance(text, str) else default
+    return text if isinstance(text, str) else ""
 
 
 def _time(payload: dict[str, Any]) -> str:
     """Return the time, which identifies the message at a cursor and is stored with it; "" if it is too long."""
-    time = _text_or(payload, "time", "")
+    time = _text_or_empty(payload, "time")
     return time if len(time) <= _MAX_TIME_CHARACTERS else ""
 
 
