@@ -12,8 +12,8 @@ from benchmarks.stage_clock import StageClock
 from indexer.atproto.car import split_car
 from indexer.atproto.commit import Commit, decode_commit
 from indexer.atproto.crypto import PublicKey
+from indexer.atproto.inversion import Inversion, invert
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.atproto.mst import Inversion, invert
 from indexer.atproto.record import Value, decode_record
 from indexer.db import Database
 from indexer.net.relay.subscription import Subscription

@@ -15,8 +15,7 @@ from indexer.atproto.cid import cid_text
 from indexer.atproto.commit import Commit
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
-from indexer.atproto.mst import leaves, walk
-from indexer.atproto.mst.walk import BlockOf
+from indexer.atproto.mst import BlockOf, leaves, walk
 from indexer.atproto.record import Problem, decode_record
 from indexer.atproto.syntax import split_path
 from indexer.cli.arguments import parse_key

@@ -316,19 +316,25 @@ def _plan_without_records(
     if outcome is Outcome.BUFFERED:
         return _buffer(noted, size, context)
     if outcome is Outcome.DESYNCHRONIZED and isinstance(why, Desync):
-        return Plan(desynchronize(noted, trigger, why, context.now), outcome, why=why, detail=detail)
-    if unverified != repo.latest_unverified_rev:
-        return Plan(amend(noted), outcome, why=why, detail=detail)
-    if verified == repo.latest_verified_rev:
-        return Plan(repo, outcome, why=why, detail=detail)
+        after = desynchronize(noted, trigger, why, context.now)
+    elif verified != repo.latest_verified_rev:
+        if not repo.known:
+            outcome, why, detail = Outcome.DESYNCHRONIZED, Desync.NEW, ""
+        after = _tried_sooner(repo, noted, context.now)
+    else:
+        after = repo if noted == repo else amend(noted)
+    return Plan(after, outcome, why=why, detail=detail)
+
+
+def _tried_sooner(repo: Repo, noted: Repo, now: float) -> Repo:
+    """Return the row of a repo of which an authentic message has shown a newer rev, which is in `noted`."""
     if not repo.known:
-        return Plan(amend(noted), Outcome.DESYNCHRONIZED, why=Desync.NEW)
+        return amend(noted)
     if _never_verified(repo) and repo.sync_status is SyncStatus.DESYNCHRONIZED and not repo.waits_as_new:
-        # The DID is real. Its resync does not wait behind DIDs that may not be.
-        return Plan(amend(noted, next_attempt_at=None), outcome, why=why, detail=detail)
+        return amend(noted, next_attempt_at=None)  # the DID is real: it does not wait behind DIDs that may not be
     if repo.waits_for_newer_export and noted.newer_is_verified:
-        return Plan(amend(noted, next_attempt_at=context.now), outcome, why=why, detail=detail)
-    return Plan(amend(unparked(noted, context.now)), outcome, why=why, detail=detail)
+        return amend(noted, next_attempt_at=now)
+    return amend(unparked(noted, now))
 
 
 def _newer(latest: str | None, rev: str | None) -> str | None:

@@ -15,8 +15,9 @@ from typing import NamedTuple
 from indexer.atproto.car import split_car
 from indexer.atproto.commit import Commit, decode_commit
 from indexer.atproto.crypto import PublicKey
+from indexer.atproto.inversion import NetOp, Verdict, invert
 from indexer.atproto.limits import Limits
-from indexer.atproto.mst import EMPTY_TREE, NetOp, Verdict, find, invert, leaves, walk
+from indexer.atproto.mst import EMPTY_TREE, find, leaves, walk
 from indexer.atproto.record import ConvertedRecord
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.reasons import Desync, FetchFailure, Rejection

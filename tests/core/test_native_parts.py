@@ -13,8 +13,8 @@ from indexer.atproto import cbor
 from indexer.atproto.car import split_car
 from indexer.atproto.cbor import MAX_LEVELS, count_items
 from indexer.atproto.cid import DAG_CBOR, cid_of, is_cid
+from indexer.atproto.inversion import NetOp, invert
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.atproto.mst import NetOp, invert
 from indexer.atproto.record import Problem, Value, decode_record
 from indexer.demo import dag_cbor
 from tests.atproto.generated_cbor import DATA

@@ -11,9 +11,9 @@ from multiformats import multibase
 
 from indexer.atproto import cid
 from indexer.atproto.crypto import Curve, PrivateKey
+from indexer.atproto.inversion import NetOp, Verdict, invert
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.atproto.mst import NetOp, Verdict, invert
-from indexer.atproto.mst.node import EMPTY_TREE
+from indexer.atproto.mst import EMPTY_TREE
 from indexer.demo.dag_cbor import encode
 from indexer.demo.local_repo import LocalChange, LocalRepo, Record, TidClock, Write
 from tests.demo.independent_decoder import decode_all, decode_car, decode_records

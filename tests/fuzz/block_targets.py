@@ -9,7 +9,7 @@ from indexer.atproto.car import CarReader, split_car
 from indexer.atproto.cid import CID_BYTES, DAG_CBOR, RAW, cid_of, is_cid
 from indexer.atproto.commit import MAX_COMMIT_BYTES, VERSION, decode_commit
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
-from indexer.atproto.mst.node import MAX_KEY_BYTES, decode_node, encode_node
+from indexer.atproto.mst import MAX_KEY_BYTES, decode_node, encode_node
 from indexer.atproto.syntax import is_did, is_tid
 from indexer.demo.local_repo import car_header, car_section
 from indexer.errors import UpstreamError

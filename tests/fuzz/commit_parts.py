@@ -9,8 +9,8 @@ from indexer.atproto.cbor import CborError, decode, decode_pair, encode
 from indexer.atproto.cid import cid_of
 from indexer.atproto.commit import SIGNATURE_BYTES, VERSION
 from indexer.atproto.crypto import PrivateKey
+from indexer.atproto.inversion import invert
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.atproto.mst import invert
 from indexer.atproto.syntax import is_tid, tid_of
 from indexer.demo.local_repo import car_header, car_section
 from indexer.errors import UpstreamError

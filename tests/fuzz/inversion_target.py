@@ -10,8 +10,9 @@ from random import Random
 
 from indexer.atproto.car import split_car
 from indexer.atproto.commit import decode_commit
+from indexer.atproto.inversion import NetOp, Verdict, invert
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.atproto.mst import EMPTY_TREE, NetOp, Verdict, invert
+from indexer.atproto.mst import EMPTY_TREE
 from indexer.demo.reference_tree import ReferenceTree
 from indexer.errors import UpstreamError
 from indexer.sync.events import CommitEvent, decode_frame

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.atproto.mst import EMPTY_TREE
-from indexer.atproto.mst.node import decode_node
+from indexer.atproto.mst import EMPTY_TREE, decode_node
 from tests.atproto.mst import oracle
 from tests.fuzz.comparison import accepted
 

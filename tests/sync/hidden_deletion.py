@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from indexer.atproto.car import split_car
+from indexer.atproto.inversion import NetOp, Verdict, invert
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.atproto.mst import NetOp, Verdict, invert
 from indexer.demo.local_repo import LocalChange, car
 from indexer.demo.reference_tree import height
 

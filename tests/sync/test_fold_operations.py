@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.atproto.mst import NetOp
+from indexer.atproto.inversion import NetOp
 from indexer.errors import UpstreamError
 from indexer.reasons import Rejection
 from indexer.sync.events import RepoOp

@@ -1,8 +1,8 @@
 //! The Merkle search tree: nodes, and inversion (docs/protocol.md#inversion).
 //!
 //! The tree depends only on its keys and values. So if undoing the operations of a commit gives the root that it names
-//! as its `prevData`, they are the whole difference between the two trees. `indexer/atproto/mst/inversion.py` explains
-//! the algorithm; here is its general form only, because it is fast enough.
+//! as its `prevData`, they are the whole difference between the two trees. `indexer/atproto/inversion.py` explains
+//! the algorithm.
 
 pub mod builder;
 pub mod node;

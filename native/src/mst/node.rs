@@ -1,7 +1,21 @@
 //! Nodes of the Merkle search tree, in their only valid encoding (docs/protocol.md#merkle-search-tree).
 //!
-//! `indexer/atproto/mst/node.py` describes the bytes. A node with a record whose CID is not of the protocol's form is
-//! left to the reference.
+//! `indexer/atproto/mst.py` describes the fields. A node with a record whose CID is not of the protocol's form is left to
+//! the reference. The bytes in hexadecimal:
+//!
+//! ```text
+//! A2                                map of 2 fields
+//!   61 65  80+n | 98 nn | 99 nn nn    "e": list of n entries
+//!     A4                                map of 4 fields
+//!       61 6B  40+n | 58 nn | 59 nn nn    "k": byte string of n bytes, the end of the key
+//!       <n bytes>
+//!       61 70  00+n | 18 nn | 19 nn nn    "p": the key begins with n bytes of the previous key
+//!       61 74  F6 | <link>                "t": null or link, the subtree after the key
+//!       61 76  <link>                     "v": link, the record
+//!   61 6C  F6 | <link>                "l": null or link, the subtree before the first key
+//! ```
+//!
+//! Of the forms for n, only the shortest one is valid. A link is `D8 2A 58 25 00` and the 36 bytes of the CID.
 
 use crate::cbor::{major, Reader};
 use crate::cid::{as_dag_cbor_cid, cid_of, Cid, CID_BYTES};
@@ -41,7 +55,7 @@ pub struct Entry<'a> {
     key: (usize, usize),
 }
 
-/// Entries of the largest node that `indexer/atproto/mst/node.py` decodes: their number has at most two bytes.
+/// Entries of the largest node that `indexer/atproto/mst.py` decodes: their number has at most two bytes.
 const MAX_ENTRIES: usize = 0xFFFF;
 /// Bytes of the smallest entry: a key of one byte, and no subtree.
 const MIN_ENTRY_BYTES: usize = 54;

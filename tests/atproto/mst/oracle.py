@@ -14,7 +14,7 @@ from typing import Any
 
 import cbor2
 
-from indexer.atproto.mst import NetOp, Verdict
+from indexer.atproto.inversion import NetOp, Verdict
 
 Records = Mapping[bytes, bytes]
 """The CID of each record by its key."""

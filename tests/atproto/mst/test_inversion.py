@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from indexer.atproto.inversion import Inversion, NetOp, Verdict, invert
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.atproto.mst import EMPTY_TREE, Inversion, NetOp, Verdict, invert
-from indexer.atproto.mst.walk import leaves, walk
+from indexer.atproto.mst import EMPTY_TREE, leaves, walk
 from indexer.errors import UpstreamError
 from indexer.reasons import Rejection
 from tests.atproto.mst import oracle

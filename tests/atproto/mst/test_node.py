@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.atproto.mst.node import (
+from indexer.atproto.mst import (
     EMPTY_TREE,
     MAX_KEY_BYTES,
     Node,
@@ -108,6 +108,12 @@ def test_subtrees_are_encoded_in_their_positions() -> None:
     assert encode_node(*parts) == oracle.encode(*parts)
     capital = next(oracle.keys_of_height(0, "XXXX/"))
     assert encode_node([capital], [CID_A], None, [None]) == oracle.encode([capital], [CID_A], None, [None])
+
+
+def test_keys_that_are_too_long_for_a_node_are_encoded() -> None:
+    """An operation may have such a path. So the tree before it has such a key, and another root than `prevData`."""
+    keys = [b"k" * 4_000, b"k" * 4_000 + b"l" * 2_000]
+    assert encode_node(keys, [CID_A] * 2, None, [None] * 2) == oracle.encode(keys, [CID_A] * 2, None, [None] * 2)
 
 
 def test_node_needs_a_value_and_a_subtree_for_each_key() -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 import cbor2
 import pytest
 
+from indexer.atproto.inversion import NetOp, Verdict, invert
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.atproto.mst import NetOp, Verdict, invert
-from indexer.atproto.mst.node import common_prefix, key_height
-from indexer.atproto.mst.walk import MissingNodeError, leaves, walk
+from indexer.atproto.mst import MissingNodeError, common_prefix, key_height, leaves, walk
 from indexer.errors import UpstreamError
 from tests.atproto.mst import oracle
 from tests.atproto.mst.oracle import Blocks, cid_from_text

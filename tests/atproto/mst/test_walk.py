@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.atproto.mst.walk import MissingNodeError, leaves, walk
+from indexer.atproto.mst import MissingNodeError, leaves, walk
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.reasons import FetchFailure, Rejection
 from tests.atproto.mst import oracle

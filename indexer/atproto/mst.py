@@ -1,4 +1,4 @@
-"""Nodes of the Merkle search tree (docs/protocol.md#merkle-search-tree).
+"""The Merkle search tree: its nodes, and walks over whole trees (docs/protocol.md#merkle-search-tree).
 
 A node contains the keys of one layer in ascending order, and links to subtrees before, between and after them. The
 subtrees are one layer below.
@@ -16,18 +16,18 @@ Each node is one DAG-CBOR block, and only one encoding of a node is valid:
 Links to nodes always have the form of the protocol. The CID of a record may have another form and another size.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
+from itertools import repeat
 from typing import Any, NoReturn
 
 from indexer.atproto import cbor
-from indexer.atproto.cid import CID_BYTES, DAG_CBOR, RAW, cid_of, is_link
+from indexer.atproto.cid import CID_BYTES, DAG_CBOR, RAW, cid_of, cid_text, is_link
 from indexer.atproto.limits import Limits
-from indexer.errors import UpstreamError
-from indexer.reasons import Rejection
+from indexer.errors import UnavailableError, UpstreamError
+from indexer.reasons import FetchFailure, Rejection
 
-MAX_HEIGHT = 128
-"""Height of a key whose SHA-256 is zero."""
 MAX_KEY_BYTES = 1_024
 """Limit of the reference implementation. The longest valid path has 830 bytes."""
 
@@ -203,7 +203,8 @@ def encode_node(
     for key, value, tree in zip(keys, values, trees, strict=True):
         shared = common_prefix(previous, key)
         suffix = key[shared:]
-        parts += b"\xa4\x61k", _BYTES_HEADS[len(suffix)], suffix, b"\x61p", _UNSIGNED_HEADS[shared], b"\x61t"
+        parts += b"\xa4\x61k", _BYTES_HEADS.get(len(suffix)) or _encode_head(_BYTES, len(suffix)), suffix
+        parts += b"\x61p", _UNSIGNED_HEADS.get(shared) or _encode_head(_UNSIGNED, shared), b"\x61t"
         parts += _NULL if tree is None else _LINK_START + tree, b"\x61v"
         parts.append(_LINK_START + value if len(value) == CID_BYTES else _encode_unusual(value))
         previous = key
@@ -226,9 +227,119 @@ def _encode_head(major_type: int, argument: int) -> bytes:
 
 _NULL, _LINK_START = b"\xf6", b"\xd8\x2a\x58\x25\x00"  # 36 bytes of a CID follow
 _BYTES_HEADS, _UNSIGNED_HEADS = (
-    [_encode_head(major_type, size) for size in range(MAX_KEY_BYTES + 2)] for major_type in (_BYTES, _UNSIGNED)
+    {size: _encode_head(major_type, size) for size in range(MAX_KEY_BYTES)} for major_type in (_BYTES, _UNSIGNED)
 )
 EMPTY_NODE = encode_node([], [], None, [])
 """The block of the only node of the empty tree."""
 EMPTY_TREE = cid_of(EMPTY_NODE)
 """The CID of the root of the empty tree."""
+
+
+BlockOf = Callable[[bytes], bytes | None]
+"""Returns the block of a CID; None if it is missing. The hash of the block must have been checked."""
+
+# One step of a walk: a key and its value (None for the start of a node), then the subtree after the key, the layer of
+# this subtree, and the key that all its keys must be below (None: no limit).
+_Step = tuple[bytes, bytes | None, bytes | None, int, bytes | None]
+
+
+class MissingNodeError(UnavailableError):
+    """A tree node is missing: the export was cut off, or created while the repo changed.
+
+    Attributes:
+        cid: The CID of the node.
+    """
+
+    def __init__(self, cid: bytes) -> None:
+        super().__init__(FetchFailure.EXPORT_INCOMPLETE, f"no node {cid_text(cid)}")
+        self.cid = cid
+
+
+def walk(block_of: BlockOf, root: bytes, limits: Limits) -> Iterator[tuple[bytes, bytes]]:
+    """Yield each key with the CID of its record, in ascending order, and prove the tree.
+
+    The tree is proven when the iterator is exhausted, and not before. Then every node was present, canonical, on its
+    layer, and between the keys beside it in the node above. So the keys ascend over the whole tree, no subtree occurs
+    twice, and the work is bounded by the number of blocks times the depth of the tree.
+
+    Raises:
+        UpstreamError: With NODE_MALFORMED, if a node breaks a rule.
+        MissingNodeError: A node is missing.
+    """
+    node = _load(block_of, root, limits)
+    layer = root_layer(node, limits)
+    if layer is None:
+        return
+    steps = _steps(node, layer, b"", None)
+    while steps:
+        key, value, tree, layer, upper = steps.pop()
+        if value is not None:
+            yield key, value
+        if tree is not None:
+            node = _load(block_of, tree, limits)
+            check_layer(node, layer)
+            if node.keys and not (key < node.keys[0] and (upper is None or node.keys[-1] < upper)):
+                raise_malformed("a subtree reaches beyond the keys beside it")
+            steps += _steps(node, layer, key, upper)
+
+
+def find(block_of: BlockOf, root: bytes, key: bytes, limits: Limits) -> bytes | None:
+    """Return the CID of the record at a key; None if the tree has no such key. It reads only the nodes on the way.
+
+    Raises:
+        UpstreamError: With NODE_MALFORMED, if a node breaks a rule.
+        MissingNodeError: A node is missing, so that nothing is proven.
+    """
+    tree: bytes | None = root
+    while tree is not None:
+        node = _load(block_of, tree, limits)
+        index = bisect_left(node.keys, key)
+        if index < len(node.keys) and node.keys[index] == key:
+            return node.values[index]
+        tree = node.subtree_before(index)
+    return None
+
+
+def leaves(block_of: BlockOf, root: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the same as `walk` for a tree that `walk` has proven. It checks nothing and is four times as fast.
+
+    Raises:
+        MissingNodeError: A node is missing that was present before.
+    """
+    steps: list[tuple[bytes, bytes | None, bytes | None]] = [(b"", None, root)]
+    while steps:
+        key, value, tree = steps.pop()
+        if value is not None:
+            yield key, value
+        if tree is not None:
+            node = cbor.decode(_block(block_of, tree))
+            next_steps = [(b"", None, node["l"])]
+            key = b""
+            for entry in node["e"]:
+                key = key[: entry["p"]] + entry["k"]
+                next_steps.append((key, entry["v"], entry["t"]))
+            next_steps.reverse()
+            steps += next_steps
+
+
+def _load(block_of: BlockOf, cid: bytes, limits: Limits) -> Node:
+    return decode_node(_block(block_of, cid), limits)
+
+
+def _block(block_of: BlockOf, cid: bytes) -> bytes:
+    block = block_of(cid)
+    if block is None:
+        raise MissingNodeError(cid)
+    return block
+
+
+def _steps(node: Node, layer: int, lower: bytes, upper: bytes | None) -> list[_Step]:
+    """Return the steps of a node in reverse order, since steps are taken from the end of a list.
+
+    `lower` and `upper` are the keys beside the node in the nodes above it.
+    """
+    uppers = [*node.keys, upper]
+    start: _Step = (lower, None, node.left, layer - 1, uppers[0])
+    steps = [start, *zip(node.keys, node.values, node.trees, repeat(layer - 1), uppers[1:], strict=False)]
+    steps.reverse()
+    return steps

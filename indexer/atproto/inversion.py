@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 
 from indexer.atproto.cid import cid_of, cid_text
 from indexer.atproto.limits import Limits
-from indexer.atproto.mst.node import (
+from indexer.atproto.mst import (
     EMPTY_TREE,
     Node,
     check_layer,
