@@ -10,6 +10,7 @@ from indexer.atproto import cbor
 from indexer.atproto.cid import RAW, cid_of, cid_text
 from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.syntax import tid_of
+from indexer.demo import dag_cbor
 from indexer.demo.local_repo import LocalChange, LocalCommit, car, car_header, car_section
 
 T = TypeVar("T")
@@ -128,7 +129,8 @@ class SigningAccount:
     def _sign(self) -> LocalCommit:
         rev, data = self._tid(), self.tree.root.cid
         unsigned = {"did": self.did, "rev": rev, "data": data, "prev": None, "version": 3}
-        block = cbor.encode(unsigned | {"sig": self.key.sign(cbor.encode(unsigned))})
+        # `cbor.encode` would write a link instead of a signature whose bytes happen to be a CID of some form.
+        block = dag_cbor.encode(unsigned | {"sig": self.key.sign(dag_cbor.encode(unsigned))})
         return LocalCommit(rev, data, cid_of(block), block)
 
     def _record(self, collection: str) -> dict[str, Any]:
