@@ -160,11 +160,15 @@ class Subscriber:
             await displaced.wait()
             return DISPLACED
 
-        work = (self._send_events(), self._receive_messages(), wait_until_displaced())
-        tasks = [asyncio.create_task(coroutine) for coroutine in work]
+        work = self._send_events(), self._receive_messages(), wait_until_displaced()
+        tasks: list[asyncio.Task[Ending | None]] = [asyncio.create_task(coroutine) for coroutine in work]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             ending = next(task for task in tasks if task.done()).result()
+        except TimeoutError:
+            ending = NOT_READING
+        except ConnectionError:
+            ending = None
         finally:
             for task in tasks:
                 task.cancel()
@@ -176,12 +180,7 @@ class Subscriber:
     async def _receive_messages(self) -> Ending | None:
         async for message in self.websocket:
             if message.type is WSMsgType.PING:
-                try:
-                    await self.writer.answer_ping(message.data)
-                except TimeoutError:
-                    return NOT_READING
-                except ConnectionError:
-                    return None
+                await self.writer.answer_ping(message.data)
             if message.type is WSMsgType.TEXT:  # Jetstream ignores binary messages, too
                 try:
                     events = parse_message(message.data, self._events)
@@ -194,21 +193,13 @@ class Subscriber:
             await asyncio.sleep(MESSAGE_SECONDS)
         return None
 
-    async def _send_events(self) -> Ending | None:
-        silent_until = monotonic() + HELLO_SECONDS
-        try:
-            while not await wait_for_event(self._ready, min(PING_SECONDS, HELLO_SECONDS)):
-                if monotonic() >= silent_until:
-                    return NO_HELLO
-                await self.writer.write(_PING_FRAME)
-            return await self._send_from_start()
-        except TimeoutError:
-            return NOT_READING
-        except ConnectionError:
-            return None
-
-    async def _send_from_start(self) -> Ending:
+    async def _send_events(self) -> Ending:
         """Send events until the daemon has to end the connection; raise the errors of `FrameWriter.write`."""
+        silent_until = monotonic() + HELLO_SECONDS
+        while not await wait_for_event(self._ready, min(PING_SECONDS, HELLO_SECONDS)):
+            if monotonic() >= silent_until:
+                return NO_HELLO
+            await self.writer.write(_PING_FRAME)
         window, position = self.window, await self._start()
         is_live = self.options.cursor is None
         while True:
