@@ -26,10 +26,9 @@ class LinkReader:
         stage: Its progress. It moves with each turn.
     """
 
-    def __init__(self, db: Database, *, wanted: bool, retry: float = RETRY_SECONDS) -> None:
+    def __init__(self, db: Database, *, wanted: bool) -> None:
         self._db = db
         self._wanted = wanted
-        self._retry = retry
         self._removed = False
         self.stage = StageProgress("links")
 
@@ -38,7 +37,7 @@ class LinkReader:
         while True:
             with DatabaseAttempt(self.stage):
                 await self._follow_setting()
-            await asyncio.sleep(self._retry)
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _follow_setting(self) -> None:
         if self._removed:

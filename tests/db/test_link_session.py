@@ -109,7 +109,7 @@ async def test_a_reader_that_lost_its_position_begins_again(db: Database, sql: a
     async def is_complete() -> bool:
         return await count(sql) == 1
 
-    async with running(LinkReader(db, wanted=True, retry=0.05).run()):
+    async with running(LinkReader(db, wanted=True).run()):
         await until(is_complete)
     await settle(db)
     await assert_links_exact(sql)

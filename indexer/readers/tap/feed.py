@@ -13,6 +13,7 @@ rest. A repo has a share of the window, and is read again from the log beyond it
 
 import asyncio
 from contextlib import suppress
+from dataclasses import dataclass
 from time import time
 
 import structlog
@@ -46,41 +47,33 @@ STOP_SECONDS = 2.0
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class TapFeed:
     """The stage that owns the feed, fills the window, and stores what was acknowledged.
 
     Attributes:
-        stage: Its progress. A read of the log and a write of acknowledgements are work.
-        set_aside: The number of events that clients refused for so long that they were set aside.
+        one_per_repo: A repo never has two changes in flight, as webhooks need it.
         max_unacknowledged: The maximum number of changes in the window.
+        set_aside: The number of events that clients refused for so long that they were set aside.
         clients: The number of clients: connections, or the webhook.
+        stage: Its progress. A read of the log and a write of acknowledgements are work.
     """
 
-    def __init__(
-        self,
-        db: Database,
-        conditions: Conditions,
-        metrics: Metrics,
-        refusal_limits: RefusalLimits,
-        *,
-        one_per_repo: bool = False,
-    ) -> None:
-        """With `one_per_repo`, a repo never has two changes in flight, as webhooks need it."""
+    _db: Database
+    _conditions: Conditions
+    _metrics: Metrics
+    _refusal_limits: RefusalLimits
+    one_per_repo: bool = False
+    max_unacknowledged: int = MAX_UNACKNOWLEDGED
+    set_aside: int = 0
+    clients: int = 0
+
+    def __post_init__(self) -> None:
         self.stage = StageProgress("tap feed")
-        self._db = db
-        self._conditions = conditions
-        self._metrics = metrics
-        self._one_per_repo = one_per_repo
         self._deliveries: Deliveries | None = None
-        self._begun = asyncio.Event()
-        self._stopping = asyncio.Event()
         self._saved: DeliveryProgress | None = None
         self._waiting = 0
-        self._wanted = asyncio.Event()
-        self.set_aside = 0
-        self._refusal_limits = refusal_limits
-        self.max_unacknowledged = MAX_UNACKNOWLEDGED
-        self.clients = 0
+        self._wanted, self._begun, self._stopping = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def deliveries(self) -> Deliveries:
         """Wait until this process owns the feed; return its deliveries. The consumer is registered if it is not yet."""
@@ -141,9 +134,7 @@ class TapFeed:
             return
         snapshot = progress.snapshot and progress.snapshot.did
         log.info("feed.began", consumer=FEED_CONSUMER, seq=progress.position, snapshot=snapshot)
-        deliveries = Deliveries(
-            self._db, self._metrics, progress, self._refusal_limits, one_per_repo=self._one_per_repo
-        )
+        deliveries = Deliveries(self._db, self._metrics, progress, self._refusal_limits, one_per_repo=self.one_per_repo)
         self._report_set_aside(await session.count_refused())
         self._deliveries, self._saved = deliveries, None
         self._begun.set()

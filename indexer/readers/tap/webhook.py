@@ -2,6 +2,7 @@
 
 import asyncio
 from base64 import b64encode
+from dataclasses import dataclass
 from http import HTTPStatus
 
 from aiohttp import hdrs
@@ -26,34 +27,30 @@ FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 DATABASE_RETRY_SECONDS = 1.0
 
 
+@dataclass(eq=False, repr=False)  # its text would have the password
 class Webhook:
     """The stage that sends the events of the feed. An event that fails delays only later events of its repo.
 
     Attributes:
-        stage: Its progress. A request is work.
         first_retry: Seconds after which an event is sent again for the first time.
         max_retry: The longest pause until an event is sent again, in seconds.
+        stage: Its progress. A request is work.
     """
 
-    def __init__(
-        self,
-        feed: TapFeed,
-        client: OutboundClient,
-        url: str,
-        password: str | None,
-        conditions: Conditions,
-        metrics: Metrics,
-    ) -> None:
+    _feed: TapFeed
+    _client: OutboundClient
+    _url: str
+    _password: str | None
+    _conditions: Conditions
+    _metrics: Metrics
+    first_retry: float = FIRST_RETRY_SECONDS
+    max_retry: float = MAX_RETRY_SECONDS
+
+    def __post_init__(self) -> None:
         self.stage = StageProgress("webhook")
-        self.first_retry, self.max_retry = FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS
-        self._feed = feed
-        self._client = client
-        self._url = url
-        self._conditions = conditions
-        self._metrics = metrics
         self._headers: dict[str, str] = {hdrs.CONTENT_TYPE: "application/json"}
-        if password is not None:
-            self._headers[hdrs.AUTHORIZATION] = "Basic " + b64encode(f"{USER}:{password}".encode()).decode()
+        if self._password is not None:
+            self._headers[hdrs.AUTHORIZATION] = "Basic " + b64encode(f"{USER}:{self._password}".encode()).decode()
 
     async def run(self) -> None:
         """Send events forever. Only an exception that is a bug ends it."""
