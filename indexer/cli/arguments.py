@@ -2,8 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Literal
 from urllib.parse import urlsplit
 
 import click
@@ -19,32 +18,6 @@ STDIN = "-"
 _MAX_SHOWN = 80
 _MAX_FIRST_PORT = 65_000
 """The following ports are used, too."""
-
-
-class OutputFile(click.Path):
-    """The file that a command writes. It gets its name when it is complete, so it must not replace a device or pipe."""
-
-    def __init__(self) -> None:
-        super().__init__(dir_okay=False, path_type=Path)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the path, or fail if there is something that is not a regular file."""
-        path: Any = super().convert(value, param, ctx)
-        if path.exists() and not path.is_file():
-            self.fail(f"{str(path)!r} is not a regular file", param, ctx)
-        return path
-
-
-class WholeNumber(click.IntRange):
-    """A whole number within a range. click calls its own type "integer range", which an error message would repeat."""
-
-    name = "integer"
-
-
-class Number(click.FloatRange):
-    """A number within a range. click calls its own type "float range", which an error message would repeat."""
-
-    name = "number"
 
 
 def wrong(text: str, why: str) -> click.BadParameter:
@@ -142,8 +115,7 @@ def parse_position(text: str) -> Literal["live", "oldest"] | int:
     return int(text)
 
 
-OUTPUT_FILE = OutputFile()
-DEAD_LETTER_ID = WholeNumber(1, 2**63 - 1)
+DEAD_LETTER_ID = click.IntRange(1, 2**63 - 1)
 
 
 def given_dids(dids: tuple[str, ...], file: IO[str] | None, parse: Callable[[str], str]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from indexer.app.clients import make_did_resolver, make_pds_client, open_outboun
 from indexer.app.settings import Settings
 from indexer.atproto.cid import cid_text
 from indexer.atproto.crypto import PublicKey, parse_did_key
-from indexer.cli.arguments import WholeNumber, parse_did
+from indexer.cli.arguments import parse_did
 from indexer.cli.audit_comparison import RepoAudit, RepoComparison
 from indexer.cli.command import ExitCode, command, json_lines_option, report_error
 from indexer.cli.database import connect_database
@@ -250,7 +250,7 @@ class AuditSummary:
 @click.argument("dids", nargs=-1, metavar="[DID…]", type=parse_did)
 @click.option(
     "--sample",
-    type=WholeNumber(1, 1_000_000),
+    type=click.IntRange(1, 1_000_000),
     metavar="N",
     help=f"Audit N random synchronized repos. Default without DIDs: {DEFAULT_SAMPLE}.",
 )

@@ -43,7 +43,7 @@ _MEANINGS = {
     ExitCode.FAILED: "The database or a host is unavailable, a check failed, or something remains to be done.",
     ExitCode.BAD_ARGUMENT: "An argument or a setting is wrong, or the operator has to correct the database first.",
     ExitCode.NOT_READY: "`status`: the indexer is not ready.",
-    ExitCode.UNKNOWN: "The DID, handle, record, collection, relay, lexicon or ID is not in the database.",
+    ExitCode.UNKNOWN: "The DID, handle, record, relay, lexicon or ID is not in the database.",
     ExitCode.DIFFERENT: "`audit`: database and network differ.",
     ExitCode.INTERRUPTED: "The command was interrupted (Ctrl-C), or a question was not answered with yes.",
 }

@@ -23,7 +23,7 @@ from rich.table import Table
 from indexer.app.daemon import Daemon, open_daemon
 from indexer.app.process_setup import StopRequest, stop_on_signals
 from indexer.app.settings import DEMO_SETTINGS, Settings, load_from_environment
-from indexer.cli.arguments import Number, parse_listen_address
+from indexer.cli.arguments import parse_listen_address
 from indexer.cli.command import ExitCode, command
 from indexer.db import Database
 from indexer.db.migrate import migrate
@@ -54,7 +54,7 @@ MAX_LISTED_DIFFERENCES = 10
     "--seconds",
     default=30.0,
     show_default=True,
-    type=Number(5, 3_600),
+    type=click.FloatRange(5, 3_600),
     help="Duration of the activity in the network, in seconds.",
 )
 @click.option("--keep", is_flag=True, help="Continue to run after the comparison, until Ctrl-C.")

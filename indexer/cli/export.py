@@ -1,21 +1,18 @@
 """The command `export`: write a collection as JSON lines or Parquet."""
 
 import io
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager, nullcontext
+from contextlib import aclosing, contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 from typing import IO, Any, Literal
 
 import click
 import orjson
 
-from indexer.app.clients import stored_policy
 from indexer.app.settings import Settings
-from indexer.cli.arguments import OUTPUT_FILE, parse_nsid
-from indexer.cli.command import ExitCode, command, report_error
+from indexer.cli.arguments import parse_nsid
+from indexer.cli.command import ExitCode, command
 from indexer.cli.database import connect_database
 from indexer.cli.output import show_progress
 from indexer.db import Database
@@ -39,18 +36,16 @@ def require_library(form: Format) -> None:
         )
 
 
-async def export(db: Database, collection: str, form: Format, output: Path | None) -> int:
-    """Write the visible records of a collection to a file, or to stdout; return their number.
-
-    The file appears when it is complete. The records are in no particular order.
+async def export(db: Database, collection: str, form: Format) -> int:
+    """Write the visible records of a collection to stdout, in no particular order; return their number.
 
     Raises:
         UnavailableError: The database does not answer.
-        OSError: The file cannot be written.
+        OSError: stdout cannot be written.
     """
+    file = sys.stdout.buffer
     count = 0
     with (
-        _new_file(output) if output else nullcontext(sys.stdout.buffer) as file,
         json_lines(file) if form == "jsonl" else parquet(file) as write,
         show_progress("records", None) as progress,
     ):
@@ -59,22 +54,8 @@ async def export(db: Database, collection: str, form: Format, output: Path | Non
                 write(page)
                 count += len(page)
                 progress.update(count)
-    sys.stdout.buffer.flush()
+    file.flush()
     return count
-
-
-@contextmanager
-def _new_file(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a file that gets its name at the end of the block. If the block fails, nothing is left of it."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -156,32 +137,17 @@ def parquet(file: IO[bytes], group_bytes: int = ROW_GROUP_BYTES) -> Iterator[Wri
     show_default=True,
     help="Format of the file.",
 )
-@click.option("--output", "-o", type=OUTPUT_FILE, help="Write to this file. Default: stdout.")
-async def export_command(settings: Settings, *, collection: str, form: Format, output: Path | None) -> int:
-    """Write all visible records of a collection to a file.
+async def export_command(settings: Settings, *, collection: str, form: Format) -> int:
+    """Write all visible records of a collection to stdout.
 
-    The file has the records of one point in time, as JSON lines or Parquet. Parquet needs the library pyarrow,
-    which the extra `parquet` of the package installs. The file appears only when it is complete. The memory use does
-    not depend on the number of records. The exit code is 4 if no record of the collection is stored, and neither the
-    scope nor a stored lexicon names it.
+    The output has the records of one point in time, as JSON lines or Parquet. Parquet needs the library pyarrow, which
+    the extra `parquet` of the package installs. The memory use does not depend on the number of records. If the command
+    fails, the output is incomplete: check the exit code. Incomplete Parquet cannot be read.
     """
-    if form == "parquet" and output is None and sys.stdout.isatty():
-        raise click.UsageError("Parquet cannot be written to a terminal. Give --output.")
+    if form == "parquet" and sys.stdout.isatty():
+        raise click.UsageError("Parquet cannot be written to a terminal. Redirect the output to a file.")
     require_library(form)
     async with connect_database(settings) as db:
-        if not await _is_known(settings, db, collection):
-            text = "no record of it is stored, and neither the scope nor a lexicon names it"
-            return report_error(f"{collection} is unknown: {text}", ExitCode.UNKNOWN)
-        count = await export(db, collection, form, output)
+        count = await export(db, collection, form)
     click.echo(f"records: {count:,}", err=True)
     return ExitCode.OK
-
-
-async def _is_known(settings: Settings, db: Database, collection: str) -> bool:
-    """Return False if the name is probably misspelled: the file would be empty."""
-    scope = (await stored_policy(settings, db)).scope
-    return (
-        collection in scope.collections.patterns
-        or await db.reports.has_records(collection)
-        or collection in await db.lexicons.load()
-    )

@@ -37,7 +37,7 @@ COMMANDS = {
     "scope": ("scope_commands", "Show or change which repos are tracked and which collections are stored."),
     "cursor": ("cursor_commands", "Show or reset the stored positions in the streams of relays."),
     "audit": ("audit", "Fetch repos again and compare every record with the database."),
-    "export": ("export", "Write all visible records of a collection to a file."),
+    "export": ("export", "Write all visible records of a collection to stdout."),
     "lexicon": ("lexicon", "Add lexicons, and query records through views with typed columns."),
     "inspect": ("inspect", "Verify a CAR export of a repo offline and list its records."),
     "distribute": ("schema_commands", "Distribute the tables over the nodes of a Citus cluster."),

@@ -1,14 +1,14 @@
 """Output for people and scripts: JSON, tables that cannot control the terminal, and progress on stderr.
 
-Progress is a bar on a terminal, otherwise a line after two seconds and then every ten.
+Progress is a bar on a terminal, otherwise a line every ten seconds.
 """
 
 import json
 import sys
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from time import monotonic
 from typing import Any
 
 import click
@@ -17,7 +17,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     Task,
     TextColumn,
     TimeElapsedColumn,
@@ -30,10 +29,8 @@ from indexer.telemetry.log import printable
 
 WIDE = 400
 """Columns of a console without a terminal: wide enough that no value is wrapped."""
-FIRST_LINE_SECONDS, LINE_SECONDS = 2.0, 10.0
-"""Time until the first line without a terminal, and the interval of the following ones. A short command writes none."""
-SLOW_RATE = 10.0
-"""Rates below this are shown with a decimal."""
+LINE_SECONDS = 10.0
+"""Interval between lines of progress without a terminal. A short command writes none."""
 
 
 def result_console() -> Console:
@@ -61,7 +58,7 @@ def fact_table(facts: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Table:
     """Return a table with one name and value per line. None is shown as `-`, times to the second."""
     table = Table.grid("name", "value", padding=(0, 2))
     for name, value in dict(facts).items():
-        table.add_row(literal_text(name), literal_text(_shown(value)))
+        table.add_row(literal_text(name), literal_text(shown(value)))
     return table
 
 
@@ -89,7 +86,8 @@ def duration_text(seconds: float) -> str:
     return " ".join(parts[:2])
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value as text: `-` for None, numbers with separators, times to the second."""
     match value:
         case None:
             return "-"
@@ -103,33 +101,25 @@ def _shown(value: Any) -> str:
             return str(value)
 
 
-class RateColumn(ProgressColumn):
-    """The rate of a task, per second."""
-
-    def render(self, task: Task) -> Text:
-        """Return the rate of the last half minute; nothing while it is unknown."""
-        return Text("" if task.speed is None else f"{rate_text(task.speed)}/s", "progress.data.speed")
-
-
 class CommandProgress:
-    """The progress of one command. Start it with `show_progress`.
-
-    Attributes:
-        bar: Shows nothing without a terminal, but still computes rate and time left.
-    """
+    """The progress of one command: a bar on a terminal, otherwise a line every `LINE_SECONDS`."""
 
     def __init__(self, name: str, total: float | None) -> None:
         columns = (
-            TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"), RateColumn(),
+            TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
             TimeElapsedColumn(), TimeRemainingColumn(),
         )  # fmt: skip
         console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self.bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
         self._task = self.bar.add_task(name, total=total, note="")
+        self._line_at = monotonic() + LINE_SECONDS
 
     def update(self, completed: float, *, total: float | None = None, note: str = "") -> None:
         """Set the number of completed items, the expected number if it has changed, and a text to show beside them."""
         self.bar.update(self._task, completed=completed, total=total, note=note)
+        if self.bar.disable and monotonic() >= self._line_at:
+            self._line_at = monotonic() + LINE_SECONDS
+            click.echo(progress_line(self.bar.tasks[0]), err=True)
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -141,40 +131,16 @@ class CommandProgress:
 
 @contextmanager
 def show_progress(name: str, total: float | None) -> Iterator[CommandProgress]:
-    """Show the progress of `total` items (None: unknown) during the block: a bar on a terminal, otherwise lines."""
+    """Show the progress of `total` items (None: unknown) during the block."""
     progress = CommandProgress(name, total)
-    ended = threading.Event()
-
-    def write_lines() -> None:
-        pause = FIRST_LINE_SECONDS
-        while not ended.wait(pause):
-            click.echo(progress_line(progress.bar.tasks[0]), err=True)
-            pause = LINE_SECONDS
-
-    # A thread, because a line shows also that nothing moves, for example while the event loop is blocked.
-    writer = threading.Thread(target=write_lines, name="progress", daemon=True)
-    try:
-        with progress.bar:
-            if progress.bar.disable:
-                writer.start()
-            yield progress
-    finally:
-        ended.set()
-        if progress.bar.disable:
-            writer.join()
+    with progress.bar:
+        yield progress
 
 
 def progress_line(task: Task) -> str:
-    """Return name, count, share, rate and time left of a task, as far as they are known."""
+    """Return name, count, share, and time left of a task, as far as they are known."""
     of_total = f" of {task.total:,.0f} ({task.percentage:.0f} %)" if task.total else ""
     parts = [f"{task.description}: {task.completed:,.0f}{of_total}"]
     parts += [str(task.fields["note"])] if task.fields["note"] else []
-    parts += [f"{rate_text(task.speed)} per second"] if task.speed is not None else []
-    parts += [f"{duration_text(task.elapsed)} elapsed"] if task.elapsed is not None else []
     parts += [f"{duration_text(task.time_remaining)} left"] if task.time_remaining is not None else []
     return ", ".join(parts)
-
-
-def rate_text(rate: float) -> str:
-    """Return a rate per second, with a decimal if it is low."""
-    return f"{rate:,.1f}" if rate < SLOW_RATE else f"{rate:,.0f}"

@@ -8,7 +8,7 @@ from typing import IO, Any
 import click
 
 from indexer.app.settings import Settings
-from indexer.cli.arguments import DEAD_LETTER_ID, WholeNumber, parse_did, parse_reason
+from indexer.cli.arguments import DEAD_LETTER_ID, parse_did, parse_reason
 from indexer.cli.command import ExitCode, command, config_option, json_lines_option, json_option, report_error
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result, fact_table, result_console, to_json, to_readable_json
@@ -99,7 +99,7 @@ def rejected_command(config: Path | None) -> None:
 )
 @click.option("--did", metavar="DID", type=parse_did, help="List only messages that name this DID.")
 @click.option(
-    "--limit", default=50, show_default=True, type=WholeNumber(1, 1_000_000), help="Maximum number of messages."
+    "--limit", default=50, show_default=True, type=click.IntRange(1, 1_000_000), help="Maximum number of messages."
 )
 @click.option("--feed", is_flag=True, help="List events that clients of the feed refused and that were set aside.")
 @json_lines_option

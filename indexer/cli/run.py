@@ -4,7 +4,6 @@ import click
 
 from indexer.app.processes import run, run_several
 from indexer.app.settings import Settings
-from indexer.cli.arguments import WholeNumber
 from indexer.cli.command import command, config_file
 
 
@@ -15,7 +14,7 @@ from indexer.cli.command import command, config_file
 @click.option(
     "--processes",
     default=1,
-    type=WholeNumber(1, 64),
+    type=click.IntRange(1, 64),
     help="Number of daemon processes; each owns a range of buckets.",
 )
 async def run_command(settings: Settings, *, no_migrate: bool, processes: int) -> int:

@@ -5,7 +5,6 @@ from dataclasses import asdict
 import click
 
 from indexer.app.settings import Settings
-from indexer.cli.arguments import WholeNumber
 from indexer.cli.command import ExitCode, command, json_option
 from indexer.cli.database import open_database
 from indexer.cli.output import echo_result, show_progress
@@ -42,7 +41,7 @@ def parse_shards(_context: click.Context, _parameter: click.Parameter, value: in
 @command("distribute")
 @click.option(
     "--shards",
-    type=WholeNumber(1, BUCKETS),
+    type=click.IntRange(1, BUCKETS),
     callback=parse_shards,
     help="Number of shards of each table, a power of two. At most as many nodes can share the rows. A larger number "
     "than before splits the shards. Default: at least two for each node.",

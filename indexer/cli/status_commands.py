@@ -16,7 +16,7 @@ from indexer.atproto.syntax import AtUri, is_did
 from indexer.cli.arguments import parse_account, parse_record_uri
 from indexer.cli.command import ExitCode, command, json_option, report_error
 from indexer.cli.database import connect_database
-from indexer.cli.output import duration_text, fact_table, result_console, row_table, to_json, to_readable_json
+from indexer.cli.output import duration_text, fact_table, result_console, row_table, shown, to_json, to_readable_json
 from indexer.db import Database
 from indexer.db.database_errors import without_password
 from indexer.errors import SchemaVersionError
@@ -137,77 +137,70 @@ def status_tables(document: StatusDocument) -> Group:
     return Group(*parts, *(row_table(rows, title=title) for title, rows in _rows(document).items() if rows))
 
 
+TABLES = {
+    "stream": ("cursors", {"relay": "relay", "shard": "shard", "cursor": "seq", "lag": "lag_seconds"}),
+    "daemons": (
+        "daemons",
+        {"shard": "shard", "state": "state", "from": "client", "session": "pid", "running for": "seconds"},
+    ),
+    "open gaps": (
+        "gaps",
+        {
+            "relay": "relay",
+            "shard": "shard",
+            "reason": "reason",
+            "first seq": "first_seq",
+            "last seq": "last_seq",
+            "open for": "open_seconds",
+        },
+    ),
+    "consumers of the change log": (
+        "consumers",
+        {
+            "consumer": "name",
+            "position": "seq",
+            "changes behind": "behind",
+            "lag": "lag_seconds",
+            "silent for": "silent_seconds",
+            "disconnected": "cut_off",
+        },
+    ),
+    "dead letters": (
+        "rejections",
+        {"reason": "reason", "last hour": "last_hour", "stored": "stored", "age of the newest": "newest_seconds_ago"},
+    ),
+    "paused hosts": (
+        "hosts",
+        {
+            "host": "host",
+            "paused for": "seconds_left",
+            "reason": "reason",
+            "failures in a row": "failures_in_a_row",
+            "last error": "last_error",
+        },
+    ),
+}
+"""The tables by title: the list of the document, and the field of each column. Fields named `…seconds…` are times."""
+
+
 def _rows(document: StatusDocument) -> dict[str, list[dict[str, str]]]:
     """Return the rows of each table by its title. A row has the cells by the names of the columns."""
-    return {
-        "stream": [
-            {"relay": one.relay, "shard": one.shard, "cursor": _number(one.seq), "lag": _duration(one.lag_seconds)}
-            for one in document.cursors
-        ],
-        "daemons": [
-            {
-                "shard": one.shard,
-                "state": one.state,
-                "from": one.client,
-                "session": str(one.pid),
-                "since": _ago(one.seconds),
-            }
-            for one in document.daemons
-        ],
-        "open gaps": [
-            {
-                "relay": one.relay,
-                "shard": one.shard,
-                "reason": one.reason,
-                "first seq": _number(one.first_seq),
-                "last seq": _number(one.last_seq),
-                "open for": _duration(one.open_seconds),
-            }
-            for one in document.gaps
-        ],
-        "repos": [] if document.repos is None else _repo_rows(document.repos),
-        "consumers of the change log": [
-            {
-                "consumer": one.name,
-                "position": _number(one.seq),
-                "changes behind": _number(one.behind),
-                "lag": "disconnected" if one.cut_off else _duration(one.lag_seconds),
-                "last seen": _ago(one.silent_seconds),
-            }
-            for one in document.consumers
-        ],
-        "dead letters": [
-            {
-                "reason": one.reason,
-                "last hour": _number(one.last_hour),
-                "stored": _number(one.stored),
-                "newest": _ago(one.newest_seconds_ago),
-            }
-            for one in document.rejections
-        ],
-        "paused hosts": [
-            {
-                "host": one.host,
-                "paused for": _duration(one.seconds_left),
-                "reason": one.reason,
-                "failures in a row": _number(one.failures_in_a_row),
-                "last error": one.last_error or "-",
-            }
-            for one in document.hosts
-        ],
+    rows = {"repos": [] if document.repos is None else _repo_rows(document.repos)}
+    return rows | {
+        title: [
+            {column: _cell(field, getattr(row, field)) for column, field in columns.items()}
+            for row in getattr(document, name)
+        ]
+        for title, (name, columns) in TABLES.items()
     }
 
 
-def _number(value: int | None) -> str:
-    return "-" if value is None else f"{value:,}"
+def _cell(field: str, value: Any) -> str:
+    return _duration(value) if "seconds" in field else str(value) if field == "pid" else shown(value)
 
 
 def _duration(seconds: float | None) -> str:
     return "-" if seconds is None else duration_text(seconds)
-
-
-def _ago(seconds: float) -> str:
-    return f"{duration_text(seconds)} ago"
 
 
 def _repo_rows(repos: RepoStatus) -> list[dict[str, str]]:

@@ -179,8 +179,6 @@ _RECORD = """
     select uri, cid, rev, value, value_problem, indexed_at from atproto.records
     where did = $1 and bucket = $2 and collection = $3 and rkey = $4
 """
-_HAS_RECORDS = "select collection from indexer.record where collection = $1 limit 1"
-
 _RECORDS = "select collection || '/' || rkey, cid from atproto.records where did = $1 and bucket = $2"
 
 
@@ -236,10 +234,6 @@ class Reports(Area):
                 return None
             cids = {name: None if row[name] is None else cid_text(row[name]) for name in ("data", "commit")}
             return {**row, **cids}
-
-    async def has_records(self, collection: str) -> bool:
-        """Return True if a record of the collection is stored, visible or not."""
-        return await self._fetchval(_HAS_RECORDS, collection) is not None
 
     async def record(self, did: str, collection: str, rkey: str) -> dict[str, Any] | None:
         """Return the row of `atproto.records` with its value decoded; None if there is none."""
