@@ -29,18 +29,12 @@ LOCK_TIMEOUT = "200ms"
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """The limits of the change log. Changes beyond `max_age` or `max_bytes` are trimmed.
+    """The limits of the change log. Changes beyond `max_age` (seconds) or `max_bytes` (with indexes) are trimmed.
 
     A change that a registered consumer has not received is retained beyond these limits. The consumer is disconnected
-    when its lag exceeds `max_consumer_lag`, or when the log reaches twice `max_bytes`.
-
-    A trim leaves a reserve of `segment_bytes` below both limits, for what is written until the next trim. The next one
-    follows when half of the reserve is used.
-
-    Attributes:
-        max_age: Seconds; 0 means no limit.
-        max_bytes: Bytes of tables and indexes.
-        max_consumer_lag: Seconds; 0 means no limit.
+    when its lag exceeds `max_consumer_lag` (seconds), or when the log reaches twice `max_bytes`. For times, 0 means no
+    limit. A trim leaves a reserve of `segment_bytes` for what is written until the next one, which follows when half of
+    the reserve is used.
     """
 
     max_age: float
@@ -74,13 +68,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ConsumerState:
-    """The state of a registered consumer.
+    """The state of a registered consumer: a row of `atproto.readers`, with times in Unix seconds.
 
     Attributes:
-        seq: The number of the last change that it has received.
-        behind: The latest number minus `seq`.
-        behind_since: Unix seconds when its first unreceived change was committed; None if there is none.
-        seen_at: Unix seconds of its last request.
+        behind_since: When its first unreceived change was committed; None if there is none.
+        seen_at: The time of its last request.
         cut_off: True if it was disconnected.
     """
 
@@ -113,12 +105,9 @@ class ChangeLogState:
 
 @dataclass(frozen=True, slots=True)
 class TrimPlan:
-    """The steps of one trim.
+    """The steps of one trim: consumers to disconnect, segments to truncate, and the next current segment.
 
     Attributes:
-        disconnect: Names of the consumers to disconnect.
-        truncate: Numbers of the segments to truncate.
-        next_segment: The segment that becomes the current one; None if the current one stays.
         locked: Numbers of the segments that were not truncated because an open transaction has used them.
     """
 

@@ -31,7 +31,6 @@ class CrawlProgress:
         source: The base URL of the host.
         collection: List only accounts with records in this collection; "" lists all accounts.
         cursor: The cursor of the next page; None for the first page.
-        listed: The number of accounts listed so far.
         found: The number of listed accounts that needed an action: added, desynchronized, or shown again. For
             `untrack`, the number of repos that must be looked at again. For `recheck`, the number of repeated
             comparisons.

@@ -26,13 +26,7 @@ class DeadLetterGoneError(LookupError):
 
 @dataclass(frozen=True, slots=True)
 class StoredDeadLetter:
-    """A stored dead letter, without its frame.
-
-    Attributes:
-        time: When the message was first rejected.
-        frame_bytes: The length of the stored frame, which may be only the beginning of the received frame.
-        epoch: The epoch of the relay's sequence that `seq` belongs to.
-    """
+    """A dead letter without its frame, of which `frame_bytes` are stored. `time` is that of the first rejection."""
 
     id: int
     time: datetime

@@ -36,11 +36,9 @@ async def load_layout(connection: Connection | asyncpg.Pool, complete_in: str | 
 
 @dataclass(frozen=True, slots=True)
 class TablePart:
-    """A part of a table. One statement that names all its buckets can sample its pages.
+    """The buckets and the pages of a part of a table. One statement that names all its buckets can sample its pages.
 
     Attributes:
-        buckets: The buckets whose rows are in the part.
-        pages: The size in pages.
         estimated_rows: The rows per page at the last vacuum or ANALYZE, times the present pages. Before the first one,
             the rows that sessions have reported to the statistics.
     """

@@ -52,12 +52,10 @@ class UnknownColumnError(Exception):
 
 
 class LexiconIndex(NamedTuple):
-    """An index on columns of a view.
+    """An index on columns of a view, which are separated by commas.
 
     Attributes:
-        name: The name of the index in Postgres.
         nsid: The NSID of the record type; empty if the index was left without its comment.
-        columns: The columns, separated by commas.
         valid: False if building it was interrupted, so that no query uses it.
     """
 

@@ -1,8 +1,7 @@
 """The queue of resyncs in the table `repo`: claim repos that are due, renew and expire leases, unpark repos."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from functools import partial
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from itertools import groupby
 from random import choice
 from time import time
@@ -269,8 +268,7 @@ class Resyncs(Area):
                 crash_point("queue.written")
             return written
 
-    @asynccontextmanager
-    async def transaction(self, claimed: Repo, scope_version: int = 0) -> AsyncIterator[ResyncTransaction]:
+    def transaction(self, claimed: Repo, scope_version: int = 0) -> AbstractAsyncContextManager[ResyncTransaction]:
         """Begin the transaction of a resync, which is planned with this version of the scope.
 
         The end of the block commits it if it was finished, else rolls it back. So does an exception in the block, which
@@ -279,18 +277,11 @@ class Resyncs(Area):
         Raises:
             RefusedWriteError: The database cannot store the values of the resync.
         """
-        begin = partial(ResyncTransaction, claimed=claimed, scope_version=scope_version)
-        async with self._committed_if_finished(begin) as transaction:
-            yield transaction
+        return self._committed_if_finished(lambda connection: ResyncTransaction(connection, claimed, scope_version))
 
-    @asynccontextmanager
-    async def new_repos_transaction(self, scope_version: int) -> AsyncIterator[NewReposTransaction]:
-        """Begin the transaction of several resyncs, which are planned with this version of the scope.
-
-        It ends as that of `transaction`, and raises the same.
-        """
-        async with self._committed_if_finished(partial(NewReposTransaction, scope_version=scope_version)) as new_repos:
-            yield new_repos
+    def new_repos_transaction(self, scope_version: int) -> AbstractAsyncContextManager[NewReposTransaction]:
+        """Begin the transaction of several resyncs. It ends as that of `transaction`, and raises the same."""
+        return self._committed_if_finished(lambda connection: NewReposTransaction(connection, scope_version))
 
     @asynccontextmanager
     async def _committed_if_finished(self, begin: Callable[[Connection], T]) -> AsyncIterator[T]:
