@@ -36,7 +36,6 @@ from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from indexer.embedded import server_parent
 from indexer.embedded.server_parent import STOP_SECONDS, end_with_parent, open_log
@@ -255,9 +254,7 @@ class Cluster:
 
         It inherits the directory, and gets SIGINT when its parent ends.
         """
-        options: dict[str, Any] = {}
-        if self._account is not None:
-            options = {"user": self._account[0], "group": self._account[1], "extra_groups": []}
+        user, group = self._account or (None, None)
         child = await asyncio.create_subprocess_exec(
             program,
             *arguments,
@@ -268,7 +265,9 @@ class Cluster:
             env=self._environment(),
             pass_fds=[self._directory_fd],
             preexec_fn=partial(end_with_parent, signal.SIGINT),
-            **options,
+            user=user,
+            group=group,
+            extra_groups=None if self._account is None else [],
         )
         try:
             output, errors = await child.communicate(text.encode())

@@ -47,9 +47,9 @@ class TapRoutes:
             ("GET", "/resolve/{did}"): self._resolve,
             ("GET", "/stats/{name}"): self._statistic,
             ("GET", "/collection-filters"): self._collections,
-            ("PUT", "/collection-filters"): self._set_collections,
-            ("GET", "/signal-collections"): self._signal_collections,
-            ("PUT", "/signal-collections"): self._set_signal_collections,
+            ("PUT", "/collection-filters"): self._collections,
+            ("GET", "/signal-collections"): self._collections,
+            ("PUT", "/signal-collections"): self._collections,
             ("POST", "/repos/add"): self._add,
             ("POST", "/repos/remove"): self._remove,
         }
@@ -63,21 +63,17 @@ class TapRoutes:
         await self._db.scope.untrack(await _texts(request, "dids"))
         return web.Response()
 
-    async def _collections(self, _: web.Request) -> web.Response:
-        scope = await self._db.scope.load()
-        return answer({"collections": list(scope.collections.patterns) if scope else []})
-
-    async def _set_collections(self, request: web.Request) -> web.Response:
-        scope = await self._db.scope.change(collections=await _texts(request, "collections") or ["*"])
-        return answer({"collections": list(scope.collections.patterns)})
-
-    async def _signal_collections(self, _: web.Request) -> web.Response:
-        scope = await self._db.scope.load()
-        return answer({"collections": list(scope.signal_patterns) if scope else []})
-
-    async def _set_signal_collections(self, request: web.Request) -> web.Response:
-        scope = await self._db.scope.change(signal_collections=await _texts(request, "collections"))
-        return answer({"collections": list(scope.signal_patterns)})
+    async def _collections(self, request: web.Request) -> web.Response:
+        """Answer the collections of the scope, or its signal collections. A PUT changes them first."""
+        of_signal = request.path == "/signal-collections"
+        if request.method == "GET":
+            scope = await self._db.scope.load()
+        elif of_signal:
+            scope = await self._db.scope.change(signal_collections=await _texts(request, "collections"))
+        else:
+            scope = await self._db.scope.change(collections=await _texts(request, "collections") or ["*"])
+        patterns = (scope.signal_patterns if of_signal else scope.collections.patterns) if scope else ()
+        return answer({"collections": list(patterns)})
 
     async def _info(self, request: web.Request) -> web.Response:
         did = request.match_info["did"]
