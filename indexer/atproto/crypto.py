@@ -185,7 +185,7 @@ def _decode_base58btc(text: str) -> bytes:
     try:
         return decode_base58(text[1:])
     except ValueError as error:
-        raise UpstreamError(Rejection.NO_SIGNING_KEY, f"not base58btc: {error!s:.60}") from None
+        raise UpstreamError(Rejection.NO_SIGNING_KEY, f"not base58btc: {error}") from None
 
 
 def decode_base58(text: str) -> bytes:
@@ -194,15 +194,13 @@ def decode_base58(text: str) -> bytes:
     Raises:
         ValueError: A character is not in the alphabet.
     """
+    if not set(text) <= _BASE58_VALUES.keys():
+        raise ValueError("a character is not in the alphabet")
     number = 0
-    try:
-        for character in text:
-            number = number * len(_BASE58) + _BASE58_VALUES[character]
-    except KeyError as error:
-        raise ValueError(f"the character {error}") from None
-    digits = text.lstrip(_BASE58[0])
-    size = (number.bit_length() + 7) // 8
-    return bytes(len(text) - len(digits)) + number.to_bytes(size)
+    for character in text:
+        number = number * len(_BASE58) + _BASE58_VALUES[character]
+    zeros = len(text) - len(text.lstrip(_BASE58[0]))
+    return bytes(zeros) + number.to_bytes((number.bit_length() + 7) // 8)
 
 
 def encode_base58(data: bytes) -> str:

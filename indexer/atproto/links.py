@@ -6,7 +6,6 @@ writes paths in the same way.
 """
 
 import re
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import orjson
@@ -57,7 +56,7 @@ def links_of(json: str | None) -> tuple[RecordLink, ...]:
     return tuple([RecordLink(*key, found[key]) for key in sorted(found)[:limit]])
 
 
-def _collect(path: str, value: Any, found: dict[tuple[str, str], LinkKind]) -> None:
+def _collect(path: str, value: Any, found: dict[tuple[str, str], LinkKind], *, strong: bool = False) -> None:
     """Add the links below a value. It has at most `cbor.MAX_LEVELS` levels.
 
     Nothing is below a path that is too long, and to build the paths of all elements of a list would take long.
@@ -66,43 +65,29 @@ def _collect(path: str, value: Any, found: dict[tuple[str, str], LinkKind]) -> N
         return
     if isinstance(value, dict):
         for key, child in value.items():
-            if isinstance(child, str):
-                if child.startswith(("at://", "did:")):
-                    strong = key == "uri" and isinstance(value.get("cid"), str)
-                    _add(f"{path}.{key}", child, found, strong=strong)
-            elif isinstance(child, dict | list):
-                _collect(f"{path}.{key}", child, found)
+            if isinstance(child, dict | list) or _may_be_link(child):
+                _collect(f"{path}.{key}", child, found, strong=key == "uri" and isinstance(value.get("cid"), str))
     elif isinstance(value, list):
-        _collect_elements(path, value, found)
-    elif isinstance(value, str):
-        _add(path, value, found)
+        for child in value:
+            if isinstance(child, dict | list) or _may_be_link(child):
+                type_ = child.get("$type") if isinstance(child, dict) else None
+                _collect(f"{path}[{type_}]" if isinstance(type_, str) else f"{path}[]", child, found)
+    elif _may_be_link(value) and len(value) <= MAX_TARGET_CHARACTERS and len(path.encode()) <= MAX_PATH_BYTES:
+        kind = _kind_of(value)
+        if kind == "at-uri" and (strong or found.get((path, value)) == "strong-ref"):
+            kind = "strong-ref"
+        if kind is not None:
+            found[path, value] = kind
 
 
-def _collect_elements(path: str, values: Sequence[Any], found: dict[tuple[str, str], LinkKind]) -> None:
-    for child in values:
-        if isinstance(child, str):
-            if child.startswith(("at://", "did:")):
-                _add(f"{path}[]", child, found)
-        elif isinstance(child, dict | list):
-            type_ = child.get("$type") if isinstance(child, dict) else None
-            _collect(f"{path}[{type_}]" if isinstance(type_, str) else f"{path}[]", child, found)
-
-
-def _add(path: str, text: str, found: dict[tuple[str, str], LinkKind], *, strong: bool = False) -> None:
-    kind = _kind_of(text)
-    if kind is None or len(text) > MAX_TARGET_CHARACTERS or len(path.encode()) > MAX_PATH_BYTES:
-        return
-    if kind == "at-uri" and (strong or found.get((path, text)) == "strong-ref"):
-        kind = "strong-ref"
-    found[path, text] = kind
+def _may_be_link(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith(("at://", "did:"))
 
 
 def _kind_of(text: str) -> LinkKind | None:
-    """Return the kind of a target; None if the text is neither a DID nor an AT-URI."""
+    """Return the kind of a target that may be a link; None if it is neither a DID nor an AT-URI."""
     if text.startswith("did:"):
         return "did" if is_did(text) else None
-    if not text.startswith("at://"):
-        return None
     if (usual := _usual_uri(text)) and is_nsid(usual[1]):
         return "at-uri"
     try:

@@ -296,11 +296,8 @@ def change_log_entries(write: RepoWrite) -> Iterator[ChangeLogEntry]:
     does.
     """
     if write.advances:
-        return record_entries(write.repo.did, write.changes, live=write.live)
-    return _entries(write)
-
-
-def _entries(write: RepoWrite) -> Iterator[ChangeLogEntry]:
+        yield from record_entries(write.repo.did, write.changes, live=write.live)
+        return
     repo, before, after = write.repo, visibility_of(write.before), visibility_of(write.repo)
     rev = repo.head.rev if repo.head else None
     if after.visible and not before.visible:
