@@ -56,12 +56,10 @@ class PreparedCommits:
     def has_all_of(self, event: CommitEvent, key: KeyState | None, policy: Policy) -> bool:
         """Return True if the native core accepted the commit with this key, and has converted each record to store."""
         commit = None if key is None or key.key is None else self.accepted(event, key.key)
-        if commit is None:
-            return False
-        for change in commit.changes if policy.store_values else ():
-            if change.converted is None and change.block and selected_path(change.path, policy):
-                return False
-        return True
+        return commit is not None and not any(
+            change.converted is None and change.block and selected_path(change.path, policy)
+            for change in (commit.changes if policy.store_values else ())
+        )
 
     def verify(self, event: CommitEvent, key: PublicKey, limits: Limits) -> VerifiedCommit:
         """Return the verified commit if the native core accepted it with this key, else the result of `verify_commit`.
@@ -73,18 +71,14 @@ class PreparedCommits:
 
 
 def commits_to_verify(
-    commits: Iterable[CommitEvent],
-    repo_of: Callable[[str], Repo],
-    key_state_of: KeyStateOf,
-    context: PlanContext,
+    commits: Iterable[CommitEvent], repo_of: Callable[[str], Repo], key_state_of: KeyStateOf, context: PlanContext
 ) -> list[tuple[CommitEvent, PublicKey]]:
     """Return the commits that `plan_event` will verify if these are the rows of their repos, with their keys."""
-    worthwhile = []
-    for event in commits:
-        key = key_to_verify(repo_of(event.did), event, key_state_of(event.did), context)
-        if key is not None:
-            worthwhile.append((event, key))
-    return worthwhile
+    return [
+        (event, key)
+        for event in commits
+        if (key := key_to_verify(repo_of(event.did), event, key_state_of(event.did), context)) is not None
+    ]
 
 
 MAX_BATCH_BYTES = 16 << 20
@@ -224,22 +218,17 @@ def plan_batch(
 
 
 def is_quick(
-    batch: Iterable[ReceivedMessage],
-    key_state_of: KeyStateOf,
-    policy: Policy,
-    prepared: PreparedCommits,
+    batch: Iterable[ReceivedMessage], key_state_of: KeyStateOf, policy: Policy, prepared: PreparedCommits
 ) -> bool:
     """Return True if planning takes some microseconds for each message and for each change of a record, not more.
 
     Then all signatures have been verified, and all records converted.
     """
-    for received in batch:
-        match received.event:
-            case CommitEvent() as event if not prepared.has_all_of(event, key_state_of(event.did), policy):
-                return False
-            case SyncEvent():
-                return False
-    return True
+    return not any(
+        isinstance(event, SyncEvent)
+        or (isinstance(event, CommitEvent) and not prepared.has_all_of(event, key_state_of(event.did), policy))
+        for event in [received.event for received in batch]
+    )
 
 
 def commits_within(messages: Iterable[ReceivedMessage], max_bytes: int) -> list[CommitEvent]:
@@ -313,16 +302,6 @@ def _plan_one(
 def _reject(
     result: BatchPlan, received: ReceivedMessage, kind: str, reason: Rejection, detail: str, context: PlanContext
 ) -> None:
-    result.dead_letters.append(
-        DeadLetter(
-            context.relay,
-            received.event.seq,
-            received.did,
-            kind,
-            reason,
-            detail,
-            received.frame[:DEAD_LETTER_BYTES],
-            context.epoch,
-        )
-    )
+    frame, seq, did = received.frame[:DEAD_LETTER_BYTES], received.event.seq, received.did
+    result.dead_letters.append(DeadLetter(context.relay, seq, did, kind, reason, detail, frame, context.epoch))
     result.settled.append(SettledMessage(received, Outcome.REJECTED, reason))

@@ -1,7 +1,7 @@
 //! Builds the one tree over a row of keys and closed subtrees: the general algorithm of inversion.
 //!
-//! `indexer/atproto/inversion.py` explains the row. It builds the tree from the top down. Here, the tree grows from left
-//! to right, and only its right edge is open, one node on each layer:
+//! `indexer/atproto/inversion.py` explains the row, and builds the tree from the top down. Here, the tree grows from
+//! left to right, and only its right edge is open, one node on each layer:
 //!
 //! ```text
 //! layer 2    … key d ─┐
@@ -18,11 +18,11 @@
 //! known:
 //!
 //! - The next item is a key above layer n, or there is none: the subtree is linked as it is.
-//! - The next item is a key on layer n or below: it belongs into the same gap between two keys, so into the same subtree.
-//!   The closed subtree is opened, and its contents are added to the row instead of it. Its own last subtree is then the
-//!   closed one.
-//! - The next item is another closed subtree: both belong into the same gap. They are opened from the top down along the
-//!   border between them, so that their nodes on each layer become one.
+//! - The next item is a key on layer n or below: it belongs into the same gap between two keys, so into the same
+//!   subtree. The closed subtree is opened, and its contents are added to the row instead of it. Its own last subtree
+//!   is then the closed one.
+//! - The next item is another closed subtree: both belong into the same gap. They are opened from the top down along
+//!   the border between them, so that their nodes on each layer become one.
 //!
 //! Every method returns `None` if a node is missing or malformed, so that the reference decides.
 

@@ -1,7 +1,7 @@
 //! Nodes of the Merkle search tree, in their only valid encoding (docs/protocol.md#merkle-search-tree).
 //!
-//! `indexer/atproto/mst.py` describes the fields. A node with a record whose CID is not of the protocol's form is left to
-//! the reference. The bytes in hexadecimal:
+//! `indexer/atproto/mst.py` describes the fields. A node with a record whose CID is not of the protocol's form is left
+//! to the reference. The bytes in hexadecimal:
 //!
 //! ```text
 //! A2                                map of 2 fields
