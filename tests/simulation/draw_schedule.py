@@ -26,6 +26,7 @@ from tests.simulation.fault_schedule import (
     Schedule,
     UndecodableMessages,
 )
+from tests.simulation.world_oracle import GAPS
 
 ACCOUNTS = 7
 BYSTANDERS = 2
@@ -73,7 +74,7 @@ def _draw_episode(world: DrawnWorld, process: Draw) -> Episode:
         faults += drawn
         actions += needed
     lost = any(isinstance(fault, LostWindow | RestartedSequence) for fault in faults)
-    if lost or "repeated" in kinds:  # a gap may be open from now on
+    if any(type(fault) in GAPS for fault in faults):  # a gap may be open from now on
         world.silence()
     others = world.talkative()
     if lost:  # only messages that the relay really sends count as lost

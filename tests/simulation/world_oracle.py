@@ -31,6 +31,7 @@ from tests.simulation.fault_schedule import (
     RotateKey,
     Schedule,
     SetStatus,
+    StoppedRelay,
     UnreachableDirectory,
     Value,
 )
@@ -47,11 +48,9 @@ GAPS: Mapping[type[Fault], frozenset[str]] = {
     RestartedSequence: frozenset({"sequence-restarted", "cursor-unproven", "no-cursor"}),
     # A connection may begin with a repeated message: a number below that of the cursor is one of another sequence.
     RepeatedMessages: frozenset({"sequence-restarted", "no-cursor"}),
+    StoppedRelay: frozenset({"no-cursor"}),
 }
-"""The reasons of the gaps that faults open.
-
-With several relays, any interruption opens one, too: the daemon has no cursor of a relay that it has not used before.
-"""
+"""The reasons of the gaps that faults open. The daemon has no cursor of a relay that it has not used before."""
 REFUSALS = {
     "takendown": "repo-takendown",
     "suspended": "repo-suspended",
@@ -207,8 +206,6 @@ def truth_of(schedule: Schedule) -> Truth:
         if repo.status == "deleted":
             repo.reasons.add("erased")
     gaps = frozenset[str]().union(*(GAPS.get(type(fault), frozenset()) for fault in schedule.faults))
-    if schedule.relays > 1:
-        gaps |= {"no-cursor"}
     return Truth(repos, scopes, gaps, undisturbed)
 
 
@@ -251,7 +248,7 @@ def _records_after(records: Records, commit: Commit) -> Records:
 def _add_reasons(repos: Mapping[str, TrueRepo], schedule: Schedule, scopes: Sequence[Scope]) -> None:
     """Add the reasons that the schedule may give, and those that it must give."""
     changes = iter(pairwise(scopes))
-    gaps = schedule.relays > 1
+    gaps = False
     for episode in schedule.episodes:
         gaps = gaps or any(type(fault) in GAPS for fault in episode.faults)
         if any(isinstance(fault, ChangedScope) for fault in episode.faults):

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from math import inf
 from random import uniform
 from time import monotonic
 
@@ -74,13 +75,14 @@ class Subscription:
         frame of an earlier connection follows. A text message, which the protocol does not allow, is yielded as bytes,
         so that the decoder rejects it.
         """
-        attempt, number, tried_since = 0, 0, monotonic()
+        attempt, number, failing_since = 0, 0, inf
         while True:
-            relay, started = self.relays[number % len(self.relays)], monotonic()
+            relay = self.relays[number % len(self.relays)]
             self._same_relay_next = False
             silent = False
+            cursor = await cursor_of(relay)
+            started = monotonic()
             try:
-                cursor = await cursor_of(relay)
                 async with aclosing(self._frames_of(relay, cursor)) as frames:
                     async for frame in frames:
                         yield frame
@@ -93,11 +95,11 @@ class Subscription:
             finally:
                 held_back = self._end_connection()
             if monotonic() - started > self.settings.stable_after and not silent:
-                attempt, number, tried_since = 0, 0, monotonic()
+                attempt, number, failing_since = 0, 0, inf
             elif not (self._same_relay_next or held_back):
-                attempt += 1
-                if monotonic() - tried_since >= self.settings.switch_after:
-                    number, tried_since = number + 1, monotonic()
+                attempt, failing_since = attempt + 1, min(failing_since, started)
+                if monotonic() - failing_since >= self.settings.switch_after:
+                    number, failing_since = number + 1, inf
             await asyncio.sleep(self._delay(attempt))
 
     def _end_connection(self) -> bool:
