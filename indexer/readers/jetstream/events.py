@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from functools import cache, cached_property
 from importlib.resources import files
 from struct import pack
+from time import monotonic
 from typing import Any, NamedTuple
 
 import orjson
@@ -83,6 +84,7 @@ class EventChunk:
         before: The number of the last change before the chunk.
         end: The position after the chunk.
         size: The bytes of all frames.
+        made_at: When it was made, in monotonic seconds.
         skipped: The entries, if none of them was wanted, so that they were read without their events.
     """
 
@@ -100,6 +102,7 @@ class EventChunk:
         self._changes = changes
         self._plain = _frames(_TEXT_FRAME, messages)
         self.size = len(self._plain.data)
+        self.made_at = monotonic()
 
     @cached_property
     def _compressed(self) -> Frames:

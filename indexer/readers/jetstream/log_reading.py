@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import structlog
 
@@ -48,13 +48,6 @@ async def load_chunk(
     return encode_page(position, page) if page.changes else None
 
 
-class _Added(NamedTuple):
-    """A chunk, and when it was added (monotonic seconds)."""
-
-    chunk: EventChunk
-    at: float
-
-
 class EventWindow:
     """The newest chunks of events, bounded by bytes and by age. All subscribers share it; none has a queue.
 
@@ -68,7 +61,7 @@ class EventWindow:
     def __init__(self, max_bytes: int = WINDOW_BYTES, max_seconds: float = WINDOW_SECONDS) -> None:
         self._max_bytes = max_bytes
         self._max_seconds = max_seconds
-        self._added: deque[_Added] = deque()
+        self._chunks: deque[EventChunk] = deque()
         self._bytes = 0
         self.end: LogPosition | None = None
         self._changed = asyncio.Event()
@@ -77,7 +70,7 @@ class EventWindow:
     def first(self) -> int:
         """The number of the last change before the oldest chunk."""
         self._drop_old()
-        return self._added[0].chunk.before if self._added else self.last
+        return self._chunks[0].before if self._chunks else self.last
 
     @property
     def last(self) -> int:
@@ -92,16 +85,16 @@ class EventWindow:
 
     def close(self) -> None:
         """Empty the window, until it is opened at another position."""
-        self._added.clear()
+        self._chunks.clear()
         self._bytes = 0
         self.end = None
 
     def add(self, chunk: EventChunk) -> None:
         """Add the next chunk, and drop the oldest ones that exceed the size limit, but never the new one."""
-        self._added.append(_Added(chunk, monotonic()))
+        self._chunks.append(chunk)
         self._bytes += chunk.size
         self.end = chunk.end
-        while self._bytes > self._max_bytes and len(self._added) > 1:
+        while self._bytes > self._max_bytes and len(self._chunks) > 1:
             self._drop_oldest()
         self._drop_old()
         self._notify()
@@ -112,19 +105,19 @@ class EventWindow:
         Returns:
             None if there is no such change yet.
         """
-        index = bisect_right(self._added, seq, key=lambda added: added.chunk.end.seq)
-        return self._added[index].chunk if index < len(self._added) else None
+        index = bisect_right(self._chunks, seq, key=lambda chunk: chunk.end.seq)
+        return self._chunks[index] if index < len(self._chunks) else None
 
     async def wait(self, seconds: float) -> bool:
         """Wait until the window changes, at most `seconds`; return False if it did not."""
         return await wait_for_event(self._changed, seconds)
 
     def _drop_old(self) -> None:
-        while self._added and monotonic() - self._added[0].at > self._max_seconds:
+        while self._chunks and monotonic() - self._chunks[0].made_at > self._max_seconds:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        self._bytes -= self._added.popleft().chunk.size
+        self._bytes -= self._chunks.popleft().size
 
     def _notify(self) -> None:
         """Wake up everybody who waits now."""
@@ -215,7 +208,7 @@ class ReplayPages:
     def __init__(self, db: Database) -> None:
         self._db = db
         self._turns = Turns()
-        self._pages: OrderedDict[int, tuple[float, EventChunk]] = OrderedDict()
+        self._pages: OrderedDict[int, EventChunk] = OrderedDict()
 
     async def start(self, network: str, cursor: int) -> LogPosition:
         """Return the position for a cursor, in microseconds since the Unix epoch: at least the oldest one.
@@ -235,17 +228,16 @@ class ReplayPages:
     async def load(self, network: str, position: LogPosition, events: EventFilter) -> EventChunk | None:
         """Return the events of the entries after a position that a filter selects, or more; raise as `load_chunk`."""
         async with self._turns.turn(network):
-            while self._pages and monotonic() - next(iter(self._pages.values()))[0] > CACHE_SECONDS:
+            while self._pages and monotonic() - next(iter(self._pages.values())).made_at > CACHE_SECONDS:
                 self._pages.popitem(last=False)
-            if position.seq in self._pages:
-                chunk = self._pages[position.seq][1]
+            if (chunk := self._pages.get(position.seq)) is not None:
                 if not any(map(events.selects, chunk.skipped)):
                     return chunk
                 del self._pages[position.seq]
             max_changes = PAGE_CHANGES - position.seq % PAGE_CHANGES
             loaded = await load_chunk(self._db, position, max_changes, events)
             if loaded is not None and loaded.end.seq % PAGE_CHANGES == 0:  # otherwise, the log may go on here
-                self._pages[position.seq] = monotonic(), loaded
+                self._pages[position.seq] = loaded
             while len(self._pages) > CACHED_PAGES:
                 self._pages.popitem(last=False)
         return loaded
