@@ -58,7 +58,10 @@ def plan_event(repo: Repo, event: RepoEvent, size: int, key: KeyState | None, co
         case IdentityEvent():
             return _plan_identity(repo, context)
         case _:
-            return _plan_signed(repo, event, size, key, context)
+            plan = _plan_signed(repo, event, key, context)
+            if isinstance(plan, Plan) and plan.outcome is Outcome.BUFFERED:
+                return _buffer(plan.repo, size, context)
+            return plan
 
 
 def key_to_verify(repo: Repo, event: CommitEvent, key: KeyState | None, context: PlanContext) -> PublicKey | None:
@@ -126,44 +129,42 @@ def _hosted_elsewhere(
 
 
 def _plan_signed(
-    repo: Repo, event: CommitEvent | SyncEvent, size: int, key: KeyState | None, context: PlanContext
+    repo: Repo, event: CommitEvent | SyncEvent, key: KeyState | None, context: PlanContext
 ) -> Plan | NeedsKey:
     """Plan a #commit or #sync. First come the checks that need no key."""
     if is_future(event.rev, context.now, context.policy.limits):
-        return _plan_without_records(repo, Trigger.INVALID, size, context, why=Rejection.FUTURE_REV, detail=event.rev)
+        return _plan_without_records(repo, Trigger.INVALID, context, why=Rejection.FUTURE_REV, detail=event.rev)
     if _is_replay(repo, event):
-        return _plan_without_records(repo, Trigger.NOT_NEWER, size, context)
+        return _plan_without_records(repo, Trigger.NOT_NEWER, context)
     if not repo.active:
         # A commit suggests that a DID that is gone exists again. The directory is asked; the commit is not trusted.
         return Plan(repo, Outcome.IGNORED, refresh_identity=repo.hosting_status == TOMBSTONED)
     if key is None and _worth_a_lookup(repo, event):
         return NeedsKey(repo.did, refresh=False)
     if key is None:
-        return _plan_unchecked(repo, event, size, context)
+        return _plan_unchecked(repo, event, context)
     if not key.available:
-        return _plan_unchecked(_with_failed_lookup(repo), event, size, context)
-    return _plan_with_key(repo, event, size, key, context)
+        return _plan_unchecked(_with_failed_lookup(repo), event, context)
+    return _plan_with_key(repo, event, key, context)
 
 
-def _plan_with_key(
-    repo: Repo, event: CommitEvent | SyncEvent, size: int, key: KeyState, context: PlanContext
-) -> Plan | NeedsKey:
+def _plan_with_key(repo: Repo, event: CommitEvent | SyncEvent, key: KeyState, context: PlanContext) -> Plan | NeedsKey:
     """Verify a #commit or #sync with the key, and plan it."""
     if key.doubtful and repo.head is not None:
-        return _plan_unchecked(repo, event, size, context)
+        return _plan_unchecked(repo, event, context)
     if key.key is None:
-        return _plan_without_records(repo, Trigger.INVALID, size, context, why=Rejection.NO_SIGNING_KEY)
+        return _plan_without_records(repo, Trigger.INVALID, context, why=Rejection.NO_SIGNING_KEY)
     limits = context.policy.limits
     try:
         if isinstance(event, SyncEvent):
-            return _plan_sync(repo, verify_sync(event, key.key, limits), size, context)
-        return _plan_commit(repo, context.verify(event, key.key, limits), size, context)
+            return _plan_sync(repo, verify_sync(event, key.key, limits), context)
+        return _plan_commit(repo, context.verify(event, key.key, limits), context)
     except UpstreamError as error:
         if error.reason is Rejection.SIGNATURE_INVALID and not key.final:
             return NeedsKey(repo.did, refresh=True)
         if error.reason is Rejection.SIGNATURE_INVALID and key.stale:
-            return _plan_unchecked(repo, event, size, context)
-        return _plan_without_records(repo, Trigger.INVALID, size, context, why=error.reason, detail=error.detail)
+            return _plan_unchecked(repo, event, context)
+        return _plan_without_records(repo, Trigger.INVALID, context, why=error.reason, detail=error.detail)
 
 
 def _is_replay(repo: Repo, event: CommitEvent | SyncEvent) -> bool:
@@ -202,7 +203,7 @@ def _with_failed_lookup(repo: Repo) -> Repo:
     return amend(repo, sync_reason=Desync.IDENTITY) if waits and _never_verified(repo) else repo
 
 
-def _plan_commit(repo: Repo, commit: VerifiedCommit, size: int, context: PlanContext) -> Plan:
+def _plan_commit(repo: Repo, commit: VerifiedCommit, context: PlanContext) -> Plan:
     """Plan an authentic commit (docs/protocol.md#commits)."""
     rev = commit.head.rev
     if not repo.known and not _is_signal(commit, context.policy.scope):
@@ -211,17 +212,13 @@ def _plan_commit(repo: Repo, commit: VerifiedCommit, size: int, context: PlanCon
         return _apply(repo, Trigger.WHOLE, commit, context)
     flaw, lenient = commit.flaw, False
     if repo.head is None:
-        return _plan_without_records(
-            repo, Trigger.BREAKS, size, context, verified_rev=rev, why=flaw or Desync.CHAIN_BREAK
-        )
+        return _plan_without_records(repo, Trigger.BREAKS, context, verified_rev=rev, why=flaw or Desync.CHAIN_BREAK)
     if repo.head.data != commit.prev_data:
         flaw = flaw or Desync.CHAIN_BREAK
     elif flaw is Desync.UNDECIDABLE and context.policy.lenient and commit.ops_hold:
         flaw, lenient = None, True  # prevData is the stored data, and the operations agree with the new tree
     if flaw:
-        return _plan_without_records(
-            repo, Trigger.BREAKS, size, context, verified_rev=rev, why=flaw, detail=commit.detail
-        )
+        return _plan_without_records(repo, Trigger.BREAKS, context, verified_rev=rev, why=flaw, detail=commit.detail)
     if repo.sync_status is SyncStatus.SYNCHRONIZED:
         planned = _apply(repo, Trigger.EXTENDS, commit, context)
         if not lenient:
@@ -229,7 +226,7 @@ def _plan_commit(repo: Repo, commit: VerifiedCommit, size: int, context: PlanCon
         # The operations may lack a change of the tree.
         since = context.now if planned.repo.unproven_since is None else planned.repo.unproven_since
         return planned._replace(repo=planned.repo._replace(unproven_since=since), lenient=True)
-    return _plan_without_records(repo, Trigger.EXTENDS, size, context, verified_rev=rev)
+    return _plan_without_records(repo, Trigger.EXTENDS, context, verified_rev=rev)
 
 
 def _is_signal(commit: VerifiedCommit, scope: Scope) -> bool:
@@ -245,18 +242,18 @@ def _writes_signal(path: bytes | str, cid: bytes | None, signals: CollectionFilt
     return cid is not None and signals.matches(text.partition("/")[0])
 
 
-def _plan_sync(repo: Repo, head: Head, size: int, context: PlanContext) -> Plan:
+def _plan_sync(repo: Repo, head: Head, context: PlanContext) -> Plan:
     """Plan an authentic #sync by its signed head (docs/protocol.md#sync-events)."""
     if head.data == EMPTY_TREE and _can_synchronize_without_export(repo, head.rev, context):
         return _advance(repo, Trigger.WHOLE, head, (), context)
     if repo.head is None or repo.head.data != head.data:
         why = Desync.EQUIVOCATION if repo.head and repo.head.rev == head.rev else Desync.SYNC_EVENT
-        return _plan_without_records(repo, Trigger.SYNC_DIFFERS, size, context, verified_rev=head.rev, why=why)
+        return _plan_without_records(repo, Trigger.SYNC_DIFFERS, context, verified_rev=head.rev, why=why)
     if repo.head.rev == head.rev:
-        return _plan_without_records(repo, Trigger.SYNC_EQUAL, size, context)
+        return _plan_without_records(repo, Trigger.SYNC_EQUAL, context)
     if repo.sync_status is SyncStatus.SYNCHRONIZED:
         return _advance(repo, Trigger.SYNC_ADVANCES, head, (), context)
-    return _plan_without_records(repo, Trigger.SYNC_ADVANCES, size, context, verified_rev=head.rev)
+    return _plan_without_records(repo, Trigger.SYNC_ADVANCES, context, verified_rev=head.rev)
 
 
 def plan_listed(repo: Repo, rev: str, now: float) -> Repo:
@@ -284,20 +281,19 @@ def _plan_identity(repo: Repo, context: PlanContext) -> Plan:
     return Plan(after, Outcome.APPLIED, refresh_identity=True)
 
 
-def _plan_unchecked(repo: Repo, event: CommitEvent | SyncEvent, size: int, context: PlanContext) -> Plan:
+def _plan_unchecked(repo: Repo, event: CommitEvent | SyncEvent, context: PlanContext) -> Plan:
     """Plan an event whose key could not be fetched: the repo needs a resync, and nothing in the event is trusted."""
     if not repo.known and context.policy.scope.signals is not None:
         return Plan(repo, Outcome.IGNORED)  # a made-up commit may name any collection; the repo lists name real ones
     if not repo.known:
         after = amend(repo, sync_reason=Desync.IDENTITY, latest_unverified_rev=event.rev)
         return Plan(after, Outcome.DESYNCHRONIZED, why=Desync.IDENTITY)
-    return _plan_without_records(repo, Trigger.UNCHECKED, size, context, unverified_rev=event.rev, why=Desync.IDENTITY)
+    return _plan_without_records(repo, Trigger.UNCHECKED, context, unverified_rev=event.rev, why=Desync.IDENTITY)
 
 
 def _plan_without_records(
     repo: Repo,
     trigger: Trigger,
-    size: int,
     context: PlanContext,
     *,
     verified_rev: str | None = None,
@@ -305,7 +301,7 @@ def _plan_without_records(
     why: Rejection | Desync | None = None,
     detail: str = "",
 ) -> Plan:
-    """Plan a trigger that writes no records.
+    """Plan a trigger that writes no records. The row of an event to buffer does not count it yet.
 
     `verified_rev` is the event's rev if the event is authentic, `unverified_rev` if that could not be checked.
     """
@@ -314,7 +310,7 @@ def _plan_without_records(
     unverified = _newer(repo.latest_unverified_rev, unverified_rev)
     noted = repo._replace(latest_verified_rev=verified, latest_unverified_rev=unverified)
     if outcome is Outcome.BUFFERED:
-        return _buffer(noted, size, context)
+        return Plan(noted, outcome)
     if outcome is Outcome.DESYNCHRONIZED and isinstance(why, Desync):
         after = desynchronize(noted, trigger, why, context.now)
     elif verified != repo.latest_verified_rev:
