@@ -1,7 +1,7 @@
 """The command `inspect`: verify a CAR export offline, and list its records."""
 
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import gettempdir
@@ -83,7 +83,7 @@ async def open_export(
         UpstreamError: The file breaks a rule of the protocol.
         UnavailableError: The file is incomplete.
     """
-    with Spool(Path(gettempdir()), limits) as spool:
+    with closing(Spool(Path(gettempdir()), limits)) as spool:
         with file.open("rb") as opened:
             while chunk := opened.read(_CHUNK_BYTES):
                 spool.write(chunk)

@@ -9,8 +9,6 @@ import sqlite3
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from threading import Lock
-from types import TracebackType
-from typing import Self
 
 from indexer.atproto.car import CarReader
 from indexer.atproto.cid import CID_BYTES
@@ -34,9 +32,7 @@ begin
 
 
 class Spool:
-    """One export. `write` all of it, call `finish`, then read any `block`, from any thread.
-
-    It is a context manager that deletes the file.
+    """One export. `write` all of it, call `finish`, then read any `block`, from any thread. Call `close` last.
 
     Attributes:
         size: The size of all different blocks with their lengths and CIDs, in bytes. It is exact after `finish`.
@@ -99,14 +95,6 @@ class Spool:
         if self._database is not None:
             with self._lock:
                 self._database.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _flush(self) -> None:
         try:

@@ -1,6 +1,7 @@
 """Exports of a small repo, and all that a reader gives for one, to compare the native reader with the reference."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -125,7 +126,7 @@ def both(
 ) -> Outcome:
     """Return the outcome of the native reader, which must be that of the Python reader."""
     key = key or KEYS["k256"].public
-    with Spool(directory, limits, sizes.get("buffer_bytes", BUFFER_BYTES)) as spool:
+    with closing(Spool(directory, limits, sizes.get("buffer_bytes", BUFFER_BYTES))) as spool:
         expected = outcome(spool, data, key, limits=limits, **options)
     native = outcome(native_reader(directory, limits, **sizes), data, key, limits=limits, **options)
     assert native.error == expected.error

@@ -4,6 +4,7 @@ import os
 import resource
 import tracemalloc
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -57,7 +58,7 @@ def test_spool_contains_the_written_blocks(
 ) -> None:
     expected = {cid_of(block): block for block in present}
     size, buffer_bytes = data.draw(st.integers(1, 5_000)), data.draw(st.sampled_from([1, 20_000, 1 << 20]))
-    with Spool(tmp_path_factory.getbasetemp(), DEFAULT_LIMITS, buffer_bytes) as spool:
+    with closing(Spool(tmp_path_factory.getbasetemp(), DEFAULT_LIMITS, buffer_bytes)) as spool:
         write_all(spool, car(present) + section(FOREIGN), size)
         assert spool.root == cid_of(b"root")
         assert spool.size == sum(len(cid) + 4 + len(block) for cid, block in expected.items())
@@ -68,7 +69,7 @@ def test_spool_contains_the_written_blocks(
 
 def test_blocks_up_to_the_maximum_size_are_stored_once(tmp_path: Path) -> None:
     largest = os.urandom(DEFAULT_LIMITS.block_bytes)
-    with Spool(tmp_path, DEFAULT_LIMITS) as spool:
+    with closing(Spool(tmp_path, DEFAULT_LIMITS)) as spool:
         write_all(spool, car([b"small", largest, b"after", b"small"]))
         assert spool.size == len(largest) + len(b"small" + b"after") + 3 * 40
         assert [spool.block(cid_of(block)) for block in (largest, b"after")] == [largest, b"after"]
@@ -78,7 +79,7 @@ def test_file_that_ends_within_a_block_is_incomplete(tmp_path: Path) -> None:
     whole = car([b"first", b"second"])
     ends = {len(car([b"first", b"second"][:count])) for count in range(3)}  # such a file is well-formed
     for cut in set(range(len(whole))) - ends:
-        with Spool(tmp_path, DEFAULT_LIMITS) as spool, pytest.raises(UnavailableError) as failure:
+        with closing(Spool(tmp_path, DEFAULT_LIMITS)) as spool, pytest.raises(UnavailableError) as failure:
             write_all(spool, whole[:cut])
         assert failure.value.reason is FetchFailure.EXPORT_INCOMPLETE
 
@@ -93,7 +94,7 @@ def test_file_that_ends_within_a_block_is_incomplete(tmp_path: Path) -> None:
     ],
 )
 def test_malformed_file_is_rejected(tmp_path: Path, data: bytes, reason: Rejection) -> None:
-    with Spool(tmp_path, DEFAULT_LIMITS) as spool, pytest.raises(UpstreamError) as rejection:
+    with closing(Spool(tmp_path, DEFAULT_LIMITS)) as spool, pytest.raises(UpstreamError) as rejection:
         write_all(spool, data)
     assert rejection.value.reason is reason
 
@@ -107,7 +108,10 @@ def test_full_disk_is_a_failure_that_does_not_count_as_attempt(tmp_path: Path) -
     export, before = car(large_blocks()), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
     try:
-        with Spool(tmp_path, DEFAULT_LIMITS) as spool, pytest.raises(UnavailableError, match="disk") as failure:
+        with (
+            closing(Spool(tmp_path, DEFAULT_LIMITS)) as spool,
+            pytest.raises(UnavailableError, match="disk") as failure,
+        ):
             write_all(spool, export)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -117,7 +121,7 @@ def test_full_disk_is_a_failure_that_does_not_count_as_attempt(tmp_path: Path) -
 
 def test_disk_error_while_a_block_is_read_is_a_failure_that_does_not_count_as_attempt(tmp_path: Path) -> None:
     blocks = large_blocks()
-    with Spool(tmp_path, DEFAULT_LIMITS) as spool:
+    with closing(Spool(tmp_path, DEFAULT_LIMITS)) as spool:
         write_all(spool, car(blocks))
         make_unreadable(tmp_path)
         with pytest.raises(UnavailableError, match="disk I/O error") as failure:
@@ -127,7 +131,7 @@ def test_disk_error_while_a_block_is_read_is_a_failure_that_does_not_count_as_at
 
 
 def test_only_a_large_export_needs_a_file(tmp_path: Path) -> None:
-    with Spool(tmp_path / "missing", DEFAULT_LIMITS) as spool:
+    with closing(Spool(tmp_path / "missing", DEFAULT_LIMITS)) as spool:
         write_all(spool, car([b"small"]))
         assert spool.block(cid_of(b"small")) == b"small"
         with pytest.raises(UnavailableError) as failure:
@@ -136,7 +140,7 @@ def test_only_a_large_export_needs_a_file(tmp_path: Path) -> None:
 
 
 def test_file_has_no_name_and_is_deleted_on_close(tmp_path: Path) -> None:
-    with Spool(tmp_path, DEFAULT_LIMITS) as spool:
+    with closing(Spool(tmp_path, DEFAULT_LIMITS)) as spool:
         blocks = large_blocks()
         write_all(spool, car(blocks))
         assert list(tmp_path.iterdir()) == []
@@ -158,7 +162,7 @@ def test_memory_use_does_not_depend_on_the_size(tmp_path: Path) -> None:
             generated = (number.to_bytes(4, "big") * 75 for number in range(start, stop))
             yield b"".join(section(cid_of(block) + block) for block in generated)
 
-    with Spool(tmp_path, DEFAULT_LIMITS) as spool:
+    with closing(Spool(tmp_path, DEFAULT_LIMITS)) as spool:
         tracemalloc.start()
         try:
             for chunk in export():

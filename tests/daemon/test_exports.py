@@ -2,6 +2,7 @@
 
 import asyncio
 import tracemalloc
+from contextlib import closing
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -65,7 +66,7 @@ def source() -> SignedRepo:
 
 
 def verify_export(export: bytes, source: SignedRepo, directory: Path) -> Snapshot:
-    with Spool(directory, DEFAULT_LIMITS) as spool:
+    with closing(Spool(directory, DEFAULT_LIMITS)) as spool:
         for start in range(0, len(export), 65_536):
             spool.write(export[start : start + 65_536])
         spool.finish()

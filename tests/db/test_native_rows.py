@@ -1,6 +1,7 @@
 """The rows that the native core makes are stored as those of the reference are."""
 
 import tracemalloc
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ async def stored(sql: asyncpg.Connection, chunks: list[RecordChunk]) -> list[lis
 async def test_both_cores_store_the_same_rows(sql: asyncpg.Connection, tmp_path: Path, count: int) -> None:
     sections = export(count)
     native = chunks_of(native_reader(tmp_path, DEFAULT_LIMITS), sections)
-    with Spool(tmp_path, DEFAULT_LIMITS) as spool:
+    with closing(Spool(tmp_path, DEFAULT_LIMITS)) as spool:
         reference = chunks_of(spool, sections)
     assert sum(chunk.rows is not None for chunk in native) == count // 2_000
     expected = await stored(sql, reference)

@@ -6,7 +6,7 @@ The account remembers its records at each rev. After each step, those in the dat
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from functools import partial
 from inspect import isasyncgenfunction, iscoroutinefunction
 from pathlib import Path
@@ -156,7 +156,7 @@ class SimulatedHosts:
         await self._step("ask for the export")
         export = self._owner.exports[self._version("export", host)]
         await self._step("export requested")
-        with Spool(self._directory, DEFAULT_LIMITS) as spool:
+        with closing(Spool(self._directory, DEFAULT_LIMITS)) as spool:
             yield ExportDownload(spool, self._chunks(export), AsyncExitStack())
 
     async def _chunks(self, export: bytes) -> AsyncIterator[bytes]:
