@@ -10,7 +10,7 @@ from indexer.sync.shard import BUCKETS, bucket_of
 from tests.citus.test_public_schema_on_a_cluster import plan_of, tasks_of
 from tests.citus_server import SHARDS
 from tests.db.repo_rows import did, insert, put, synchronized
-from tests.db.test_report_queries import MANY_REPOS, assert_about
+from tests.db.test_reports import MANY_REPOS, assert_about
 
 pytestmark = pytest.mark.proof("cluster")
 
