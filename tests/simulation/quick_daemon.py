@@ -16,7 +16,7 @@ from tests.quick_tuning import QUICK
 RETRY = 0.05
 TUNING = replace(
     QUICK,
-    connection=replace(QUICK.connection, stable_after=2.0, switch_after=5.0),
+    connection=replace(QUICK.connection, stable_after=2.0, switch_after=20.0),
     timeouts=Timeouts(read=5.0, rate_grace=1.0),
     host_pauses=HostPauses(first=0.2, maximum=0.5, max_configured=0.5),
     identities=IdentityLifetimes(missing_max_age=1.0, refresh_interval=0.3, changed_interval=0.1, timeout=10.0),
