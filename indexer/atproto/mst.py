@@ -203,10 +203,11 @@ def encode_node(
     for key, value, tree in zip(keys, values, trees, strict=True):
         shared = common_prefix(previous, key)
         suffix = key[shared:]
-        parts += b"\xa4\x61k", _BYTES_HEADS.get(len(suffix)) or _encode_head(_BYTES, len(suffix)), suffix
-        parts += b"\x61p", _UNSIGNED_HEADS.get(shared) or _encode_head(_UNSIGNED, shared), b"\x61t"
-        parts += _NULL if tree is None else _LINK_START + tree, b"\x61v"
-        parts.append(_LINK_START + value if len(value) == CID_BYTES else _encode_unusual(value))
+        k = _BYTES_HEADS.get(len(suffix)) or _encode_head(_BYTES, len(suffix))
+        p = _UNSIGNED_HEADS.get(shared) or _encode_head(_UNSIGNED, shared)
+        t = _NULL if tree is None else _LINK_START + tree
+        v = _LINK_START + value if len(value) == CID_BYTES else _encode_unusual(value)
+        parts += b"\xa4\x61k", k, suffix, b"\x61p", p, b"\x61t", t, b"\x61v", v
         previous = key
     parts += b"\x61l", _NULL if left is None else _LINK_START + left
     return b"".join(parts)
