@@ -84,7 +84,7 @@ def write_and_join(world: DeathWorld) -> None:
 
 SERVERS = {
     "database": (100, DATABASE_KINDS),
-    "relay": (20, REQUEST_KINDS | STREAM_KINDS),
+    "relay": (20, REQUEST_KINDS - {"server body"} | STREAM_KINDS),  # it redirects requests to the PDS, without a body
     "plc": (20, REQUEST_KINDS),
     "pds": (20, REQUEST_KINDS),
 }
