@@ -6,6 +6,7 @@ IndexerError
 ├── RefusedWriteError        the database cannot store these values: store less of them, then continue
 ├── BrokenInvariantError     this program broke one of its own rules: stop the process
 ├── LayoutChangedError       the database was distributed meanwhile: stop the process, which starts again
+├── LexiconError             a document is not a lexicon, or nobody publishes one: one line, exit code 2
 ├── InvalidScopeError        the caller asked for a scope that cannot be: show the message, change nothing
 └── SettingsError            the operator has to correct something: one line, exit code 2
     └── SchemaVersionError   the operator has to migrate the database
@@ -69,6 +70,10 @@ class LayoutChangedError(IndexerError):
 
 class InvalidScopeError(IndexerError):
     """The requested scope names something that is not a collection or a DID, or no collection. Nothing changed."""
+
+
+class LexiconError(IndexerError):
+    """A document is not a lexicon, or nobody publishes the lexicon of an NSID. The message names it in one line."""
 
 
 class SettingsError(IndexerError):

@@ -5,21 +5,16 @@ docs/sql.md#typed-views
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
 from indexer.app.clients import make_did_resolver, make_pds_client, open_outbound_client, stored_policy
 from indexer.app.settings import Settings
-from indexer.atproto.crypto import parse_did_key
-from indexer.atproto.lexicon import Lexicon, has_levels, parse_lexicon, references
-from indexer.atproto.limits import Limits
-from indexer.atproto.record import decode_record
 from indexer.atproto.syntax import is_nsid
 from indexer.cli.arguments import parse_nsid
 from indexer.cli.command import ExitCode, command, config_option, json_lines_option, report_error
@@ -27,26 +22,14 @@ from indexer.cli.database import connect_database
 from indexer.cli.output import duration_text, echo_result, result_console, row_table, to_json
 from indexer.db.lexicon_indexes import LexiconIndex, UnknownColumnError
 from indexer.db.lexicons import AddedLexicon, AddedState, StoredLexicon, ViewInUseError
-from indexer.errors import UnavailableError, UpstreamError
+from indexer.errors import LexiconError
 from indexer.net.http.checked_connector import DnsResolver
-from indexer.net.identity.did_resolver import DidResolver
-from indexer.net.identity.handle_verifier import dids_in_dns
-from indexer.net.pds.pds_client import PdsClient
+from indexer.net.lexicons import LexiconResolver, SourcedLexicon, resolve_all, sourced_lexicon
 from indexer.sync.scope import Scope
-from indexer.sync.verify import verify_record
 from indexer.telemetry.log import printable
 
-COLLECTION = "com.atproto.lexicon.schema"
 MAX_FILE_BYTES = 1_048_576
 """Maximum size of a lexicon: a published one is a record."""
-MAX_LEVELS = 250
-"""Maximum levels of a lexicon. A published one has no more. A stored one must not be too deep to be read again."""
-MAX_DEPENDENCIES = 100
-"""Lexicons that one command fetches because others refer to them."""
-MAX_DEPENDENCY_BYTES = 1_048_576
-"""Maximum size of these lexicons together: each record type among them gets a view."""
-DEPENDENCY_SECONDS = 60.0
-"""Time to fetch them, however slowly the hosts of their authorities answer."""
 MAX_NAMED = 10
 """Lexicons that a notice names."""
 
@@ -68,20 +51,18 @@ async def add_command(settings: Settings, *, names: tuple[str, ...], as_json: bo
 
     An NSID is resolved as the AT Protocol specifies: the DNS record _lexicon of its authority names an account, whose
     PDS sends the lexicon as a record with a proof. The proof is verified. Lexicons that its fields refer to are
-    fetched, too. Of a directory, all files *.json are read; those that are not valid are named and skipped, with exit
-    code 1. A lexicon without a record type gets no view.
+    fetched, too. Of a directory, all files *.json with a field `lexicon` are read. Nothing is added if one of the
+    lexicons is not valid. A lexicon without a record type gets no view.
     """
-    read = _read_arguments(names)
+    given, nsids = _read_arguments(names)
     async with connect_database(settings, connections=2) as db:
-        given = read.files
-        if read.nsids:
-            known = {nsid: one.lexicon for nsid, one in (await db.lexicons.load()).items()}
-            known |= {nsid: one.lexicon for nsid, one in given.items()}
+        if nsids:
+            known = {nsid: one.lexicon for nsid, one in ((await db.lexicons.load()) | given).items()}
             async with open_resolver(settings) as resolver:
-                found, missing = await resolve_all(resolver, read.nsids, known)
+                found, missing = await resolve_all(resolver, nsids, known)
             for problem in missing:
                 click.echo(printable(f"a lexicon that another one refers to is missing: {problem}"), err=True)
-            given = {**given, **found}
+            given |= found
         try:
             results = await db.lexicons.add(given)
         except ViewInUseError as error:
@@ -93,9 +74,6 @@ async def add_command(settings: Settings, *, names: tuple[str, ...], as_json: bo
         scope = (await stored_policy(settings, db)).scope
         _print_notices(scope, [result for result in results if result.nsid in given], given)
         _print_dropped(await db.lexicon_indexes.drop_outdated())
-    if read.problems:
-        text = f"files that were skipped: {len(read.problems)}: {_named(read.problems)}"
-        return report_error(text, ExitCode.FAILED)
     return ExitCode.OK
 
 
@@ -174,90 +152,38 @@ async def index_command(settings: Settings, *, nsid: str, fields: tuple[str, ...
     return ExitCode.OK
 
 
-class SourcedLexicon(NamedTuple):
-    """A lexicon, and the file or the AT-URI that it was read from."""
+def _read_arguments(names: Sequence[str]) -> tuple[dict[str, SourcedLexicon], list[str]]:
+    """Return the lexicons of the files and directories among the arguments by NSID, and the NSIDs to resolve.
 
-    lexicon: Lexicon
-    source: str
-
-
-@dataclass(slots=True)
-class _Arguments:
-    """The lexicons that the arguments of `add` name.
-
-    Attributes:
-        files: The lexicons of files and directories, by NSID.
-        nsids: The NSIDs to resolve.
-        problems: Why files of directories are skipped.
-    """
-
-    files: dict[str, SourcedLexicon] = field(default_factory=dict)
-    nsids: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-    def add(self, one: SourcedLexicon) -> None:
-        """Add the lexicon of a file.
-
-        Raises:
-            ClickException: Another file has another lexicon with the same NSID.
-        """
-        other = self.files.setdefault(one.lexicon.nsid, one)
-        if other.lexicon.text != one.lexicon.text:
-            raise click.ClickException(f"{_different(other, one)}; give only one of them")
-
-    def add_directory(self, path: Path) -> None:
-        """Add the lexicons in all files `*.json` below a directory. A file that is not valid hides no other one.
-
-        Raises:
-            ClickException: The directory has no lexicon, or another lexicon than another argument.
-        """
-        found: dict[str, list[SourcedLexicon]] = {}
-        problems, others = [], []
-        for file in sorted(path.rglob("*.json")):
-            try:
-                document = _read_json(file)
-                if isinstance(document, dict) and "lexicon" in document:
-                    lexicon = _parse(document, str(file))
-                    found.setdefault(lexicon.nsid, []).append(SourcedLexicon(lexicon, str(file)))
-                else:
-                    others.append(str(file))
-            except click.ClickException as error:
-                problems.append(error.format_message())
-        if not found:
-            why = f": {_named(problems)}" if problems else ""
-            raise click.ClickException(f"{path} contains no lexicon{why}")
-        for first, *more in found.values():
-            if other := next((one for one in more if one.lexicon.text != first.lexicon.text), None):
-                problems.append(_different(first, other))
-            else:
-                self.add(first)
-        if others:
-            click.echo(printable(f"{path}: files without a lexicon, skipped: {_named(others)}"), err=True)
-        self.problems += problems
-
-
-def _read_arguments(names: Sequence[str]) -> _Arguments:
-    """Read the files and directories among the arguments. A path wins over an NSID.
+    A path wins over an NSID. Files of a directory whose JSON has no field `lexicon` are skipped.
 
     Raises:
-        ClickException: A file is not a lexicon, or a directory has none.
+        LexiconError: A file is not a lexicon, two are different lexicons of one NSID, or a directory has none.
     """
-    read = _Arguments()
+    found: dict[str, SourcedLexicon] = {}
+    nsids = []
     for name in names:
         path = Path(name)
         if path.is_dir():
-            read.add_directory(path)
+            documents = [(str(file), _read_json(file)) for file in sorted(path.rglob("*.json"))]
+            documents = [(file, one) for file, one in documents if isinstance(one, dict) and "lexicon" in one]
+            if not documents:
+                raise LexiconError(f"{path} contains no lexicon")
         elif path.exists():
-            read.add(SourcedLexicon(_parse(_read_json(path), name), name))
+            documents = [(name, _read_json(path))]
         elif is_nsid(name) and not name.endswith(".json"):
-            read.nsids.append(parse_nsid(name))
+            nsids.append(parse_nsid(name))
+            continue
         else:
             raise click.UsageError(f"{name[:80]!r} is neither a file, nor a directory, nor an NSID.")
-    return read
-
-
-def _different(one: SourcedLexicon, other: SourcedLexicon) -> str:
-    return f"{one.source} and {other.source} are different lexicons of {one.lexicon.nsid}"
+        for source, document in documents:
+            one = sourced_lexicon(document, source)
+            other = found.setdefault(one.lexicon.nsid, one)
+            if other.lexicon.text != one.lexicon.text:
+                raise LexiconError(
+                    f"{other.source} and {source} are different lexicons of {one.lexicon.nsid}; give only one of them"
+                )
+    return found, nsids
 
 
 def _read_json(path: Path) -> Any:
@@ -265,76 +191,12 @@ def _read_json(path: Path) -> Any:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
-            raise click.ClickException(f"{path} is not a lexicon: it has over {MAX_FILE_BYTES} bytes")
+            raise LexiconError(f"{path} is not a lexicon: it has over {MAX_FILE_BYTES} bytes")
         return json.loads(data)
     except OSError as error:
-        raise click.ClickException(f"{path} cannot be read: {error.strerror}") from None
+        raise LexiconError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise click.ClickException(f"{path} is not a lexicon: it is not JSON: {error}") from None
-
-
-def _parse(document: Any, source: str) -> Lexicon:
-    try:
-        if has_levels(document, MAX_LEVELS + 1):
-            raise ValueError(f"it has over {MAX_LEVELS} levels")  # noqa: TRY301
-        return parse_lexicon(document)
-    except ValueError as error:
-        raise click.ClickException(f"{source} is not a lexicon: {error}") from None
-
-
-@dataclass(frozen=True, slots=True)
-class LexiconResolver:
-    """Resolves NSIDs to published lexicons, and verifies them like all records."""
-
-    dns: DnsResolver
-    dids: DidResolver
-    pds: PdsClient
-    limits: Limits
-
-    async def resolve(self, nsid: str) -> SourcedLexicon:
-        """Return the lexicon that the authority of an NSID publishes.
-
-        Raises:
-            ClickException: There is no such lexicon, or it is not valid.
-            UnavailableError: A host does not answer, or its answer proves nothing.
-        """
-        did = await self._authority(nsid)
-        identity = await self.dids.resolve(did)
-        if identity.pds is None or identity.signing_key is None:
-            raise click.ClickException(f"{nsid}: its authority {did} cannot be resolved: {identity.problem}")
-        path = f"{COLLECTION}/{nsid}"
-        try:
-            proof = await self.pds.fetch_record_proof(did, path, identity.pds)
-            block = verify_record(did, path, proof, parse_did_key(identity.signing_key), self.limits)
-        except UpstreamError as error:
-            raise click.ClickException(f"{nsid}: the proof of at://{did}/{path} is invalid: {error}") from None
-        except UnavailableError as error:
-            raise UnavailableError(error.reason, f"{nsid}: at://{did}/{path}: {error.detail}") from None
-        if block is None:
-            raise click.ClickException(f"{nsid} is not published: at://{did}/{path} does not exist")
-        return self._decode(nsid, block, f"at://{did}/{path}")
-
-    async def _authority(self, nsid: str) -> str:
-        """Return the DID of the account that publishes the lexicons of this authority."""
-        domain = ".".join(reversed(nsid.split(".")[:-1]))
-        name = f"_lexicon.{domain}"
-        try:
-            dids = await dids_in_dns(self.dns, name)
-        except UnavailableError as error:
-            raise UnavailableError(error.reason, f"{nsid}: the TXT record of {name}: {error.detail}") from None
-        if len(dids) != 1:
-            found = "has no TXT record with a DID" if not dids else f"names {len(dids)} DIDs"
-            raise click.ClickException(f"{nsid} is not published: {name} {found}")
-        return dids.pop()
-
-    def _decode(self, nsid: str, block: bytes, uri: str) -> SourcedLexicon:
-        value = decode_record(block, COLLECTION, self.limits)
-        if value.json is None:
-            raise click.ClickException(f"{uri} is not a lexicon: {value.problem}")
-        lexicon = _parse(json.loads(value.json), uri)
-        if lexicon.nsid != nsid:
-            raise click.ClickException(f"{uri} is the lexicon of {lexicon.nsid}")
-        return SourcedLexicon(lexicon, uri)
+        raise LexiconError(f"{path} is not a lexicon: it is not JSON: {error}") from None
 
 
 @asynccontextmanager
@@ -347,52 +209,6 @@ async def open_resolver(settings: Settings) -> AsyncIterator[LexiconResolver]:
             await asyncio.to_thread(make_pds_client, settings, outbound),
             settings.limits,
         )
-
-
-async def resolve_all(
-    resolver: LexiconResolver, nsids: Iterable[str], known: Mapping[str, Lexicon]
-) -> tuple[dict[str, SourcedLexicon], list[str]]:
-    """Return the lexicons of these NSIDs, and of unknown ones that the types of their fields depend on.
-
-    The second result has the reasons why lexicons that others refer to are missing.
-
-    Raises:
-        ClickException: One of the NSIDs has no valid lexicon.
-        UnavailableError: A host does not answer for one of the NSIDs.
-    """
-    found = {nsid: await resolver.resolve(nsid) for nsid in nsids}
-    problems: dict[str, str] = {}
-    size, ends = 0, asyncio.get_running_loop().time() + DEPENDENCY_SECONDS
-    for _ in range(MAX_DEPENDENCIES):
-        missing = next(_missing(found, known, problems), None)
-        if missing is None:
-            break
-        try:
-            async with asyncio.timeout_at(ends):
-                one = await resolver.resolve(missing)
-        except click.ClickException as error:
-            problems[missing] = error.format_message()
-        except UnavailableError as error:
-            problems[missing] = str(error)
-        except TimeoutError:
-            problems[missing] = f"{missing}: not fetched, because the others took {DEPENDENCY_SECONDS:.0f} s"
-            break
-        else:
-            size += len(one.lexicon.text)
-            if size > MAX_DEPENDENCY_BYTES:
-                problems[missing] = f"{missing}: together with the others, it has over {MAX_DEPENDENCY_BYTES} bytes"
-                break
-            found[missing] = one
-    return found, list(problems.values())
-
-
-def _missing(
-    found: Mapping[str, SourcedLexicon], known: Mapping[str, Lexicon], problems: Mapping[str, str]
-) -> Iterator[str]:
-    """Yield the NSIDs of lexicons that the fields of the found ones refer to and that are neither known nor failed."""
-    every = {**known, **{nsid: one.lexicon for nsid, one in found.items()}}
-    for one in found.values():
-        yield from sorted(references(one.lexicon, every) - every.keys() - problems.keys())
 
 
 def _print_notices(scope: Scope, results: Sequence[AddedLexicon], given: Mapping[str, SourcedLexicon]) -> None:

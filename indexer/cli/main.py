@@ -17,7 +17,7 @@ from click.shell_completion import get_completion_class
 
 from indexer import __version__
 from indexer.cli.command import ExitCode, config_option, report_error
-from indexer.errors import LayoutChangedError, SettingsError, UnavailableError
+from indexer.errors import LayoutChangedError, LexiconError, SettingsError, UnavailableError
 
 PROGRAM = "indexer"
 NATIVE_CORE = "atproto-indexer-native"
@@ -154,7 +154,7 @@ def exit_code(run: Callable[[], Any]) -> int:
     try:
         code = run()
         sys.stdout.flush()
-    except (click.ClickException, SettingsError) as error:
+    except (click.ClickException, SettingsError, LexiconError) as error:
         return report_error(_message(error), ExitCode.BAD_ARGUMENT)
     except BrokenPipeError:
         # The reader of the output closed the pipe. The interpreter must not fail when it flushes at exit.
@@ -167,7 +167,7 @@ def exit_code(run: Callable[[], Any]) -> int:
     return code if isinstance(code, int) else ExitCode.OK
 
 
-def _message(error: click.ClickException | SettingsError) -> str:
+def _message(error: click.ClickException | SettingsError | LexiconError) -> str:
     if not isinstance(error, click.ClickException):
         return str(error)
     context = error.ctx if isinstance(error, click.UsageError) else None

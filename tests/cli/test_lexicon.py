@@ -87,7 +87,6 @@ def test_directory_is_added_with_one_notice_for_what_it_skips(session: Session, 
     assert "\x1b" not in added.stderr
     assert "com.evil.\\x1b]0;title\\x07x" in added.stderr
     assert set(added.stderr.splitlines()) > {
-        f"{tmp_path}/lexicons: files without a lexicon, skipped: {tmp_path}/lexicons/package.json",
         f"lexicons without a record type, skipped: {QUERY_DOCUMENT['id']}",
         f"{REVIEW}: fields that refer to com.elsewhere.defs have the type jsonb until it is added",
     }
@@ -133,29 +132,24 @@ def test_file_that_is_no_lexicon_is_reported_in_one_line(session_without_databas
         assert problem in error_line(result)
 
 
-def test_odd_files_of_a_directory_are_named_and_the_others_are_added(session: Session, tmp_path: Path) -> None:
-    """Also odd parts of a valid lexicon: a field of a type that is not known is shown as jsonb."""
-    folder = tmp_path / "lexicons"
+def test_odd_parts_of_a_valid_lexicon_are_named(session: Session, tmp_path: Path) -> None:
+    """A field of a type that is not known is shown as jsonb."""
     odd = copy_of(LIKE_DOCUMENT)
     properties_of(odd)["via"] = {"type": "later"}
-    write(folder / "like.json", odd)
-    for name in ("one", "two"):
-        write(folder / f"{name}.json", REVIEW_DOCUMENT | {"description": name})
-    for name, (content, _) in BAD_FILES.items():
-        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    (folder / "away.json").symlink_to(folder / "nothing")
-    added = session("lexicon", "add", str(folder))
-    assert (added.returncode, added.stdout) == (1, f'{LIKE}: added, view lexicon."{LIKE}"\n')
-    *notices, error = added.stderr.splitlines()
-    assert error.startswith(f"indexer: files that were skipped: 8: {folder}/away.json cannot be read: No such file")
-    assert f"{folder}/one.json and {folder}/two.json are different lexicons of {REVIEW}" in error
-    skipped = [*(problem for _, problem in BAD_FILES.values() if "`lexicon`" not in problem)]
-    assert [problem for problem in skipped if problem not in error] == []
-    assert notices == [
-        f"{folder}: files without a lexicon, skipped: {folder}/list.json",
-        f"{LIKE}: `defs.main.record.properties.'via'` has no known type, and is shown as jsonb: 'later'",
-    ]
+    added = session("lexicon", "add", write(tmp_path / "like.json", odd))
+    assert (added.returncode, added.stdout) == (0, f'{LIKE}: added, view lexicon."{LIKE}"\n')
+    problem = "`defs.main.record.properties.'via'` has no known type, and is shown as jsonb: 'later'"
+    assert added.stderr == f"{LIKE}: {problem}\n"
     assert stored(session)[LIKE]["columns"] == ["subject_uri", "subject_cid", "created_at", "via"]
+
+
+def test_directory_with_an_invalid_file_adds_nothing(session: Session, tmp_path: Path) -> None:
+    write(tmp_path / "lexicons" / "like.json", LIKE_DOCUMENT)
+    (tmp_path / "lexicons" / "away.json").symlink_to(tmp_path / "nothing")
+    added = session("lexicon", "add", str(tmp_path / "lexicons"))
+    assert added.returncode == 2
+    assert error_line(added) == f"{tmp_path}/lexicons/away.json cannot be read: No such file or directory"
+    assert stored(session) == {}
 
 
 def test_directory_without_a_lexicon_and_two_different_lexicons_of_one_nsid_are_refused(

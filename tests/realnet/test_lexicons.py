@@ -4,16 +4,16 @@ import asyncio
 from pathlib import Path
 from time import time
 
-import click
 import pytest
 
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.cli.lexicon import COLLECTION, LexiconResolver
 from indexer.core.spool import Spool
+from indexer.errors import LexiconError
 from indexer.net.http.checked_connector import DnsResolver
 from indexer.net.http.host_limits import RateLimits
 from indexer.net.http.http_client import OutboundClient, OutboundSettings
 from indexer.net.identity.did_resolver import DidResolver
+from indexer.net.lexicons import COLLECTION, LexiconResolver
 from indexer.net.pds.pds_client import PdsClient
 from tests.lexicons.samples import REVIEW, REVIEW_DOCUMENT
 from tests.net.identity.name_server import NameServer
@@ -46,5 +46,5 @@ async def test_lexicon_on_a_real_pds_is_resolved_and_verified(tmp_path: Path) ->
             found = await resolver.resolve(REVIEW)
             assert found.source == f"at://{account.did}/{COLLECTION}/{REVIEW}"
             assert found.lexicon.nsid == REVIEW
-            with pytest.raises(click.ClickException, match="does not exist"):
+            with pytest.raises(LexiconError, match="does not exist"):
                 await resolver.resolve("com.example.nothing")
