@@ -91,6 +91,8 @@ PDS_MESSAGE_TIMEOUT = 1_800.0
 FRAME_SIZE_MARGIN = 4
 """Frames up to this multiple of the limit are received and rejected, so that the connection stays
 open. A larger frame ends the connection."""
+READS_PER_WINDOW = 4
+"""Reads of the stream from one batch to the next, unless many bytes arrive."""
 INBOX_BYTES = 64 * 1024 * 1024
 KEY_LOOKUP_CONCURRENCY = 64
 CONNECTIONS = TURNS + LARGE_TURNS + RESERVED_CONNECTIONS
@@ -211,7 +213,7 @@ class Daemon:
         self.new_accounts = NewAccounts(new_accounts)
         self.shard_ownership = ShardOwnership(self.db, shard, retry=tuning.retry)
         self.inbox = Inbox(INBOX_BYTES)
-        connection = tuning.connection
+        connection = replace(tuning.connection, read_interval=settings.batch_window / READS_PER_WINDOW)
         if settings.upstream == "pds":
             connection = replace(connection, message_timeout=PDS_MESSAGE_TIMEOUT)
         self.subscription = Subscription(

@@ -69,7 +69,7 @@ class WriterSettings:
 
     shard: Shard = Shard()  # noqa: RUF009 - immutable
     batch_size: int = BATCH_SIZE
-    batch_window: float = 0.02
+    batch_window: float = 0.03
     retry_interval: float = 1.0
     idle_after: float = 5.0
 

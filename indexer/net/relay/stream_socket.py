@@ -16,6 +16,9 @@ STREAM_PATH = "/xrpc/com.atproto.sync.subscribeRepos"
 TURN_SECONDS = 0.005
 """Time to receive messages before other tasks get a turn. Each turn of the event loop costs a wait for the
 interpreter's lock while a batch is planned."""
+MANY_BYTES = 128 << 10
+"""Bytes of messages within one interval from which the socket is read without pauses: one read takes at most twice as
+many."""
 _SEND_SECONDS = 1.0
 """Time to send a pong or a close frame, if the relay does not read what was sent before."""
 _LOST = "connection lost without a close frame"
@@ -27,6 +30,8 @@ class ConnectionSettings:
 
     Attributes:
         connect_timeout: For the TCP connection and the handshakes.
+        read_interval: From one read of the socket to the next, unless many bytes arrive: each read costs a turn of
+            the event loop. 0: messages are read when they arrive.
         ping_interval: Without any bytes, before a ping is sent. If nothing arrives in half of that time after the ping,
             the connection is closed.
         message_timeout: Without any message, before the connection is closed.
@@ -39,6 +44,7 @@ class ConnectionSettings:
     """
 
     connect_timeout: float = 15.0
+    read_interval: float = 0.0
     ping_interval: float = 30.0
     message_timeout: float = 90.0
     first_delay: float = 1.0
@@ -70,9 +76,15 @@ class StreamSocket:
     so at most about 4,096 empty messages wait. It parses more when at most 256 KiB wait.
     """
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse[bool], transport: asyncio.Transport) -> None:
+    def __init__(
+        self, socket: aiohttp.ClientWebSocketResponse[bool], transport: asyncio.Transport, read_interval: float
+    ) -> None:
         self._socket = socket
         self._transport = transport
+        self._read_interval = read_interval
+        self._interval: asyncio.TimerHandle | None = None
+        self._bytes = 0  # of messages, in the present interval
+        self._paused = False
         self._turn_ends = 0.0
         self._closed_here: StreamSocketError | None = None
 
@@ -90,11 +102,32 @@ class StreamSocket:
             kind = message.type
             if kind is WSMsgType.BINARY or kind is WSMsgType.TEXT:
                 data: bytes = message.data
+                self._pause_reading(len(data))
                 return data
             if kind is WSMsgType.PING:
                 await self._pong(message.data)
             elif kind is not WSMsgType.PONG:
                 raise self._closed_here or _end(kind, message.data or self._socket.exception(), message.extra)
+
+    def _pause_reading(self, size: int) -> None:
+        """Begin an interval with the first message after the last one; until its end, read no more if few bytes arrive.
+
+        The library pauses a connection, too, while many bytes wait, and resumes it. Then nothing is done here.
+        """
+        self._bytes += size
+        if self._interval is not None or not self._read_interval:
+            return
+        many, self._bytes = self._bytes - size >= MANY_BYTES, size
+        if not many and self._transport.is_reading():
+            self._transport.pause_reading()
+            self._paused = True
+        self._interval = asyncio.get_running_loop().call_later(self._read_interval, self._resume_reading)
+
+    def _resume_reading(self) -> None:
+        self._interval = None
+        if self._paused:
+            self._paused = False
+            self._transport.resume_reading()
 
     async def _pong(self, data: bytes) -> None:
         """Answer a ping. If the connection is lost or the relay does not read, the next message says so."""
@@ -119,6 +152,8 @@ class StreamSocket:
 
     def abort(self) -> None:
         """End the connection at once."""
+        if self._interval is not None:
+            self._interval.cancel()
         self._transport.abort()
 
 
@@ -172,7 +207,7 @@ async def open_stream(
             raise StreamSocketError(f"HTTP {error.status}: {error.message}") from error
         except (aiohttp.ClientError, UnicodeError) as error:
             raise StreamSocketError(f"{type(error).__name__}: {error}") from error
-        stream = StreamSocket(socket, handshake.transport)
+        stream = StreamSocket(socket, handshake.transport, settings.read_interval)
         try:
             yield stream
         finally:

@@ -1,0 +1,87 @@
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from time import monotonic
+
+from websockets.asyncio.server import ServerConnection, serve
+
+from indexer.net.relay.stream_socket import MANY_BYTES, ConnectionSettings, StreamSocket, open_stream
+
+INTERVAL = 0.1
+Message = tuple[float, bytes]
+"""A pause in seconds, and what is sent after it."""
+
+
+@asynccontextmanager
+async def stream_of(messages: Iterable[Message], read_interval: float) -> AsyncIterator[StreamSocket]:
+    """Open the stream of a relay that sends these messages, and then nothing."""
+
+    async def send(connection: ServerConnection) -> None:
+        for pause, data in messages:
+            await asyncio.sleep(pause)
+            await connection.send(data)
+        await connection.wait_closed()
+
+    async with serve(send, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        settings = ConnectionSettings(read_interval=read_interval)
+        async with open_stream(f"ws://127.0.0.1:{port}", None, 1_000_000, "tests", settings) as stream:
+            yield stream
+
+
+async def arrivals(messages: Sequence[Message], read_interval: float) -> list[float]:
+    """Receive all messages; return when each arrived, in seconds since the first one."""
+    times = []
+    async with asyncio.timeout(30), stream_of(messages, read_interval) as stream:
+        for _, data in messages:
+            assert await stream.receive() == data
+            times.append(monotonic())
+    return [time - times[0] for time in times]
+
+
+def reads(times: Sequence[float]) -> int:
+    """Return the number of groups of messages that arrived together."""
+    return 1 + sum(after - before > INTERVAL / 2 for before, after in pairwise(times))
+
+
+async def test_few_messages_are_read_together_once_per_interval() -> None:
+    times = await arrivals([(0.01, b"%d" % number) for number in range(50)], INTERVAL)
+    assert 3 <= reads(times) <= times[-1] / INTERVAL + 1
+
+
+async def test_message_after_a_pause_is_read_at_once() -> None:
+    async with stream_of([(0, b"first"), (0, b"second"), (5 * INTERVAL, b"third")], 2 * INTERVAL) as stream:
+        assert [await stream.receive() for _ in range(2)] == [b"first", b"second"]
+        second_at = monotonic()
+        assert await stream.receive() == b"third"
+        # The relay sent it after five intervals; the pause of the reads was over long before.
+        assert monotonic() - second_at < 6 * INTERVAL
+
+
+async def test_many_messages_are_read_without_pauses() -> None:
+    """The system holds only a part of them, so with a pause after each read they would take many intervals."""
+    messages = [(0.0, number.to_bytes(2) * 25_000) for number in range(500)]
+    times = await arrivals(messages, 10 * INTERVAL)
+    assert sum(len(data) for _, data in messages) > 100 * MANY_BYTES
+    assert times[-1] < 5 * 10 * INTERVAL
+
+
+async def test_reading_stays_paused_while_many_bytes_wait() -> None:
+    """A relay that sends faster than messages are taken fills the buffers, and then waits."""
+    sent = 0
+
+    def messages() -> Iterable[Message]:
+        nonlocal sent
+        while sent < 10_000:
+            sent += 1
+            yield 0, bytes(50_000)
+
+    async with stream_of(messages(), INTERVAL / 10) as stream:
+        for _ in range(20):
+            await stream.receive()
+            await asyncio.sleep(INTERVAL / 5)
+        before = sent
+        await asyncio.sleep(5 * INTERVAL)
+        assert sent - before < 100
+        assert before < 1_000
