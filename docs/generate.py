@@ -207,7 +207,7 @@ code is not 0. Names of JSON fields are kept within a major version; fields may 
 the names of the columns of the [public views](sql.md).
 
 A terminal shows colours, except with `NO_COLOR`, and a progress bar. Otherwise, a long command
-writes a line of progress to stderr after 2 seconds, and then every 10 seconds.
+writes a line of progress to stderr every 10 seconds.
 
 ## Exit codes
 

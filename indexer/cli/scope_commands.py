@@ -67,8 +67,8 @@ async def set_command(
     that the stream or the relay's repo list shows, `listed` only repos that are added, `signal` also repos with a
     record of a signal collection. Repos that the new scope does not want are untracked, and their records deleted.
 
-    The command asks for confirmation if stored records would be deleted, with their number, and needs --yes if there is
-    no terminal. It prints the command that returns to the scope before: then what was deleted is fetched again.
+    The command asks for confirmation if stored records would be deleted, and needs --yes if there is no terminal. It
+    prints the command that returns to the scope before: then what was deleted is fetched again.
     """
     if track is None and collections is None and signal_collections is None:
         raise click.UsageError("Give --track, --collections or --signal-collections.")

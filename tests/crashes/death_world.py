@@ -46,7 +46,7 @@ class DeathWorld:
     """The network, the database and the daemon.
 
     Attributes:
-        store: For commands of the operator.
+        db: For commands of the operator.
         deaths: How often the daemon has died, by the moment.
         changes: All entries of the change log that a consumer has read.
     """
