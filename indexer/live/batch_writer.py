@@ -98,11 +98,12 @@ class BatchSize:
         """Note that a batch of `count` messages failed, although the database stores an empty one.
 
         Returns:
-            True if the batch is a single message, and it is the cause.
+            True if the batch is a single message, and it is the cause: also at each further failure, because the
+            message could not be rejected.
         """
         self.current = max(1, count // 2)
         self._failures = self._failures + 1 if count == 1 else 0
-        return self._failures == MAX_FAILURES
+        return self._failures >= MAX_FAILURES
 
 
 class EventClock:

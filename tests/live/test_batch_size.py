@@ -47,3 +47,8 @@ def test_message_is_rejected_when_it_has_failed_alone_several_times_in_a_row() -
     for count in (2, *[1] * (MAX_FAILURES - 1), 2, *[1] * (MAX_FAILURES - 1)):
         assert not size.add_failure(count)
     assert size.add_failure(1)
+
+
+def test_message_counts_as_the_cause_until_it_is_rejected() -> None:
+    size = BatchSize(MAX_SIZE)
+    assert [size.add_failure(1) for _ in range(MAX_FAILURES + 2)] == [False] * (MAX_FAILURES - 1) + [True] * 3
