@@ -22,7 +22,7 @@ demo: venv ## Run the daemon against a small signed network on this machine and 
 check: venv ## Run lint, types, import contracts and the quick tests (a minute)
 	@$(MAKE) --no-print-directory --jobs 2 lint quick
 
-test: venv ## Run the tests that each change must pass, on a Postgres that they start themselves (ten minutes)
+test: venv ## Run the tests that each change must pass, on a Postgres that they start themselves (five minutes)
 	$(PYTEST)
 
 lint: venv

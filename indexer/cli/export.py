@@ -135,7 +135,7 @@ def parquet(file: IO[bytes], group_bytes: int = ROW_GROUP_BYTES) -> Iterator[Wri
     type=click.Choice(["jsonl", "parquet"]),
     default="jsonl",
     show_default=True,
-    help="Format of the file.",
+    help="Format of the output.",
 )
 async def export_command(settings: Settings, *, collection: str, form: Format) -> int:
     """Write all visible records of a collection to stdout.

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from itertools import count
+from pathlib import Path
 from time import monotonic
 
 import asyncpg
@@ -67,6 +68,13 @@ _RECREATE_VIEWS = "select indexer.recreate_lexicon_views()"
 _MISSING_ROLES = """
     select array_agg(name) from unnest(array['atproto_operator', 'atproto_reader']) name where to_regrole(name) is null
 """
+_ROLES_WITHOUT_PRIVILEGES = """
+    select exists (
+        select from pg_roles
+        where rolname in ('atproto_operator', 'atproto_reader') and not has_schema_privilege(oid, 'atproto', 'usage')
+    )
+"""
+_PRIVILEGES = Path(__file__).parent / "schema" / "13_privileges.sql"
 _CONFLICT = "tuple concurrently updated"  # asyncpg has no class for this error, only one for all internal errors
 
 log = structlog.get_logger(__name__)
@@ -126,6 +134,8 @@ def start_pause(attempt: int, dsn: str) -> float:
 async def migrate(dsn: str, changing: SchemaChange = on_one_server) -> None:
     """Create or upgrade the schema in one transaction. Waits for another process that does the same.
 
+    With a current schema, only the roles of the public schema get their privileges, if they were created later.
+
     The transaction is repeated if a concurrent migration of another database of the server fails it, because roles
     belong to the whole server, and if another session holds a lock that it needs.
 
@@ -142,6 +152,8 @@ async def migrate(dsn: str, changing: SchemaChange = on_one_server) -> None:
         state = await schema_state(connection)
         if not state.is_old:
             state.require_usable()
+            if await connection.fetchval(_ROLES_WITHOUT_PRIVILEGES):  # created after the schema
+                await connection.execute(_PRIVILEGES.read_text(encoding="utf-8"))
             return
     log.info("database.migrating", database=state.database, release=state.release)
     began, lock_seconds, conflicts = monotonic(), LOCK_SECONDS, 0

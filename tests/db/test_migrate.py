@@ -71,6 +71,10 @@ async def test_concurrent_migrations_of_several_databases_of_one_server_succeed(
                 await migrate(with_user(dsn, name))
         missing = [line["roles"] for line in lines if line["event"] == "database.roles-missing"]
         assert missing == [["atproto_operator", "atproto_reader"]]
+        await sql.execute("create role atproto_operator; create role atproto_reader")
+        await migrate(dsn)
+        assert await sql.fetchval("select has_table_privilege('atproto_reader', 'atproto.records', 'select')")
+        await sql.execute("drop owned by atproto_operator, atproto_reader; drop role atproto_operator, atproto_reader")
         for name in names:
             await sql.execute(f"create database {name}")
         results = await asyncio.gather(*(migrate_in_process(with_database(dsn, name)) for name in names))

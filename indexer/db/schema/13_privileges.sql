@@ -1,4 +1,5 @@
--- Who may call which function, and read which view. Limits for statements of consumers are in docs/operations.md.
+-- Who may call which function, and read which view. It is also run for roles that are created later.
+-- Limits for statements of consumers are in docs/operations.md.
 
 revoke all on function
     indexer.publish(), indexer.log_repo_change(text, text, text), indexer.consumer_states(),
@@ -18,7 +19,7 @@ do $$ declare
 begin
     for role in select rolname from pg_roles where rolname in ('atproto_reader', 'atproto_operator') loop
         execute format('grant usage on schema atproto, lexicon to %I', role);
-        execute format('grant select on all tables in schema atproto to %I', role);
+        execute format('grant select on all tables in schema atproto, lexicon to %I', role);
         execute format(
             'grant execute on function indexer.consumer_states(), atproto.changes_after(bigint, integer), '
                 'atproto.register_reader(text, bigint), atproto.unregister_reader(text), '
