@@ -70,8 +70,9 @@ _MISSING_ROLES = """
 """
 _ROLES_WITHOUT_PRIVILEGES = """
     select exists (
-        select from pg_roles
-        where rolname in ('atproto_operator', 'atproto_reader') and not has_schema_privilege(oid, 'atproto', 'usage')
+        select from pg_roles r, pg_namespace n
+        where rolname in ('atproto_operator', 'atproto_reader') and nspname = 'atproto'
+            and pg_has_role(nspowner, 'usage') and not has_schema_privilege(r.oid, n.oid, 'usage')
     )
 """
 _PRIVILEGES = Path(__file__).parent / "schema" / "13_privileges.sql"

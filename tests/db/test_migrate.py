@@ -69,12 +69,13 @@ async def test_concurrent_migrations_of_several_databases_of_one_server_succeed(
             await sql.execute(f"grant create on database {urlsplit(dsn).path[1:]} to {name}")
             with capture_logs() as lines:
                 await migrate(with_user(dsn, name))
+            await sql.execute("create role atproto_operator; create role atproto_reader")
+            await migrate(with_user(dsn, name))
+            assert await sql.fetchval("select has_table_privilege('atproto_reader', 'atproto.records', 'select')")
+            roles = "atproto_operator, atproto_reader"
+            await sql.execute(f"drop owned by {roles}; drop role {roles}")
         missing = [line["roles"] for line in lines if line["event"] == "database.roles-missing"]
         assert missing == [["atproto_operator", "atproto_reader"]]
-        await sql.execute("create role atproto_operator; create role atproto_reader")
-        await migrate(dsn)
-        assert await sql.fetchval("select has_table_privilege('atproto_reader', 'atproto.records', 'select')")
-        await sql.execute("drop owned by atproto_operator, atproto_reader; drop role atproto_operator, atproto_reader")
         for name in names:
             await sql.execute(f"create database {name}")
         results = await asyncio.gather(*(migrate_in_process(with_database(dsn, name)) for name in names))
