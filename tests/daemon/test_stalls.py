@@ -174,13 +174,14 @@ async def stalled_hosts(world: World) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def stalled_postgres(world: World) -> AsyncIterator[None]:
-    """Kill the server, and hold the lock of its directory like a process that is starting one."""
+    """Kill the server, and hold the lock of its directory like a process of it that does not end."""
     postgres = world.directory / "postgres"
     pid = int((postgres / "data" / "postmaster.pid").read_text().splitlines()[0])
-    with (postgres / "lock").open() as lock:
-        os.kill(pid, signal.SIGKILL)
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the event loop waits, too, so that nobody else gets the lock
-        yield
+    directory = os.open(postgres, os.O_RDONLY | os.O_DIRECTORY)
+    os.kill(pid, signal.SIGKILL)
+    fcntl.flock(directory, fcntl.LOCK_EX)  # the event loop waits, too, so that nobody else gets the lock
+    yield
+    os.close(directory)
 
 
 @asynccontextmanager
