@@ -1,6 +1,5 @@
 """Hosts on loopback, and public names and addresses that lead to them."""
 
-import datetime as dt
 import socket
 import ssl
 from collections.abc import AsyncIterator, Sequence
@@ -9,10 +8,6 @@ from pathlib import Path
 import aiohappyeyeballs
 import pytest
 from aiohappyeyeballs.types import AddrInfoType, SocketFactoryType
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from indexer.net.http.http_client import OutboundClient, OutboundSettings, Timeouts
 from tests.net.http.scripted_host import ScriptedHost
@@ -57,28 +52,6 @@ class OutboundWorld:
         if answers is None:
             raise OSError("no such name")
         return answers.pop(0) if len(answers) > 1 else answers[0]
-
-
-@pytest.fixture(scope="session")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a file with a key and a certificate for two names under `example`."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test")])
-    now = dt.datetime.now(dt.UTC)
-    names = x509.SubjectAlternativeName([x509.DNSName("pds.example"), x509.DNSName("relay.example")])
-    built = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - dt.timedelta(days=1))
-        .not_valid_after(now + dt.timedelta(days=1))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(names, critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    file = tmp_path_factory.mktemp("tls") / "test.pem"
-    pem = serialization.Encoding.PEM
-    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    file.write_bytes(private + built.public_bytes(pem))
-    return file
 
 
 @pytest.fixture

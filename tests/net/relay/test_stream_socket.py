@@ -1,9 +1,15 @@
 import asyncio
+import ssl
+from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from time import monotonic
 
+import aiohttp
+import pytest
 from websockets.asyncio.server import ServerConnection, serve
 
 from indexer.net.relay.stream_socket import MANY_BYTES, ConnectionSettings, StreamSocket, open_stream
@@ -14,7 +20,9 @@ Message = tuple[float, bytes]
 
 
 @asynccontextmanager
-async def stream_of(messages: Iterable[Message], read_interval: float) -> AsyncIterator[StreamSocket]:
+async def stream_of(
+    messages: Iterable[Message], read_interval: float, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[StreamSocket]:
     """Open the stream of a relay that sends these messages, and then nothing."""
 
     async def send(connection: ServerConnection) -> None:
@@ -23,10 +31,11 @@ async def stream_of(messages: Iterable[Message], read_interval: float) -> AsyncI
             await connection.send(data)
         await connection.wait_closed()
 
-    async with serve(send, "127.0.0.1", 0) as server:
+    async with serve(send, "127.0.0.1", 0, ssl=tls) as server:
         port = server.sockets[0].getsockname()[1]
         settings = ConnectionSettings(read_interval=read_interval)
-        async with open_stream(f"ws://127.0.0.1:{port}", None, 1_000_000, "tests", settings) as stream:
+        scheme = "ws" if tls is None else "wss"
+        async with open_stream(f"{scheme}://127.0.0.1:{port}", None, 1_000_000, "tests", settings) as stream:
             yield stream
 
 
@@ -85,3 +94,21 @@ async def test_reading_stays_paused_while_many_bytes_wait() -> None:
         await asyncio.sleep(5 * INTERVAL)
         assert sent - before < 100
         assert before < 1_000
+
+
+async def test_socket_is_read_once_per_interval_with_tls(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tls, reads = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), 0
+    tls.load_cert_chain(certificate)
+    monkeypatch.setattr(aiohttp, "TCPConnector", partial(aiohttp.TCPConnector, ssl=False))
+    updated = SSLProtocol.buffer_updated
+
+    def count(protocol: SSLProtocol, size: int) -> None:
+        nonlocal reads
+        reads += 1
+        updated(protocol, size)
+
+    messages = [(0.01, b"%d" % number) for number in range(50)]
+    async with asyncio.timeout(30), stream_of(messages, INTERVAL, tls) as stream:
+        monkeypatch.setattr(SSLProtocol, "buffer_updated", count)
+        assert [await stream.receive() for _ in messages] == [data for _, data in messages]
+    assert reads < len(messages) / 2
