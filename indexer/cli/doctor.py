@@ -332,4 +332,4 @@ ACTIONS = {
     "directory": "Check INDEXER_PLC_URL, the firewall, and the name servers.",
     "dns": "Correct INDEXER_DNS_SERVERS, or the name servers of this machine.",
 }
-"""What to do if a check fails."""
+"""The advice for each check that fails."""
