@@ -3,7 +3,7 @@
 | functions | decoder | behaviour |
 |---|---|---|
 | `decode`, `decode_pair` | libipld | fastest; accepts long forms of numbers; a link is the 36 bytes of its CID |
-| `decode_canonical` | libipld, else `decode_strict` | strict; a link is a `Link` |
+| `decode_canonical` | Python | strict; a link is a `Link`; errors name the byte |
 | `decode_json` | libipld | strict; a link is in its JSON form; leaves unusual objects to `decode_canonical` |
 | `count_items` | none | counts without decoding; accepts more than all decoders |
 
@@ -17,7 +17,6 @@ libipld recurses on the native stack, up to the recursion limit of Python. The d
 
 import re
 from binascii import b2a_base64
-from collections.abc import Callable
 from math import isfinite, nan
 from struct import unpack
 from typing import Any
@@ -28,7 +27,7 @@ import orjson
 from indexer.atproto.cid import MIN_LINK_BYTES, cid_text, is_cid, is_link
 
 MAX_LEVELS = 250
-"""Levels of containers that `decode_canonical` and `decode_strict` accept. orjson fails at 254."""
+"""Levels of containers that `decode_canonical` accepts. orjson fails at 254."""
 MIN_INTEGER = -(1 << 63)
 """The smallest integer that is not unusual. DAG-CBOR has integers from -2^64 to 2^64 - 1."""
 _TOO_DEEP = f"more than {MAX_LEVELS} levels"
@@ -89,23 +88,19 @@ def decode_pair(data: bytes) -> tuple[Any, Any]:
 
 
 def decode_canonical(data: bytes) -> Any:
-    """Return the value of one canonical object. Links are returned as `Link`.
+    """Return the value of one canonical object. Links are returned as `Link`, and may have any CIDv1 form.
 
     Raises:
         CborError: The bytes are not exactly one object, or not canonical, or nested deeper than `MAX_LEVELS`.
     """
-    if len(data) > MAX_LEVELS and count_items(data, len(data), MAX_LEVELS)[1]:
-        raise CborError(_TOO_DEEP)
+    reader = _Reader(data)
     try:
-        value = libipld.decode_dag_cbor(data)
-        if libipld.encode_dag_cbor(value) == data:
-            return _with_links(value)
-    except (ValueError, RecursionError):
-        pass  # not canonical, or a CID that libipld does not know: the strict decoder decides
-    try:
-        return decode_strict(data, Link)
+        value = reader.item(MAX_LEVELS)
     except ValueError as error:
         raise CborError(_message(error)) from None
+    if reader.position < len(data):
+        raise CborError(f"the object ends at byte {reader.position} of {len(data)}")
+    return value
 
 
 def decode_json(data: bytes) -> tuple[Any, bytes] | None:
@@ -171,29 +166,11 @@ def encode(value: Any) -> bytes:
     return bytes(libipld.encode_dag_cbor(value))
 
 
-def decode_strict(data: bytes, make_link: Callable[[bytes], Any]) -> Any:
-    """Return the value of one canonical object. Slow: in Python, and errors name the byte.
-
-    Args:
-        data: The object.
-        make_link: Returns the value of a link for the bytes of its CID, which may have any CIDv1 form.
-
-    Raises:
-        ValueError: The bytes are not exactly one object, or not canonical, or nested deeper than `MAX_LEVELS`.
-    """
-    reader = _Reader(data, make_link)
-    value = reader.item(MAX_LEVELS)
-    if reader.position < len(data):
-        raise ValueError(f"the object ends at byte {reader.position} of {len(data)}")
-    return value
-
-
 class _Reader:
     """Reads one item after the other, from `position` on."""
 
-    def __init__(self, data: bytes, make_link: Callable[[bytes], Any]) -> None:
+    def __init__(self, data: bytes) -> None:
         self._data = data
-        self._make_link = make_link
         self.position = 0
 
     def item(self, levels: int) -> Any:
@@ -263,12 +240,12 @@ class _Reader:
             raise ValueError(f"an unsupported simple value or float before byte {self.position}")
         return number
 
-    def _link(self, tag: int) -> Any:
+    def _link(self, tag: int) -> Link:
         major, size = self._head()
         content = self._take(size)
         if tag != _LINK_TAG or major != _BYTES or content[:1] != b"\0" or not is_link(content[1:]):
             raise ValueError(f"the tag before byte {self.position} is not 42, or does not contain a CIDv1")
-        return self._make_link(content[1:])
+        return Link(content[1:])
 
 
 def abridged(value: Any, levels: int = MAX_SHOWN_LEVELS) -> Any:
@@ -297,42 +274,19 @@ def _shorten(text: str, characters: int) -> str:
     return text if len(text) <= characters else f"{text[:characters]}…"
 
 
-def _with_links(value: Any) -> Any:
-    """Return a value of libipld with a `Link` in place of bytes that were a link.
-
-    Raises:
-        CborError: A link is not a CIDv1.
-    """
-    kind = type(value)
-    if kind is bytes:
-        return Link(value) if is_cid(value) or _was_link(value) else value
-    if kind is dict:
-        return {key: _with_links(inner) for key, inner in value.items()}
-    return [_with_links(inner) for inner in value] if kind is list else value
-
-
 def _json_form(value: bytes) -> dict[str, str]:
-    """Return the JSON form of bytes in a value of libipld.
-
-    Raises:
-        CborError: A link is not a CIDv1.
-    """
-    if is_cid(value) or _was_link(value):
-        return {"$link": libipld.encode_cid(value)}
-    return {"$bytes": b2a_base64(value, newline=False).rstrip(b"=").decode()}
-
-
-def _was_link(value: bytes) -> bool:
-    """Return True if libipld encodes these bytes as a link.
+    """Return the JSON form of bytes in a value of libipld: of a link, if libipld encodes them as a link.
 
     Raises:
         CborError: It does, but they are not a CIDv1.
     """
-    if len(value) < MIN_LINK_BYTES or libipld.encode_dag_cbor(value)[0] != _LINK_HEAD:
-        return False
-    if not is_link(value):
-        raise CborError("tag 42 does not contain a CIDv1")
-    return True
+    if is_cid(value):
+        return {"$link": libipld.encode_cid(value)}
+    if len(value) >= MIN_LINK_BYTES and libipld.encode_dag_cbor(value)[0] == _LINK_HEAD:
+        if not is_link(value):
+            raise CborError("tag 42 does not contain a CIDv1")
+        return {"$link": cid_text(value)}
+    return {"$bytes": b2a_base64(value, newline=False).rstrip(b"=").decode()}
 
 
 def has_unusual_number(value: Any) -> bool:

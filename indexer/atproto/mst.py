@@ -119,7 +119,7 @@ def _decode(block: bytes, limits: Limits) -> Any:
     try:
         return cbor.decode(block)
     except cbor.CborError:
-        return cbor.decode_strict(block, bytes)  # accepts all forms of CIDs
+        return cbor.decode_canonical(block)  # accepts all forms of CIDs
 
 
 def _read_fields(fields: Any, node: Node, limits: Limits) -> bool:

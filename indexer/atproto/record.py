@@ -142,15 +142,23 @@ def decode_record(
         return Value(None, problem, block)
     if converted is not None:
         return Value(converted.json, converted.problem, None)
-    decoded = decode_json(block)
+    decoded, problem = decode_json(block), None
     if decoded is None:
-        return _decode_unusual(block, collection, limits, budget)
-    value, encoded = decoded
+        if too_many := budget.spend(block, limits.record_items, UNUSUAL_COST):
+            return Value(None, too_many, block)
+        try:
+            value, encoded, problem = _decode_unusual(block)
+        except CborError:
+            return Value(None, Problem.NOT_DAG_CBOR, block)
+    else:
+        value, encoded = decoded
     if len(encoded) > limits.record_json_bytes:
         return Value(None, Problem.TOO_LARGE, block)
     text = encoded.decode()
     if (replaced := _without_nul(text)) != text:
-        return Value(replaced, Problem.NUL, block)
+        return Value(replaced, problem or Problem.NUL, block)
+    if problem is not None:
+        return Value(text, problem, block)
     return Value(text, _shape_problem(value, collection), None)
 
 
@@ -163,27 +171,15 @@ def _shape_problem(value: Any, collection: str) -> Problem | None:
     return Problem.OTHER_TYPE if isinstance(type_, str) else Problem.NO_TYPE
 
 
-def _decode_unusual(block: bytes, collection: str, limits: Limits, budget: ItemBudget) -> Value:
-    """Return the value of a record that `decode_json` leaves to the strict decoder."""
-    if problem := budget.spend(block, limits.record_items, UNUSUAL_COST):
-        return Value(None, problem, block)
-    try:
-        value = decode_canonical(block)
-    except CborError:
-        return Value(None, Problem.NOT_DAG_CBOR, block)
-    problem = None
-    if any(key.encode() in block for key in _RESERVED_KEYS) and (stripped := _without_reserved_keys(value)) != value:
+def _decode_unusual(block: bytes) -> tuple[Any, bytes, Problem | None]:
+    """Return the value and the JSON of a record that `decode_json` leaves to the strict decoder, and its problem."""
+    value, problem = decode_canonical(block), None
+    if has_unusual_number(value):
+        problem = Problem.NUMBER
+    if (stripped := _without_reserved_keys(value)) != value:
         value, problem = stripped, Problem.RESERVED_KEY
     text = json.dumps(value, ensure_ascii=False, check_circular=False, separators=(",", ":"), default=_bytes_to_json)
-    if len(text) > limits.record_json_bytes or len(text.encode()) > limits.record_json_bytes:
-        return Value(None, Problem.TOO_LARGE, block)
-    if (replaced := _without_nul(text)) != text:
-        return Value(replaced, problem or Problem.NUL, block)
-    if problem is not None:
-        return Value(text, problem, block)
-    if has_unusual_number(value):
-        return Value(text, Problem.NUMBER, block)
-    return Value(text, _shape_problem(value, collection), None)
+    return value, text.encode(), problem
 
 
 def _bytes_to_json(value: bytes) -> dict[str, str]:
