@@ -32,7 +32,7 @@ from indexer.cli.main import COMMANDS, load_command
 from indexer.db.migrate import migrate
 from indexer.embedded import database
 from indexer.net.server.address import Address
-from indexer.reasons import Desync, FetchFailure, GapReason, OmittedValue, Rejection
+from indexer.reasons import Desync, FetchFailure, GapReason, Rejection
 from indexer.sync.repo import TRANSITIONS, SyncStatus, Trigger
 from indexer.telemetry.metrics import MetricDefinition, Metrics
 
@@ -161,13 +161,7 @@ it.
 `atproto.records.value_problem`. The record keeps its path and its CID. Stored bytes are returned by
 `atproto.record_bytes`.
 
-{_list([(problem, problem.text) for problem in Problem])}
-## Why an event for clients of tap has no value
-
-`indexer_feed_values_omitted_total{{reason}}`. Clients would refuse the value, and never acknowledge
-the event. `atproto.records` has the value.
-
-{_list([(reason, reason.text) for reason in OmittedValue])}"""
+{_list([(problem, problem.text) for problem in Problem])}"""
 
 
 def metrics_page() -> str:

@@ -147,15 +147,3 @@ class GapReason(DescribedEnum):
     CURSOR_UNPROVEN = "cursor-unproven", "The relay sent neither the message at the cursor again nor a later one."
     NO_CURSOR = "no-cursor", "The stream was entered without a usable cursor of this relay."
     SEQUENCE_RESTARTED = "sequence-restarted", "The relay started a new sequence of numbers."
-
-
-class OmittedValue(DescribedEnum):
-    """Why an event of the feed for clients of tap comes without the value of its record."""
-
-    NOT_A_MAP = "not-a-map", "The record is not a map."
-    NUMBER = "number", "A number is no integer, or is not between -(2^53 - 1) and 2^53 - 1."
-    KEY = "key", "A key is `__proto__`, or has more than 8,192 bytes."
-    TYPE = "type", "A `$type` is empty, or no text."
-    BLOB = "blob", "A map with the `$type` `blob` is no blob."
-    LINK = "link", "The text of a CID has more than 128 characters."
-    LEVELS = "levels", "The record has more than 30 levels of maps and arrays."

@@ -21,7 +21,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from indexer import __version__
-from indexer.reasons import Desync, FetchFailure, OmittedValue, Rejection
+from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.changes import Action
 from indexer.sync.repo import Outcome, SyncStatus
 
@@ -285,10 +285,6 @@ class Metrics:
             Counter, "indexer_feed_events_total", {"kind": FEED_KINDS},
             "Events that were sent to clients, repeated ones included.",
             "Its rate is 0 although there are clients and new changes.")
-        self.feed_values_omitted = self._series(
-            Counter, "indexer_feed_values_omitted_total", {"reason": OmittedValue},
-            "Events for clients of tap without the value of their record, which they would refuse (docs/reasons.md).",
-            "It grows steadily.")
         self.feed_disconnections = self._series(
             Counter, "indexer_feed_disconnections_total", {"kind": ("tap", "jetstream"), "reason": DISCONNECTIONS},
             "Connections of clients that ended. `client`: the client ended it, or the network. `displaced`, `refused`: "

@@ -15,7 +15,7 @@ from indexer.readers.jetstream.events import LogPosition, encode_page
 from indexer.readers.jetstream.options import EventFilter
 from indexer.readers.tap.deliveries import Deliveries, RefusalLimits
 from indexer.sync.changes import Batch, RepoWrite
-from indexer.telemetry.metrics import FEED_KINDS, Metrics
+from indexer.telemetry.metrics import FEED_KINDS
 from tests.db.link_steps import settle, turn_on
 from tests.db.repo_rows import did, insert, put, synchronized
 from tests.lexicons.samples import LIKE, LIKE_DOCUMENT, sourced
@@ -110,7 +110,7 @@ async def test_no_view_and_no_function_shows_records_of_hidden_repos(sql: asyncp
 async def test_no_feed_and_no_export_sends_records_of_hidden_repos(filled: Database) -> None:
     async def tap(*, one_per_repo: bool, snapshot: bool = False) -> str:
         """Return all events of the log, or of a snapshot, and check that the hidden repos are set aside."""
-        deliveries = Deliveries(filled, Metrics(), DeliveryProgress(0, 0), RefusalLimits(), one_per_repo=one_per_repo)
+        deliveries = Deliveries(filled, DeliveryProgress(0, 0), RefusalLimits(), one_per_repo=one_per_repo)
         async with filled.feed.session() as session:
             if snapshot:
                 deliveries.window.add_snapshot(await session.snapshot_after(SNAPSHOT_BEGIN, 100))

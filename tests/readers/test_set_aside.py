@@ -9,7 +9,6 @@ from indexer.db.change_log_reads import LoggedChange
 from indexer.db.tap_feed import DeliveryProgress, SetAside
 from indexer.readers.tap.deliveries import Deliveries, RefusalLimits
 from indexer.readers.tap.delivery_window import FIRST_SNAPSHOT_ID
-from indexer.telemetry.metrics import Metrics
 
 A, B = "did:plc:a", "did:plc:b"
 HIDDEN = SetAside("hidden", A, "", "", "2", "", 0, 0.0, "")
@@ -22,7 +21,7 @@ def change(seq: int, did: str = A, rev: str = "1") -> LoggedChange:
 
 async def delivering(*changes: LoggedChange, limits: RefusalLimits = RefusalLimits(2, 0.0)) -> Deliveries:  # noqa: B008
     """Return deliveries whose first changes are in flight."""
-    deliveries = Deliveries(cast("Any", None), Metrics(), DeliveryProgress(0, 0), limits, one_per_repo=False)
+    deliveries = Deliveries(cast("Any", None), DeliveryProgress(0, 0), limits, one_per_repo=False)
     deliveries.window.add(changes)
     if changes:
         await deliveries.take(100)

@@ -18,7 +18,6 @@ from indexer.db.tap_feed import DeliveryProgress, FeedRecords
 from indexer.readers.tap.delivery_window import FIRST_SNAPSHOT_ID, RECORD_ACTIONS, DeliveryWindow
 from indexer.readers.tap.events import identity_event, record_event
 from indexer.readers.tap.set_aside import SetAsideEvents
-from indexer.telemetry.metrics import Metrics
 
 MAX_LOAD_LENGTH = 1 << 20
 """Characters of record values that are loaded at a time, for one client."""
@@ -82,11 +81,8 @@ class Deliveries:
         limits: When a refused event is set aside.
     """
 
-    def __init__(
-        self, db: Database, metrics: Metrics, progress: DeliveryProgress, limits: RefusalLimits, *, one_per_repo: bool
-    ) -> None:
+    def __init__(self, db: Database, progress: DeliveryProgress, limits: RefusalLimits, *, one_per_repo: bool) -> None:
         self._db = db
-        self._metrics = metrics
         self.limits = limits
         self.window = DeliveryWindow(progress, one_per_repo=one_per_repo)
         self.set_aside = SetAsideEvents(self.window)
@@ -205,8 +201,7 @@ class Deliveries:
         if key in records.hidden:
             self.set_aside.add_hidden(change)
             return None
-        omitted = self._metrics.feed_values_omitted
-        return record_event(change, records.shown.get(key), lambda reason: omitted[reason].inc())
+        return record_event(change, records.shown.get(key))
 
     def _identity_event(self, change: LoggedChange, account: StoredAccount | None) -> bytes | None:
         if account is not None and account.visible and change.seq < FIRST_SNAPSHOT_ID:

@@ -5,14 +5,13 @@ later entry, whose event follows. If it was deleted since, no value is left: the
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
 
 from indexer.atproto.cid import cid_text
 from indexer.db.change_log_reads import LoggedChange, StoredAccount, StoredRecord
-from indexer.reasons import OmittedValue
 from indexer.sync.identity import INVALID_HANDLE
 from indexer.sync.repo import DELETED
 
@@ -34,13 +33,8 @@ _BLOB_KEYS = frozenset({"$type", "ref", "mimeType", "size"})
 _RAW_CID = re.compile("bafk[q-z2-7]").match  # the first bytes of any CIDv1 with the codec raw, 01 55, in base32
 
 
-def record_event(
-    change: LoggedChange, record: StoredRecord | None, on_omitted: Callable[[OmittedValue], object]
-) -> bytes | None:
-    """Return the event of a change of a record; None if the record was deleted since.
-
-    `on_omitted` is called with the reason if the value is left out because clients would refuse the event.
-    """
+def record_event(change: LoggedChange, record: StoredRecord | None) -> bytes | None:
+    """Return the event of a change of a record, without a value that clients refuse; None if it was deleted since."""
     event: dict[str, Any] = {
         "live": change.live,
         "did": change.did,
@@ -53,11 +47,8 @@ def record_event(
         if record is None:
             return None
         event["rev"] = record.rev
-        if record.value is not None:
-            if (refusal := value_refusal(orjson.loads(record.value))) is None:
-                event["record"] = orjson.Fragment(record.value)
-            else:
-                on_omitted(refusal)
+        if record.value is not None and is_accepted(orjson.loads(record.value)):
+            event["record"] = orjson.Fragment(record.value)
         event["cid"] = cid_text(record.cid)
     return orjson.dumps({"id": change.seq, "type": "record", "record": event})
 
@@ -85,39 +76,32 @@ def _status(account: StoredAccount) -> str:
     return account.hosting_status if account.hosting_status in STATUSES - {ACTIVE} else DEACTIVATED
 
 
-def value_refusal(value: Any) -> OmittedValue | None:
-    """Return why strict clients refuse the value of a record; None if they accept it.
+def is_accepted(value: Any) -> bool:
+    """Return True if strict clients accept this value of a record.
 
-    The client of tap never acknowledges an event that it refuses. So such values are left out, as tap does.
+    The client of tap never acknowledges an event that it refuses. So the value is left out, as tap does.
     """
-    if not isinstance(value, dict) or not _SPECIAL_KEYS.isdisjoint(value):
-        return OmittedValue.NOT_A_MAP
-    return _refusal(value, 1)
+    return isinstance(value, dict) and _SPECIAL_KEYS.isdisjoint(value) and _is_accepted(value, 1)
 
 
-def _refusal(item: Any, level: int) -> OmittedValue | None:
-    """Return why strict clients refuse a part of a value, at this level of it."""
-    if isinstance(item, float) or (isinstance(item, int) and abs(item) > MAX_INTEGER):
-        return OmittedValue.NUMBER
+def _is_accepted(item: Any, level: int) -> bool:
+    """Return True if strict clients accept a part of a value, at this level of it."""
+    if isinstance(item, int):
+        return abs(item) <= MAX_INTEGER
     if not isinstance(item, dict | list):
-        return None
-    if level > _LEVELS_OF_VALUE:
-        return OmittedValue.LEVELS
-    if isinstance(item, dict) and (refusal := _map_refusal(item)):
-        return refusal
-    children = item.values() if isinstance(item, dict) else item
-    return next(filter(None, (_refusal(child, level + 1) for child in children)), None)
+        return not isinstance(item, float)
+    if level > _LEVELS_OF_VALUE or (isinstance(item, dict) and not _is_accepted_map(item)):
+        return False
+    return all(_is_accepted(child, level + 1) for child in (item.values() if isinstance(item, dict) else item))
 
 
-def _map_refusal(item: Mapping[str, Any]) -> OmittedValue | None:
+def _is_accepted_map(item: Mapping[str, Any]) -> bool:
     if "__proto__" in item or any(len(key.encode()) > MAX_KEY_BYTES for key in item):
-        return OmittedValue.KEY
+        return False
     if "$link" in item:  # links and bytes were written from a decoded record, so they are valid
-        return OmittedValue.LINK if len(item["$link"]) > MAX_CID_CHARACTERS else None
+        return len(item["$link"]) <= MAX_CID_CHARACTERS
     type_ = item.get("$type", "none")
-    if type_ == "blob":
-        return None if _is_blob(item) else OmittedValue.BLOB
-    return None if isinstance(type_, str) and type_ else OmittedValue.TYPE
+    return _is_blob(item) if type_ == "blob" else isinstance(type_, str) and type_ != ""
 
 
 def _is_blob(item: Mapping[str, Any]) -> bool:

@@ -134,7 +134,7 @@ class TapFeed:
             return
         snapshot = progress.snapshot and progress.snapshot.did
         log.info("feed.began", consumer=FEED_CONSUMER, seq=progress.position, snapshot=snapshot)
-        deliveries = Deliveries(self._db, self._metrics, progress, self._refusal_limits, one_per_repo=self.one_per_repo)
+        deliveries = Deliveries(self._db, progress, self._refusal_limits, one_per_repo=self.one_per_repo)
         self._report_set_aside(await session.count_refused())
         self._deliveries, self._saved = deliveries, None
         self._begun.set()
