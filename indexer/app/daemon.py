@@ -322,13 +322,7 @@ class Daemon:
             self.db, self.identities, settings.deletion_grace, shard, interval=tuning.identity_refresh_interval
         )
         self.account_erasure = AccountErasure(
-            self.db,
-            self.identities,
-            self.pds,
-            settings.deletion_grace,
-            shard,
-            self.metrics,
-            interval=tuning.erasure_interval,
+            self.db, self.identities, self.pds, settings.deletion_grace, shard, interval=tuning.erasure_interval
         )
         self.scope_tasks = self._scope_tasks()
         self.links = LinkReader(self.db, wanted=settings.links)
@@ -419,9 +413,8 @@ class Daemon:
         self.history = SampledHistory(self.batch_writer, self.resync_pool)
 
     def _process_gauges(self) -> dict[str, Callable[[], Reading]]:
-        core, directory = self.core, self.settings.data_dir
+        directory = self.settings.data_dir
         return {
-            "indexer_core_info": lambda: {(core.name, core.version): 1.0},
             "indexer_data_disk_free_bytes": lambda: _disk(directory)[1],
             "indexer_data_disk_size_bytes": lambda: _disk(directory)[0],
         }

@@ -107,11 +107,6 @@ def _common(daemon: "Daemon") -> Iterator[Stage]:
         daemon.daemon_monitor.run,
         [],
         not_ready=partial(active_conditions, conditions),
-        gauges={
-            "indexer_condition_occurrences": lambda: {
-                (condition.kind.name, condition.subject): condition.count for condition in conditions.active()
-            }
-        },
         show=partial(_show_conditions, conditions),
     )
     yield Stage("garbage collection", None, partial(collect_garbage, daemon.tuning.garbage_interval), [])

@@ -324,8 +324,6 @@ class BatchWriter:
             applied = await self.db.write(batch)
         self._rows.put([write.repo for write in batch.writes])
         self._rows.drop(applied.skipped | unconfirmed)
-        written = [write for write in batch.writes if write.lenient_commits and write.repo.did not in applied.skipped]
-        self.metrics.lenient_commits.inc(sum([write.lenient_commits for write in written]))
         for action, count in applied.changes.items():
             self.metrics.record_changes[action, "true"].inc(count)
         self.account_limits.count(plan, applied.skipped, self.keys.key_state)

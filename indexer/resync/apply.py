@@ -237,7 +237,6 @@ class Applies:
             self._metrics.record_changes[action, "false"].inc(count)
         for action, count in drained.items():
             self._metrics.record_changes[action, "true"].inc(count)
-        self._metrics.lenient_commits.inc(write.lenient_commits)
         for dead_letter in batch.dead_letters:
             self._metrics.rejected[dead_letter.reason].inc()
         if write.repo.sync_status is SyncStatus.SYNCHRONIZED or write.repo.sync_reason is None:

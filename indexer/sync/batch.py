@@ -124,12 +124,11 @@ class _Draft:
     after: Repo
     changes: list[RecordChange] = field(default_factory=list)
     buffered: list[BufferedEvent] = field(default_factory=list)
-    lenient_commits: int = 0
 
     def write(self) -> RepoWrite:
         """Return the changes as one write."""
         before, after, advances = self.before, self.after, self.after.advances(self.before)
-        return RepoWrite(before, after, tuple(self.changes), tuple(self.buffered), True, self.lenient_commits, advances)
+        return RepoWrite(before, after, tuple(self.changes), tuple(self.buffered), True, advances)
 
 
 @dataclass(slots=True)
@@ -290,7 +289,6 @@ def _plan_one(
         return ()
     draft.after = plan.repo
     draft.changes.extend(plan.changes)
-    draft.lenient_commits += plan.lenient
     if plan.buffer:
         draft.buffered.append(BufferedEvent(did, context.relay, event.seq, received.frame))
     elif plan.repo.sync_status is not SyncStatus.IN_PROGRESS:

@@ -62,7 +62,6 @@ class Plan(NamedTuple):
         changes: The changes of records, in the order in which they happened.
         buffer: True if the frame goes to the resync buffer.
         why: The reason for a rejection or a desynchronization, or why a #commit or #sync was not applied.
-        lenient: True if the event is a commit that was applied although its inversion is undecidable.
         refresh_identity: True if the identity may have changed, so that it is looked up again.
     """
 
@@ -72,7 +71,6 @@ class Plan(NamedTuple):
     buffer: bool = False
     why: Rejection | Desync | None = None
     detail: str = ""
-    lenient: bool = False
     refresh_identity: bool = False
 
 
@@ -121,7 +119,6 @@ class RepoWrite(NamedTuple):
             when the transaction runs, nothing is written.
         live: True if the stream caused the changes, False if a resync did.
         advances: True if nothing but the head changes (see `Repo.advances`).
-        lenient_commits: Number of commits among them that were applied although their inversion is undecidable.
     """
 
     before: Repo
@@ -129,7 +126,6 @@ class RepoWrite(NamedTuple):
     changes: tuple[RecordChange, ...] = ()
     buffered: tuple[BufferedEvent, ...] = ()
     live: bool = True
-    lenient_commits: int = 0
     advances: bool = False
 
 

@@ -225,7 +225,7 @@ def _plan_commit(repo: Repo, commit: VerifiedCommit, context: PlanContext) -> Pl
             return planned
         # The operations may lack a change of the tree.
         since = context.now if planned.repo.unproven_since is None else planned.repo.unproven_since
-        return planned._replace(repo=planned.repo._replace(unproven_since=since), lenient=True)
+        return planned._replace(repo=planned.repo._replace(unproven_since=since))
     return _plan_without_records(repo, Trigger.EXTENDS, context, verified_rev=rev)
 
 

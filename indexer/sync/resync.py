@@ -144,7 +144,6 @@ class Completion:
         self._key = key._replace(final=True, stale=True)
         self._context = context
         self._newest_buffered = claimed.latest_unverified_rev or ""
-        self._lenient_commits = 0
         self._dead_letters: list[DeadLetter] = []
         self.changes: list[RecordChange] = []
         self.stuck = False
@@ -178,7 +177,6 @@ class Completion:
             self._newest_buffered = max(self._newest_buffered, rev)
             self._repo = plan.repo
             self.changes += plan.changes
-            self._lenient_commits += plan.lenient
             self._dead_letters += [dead_letter] if dead_letter else []
             size += len(event.frame) + sum([change.size for change in plan.changes])
             if size > self._slice_bytes or len(self.changes) > self._slice_changes:
@@ -202,8 +200,7 @@ class Completion:
         else:
             # The rest of the buffer is discarded, and the newest unverified rev may be of an event in it.
             repo = repo._replace(latest_unverified_rev=locked.latest_unverified_rev)
-        write = RepoWrite(locked, repo, lenient_commits=self._lenient_commits)
-        return Batch((write,), tuple(self._dead_letters))
+        return Batch((RepoWrite(locked, repo),), tuple(self._dead_letters))
 
 
 def _unless_behind(repo: Repo, unverified_rev: str, newest_buffered: str, now: float) -> Repo:

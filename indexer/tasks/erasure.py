@@ -16,7 +16,6 @@ from indexer.net.pds.pds_client import PdsClient
 from indexer.sync.account import plan_erasure_later, plan_existence
 from indexer.sync.identity import StoredIdentity
 from indexer.sync.shard import Shard
-from indexer.telemetry.metrics import Metrics
 
 CHECKS = 16
 """Accounts that are checked at a time before they are erased."""
@@ -48,7 +47,6 @@ class AccountErasure:
     pds: PdsClient
     deletion_grace: float
     shard: Shard
-    metrics: Metrics
     interval: float = 60.0
 
     def __post_init__(self) -> None:
@@ -139,7 +137,6 @@ class AccountErasure:
         await self.db.repos.update(did, lambda repo: plan_erasure_later(repo, time() + seconds))
 
     def _count(self, erased: ErasedBatch) -> None:
-        self.metrics.erased_records.inc(erased.records)
         self._records += erased.records
         if erased.finished:
             self._accounts += 1

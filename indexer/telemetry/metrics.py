@@ -156,9 +156,6 @@ class Metrics:
         self.desynchronized = self._series(
             Counter, "indexer_desynchronized_total", {"reason": Desync}, "Repos that became desynchronized.",
             "Its rate stays above that of synchronized resyncs.")
-        self.lenient_commits = self._add(
-            Counter, "indexer_lenient_commits_total", (), "Commits applied although their inversion is undecidable.",
-            "It grows although `INDEXER_INVERSION` should be strict.")
         self.cursor_seq = self._add(
             Gauge, "indexer_cursor_seq", ("relay",), "Stored cursor: every event up to it is applied.",
             "It does not change while messages are received.")
@@ -215,9 +212,6 @@ class Metrics:
             "It is several times as long as on other days.")
         self._at_scrape(
             "indexer_resync_running", (), "Resyncs that run now.", "It stays 0 while `indexer_resync_queue` does not.")
-        self.erased_records = self._add(
-            Counter, "indexer_erased_records_total", (), "Records of deleted accounts that were erased.",
-            "It jumps without a known reason.")
 
     def _add_identity_metrics(self) -> None:
         self._section = "Identities"
@@ -312,10 +306,6 @@ class Metrics:
             Gauge, "indexer_build_info", ("version", "python"), "Version of the indexer and of Python.",
             "Versions differ for longer than a rollout.")
         self._at_scrape(
-            "indexer_core_info", ("core", "version"),
-            "Implementation of decoding and verification, `python` or `native`, and its version.",
-            "It is `python`, which needs several times the CPU, although the native core is installed.")
-        self._at_scrape(
             "indexer_ready", (), "1 while `/readyz` answers with status 200, else 0.",
             "It is 0 for more than some minutes.")
         self._at_scrape(
@@ -325,10 +315,6 @@ class Metrics:
         self._at_scrape(
             "indexer_stage_seconds_without_progress", ("stage",), "How long the stage has had work without progress.",
             "It is above 120 for most stages: `/healthz` fails and names the stage.")
-        self._at_scrape(
-            "indexer_condition_occurrences", ("condition", "subject"),
-            "How often an active condition occurred since it began; docs/runbook.md lists the conditions.",
-            "A condition lasts. After 20 subjects, further ones share the subject `others`.")
         self.database_up = self._add(
             Gauge, "indexer_database_up", (), "1 while the database answers, else 0.", "It is 0.")
         self.postgres_restarts = self._add(

@@ -176,13 +176,13 @@ def test_buffered_frames_are_written_unless_the_resync_ends_in_the_same_batch() 
     assert [(event.seq, event.frame) for event in write.buffered] == [(sent.seq, sent.frame) for sent in commits]
     assert write.repo.buffered_events == 2
     assert write.repo.buffered_bytes == sum(len(message.frame) for message in commits)
-    assert (write.before.version, write.live, write.advances, write.lenient_commits) == (3, True, False, 0)
+    assert (write.before.version, write.live, write.advances) == (3, True, False)
     batch += [received_message("account", alice.account_event(active=active)) for active in (False, True)]
     (write,) = plan_of(batch, alice.key_state, {alice.did: row}).writes
     assert (write.repo.sync_reason, write.buffered) == (Desync.REACTIVATED, ())
 
 
-def test_write_counts_lenient_commits_and_says_that_nothing_but_the_head_changes() -> None:
+def test_write_marks_lenient_commits_and_says_that_nothing_but_the_head_changes() -> None:
     alice = SigningAccount("alice")
     alice.commit(*(Write.create(f"{POST}/{number:03}", {"n": number}) for number in range(200)))
     row = alice.row()
@@ -192,10 +192,10 @@ def test_write_counts_lenient_commits_and_says_that_nothing_but_the_head_changes
     ]
     context = replace(CONTEXT, policy=replace(STORE_ALL, lenient=True))
     (write,) = plan_batch(batch, {alice.did: row}, lambda _: alice.key_state, context).writes
-    assert (write.lenient_commits, write.advances) == (2, False)
+    assert (write.repo.unproven_since, write.advances) == (CONTEXT.now, False)
     row, message = alice.row(), received_message("commit", alice.commit_post("a"))
     (write,) = plan_of([message], alice.key_state, {alice.did: row}).writes
-    assert (write.before.version, write.live, write.lenient_commits, write.advances) == (row.version, True, 0, True)
+    assert (write.before.version, write.live, write.advances) == (row.version, True, True)
 
 
 def test_row_of_a_new_repo_says_that_the_stream_added_it_for_this_scope() -> None:

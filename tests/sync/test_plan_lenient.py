@@ -23,20 +23,19 @@ def test_a_lenient_commit_is_applied_and_marks_the_repo_with_the_time_of_the_fir
     alice = account_with_posts()
     before, later = alice.row(), replace(LENIENT, now=NOW + 60)
     proven = plan(before, "commit", alice.commit_post("a"), alice.key_state, LENIENT)
-    assert (proven.outcome, proven.lenient, proven.repo.unproven_since) == (Outcome.APPLIED, False, None)
+    assert (proven.outcome, proven.repo.unproven_since) == (Outcome.APPLIED, None)
     payload = alice.commit_with_hidden_deletion(HIGH, VICTIM)
     assert plan(proven.repo, "commit", payload, alice.key_state).why is Desync.UNDECIDABLE
     planned = plan(proven.repo, "commit", payload, alice.key_state, LENIENT)
-    assert (planned.outcome, planned.lenient, planned.repo.unproven_since) == (Outcome.APPLIED, True, NOW)
+    assert (planned.outcome, planned.repo.unproven_since) == (Outcome.APPLIED, NOW)
     assert (planned.repo.sync_status, planned.repo.head) == (SYNCHRONIZED, alice.head)
     assert [(change.action, f"{POST}/{change.rkey}") for change in planned.changes] == [("create", HIGH)]
     proven = plan(planned.repo, "commit", alice.commit_post("b"), alice.key_state, later)
     again = alice.commit_with_hidden_deletion(HIGH_TOO, f"{POST}/120")
     marked = plan(proven.repo, "commit", again, alice.key_state, later)
-    assert [(planned.outcome, planned.lenient, planned.repo.unproven_since) for planned in (proven, marked)] == [
-        (Outcome.APPLIED, False, NOW),
-        (Outcome.APPLIED, True, NOW),
-    ]
+    assert [(planned.outcome, planned.repo.unproven_since) for planned in (proven, marked)] == [
+        (Outcome.APPLIED, NOW)
+    ] * 2
 
 
 def test_an_undecidable_commit_is_applied_only_if_the_tree_shows_its_operations() -> None:
