@@ -6,55 +6,179 @@ the daemon gets some time to store a rev that is newer.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from decimal import Decimal
+from itertools import count
 from time import monotonic, time
+from typing import Any
 
 import click
 
 from indexer.app.clients import make_did_resolver, make_pds_client, open_outbound_client, stored_policy
 from indexer.app.settings import Settings
-from indexer.atproto.cid import cid_text
-from indexer.atproto.crypto import PublicKey, parse_did_key
+from indexer.atproto.cid import CID_BYTES, cid_text
+from indexer.atproto.crypto import parse_did_key
+from indexer.atproto.record import Problem, decode_record
 from indexer.cli.arguments import parse_did
-from indexer.cli.audit_comparison import RepoAudit, RepoComparison
 from indexer.cli.command import ExitCode, command, json_lines_option, report_error
 from indexer.cli.database import connect_database
 from indexer.cli.output import show_progress, to_json
 from indexer.db import Database, DatabaseError
-from indexer.db.exports import ConsistentRead
+from indexer.db.exports import ConsistentRead, RecordRow
 from indexer.errors import BrokenInvariantError, UnavailableError, UpstreamError
 from indexer.net.identity.did_resolver import DidResolver
 from indexer.net.pds.pds_client import PdsClient
 from indexer.reasons import FetchFailure, Rejection
+from indexer.sync.changes import selected_path
 from indexer.sync.policy import Policy, is_future
 from indexer.sync.repo import Head, Repo, SyncStatus
+from indexer.sync.resync import Difference, SnapshotDiff, without_value
+from indexer.sync.scope import filter_of
 from indexer.sync.verify import Snapshot
 from indexer.telemetry.log import printable
 
 DEFAULT_SAMPLE = 100
 MAX_CONCURRENCY = 16
-"""Repos at a time. Each may hold a database connection, and one thread compares all of them."""
+"""Repos at a time. Each may hold a database connection."""
+MAX_FETCHES = 5
+"""How often an export is fetched that is older than the stored rev."""
+CATCH_UP_SECONDS = 10.0
+"""How long the daemon may take to store the rev of the export."""
+POLL_SECONDS = 0.2
+"""Interval between two checks of the stored rev."""
+MAX_LISTED_DIFFERENCES = 100
+"""Differences of one repo that are listed; the rest is only counted."""
 NOT_IN_DATABASE = "not in the database"
 """Reason why a repo is skipped that the database does not have."""
+BEING_FETCHED = "records of added collections are still being fetched"
+"""Reason why a repo is not compared completely that lacks records of a collection that the scope added."""
+BEING_DELETED = "records of removed collections are still being deleted"
+"""Reason why a repo is not compared completely that has records of a collection that the scope removed."""
 
 
-@dataclass(frozen=True, slots=True)
-class AuditTimeouts:
-    """Limits of the wait until database and host have the same rev of a repo.
+@dataclass(slots=True)
+class RepoAudit:
+    """The result of one repo.
 
     Attributes:
-        max_fetches: How often an export is fetched that is older than the stored rev.
-        catch_up_seconds: How long the daemon may take to store the rev of the export.
-        poll_seconds: Interval between two checks of the stored rev.
+        records: Number of records compared.
+        differences: Number of differences.
+        listed: The first differences: the AT-URI of the record, or the DID of the repo, and what differs.
+        reason_skipped: Why the repo, or a part of it, was not compared: the kind of reason, then a colon and details.
     """
 
-    max_fetches: int = 5
-    catch_up_seconds: float = 10.0
-    poll_seconds: float = 0.2
+    did: str
+    records: int = 0
+    differences: int = 0
+    listed: list[dict[str, str]] = field(default_factory=list)
+    reason_skipped: str | None = None
+
+    def add_difference(self, subject: str, description: str) -> None:
+        """Count a difference, and list it if it is one of the first."""
+        self.differences += 1
+        if len(self.listed) < MAX_LISTED_DIFFERENCES:
+            self.listed.append({"subject": subject, "description": description})
+
+
+class RepoComparison:
+    """Compares a snapshot with stored records that come in chunks, in path order. Holds one chunk at a time.
+
+    Call `compare_chunk` for each chunk, then `finish`.
+
+    Attributes:
+        result: The result so far.
+    """
+
+    def __init__(self, snapshot: Snapshot, policy: Policy, scope_version: int) -> None:
+        """Begin the comparison. `scope_version` is that of the stored repo (`Repo.scope_version`)."""
+        self.result = RepoAudit(snapshot.did)
+        self._snapshot = snapshot
+        self._policy = policy
+        self._diff = SnapshotDiff(entry for entry in snapshot.records() if selected_path(entry[0], policy))
+        self._complete = filter_of(policy.scope.added_until(scope_version))
+        self._not_compared = Counter[str]()
+
+    def compare_chunk(self, chunk: Sequence[RecordRow]) -> None:
+        """Compare the next stored records.
+
+        Raises:
+            BrokenInvariantError: The stored records are out of path order.
+        """
+        self.result.records += len(chunk)
+        matches = {record.path: self._value_matches(record) for record in chunk}
+        # A wrong value is marked like a missing one, so that the merge reports it.
+        entries = [(path, without_value(cid) if matches[path] is False else cid) for path, cid, *_ in chunk]
+        for difference in self._diff.compare(entries):
+            matches.pop(difference.path, None)
+            self._add_difference(difference)
+        self._not_compared[FetchFailure.EXPORT_LACKS_RECORDS] += [*matches.values()].count(None)
+
+    def finish(self) -> None:
+        """Compare the rest of the snapshot, and complete the result."""
+        for difference in self._diff.remaining():
+            self._add_difference(difference)
+        for reason, records in (+self._not_compared).most_common(1):
+            self.result.reason_skipped = f"{reason}: {records} records"
+
+    def _value_matches(self, record: RecordRow) -> bool | None:
+        """Return True if the stored value is the value of the record's block; None if the export lacks the block.
+
+        If values are not to be stored, only values from before that setting are compared.
+        """
+        path, cid, value, problem, original = record
+        if record[2:] == (None, None, None) and not self._policy.store_values:
+            return True
+        block = self._snapshot.block_of(cid)
+        if block is None:
+            return True if problem == Problem.MISSING else None
+        if problem == Problem.OMITTED:
+            return True
+        if problem == Problem.TOO_MANY_ITEMS:  # it also depends on the other records of its commit
+            return original == block
+        expected = decode_record(block, _collection(path), self._policy.limits)
+        return (problem, original) == expected[1:] and equal_json(value, expected.json)
+
+    def _add_difference(self, difference: Difference) -> None:
+        path, stored, exported = difference
+        collection = _collection(path)
+        if stored is None:
+            if self._complete is None or not self._complete.matches(collection):
+                self._not_compared[BEING_FETCHED] += 1
+                return
+            self.result.records += 1
+            description = "missing in the database"
+        elif exported is None:
+            if not self._policy.scope.collections.matches(collection):
+                self._not_compared[BEING_DELETED] += 1
+                return
+            description = "not in the repo"
+        elif stored == without_value(exported):
+            description = "different value"
+        else:
+            description = f"different CID: database {cid_text(stored[:CID_BYTES])}, host {cid_text(exported)}"
+        self.result.add_difference(f"at://{self.result.did}/{path.decode()}", description)
+
+
+def equal_json(one: str | None, other: str | None) -> bool:
+    """Return True if both texts are equal as `jsonb`: numbers by value, objects in any order. None equals only None."""
+    if one is None or other is None:
+        return one is other
+    try:
+        return bool(_parse(one) == _parse(other))
+    except RecursionError:  # the indexer never stores values that are nested so deeply
+        return False
+
+
+def _parse(text: str) -> Any:
+    """Return the value with exact numbers. They are in tuples, because in Python the number 1 equals True."""
+    return json.loads(text, parse_int=lambda number: (Decimal(number),), parse_float=lambda number: (Decimal(number),))
+
+
+def _collection(path: bytes) -> str:
+    return path.partition(b"/")[0].decode()
 
 
 class SkippedRepoError(Exception):
@@ -63,46 +187,35 @@ class SkippedRepoError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Auditor:
-    """Audits several repos at a time.
-
-    Attributes:
-        thread: Verifies and compares, so that the event loop is free for the downloads.
-    """
+    """Audits several repos at a time. Threads verify and compare, so that the event loop is free for the downloads."""
 
     db: Database
     resolver: DidResolver
     pds: PdsClient
     policy: Policy
-    concurrency: int
-    timeouts: AuditTimeouts
-    thread: ThreadPoolExecutor
 
-    async def audit(self, dids: Iterable[str]) -> AsyncGenerator[RepoAudit]:
-        """Yield the result of each repo as soon as it is complete.
+    async def audit(self, dids: Iterable[str], concurrency: int, report: Callable[[RepoAudit], None]) -> None:
+        """Call `report` with the result of each repo as soon as it is complete.
 
         Raises:
             DatabaseError: The database does not answer.
         """
         waiting = iter(dids)
-        running: set[asyncio.Task[RepoAudit]] = set()
+
+        async def work() -> None:
+            for did in waiting:
+                report(await self._audit_repo(did))
+
         try:
-            while True:
-                for did in islice(waiting, self.concurrency - len(running)):
-                    running.add(asyncio.create_task(self._audit_repo(did), name=f"audit of {did}"))
-                if not running:
-                    return
-                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    running.remove(task)
-                    yield task.result()
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            async with asyncio.TaskGroup() as group:
+                for number in range(concurrency):
+                    group.create_task(work(), name=f"audit {number}")
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
 
     async def _audit_repo(self, did: str) -> RepoAudit:
         try:
-            return await self._fetch_until_current(did)
+            return await self._fetch_and_compare(did)
         except DatabaseError:
             raise
         except (SkippedRepoError, UnavailableError) as error:
@@ -114,33 +227,28 @@ class Auditor:
             result.add_difference(did, str(error))
             return result
 
-    async def _fetch_until_current(self, did: str) -> RepoAudit:
+    async def _fetch_and_compare(self, did: str) -> RepoAudit:
         """Fetch and compare the repo, again if the export is older than the stored rev."""
         _comparable_head((await self.db.repos.load([did])).get(did))
         identity = await self.resolver.resolve(did)
         if identity.signing_key is None or identity.pds is None:
             raise UnavailableError(FetchFailure.IDENTITY_MISSING, identity.problem or "")
-        key = parse_did_key(identity.signing_key)
-        fetches = 0
-        while True:
-            fetches += 1
+        key, limits = parse_did_key(identity.signing_key), self.policy.limits
+        for fetches in count(1):
             try:
-                return await self._fetch_and_compare(did, identity.pds, key)
+                async with self.pds.fetch_export(did, identity.pds) as export:
+                    snapshot = await asyncio.to_thread(export.verify, did, key, limits)
+                    if is_future(snapshot.head.rev, time(), limits):
+                        raise UpstreamError(Rejection.FUTURE_REV, snapshot.head.rev)
+                    return await self._compare_at_same_rev(snapshot)
             except UnavailableError as error:
-                if error.reason is not FetchFailure.EXPORT_STALE or fetches == self.timeouts.max_fetches:
+                if error.reason is not FetchFailure.EXPORT_STALE or fetches == MAX_FETCHES:
                     raise
-
-    async def _fetch_and_compare(self, did: str, host: str, key: PublicKey) -> RepoAudit:
-        loop = asyncio.get_running_loop()
-        async with self.pds.fetch_export(did, host) as export:
-            snapshot = await loop.run_in_executor(self.thread, export.verify, did, key, self.policy.limits)
-            if is_future(snapshot.head.rev, time(), self.policy.limits):
-                raise UpstreamError(Rejection.FUTURE_REV, snapshot.head.rev)
-            return await self._compare_at_same_rev(snapshot)
+        raise AssertionError
 
     async def _compare_at_same_rev(self, snapshot: Snapshot) -> RepoAudit:
         """Wait until the database has the rev of the snapshot, then compare. If it takes too long, report that."""
-        deadline = monotonic() + self.timeouts.catch_up_seconds
+        deadline = monotonic() + CATCH_UP_SECONDS
         exported = snapshot.head
         while True:
             async with self.db.exports.consistent_read(snapshot.did) as read:
@@ -154,37 +262,30 @@ class Auditor:
                 result = RepoAudit(snapshot.did)
                 result.add_difference(snapshot.did, f"behind: database {stored.rev}, host {exported.rev}")
                 return result
-            await asyncio.sleep(self.timeouts.poll_seconds)
+            await asyncio.sleep(POLL_SECONDS)
 
     async def _compare(self, snapshot: Snapshot, stored: Head, read: ConsistentRead, scope_version: int) -> RepoAudit:
-        loop = asyncio.get_running_loop()
         comparison = RepoComparison(snapshot, self.policy, scope_version)
         if stored.data != snapshot.head.data:
             description = f"different data: database {cid_text(stored.data)}, host {cid_text(snapshot.head.data)}"
             comparison.result.add_difference(snapshot.did, description)
         async for chunk in read.records():
-            await loop.run_in_executor(self.thread, comparison.compare_chunk, chunk)
-        await loop.run_in_executor(self.thread, comparison.finish)
+            await asyncio.to_thread(comparison.compare_chunk, chunk)
+        await asyncio.to_thread(comparison.finish)
         return comparison.result
 
 
-@asynccontextmanager
-async def open_auditor(
-    settings: Settings, db: Database, timeouts: AuditTimeouts | None = None
-) -> AsyncIterator[Auditor]:
-    """Open an auditor with the clients that the settings describe. It sends no requests to hosts that are paused."""
+async def audit(settings: Settings, db: Database, dids: Iterable[str], report: Callable[[RepoAudit], None]) -> None:
+    """Audit repos with the clients that the settings describe. Send no requests to hosts that are paused.
+
+    Raises:
+        DatabaseError: The database does not answer.
+    """
     async with open_outbound_client(settings) as outbound:
         outbound.hosts.restore(await db.hosts.load())
-        with ThreadPoolExecutor(1, "audit") as thread:
-            yield Auditor(
-                db,
-                make_did_resolver(settings, outbound),
-                make_pds_client(settings, outbound),
-                await stored_policy(settings, db),
-                audit_concurrency(settings),
-                timeouts or AuditTimeouts(),
-                thread,
-            )
+        resolver, pds = make_did_resolver(settings, outbound), make_pds_client(settings, outbound)
+        auditor = Auditor(db, resolver, pds, await stored_policy(settings, db))
+        await auditor.audit(dids, audit_concurrency(settings), report)
 
 
 def audit_concurrency(settings: Settings) -> int:
@@ -270,40 +371,35 @@ async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: in
     if dids and sample is not None:
         raise click.UsageError("Give either DIDs or --sample, not both.")
     summary = AuditSummary()
-    async with (
-        connect_database(settings, connections=audit_concurrency(settings), readonly=True) as db,
-        open_auditor(settings, db) as auditor,
-    ):
+
+    def report(result: RepoAudit) -> None:
+        summary.add(result)
+        if lines := [to_json(asdict(result))] if as_json else _result_lines(result):
+            with progress.hidden():
+                click.echo("\n".join(lines))
+        progress.update(summary.repos + summary.skipped, note=f"differences: {summary.differences:,}")
+
+    async with connect_database(settings, connections=audit_concurrency(settings), readonly=True) as db:
         repos = list(dict.fromkeys(dids)) or await db.reports.sample_synchronized(sample or DEFAULT_SAMPLE)
         if not repos:
             return report_error("no repo is synchronized, so there is nothing to compare", ExitCode.FAILED)
         with show_progress("repos", len(repos)) as progress:
-            async with aclosing(auditor.audit(repos)) as results:
-                async for result in results:
-                    summary.add(result)
-                    if lines := [to_json(asdict(result))] if as_json else _result_lines(result):
-                        with progress.hidden():
-                            click.echo("\n".join(lines))
-                    progress.update(summary.repos + summary.skipped, note=f"differences: {summary.differences:,}")
+            await audit(settings, db, repos, report)
     if as_json:
         click.echo(to_json({"summary": asdict(summary)}))
-    else:
-        _print_summary(summary)
-    return summary.exit_code
-
-
-def _result_lines(result: RepoAudit) -> list[str]:
-    lines = [f"{printable(one.subject)} {printable(one.description)}" for one in result.listed]
-    if more := result.differences - len(result.listed):
-        lines.append(f"{printable(result.did)} differences that are not listed: {more:,}")
-    if result.reason_skipped is not None:
-        lines.append(f"{printable(result.did)} not compared: {printable(result.reason_skipped)}")
-    return lines
-
-
-def _print_summary(summary: AuditSummary) -> None:
+        return summary.exit_code
     click.echo(f"repos: {summary.repos:,} compared, {summary.equal:,} equal")
     click.echo(f"records: {summary.records:,} compared, differences: {summary.differences:,}")
     if summary.skipped:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(summary.reasons_skipped.items()))
         click.echo(f"not compared: {summary.skipped:,} ({reasons})")
+    return summary.exit_code
+
+
+def _result_lines(result: RepoAudit) -> list[str]:
+    lines = [f"{printable(one['subject'])} {printable(one['description'])}" for one in result.listed]
+    if more := result.differences - len(result.listed):
+        lines.append(f"{printable(result.did)} differences that are not listed: {more:,}")
+    if result.reason_skipped is not None:
+        lines.append(f"{printable(result.did)} not compared: {printable(result.reason_skipped)}")
+    return lines

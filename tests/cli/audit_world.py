@@ -1,7 +1,7 @@
 """A local network whose repos are synchronized with a database, and audits that compare the two."""
 
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,7 @@ from typing import Any
 import asyncpg
 
 from indexer.app.settings import Settings
-from indexer.cli.audit import AuditTimeouts, open_auditor
-from indexer.cli.audit_comparison import RepoAudit
+from indexer.cli.audit import RepoAudit, audit
 from indexer.db import Database
 from indexer.demo.local_repo import Write
 from tests.daemon_harness import run_daemon, settings_for
@@ -21,7 +20,6 @@ from tests.waiting import until
 POST = "app.bsky.feed.post"
 LIKE = "app.bsky.feed.like"
 UNKNOWN_DID = "did:plc:" + "a" * 24
-NO_WAIT = AuditTimeouts(catch_up_seconds=0.0)
 OF_POST = f"where did = $1 and collection = '{POST}' and rkey"
 
 
@@ -66,16 +64,12 @@ class AuditWorld:
             for (name,) in tables
         }
 
-    async def audit(
-        self, *accounts: FaultyAccount | str, timeouts: AuditTimeouts = NO_WAIT, **changes: Any
-    ) -> dict[str, RepoAudit]:
+    async def audit(self, *accounts: FaultyAccount | str, **changes: Any) -> dict[str, RepoAudit]:
         """Audit the accounts and return the results by DID."""
         dids = [account if isinstance(account, str) else account.did for account in accounts]
-        async with (
-            open_auditor(self.settings(**changes), self.db, timeouts) as auditor,
-            aclosing(auditor.audit(dids)) as results,
-        ):
-            return {result.did: result async for result in results}
+        results: list[RepoAudit] = []
+        await audit(self.settings(**changes), self.db, dids, results.append)
+        return {result.did: result for result in results}
 
     async def differences(self, account: FaultyAccount, **changes: Any) -> list[str]:
         """Return the differences of one repo, one line each. The repo must not be skipped."""
@@ -83,7 +77,7 @@ class AuditWorld:
         assert result.reason_skipped is None
         assert len(result.listed) == result.differences
         prefix = f"at://{account.did}/"
-        return [f"{one.subject.removeprefix(prefix)} {one.description}" for one in result.listed]
+        return [f"{one['subject'].removeprefix(prefix)} {one['description']}" for one in result.listed]
 
     async def reason_skipped(self, account: FaultyAccount | str, **changes: Any) -> str:
         """Return the reason why one repo was skipped."""

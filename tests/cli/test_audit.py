@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,21 +11,33 @@ import pytest
 
 from indexer.atproto.cid import cid_of, cid_text
 from indexer.atproto.syntax import tid_of
-from indexer.cli.audit import MAX_CONCURRENCY, AuditTimeouts, audit_concurrency
-from indexer.cli.audit_comparison import BEING_DELETED, BEING_FETCHED, RepoAudit
+from indexer.cli.audit import (
+    BEING_DELETED,
+    BEING_FETCHED,
+    MAX_CONCURRENCY,
+    MAX_FETCHES,
+    RepoAudit,
+    audit_concurrency,
+)
 from indexer.db import DatabaseError
 from indexer.db.exports import Exports
 from indexer.demo.local_pds import GET_REPO
 from indexer.net.pds.pds_client import PdsClient
 from indexer.reasons import FetchFailure
 from indexer.sync.export import ExportReader
-from tests.cli.audit_world import LIKE, NO_WAIT, OF_POST, POST, AuditWorld, audit_world
+from tests.cli.audit_world import LIKE, OF_POST, POST, AuditWorld, audit_world
 from tests.daemon_harness import run_daemon
 from tests.db.test_values import COLLECTION as UNUSUAL_COLLECTION
 from tests.faulty_network import Fault, FaultyAccount
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the daemon no time to store the rev of the export."""
+    monkeypatch.setattr("indexer.cli.audit.CATCH_UP_SECONDS", 0.0)
 
 
 async def test_resynchronized_repo_with_unusual_records_is_equal(world: AuditWorld, ada: FaultyAccount) -> None:
@@ -102,7 +113,7 @@ async def test_collection_that_is_still_being_fetched_or_deleted_is_no_differenc
     assert await world.reason_skipped(ada) == f"{BEING_FETCHED}: 1 records"
     await world.delete_post(ada, "001")
     [result] = (await world.audit(ada)).values()
-    assert [one.description for one in result.listed] == ["missing in the database"], (
+    assert [one["description"] for one in result.listed] == ["missing in the database"], (
         "a record that was complete is damage"
     )
     await world.sql(f"select atproto.set_collections(array['{LIKE}'])")
@@ -182,7 +193,7 @@ async def test_skipped_repos_have_a_reason_and_do_not_delay_the_others(database:
     assert results[bob.did] == RepoAudit(bob.did, records=5)
 
 
-@pytest.mark.parametrize("times", [1, NO_WAIT.max_fetches - 1, None])
+@pytest.mark.parametrize("times", [1, MAX_FETCHES - 1, None])
 async def test_export_older_than_the_stored_rev_is_fetched_again_a_limited_number_of_times(
     world: AuditWorld, times: int | None
 ) -> None:
@@ -198,7 +209,7 @@ async def test_export_older_than_the_stored_rev_is_fetched_again_a_limited_numbe
         assert (fault.fired, ada.pds.requests[GET_REPO] - before) == (times, times + 1)
         return
     assert await world.reason_skipped(ada) == f"export-stale: {older} < {ada.rev}"
-    assert fault.fired == NO_WAIT.max_fetches
+    assert fault.fired == MAX_FETCHES
 
 
 async def test_audit_waits_until_the_daemon_has_stored_the_newer_rev(
@@ -218,8 +229,9 @@ async def test_audit_waits_until_the_daemon_has_stored_the_newer_rev(
         return consistent_read(self, did)
 
     monkeypatch.setattr(Exports, "consistent_read", count_read)
-    timeouts = AuditTimeouts(catch_up_seconds=60.0, poll_seconds=0.01)
-    auditing = asyncio.create_task(world.audit(ada, timeouts=timeouts))
+    monkeypatch.setattr("indexer.cli.audit.CATCH_UP_SECONDS", 60.0)
+    monkeypatch.setattr("indexer.cli.audit.POLL_SECONDS", 0.01)
+    auditing = asyncio.create_task(world.audit(ada))
     await until(lambda: reads > 3)
     assert not auditing.done()
     async with run_daemon(world.settings(), world.dsn):
@@ -271,7 +283,7 @@ async def test_number_of_concurrent_audits_is_limited(world: AuditWorld, monkeyp
 
 
 async def test_database_error_ends_all_audits(world: AuditWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No task and no thread of an audit is left."""
+    """No task of an audit is left."""
     accounts = [world.create_account(f"account{number}") for number in range(4)]
     await world.synchronize()
 
@@ -281,5 +293,4 @@ async def test_database_error_ends_all_audits(world: AuditWorld, monkeypatch: py
     monkeypatch.setattr(Exports, "consistent_read", fail)
     with pytest.raises(DatabaseError, match="no database"):
         await world.audit(*accounts)
-    assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("audit of")]
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("audit")]
+    assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("audit ")]

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from indexer.cli.audit_comparison import MAX_LISTED_DIFFERENCES
+from indexer.cli.audit import MAX_LISTED_DIFFERENCES
 from indexer.demo.local_pds import GET_REPO
 from tests.cli.audit_world import POST, UNKNOWN_DID, AuditWorld
 from tests.cli.command_line import PROJECT, Session, environment_without_settings, error_line

@@ -14,7 +14,7 @@ from indexer.atproto.cid import cid_of
 from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import CollectionFilter
-from indexer.cli.audit_comparison import BEING_DELETED, RepoComparison, equal_json
+from indexer.cli.audit import BEING_DELETED, RepoComparison, equal_json
 from indexer.db.exports import RecordRow
 from indexer.demo.local_repo import LocalRepo
 from indexer.sync.changes import RecordConverter
@@ -137,7 +137,7 @@ def test_comparison_finds_the_same_differences_as_a_comparison_of_dictionaries(
     result = comparison.result
     expected, not_compared, unselected = expected_differences(records, missing_blocks, stored, policy)
     prefix = f"at://{result.did}/"
-    found = [(one.subject.removeprefix(prefix), one.description.partition(":")[0]) for one in result.listed]
+    found = [(one["subject"].removeprefix(prefix), one["description"].partition(":")[0]) for one in result.listed]
     assert found == [*expected.items()]
     assert result.differences == len(expected)
     assert result.records == len(stored) + list(expected.values()).count("missing in the database")
