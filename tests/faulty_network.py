@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from aiohttp import WSCloseCode, hdrs, web
+from aiohttp.typedefs import Handler
 
 from indexer.atproto import cid
 from indexer.atproto.car import split_car
 from indexer.atproto.crypto import Curve
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.demo import dag_cbor
-from indexer.demo.http_server import Handler, HttpServer, XrpcError, json_response
+from indexer.demo.http_server import HttpServer, XrpcError
 from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_pds import (
@@ -26,7 +27,7 @@ from indexer.demo.local_pds import (
     repo_entry,
 )
 from indexer.demo.local_plc import LocalPlc
-from indexer.demo.local_relay import MAX_BY_COLLECTION, LocalRelay, SentMessage, message_frame
+from indexer.demo.local_relay import MAX_BY_COLLECTION, SUBSCRIBE_REPOS, LocalRelay, SentMessage, message_frame
 
 CHUNK_BYTES = 1 << 16
 SLOW_WRITES_PER_SECOND = 20
@@ -99,7 +100,15 @@ class FaultyServer(HttpServer):
                 await asyncio.sleep(0)
         await super().stop()
 
-    async def respond(self, handler: Handler, request: web.Request) -> web.StreamResponse:
+    def application(self) -> web.Application:
+        application = super().application()
+        application.middlewares.append(self._respond)
+        return application
+
+    @web.middleware
+    async def _respond(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path == SUBSCRIBE_REPOS:
+            return await handler(request)
         self.requests[request.path] += 1
         await request.read()  # a client sees the response to its whole request
         fault = next((fault for fault in self.faults if fault.matches(request)), None)
@@ -109,7 +118,7 @@ class FaultyServer(HttpServer):
                 await asyncio.get_running_loop().create_future()  # cancelled at disconnection or when the server stops
             if fault.status is not None:
                 return web.Response(status=fault.status, headers=fault.headers, body=fault.body)
-        response = await super().respond(handler, request)
+        response = await handler(request)
         assert isinstance(response, web.Response)
         # No compression for a slow response: the encoder would hold everything back until the end.
         slow = fault is not None and fault.rate is not None
@@ -291,11 +300,11 @@ class FaultyRelay(FaultyServer, LocalRelay):
             transport.abort()
         return len(self._streams)
 
-    def list_repos(self, request: web.Request) -> web.Response:
+    async def list_repos(self, request: web.Request) -> web.Response:
         entries = [listed.entry(did) for did, listed in self.listed.items()]
         return page_response(request, entries, cursor_on_last_page=False)
 
-    def list_repos_by_collection(self, request: web.Request) -> web.Response:
+    async def list_repos_by_collection(self, request: web.Request) -> web.Response:
         collection = request.query.get("collection", "")
         entries = [
             {"did": did}
@@ -338,19 +347,19 @@ class FaultyRelay(FaultyServer, LocalRelay):
             case "#account":
                 listed.status = None if payload["active"] else payload["status"]
 
-    def _get_latest_commit(self, request: web.Request) -> web.Response:
+    async def _get_latest_commit(self, request: web.Request) -> web.Response:
         did, listed = self._known(request)
         if listed.status is not None:
             error = STATUS_ERRORS.get(listed.status, "RepoInactive")
             raise XrpcError(error, f"account is {listed.status}: {did}", 403)
         if listed.head is None or listed.rev is None:
             raise XrpcError("RepoNotSynchronized", f"no commit seen: {did}", 404)
-        return json_response({"cid": cid.cid_text(listed.head), "rev": listed.rev})
+        return web.json_response({"cid": cid.cid_text(listed.head), "rev": listed.rev})
 
-    def _get_repo_status(self, request: web.Request) -> web.Response:
+    async def _get_repo_status(self, request: web.Request) -> web.Response:
         did, listed = self._known(request)
         state: dict[str, Any] = {"did": did, "active": listed.status is None}
-        return json_response(state | ({"status": listed.status} if listed.status else {"rev": listed.rev}))
+        return web.json_response(state | ({"status": listed.status} if listed.status else {"rev": listed.rev}))
 
     def _known(self, request: web.Request) -> tuple[str, ListedAccount]:
         did = request.query.get("did", "")

@@ -1,31 +1,22 @@
-"""An HTTP server, usually on loopback, whose handlers answer at once."""
+"""An HTTP server, usually on loopback."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+import json
+from collections.abc import Awaitable, Callable
 
-import orjson
 from aiohttp import web
 
 LOOPBACK = "127.0.0.1"
 
 
-def json_response(body: Any, status: int = 200, content_type: str = "application/json") -> web.Response:
-    """Return a response whose body is `body` as JSON."""
-    return web.Response(body=orjson.dumps(body), status=status, content_type=content_type)
-
-
-class XrpcError(Exception):
+class XrpcError(web.HTTPBadRequest):
     """Raised by a handler to end the request with an XRPC error."""
 
     def __init__(self, error: str, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.response = json_response({"error": error, "message": message}, status)
+        super().__init__(text=json.dumps({"error": error, "message": message}), content_type="application/json")
+        self.set_status(status)
 
 
-Handler = Callable[[web.Request], web.Response]
-"""Answers a request. `request[BODY]` is the body."""
-BODY = web.RequestKey("body", bytes)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class HttpServer:
@@ -55,7 +46,7 @@ class HttpServer:
         """Return the aiohttp application with all routes."""
         application = web.Application()
         for (method, path), handler in self._handlers.items():
-            application.router.add_route(method, path, partial(self.respond, handler))
+            application.router.add_route(method, path, handler)
         return application
 
     async def start(self) -> None:
@@ -73,11 +64,3 @@ class HttpServer:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
-
-    async def respond(self, handler: Handler, request: web.Request) -> web.StreamResponse:
-        """Return the response of a handler."""
-        request[BODY] = await request.read()
-        try:
-            return handler(request)
-        except XrpcError as error:
-            return error.response

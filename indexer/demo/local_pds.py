@@ -9,9 +9,7 @@ import orjson
 from aiohttp import web
 
 from indexer.atproto import cid
-from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.atproto.record import decode_record
-from indexer.demo.http_server import BODY, HttpServer, XrpcError, json_response
+from indexer.demo.http_server import HttpServer, XrpcError
 from indexer.demo.local_repo import LocalChange, LocalRepo, TidClock, Write
 
 CAR_TYPE = "application/vnd.ipld.car"
@@ -56,7 +54,6 @@ class LocalPds(HttpServer):
         self.route(GET_LATEST_COMMIT, self._get_latest_commit)
         self.route(GET_REPO_STATUS, self._get_repo_status)
         self.route(LIST_REPOS, self._list_repos)
-        self.route("/xrpc/com.atproto.repo.listRecords", self._list_records)
         self.route("/xrpc/com.atproto.repo.createRecord", partial(self._write_record, replace=False), "POST")
         self.route("/xrpc/com.atproto.repo.putRecord", partial(self._write_record, replace=True), "POST")
         self.route("/xrpc/com.atproto.repo.deleteRecord", self._delete_record, "POST")
@@ -66,25 +63,25 @@ class LocalPds(HttpServer):
         for listener in self.listeners:
             listener(self, did, kind, payload)
 
-    def _get_repo(self, request: web.Request) -> web.Response:
+    async def _get_repo(self, request: web.Request) -> web.Response:
         return web.Response(body=b"".join(self._active(request.query.get("did")).repo.export()), content_type=CAR_TYPE)
 
-    def _get_record(self, request: web.Request) -> web.Response:
+    async def _get_record(self, request: web.Request) -> web.Response:
         path = f"{request.query.get('collection', '')}/{request.query.get('rkey', '')}"
         proof = self._active(request.query.get("did")).repo.record_proof(path)
         return web.Response(body=proof, content_type=CAR_TYPE)
 
-    def _get_latest_commit(self, request: web.Request) -> web.Response:
+    async def _get_latest_commit(self, request: web.Request) -> web.Response:
         head = self._active(request.query.get("did")).repo.head
-        return json_response({"cid": cid.cid_text(head.cid), "rev": head.rev})
+        return web.json_response({"cid": cid.cid_text(head.cid), "rev": head.rev})
 
-    def _get_repo_status(self, request: web.Request) -> web.Response:
+    async def _get_repo_status(self, request: web.Request) -> web.Response:
         hosted = self._hosted(request.query.get("did"))
         state = {"did": hosted.repo.did, "active": hosted.status is None}
         detail = {"status": hosted.status} if hosted.status else {"rev": hosted.repo.head.rev}
-        return json_response(state | detail)
+        return web.json_response(state | detail)
 
-    def _list_repos(self, request: web.Request) -> web.Response:
+    async def _list_repos(self, request: web.Request) -> web.Response:
         entries = [
             None
             if hosted.status == "deleted"
@@ -93,20 +90,9 @@ class LocalPds(HttpServer):
         ]
         return page_response(request, entries, cursor_on_last_page=True)
 
-    def _list_records(self, request: web.Request) -> web.Response:
-        """Return a page of a collection, the greatest record keys first, as reference PDSes do."""
-        repo = self._active(request.query.get("repo")).repo
-        collection, cursor = request.query.get("collection", ""), request.query.get("cursor")
-        limit = _parse_number(request, "limit", 50, 100)
-        rkeys = [path.partition("/")[2] for path in repo.records if path.startswith(f"{collection}/")]
-        before = sorted((rkey for rkey in rkeys if cursor is None or rkey < cursor), reverse=True)
-        page = before[:limit]
-        body: dict[str, Any] = {"records": [_record_entry(repo, collection, rkey) for rkey in page]}
-        return json_response(body | {"cursor": page[-1]} if page else body)
-
-    def _write_record(self, request: web.Request, *, replace: bool) -> web.Response:
+    async def _write_record(self, request: web.Request, *, replace: bool) -> web.Response:
         """Create a record, or replace it if that is allowed."""
-        hosted, path, fields = self._written(request)
+        hosted, path, fields = await self._written(request)
         exists, record = path in hosted.repo.records, fields.get("record")
         if exists and not replace:
             raise XrpcError("InvalidRequest", f"Record already exists: {path}")
@@ -119,19 +105,19 @@ class LocalPds(HttpServer):
             raise XrpcError("InvalidRequest", f"record has a value without a DAG-CBOR form: {error}") from None
         commit = _commit(hosted.apply_writes([write]))
         written = cid.cid_text(cid.cid_of(hosted.repo.records[path]))
-        return json_response({"uri": f"at://{hosted.repo.did}/{path}", "cid": written, "commit": commit})
+        return web.json_response({"uri": f"at://{hosted.repo.did}/{path}", "cid": written, "commit": commit})
 
-    def _delete_record(self, request: web.Request) -> web.Response:
+    async def _delete_record(self, request: web.Request) -> web.Response:
         """Delete a record; do nothing if it does not exist."""
-        hosted, path, _ = self._written(request)
+        hosted, path, _ = await self._written(request)
         if path not in hosted.repo.records:
-            return json_response({})
-        return json_response({"commit": _commit(hosted.apply_writes([Write.delete(path)]))})
+            return web.json_response({})
+        return web.json_response({"commit": _commit(hosted.apply_writes([Write.delete(path)]))})
 
-    def _written(self, request: web.Request) -> tuple[HostedRepo, str, dict[str, Any]]:
+    async def _written(self, request: web.Request) -> tuple[HostedRepo, str, dict[str, Any]]:
         """Return the repo and the path that a request writes, and the fields of the request."""
         try:
-            fields = orjson.loads(request[BODY])
+            fields = orjson.loads(await request.read())
         except orjson.JSONDecodeError as error:
             raise XrpcError("InvalidRequest", f"the body is not JSON: {error}") from None
         if not isinstance(fields, dict) or not isinstance(fields.get("collection"), str):
@@ -150,17 +136,6 @@ class LocalPds(HttpServer):
         if hosted.status is not None:
             raise XrpcError(_STATUS_ERRORS[hosted.status], f"Repo has been {hosted.status}: {hosted.repo.did}")
         return hosted
-
-
-def _record_entry(repo: LocalRepo, collection: str, rkey: str) -> dict[str, Any]:
-    """Return an entry of `listRecords`. The value is null if JSON cannot represent the record."""
-    block = repo.records[f"{collection}/{rkey}"]
-    value = decode_record(block, collection, DEFAULT_LIMITS).json
-    return {
-        "uri": f"at://{repo.did}/{collection}/{rkey}",
-        "cid": cid.cid_text(cid.cid_of(block)),
-        "value": None if value is None else orjson.loads(value),
-    }
 
 
 def _commit(change: LocalChange) -> dict[str, str]:
@@ -189,7 +164,7 @@ def page_response(
     body: dict[str, Any] = {"repos": [entry for entry in entries[start:end] if entry is not None]}
     if end < len(entries) or (cursor_on_last_page and start < len(entries)):
         body["cursor"] = str(min(end, len(entries)))
-    return json_response(body)
+    return web.json_response(body)
 
 
 def _parse_number(request: web.Request, name: str, default: int, maximum: int) -> int:

@@ -12,7 +12,7 @@ import dns.rrset
 from aiohttp import web
 
 from indexer.atproto.did_document import build_did_document
-from indexer.demo.http_server import HttpServer, json_response
+from indexer.demo.http_server import HttpServer
 
 _CONTEXT = [
     "https://www.w3.org/ns/did/v1",
@@ -44,14 +44,14 @@ class LocalPlc(HttpServer):
         self.identities: dict[str, LocalIdentity | None] = {}
         self.route("/{did}", self._resolve)
 
-    def _resolve(self, request: web.Request) -> web.Response:
+    async def _resolve(self, request: web.Request) -> web.Response:
         did = request.match_info["did"]
         if did not in self.identities:
-            return json_response({"message": f"DID not registered: {did}"}, 404)
+            return web.json_response({"message": f"DID not registered: {did}"}, status=404)
         identity = self.identities[did]
         if identity is None:
-            return json_response({"message": f"DID not available: {did}"}, 410)
-        return json_response(did_document(did, identity), content_type="application/did+ld+json")
+            return web.json_response({"message": f"DID not available: {did}"}, status=410)
+        return web.json_response(did_document(did, identity), content_type="application/did+ld+json")
 
 
 def did_document(did: str, identity: LocalIdentity) -> dict[str, Any]:

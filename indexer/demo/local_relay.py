@@ -72,6 +72,7 @@ class LocalRelay(HttpServer):
             self.route(path, self._redirect)
         self.route(LIST_REPOS, self.list_repos)
         self.route(LIST_REPOS_BY_COLLECTION, self.list_repos_by_collection)
+        self.route(SUBSCRIBE_REPOS, self._subscribe)
 
     def follow(self, pds: LocalPds) -> None:
         """Receive the events of a PDS from now on, and list its accounts."""
@@ -82,12 +83,6 @@ class LocalRelay(HttpServer):
         """Take an event of a PDS, number it and send it."""
         self.seq += 1
         self.append(SentMessage(self.seq, kind, did, message_frame(kind, payload | {"seq": self.seq}), payload))
-
-    def application(self) -> web.Application:
-        """Return the aiohttp application with all routes."""
-        application = super().application()
-        application.router.add_get(SUBSCRIBE_REPOS, self._subscribe)
-        return application
 
     def append(self, sent: SentMessage) -> None:
         """Send a message to all subscribers."""
@@ -118,7 +113,7 @@ class LocalRelay(HttpServer):
                 position += 1
             await self.appended.wait()
 
-    def _redirect(self, request: web.Request) -> web.Response:
+    async def _redirect(self, request: web.Request) -> web.Response:
         """Redirect a request for an account to its PDS."""
         did = request.query.get("did", "")
         identity = self.plc.identities.get(did)
@@ -126,12 +121,12 @@ class LocalRelay(HttpServer):
             raise XrpcError("RepoNotFound", f"identity not found: {did}", 404)
         return web.Response(status=302, headers={hdrs.LOCATION: f"{identity.pds}{request.path_qs}"})
 
-    def list_repos(self, request: web.Request) -> web.Response:
+    async def list_repos(self, request: web.Request) -> web.Response:
         """Return a page of the active accounts."""
         entries = [repo_entry(repo.did, repo.head.cid, repo.head.rev, None) for repo in self._active_repos()]
         return page_response(request, entries, cursor_on_last_page=False)
 
-    def list_repos_by_collection(self, request: web.Request) -> web.Response:
+    async def list_repos_by_collection(self, request: web.Request) -> web.Response:
         """Return a page of the active accounts that have a record of a collection."""
         prefix = f"{request.query.get('collection', '')}/"
         repos = [repo for repo in self._active_repos() if any(path.startswith(prefix) for path in repo.records)]

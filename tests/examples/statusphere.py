@@ -15,7 +15,9 @@ from typing import Any
 
 import httpx
 
+from indexer.demo.local_pds import GET_REPO
 from tests.cli.command_line import environment_without_settings
+from tests.demo.independent_decoder import decode_all, decode_car, decode_records
 from tests.free_ports import free_ports
 from tests.waiting import until
 
@@ -173,13 +175,18 @@ class RunningExample:
         return repos
 
     async def _records(self, port: int, did: str) -> list[dict[str, Any]]:
-        records: list[dict[str, Any]] = []
-        page: dict[str, Any] = {"cursor": ""}
-        while "cursor" in page:
-            cursor = {"cursor": page["cursor"]} if page["cursor"] else {}
-            page = await self._get(port, "com.atproto.repo.listRecords", repo=did, collection=COLLECTION, **cursor)
-            records += page.get("records", [])
-        return records
+        """Return the statuses of a repo; none if it is deactivated, deleted or moved since it was listed."""
+        response = await self._http.get(f"http://127.0.0.1:{port}{GET_REPO}", params={"did": did})
+        if response.status_code == 400 and response.json()["error"] in {"RepoDeactivated", "RepoNotFound"}:
+            return []
+        assert response.status_code == 200, response.text
+        root, blocks = decode_car(response.content)
+        paths = decode_records(blocks, decode_all(blocks[root])[0]["data"])
+        return [
+            {"uri": f"at://{did}/{path}", "value": decode_all(blocks[cid])[0]}
+            for path, cid in paths.items()
+            if path.startswith(f"{COLLECTION}/")
+        ]
 
     async def _handle(self, did: str) -> str:
         document = (await self._http.get(f"http://127.0.0.1:{self.first_port + 1}/{did}")).json()
@@ -188,8 +195,6 @@ class RunningExample:
 
     async def _get(self, port: int, method: str, **parameters: str) -> dict[str, Any]:
         response = await self._http.get(f"http://127.0.0.1:{port}/xrpc/{method}", params=parameters)
-        if response.status_code == 400 and response.json()["error"] in {"RepoDeactivated", "RepoNotFound"}:
-            return {}  # deactivated, deleted or moved since it was listed
         assert response.status_code == 200, response.text
         result: dict[str, Any] = response.json()
         return result

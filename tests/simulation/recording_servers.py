@@ -90,7 +90,7 @@ class CountingPds(FaultyPds):
 
     def application(self) -> web.Application:
         application = super().application()
-        application.middlewares.append(self._count)
+        application.middlewares.insert(0, self._count)
         return application
 
     @web.middleware
@@ -115,7 +115,7 @@ class HangingPlc(FaultyPlc):
 
     def application(self) -> web.Application:
         application = super().application()
-        application.middlewares.append(self._wait)
+        application.middlewares.insert(0, self._wait)
         return application
 
     def hang(self) -> None:
