@@ -1,6 +1,7 @@
 """Convert between Python values and SQL: rows of the table `repo`, arrays for UNNEST, text that Postgres accepts."""
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import asyncpg
@@ -14,64 +15,56 @@ Columns = Mapping[str, str]
 """SQL types by column name, in the order of the columns."""
 Connection = asyncpg.Connection | asyncpg.pool.PoolConnectionProxy
 
-# The columns of a `Repo`: SQL type and value. Times are Unix seconds; infinity is infinity in Postgres as well.
-_REPO: dict[str, tuple[str, Callable[[Repo], Any]]] = {
-    "did": ("text", lambda repo: repo.did),
-    "bucket": ("smallint", lambda repo: bucket_of(repo.did)),
-    "version": ("bigint", lambda repo: repo.version),
-    "sync_status": ("text", lambda repo: repo.sync_status),
-    "sync_reason": ("text", lambda repo: repo.sync_reason),
-    "rev": ("text", lambda repo: repo.head and repo.head.rev),
-    "data": ("bytea", lambda repo: repo.head and repo.head.data),
-    "commit": ("bytea", lambda repo: repo.head and repo.head.commit),
-    "latest_verified_rev": ("text", lambda repo: repo.latest_verified_rev),
-    "latest_unverified_rev": ("text", lambda repo: repo.latest_unverified_rev),
-    "active": ("boolean", lambda repo: repo.active),
-    "hosting_status": ("text", lambda repo: storable(repo.hosting_status)),
-    "hosting_relay": ("text", lambda repo: repo.hosting_relay),
-    "hosting_epoch": ("bigint", lambda repo: repo.hosting_epoch),
-    "hosting_seq": ("bigint", lambda repo: repo.hosting_seq),
-    "hosting_time": ("float8", lambda repo: repo.hosting_time),
-    "takedown": ("boolean", lambda repo: repo.takedown),
-    "buffered_events": ("integer", lambda repo: repo.buffered_events),
-    "buffered_bytes": ("bigint", lambda repo: repo.buffered_bytes),
-    "lease": ("bigint", lambda repo: repo.lease),
-    "attempts": ("integer", lambda repo: repo.attempts),
-    "next_attempt_at": ("float8", lambda repo: repo.next_attempt_at),
-    "last_failure": ("text", lambda repo: repo.last_failure),
-    "last_error": ("text", lambda repo: storable(repo.last_error)),
-    "synchronized_at": ("float8", lambda repo: repo.synchronized_at),
-    "erase_at": ("float8", lambda repo: repo.erase_at),
-    "unproven_since": ("float8", lambda repo: repo.unproven_since),
-    "from_stream": ("boolean", lambda repo: repo.from_stream),
-    "scope_version": ("bigint", lambda repo: repo.scope_version),
-    "tracked": ("boolean", lambda repo: repo.tracked),
-    "wanted_in": ("bigint", lambda repo: repo.wanted_in),
-    "withheld_since": ("float8", lambda repo: repo.withheld_since),
-}
-_REASONS = {str(reason): reason for reason in Desync}
-_FAILURES = {str(failure): failure for failure in FetchFailure}
-_TIMES = ("hosting_time", "next_attempt_at", "synchronized_at", "erase_at", "unproven_since", "withheld_since")
 
-REPO_COLUMNS: Columns = {name: type_ for name, (type_, _) in _REPO.items()}
+def typed(columns: str) -> dict[str, str]:
+    """Return the SQL types by name of columns that are written as in CREATE TABLE: `did text, bucket smallint`."""
+    return dict(map(str.split, columns.split(",")))
+
+
+REPO_COLUMNS: Columns = typed(
+    "did text, bucket smallint, version bigint, sync_status text, sync_reason text, rev text, data bytea, "
+    "commit bytea, latest_verified_rev text, latest_unverified_rev text, active boolean, hosting_status text, "
+    "hosting_relay text, hosting_epoch bigint, hosting_seq bigint, hosting_time float8, takedown boolean, "
+    "buffered_events integer, buffered_bytes bigint, lease bigint, attempts integer, next_attempt_at float8, "
+    "last_failure text, last_error text, synchronized_at float8, erase_at float8, unproven_since float8, "
+    "from_stream boolean, scope_version bigint, tracked boolean, wanted_in bigint, withheld_since float8"
+)
+"""The columns of a `Repo`. Times are Unix seconds (float8); infinity is infinity in Postgres as well."""
 HEAD_COLUMNS: Columns = {name: REPO_COLUMNS[name] for name in ("did", "version", "rev", "data", "commit")}
+
+_VALUES: dict[str, Callable[[Repo], Any]] = {name: attrgetter(name) for name in REPO_COLUMNS if name in Repo._fields}
+_VALUES |= {
+    "bucket": lambda repo: bucket_of(repo.did),
+    "rev": lambda repo: repo.head and repo.head.rev,
+    "data": lambda repo: repo.head and repo.head.data,
+    "commit": lambda repo: repo.head and repo.head.commit,
+    "hosting_status": lambda repo: storable(repo.hosting_status),
+    "last_error": lambda repo: storable(repo.last_error),
+}
+_FIELDS = [name for name in Repo._fields if name in REPO_COLUMNS]
+_REASONS: dict[str | None, Desync | None] = {None: None, **{str(reason): reason for reason in Desync}}
+_FAILURES: dict[str | None, FetchFailure | None] = {None: None, **{str(failure): failure for failure in FetchFailure}}
 
 
 def repo_columns(alias: str) -> str:
     """Return the SELECT list that `repo_of` reads, with times as Unix seconds."""
     return ", ".join(
-        f"date_part('epoch', {alias}.{name}) as {name}" if name in _TIMES else f"{alias}.{name}" for name in _REPO
+        f"date_part('epoch', {alias}.{name}) as {name}" if type_ == "float8" else f"{alias}.{name}"
+        for name, type_ in REPO_COLUMNS.items()
     )
 
 
 def repo_values(alias: str) -> dict[str, str]:
     """Return the SQL expression for each column, from the arrays of `repo_arrays`."""
-    return {name: f"to_timestamp({alias}.{name})" if name in _TIMES else f"{alias}.{name}" for name in _REPO}
+    return {
+        name: f"to_timestamp({alias}.{name})" if type_ == "float8" else f"{alias}.{name}"
+        for name, type_ in REPO_COLUMNS.items()
+    }
 
 
 def repo_arrays(repos: Sequence[Repo]) -> list[list[Any]]:
     """Return one array per column of `REPO_COLUMNS`."""
-    return [[value(repo) for repo in repos] for _, value in _REPO.values()]
+    return [list(map(_VALUES[name], repos)) for name in REPO_COLUMNS]
 
 
 def head_arrays(repos: Sequence[Repo]) -> list[list[Any]]:
@@ -82,37 +75,11 @@ def head_arrays(repos: Sequence[Repo]) -> list[list[Any]]:
 
 def repo_of(row: asyncpg.Record) -> Repo:
     """Return the repo of a row that was selected with `repo_columns`."""
-    return Repo(
-        did=row["did"],
-        version=row["version"],
-        sync_status=SyncStatus(row["sync_status"]),
-        sync_reason=None if row["sync_reason"] is None else _REASONS[row["sync_reason"]],
-        head=None if row["rev"] is None else Head(row["rev"], row["data"], row["commit"]),
-        latest_verified_rev=row["latest_verified_rev"],
-        latest_unverified_rev=row["latest_unverified_rev"],
-        active=row["active"],
-        hosting_status=row["hosting_status"],
-        hosting_relay=row["hosting_relay"],
-        hosting_epoch=row["hosting_epoch"],
-        hosting_seq=row["hosting_seq"],
-        hosting_time=row["hosting_time"],
-        takedown=row["takedown"],
-        buffered_events=row["buffered_events"],
-        buffered_bytes=row["buffered_bytes"],
-        lease=row["lease"],
-        attempts=row["attempts"],
-        next_attempt_at=row["next_attempt_at"],
-        last_failure=None if row["last_failure"] is None else _FAILURES[row["last_failure"]],
-        last_error=row["last_error"],
-        synchronized_at=row["synchronized_at"],
-        erase_at=row["erase_at"],
-        unproven_since=row["unproven_since"],
-        from_stream=row["from_stream"],
-        scope_version=row["scope_version"],
-        tracked=row["tracked"],
-        wanted_in=row["wanted_in"],
-        withheld_since=row["withheld_since"],
-    )
+    fields = {name: row[name] for name in _FIELDS}
+    fields["sync_status"] = SyncStatus(fields["sync_status"])
+    fields["sync_reason"] = _REASONS[fields["sync_reason"]]
+    fields["last_failure"] = _FAILURES[fields["last_failure"]]
+    return Repo(**fields, head=None if row["rev"] is None else Head(row["rev"], row["data"], row["commit"]))
 
 
 def unnest(columns: Columns, alias: str, first: int = 1) -> str:
@@ -144,11 +111,6 @@ def buckets_of(dids: Iterable[str]) -> list[int]:
 def storable(text: str | None) -> str | None:
     """Return text from outside as Postgres can store it: without U+0000 and lone surrogates."""
     return None if text is None else text.replace("\0", "\ufffd").encode(errors="replace").decode()
-
-
-def typed(columns: str) -> dict[str, str]:
-    """Return the SQL types by name of columns that are written as in CREATE TABLE: `did text, bucket smallint`."""
-    return dict(map(str.split, columns.split(",")))
 
 
 def values_of(item: object, names: Iterable[str]) -> tuple[Any, ...]:

@@ -15,9 +15,6 @@ MAX_LOCK_WAIT = 10
 """Seconds that a statement may wait for a row before its parameter for the present time is too old. It is shorter than
 each postponement of a refresh."""
 
-MAX_INSERTED = 20
-"""The largest number of identities that are inserted one by one if the layout has several parts."""
-
 
 def _is_postponed(now: str) -> str:
     """Return the SQL condition that the refresh of identity `i` is postponed; `now` is SQL for Unix seconds.
@@ -102,20 +99,6 @@ _MARK_STALE = f"""
     where i.did = w.did and {of_buckets("i")} and (
         not i.stale or i.refresh_at < to_timestamp($3) or i.refresh_failures = 0 and {_is_postponed("$3")}
     )
-"""
-
-# One row, because Citus plans this once for a session, and takes ten times as long for `_SAVE`.
-_INSERT_NEW = f"""
-    insert into indexer.identity (
-        did, bucket, claimed_handle, pds, signing_key, fetched_at, stale, problem, denials, denied_at, refresh_at,
-        handle, handle_attempts, handle_due_at
-    )
-    values (
-        $1, $2, $3, $4, $5, to_timestamp($6::float8), $7, $8, $9, to_timestamp($10::float8), to_timestamp($11::float8),
-        case when $3::text is null then '{INVALID_HANDLE}' end, 0,
-        case when $3::text is not null then to_timestamp($6::float8) end
-    )
-    on conflict (did, bucket) do nothing returning did
 """
 
 CLAIM_HANDLES = f"""
@@ -203,15 +186,13 @@ class Identities(Area):
 
         Logs a change for each account that has another PDS or another handle.
 
-        If the layout has several parts, a few new identities are inserted one by one, and rows of several parts are not
-        locked in the order of DIDs. If several processes save the same identities at once, this may be a deadlock. Then
-        one of the transactions fails, and `IdentityCache` saves its identities one by one.
+        Rows of several parts of the layout are not locked in the order of DIDs. If several processes save the same
+        identities at once, this may be a deadlock. Then one of the transactions fails, and `IdentityCache` saves its
+        identities one by one.
         """
         async with self._pool.transaction() as connection:
             latest = {identity.did: identity for identity in stored}
             rows = [(did, bucket_of(did), *values_of(latest[did], _FIELDS)) for did in sorted(latest)]
-            if self._pool.layout.parts > 1 and len(rows) <= MAX_INSERTED:
-                rows = [row for row in rows if await connection.fetchval(_INSERT_NEW, *row) is None]
             saved = await connection.fetch(_SAVE, *columns_of(rows, _COLUMNS), time()) if rows else []
             changes: list[ChangeLogEntry] = []
             for did, moved, renamed in saved:

@@ -298,13 +298,9 @@ class FeedSession:
         return id_ is not None
 
     async def _save(self, id_: int, progress: DeliveryProgress) -> None:
-        delivered_to, undelivered, behind = progress.delivered_to, list(progress.undelivered), None
-        if progress.behind:
-            # The previous release ignores `behind`. So it delivers again what its columns do not name as delivered.
-            stored = {"delivered_to": delivered_to, "undelivered": undelivered, "repos": dict(progress.behind)}
-            delivered_to, undelivered, behind = progress.position, [], orjson.dumps(stored).decode()
-        snapshot = progress.snapshot or (None, None, None)
-        await self._connection.execute(_SAVE_DELIVERED, id_, delivered_to, undelivered, *snapshot, behind)
+        behind = orjson.dumps(dict(progress.behind)).decode() if progress.behind else None
+        values = progress.delivered_to, list(progress.undelivered), *(progress.snapshot or (None, None, None)), behind
+        await self._connection.execute(_SAVE_DELIVERED, id_, *values)
 
     async def _save_set_aside(self, id_: int, changes: SetAsideChanges) -> None:
         """Store the changes in this order: what was delivered may be set aside again, and be visible again."""
@@ -317,18 +313,15 @@ class FeedSession:
 
 
 def _progress_of(row: Record) -> DeliveryProgress:
-    """Return the stored progress, without the positions that the previous release has passed since."""
-    position = row["seq"]
     if row["delivered_to"] is None:
-        return DeliveryProgress(position, position)
+        return DeliveryProgress(row["seq"], row["seq"])
     snapshot = row["snapshot_did"], row["snapshot_collection"], row["snapshot_rkey"]
-    stored = orjson.loads(row["behind"]) if row["behind"] else {**row, "repos": {}}
     return DeliveryProgress(
-        position,
-        max(position, stored["delivered_to"]),
-        tuple(seq for seq in stored["undelivered"] if seq > position),
+        row["seq"],
+        row["delivered_to"],
+        tuple(row["undelivered"]),
         None if row["snapshot_did"] is None else SnapshotPosition(*snapshot),
-        tuple((did, max(seq, position + 1)) for did, seq in stored["repos"].items()),
+        tuple(orjson.loads(row["behind"] or "{}").items()),
     )
 
 

@@ -368,7 +368,7 @@ async def test_repo_that_fills_its_share_behind_a_refused_event_delays_no_other(
         assert len(deliveries.window) < 50
 
         async def stored() -> bool:
-            statement = "select (behind->>'delivered_to')::bigint = atproto.latest_seq() from indexer.feed_delivery"
+            statement = "select delivered_to = atproto.latest_seq() and behind is not null from indexer.feed_delivery"
             return [tuple(row) for row in await tap.daemon.execute(statement)] == [(True,)]
 
         await until(stored)

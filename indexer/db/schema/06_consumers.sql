@@ -42,9 +42,7 @@ create table indexer.feed_delivery (
     snapshot_rkey text,
     -- Only the previous release reads and writes this column.
     refused jsonb not null default '[]'::jsonb,
-    -- Null if no repo is behind. Otherwise an object. repos: by DID, the number from which no change of the repo is
-    -- delivered. delivered_to and undelivered: the values that the columns of these names have otherwise. Then the
-    -- columns say that nothing after the position is delivered.
+    -- By DID, the number from which no change of the repo is delivered. Null if no repo is behind.
     behind jsonb,
     primary key (consumer_id)
 );
