@@ -1,26 +1,23 @@
 """The queue of resyncs in the table `repo`: claim repos that are due, renew and expire leases, unpark repos."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from itertools import groupby
 from random import choice
 from time import time
-from typing import TypeVar
 
 from indexer.atproto.record import Problem
 from indexer.crash_points import COMMITTED, crash_point
 from indexer.db.change_log import log_changes
 from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
 from indexer.db.connections import Area
-from indexer.db.database_errors import database_errors, refused_writes
-from indexer.db.resync_transaction import NewReposTransaction, ResyncTransaction
+from indexer.db.database_errors import refused_writes
+from indexer.db.resync_transaction import ResyncTransaction
 from indexer.db.write import change_repos
 from indexer.reasons import Desync, FetchFailure
 from indexer.sync.changes import ChangeLogEntry
 from indexer.sync.repo import OUT_OF_SCOPE, Repo, SyncStatus, Trigger, amend, desynchronize, transition
 from indexer.sync.shard import bucket_of
-
-T = TypeVar("T", ResyncTransaction, NewReposTransaction)
 
 LONGEST_LEASE_SECONDS = 600
 """A lease that ends later was written before the clock was set back."""
@@ -268,38 +265,29 @@ class Resyncs(Area):
                 crash_point("queue.written")
             return written
 
-    def transaction(self, claimed: Repo, scope_version: int = 0) -> AbstractAsyncContextManager[ResyncTransaction]:
-        """Begin the transaction of a resync, which is planned with this version of the scope.
+    @asynccontextmanager
+    async def transaction(self, *claimed: Repo, scope_version: int = 0) -> AsyncIterator[ResyncTransaction]:
+        """Begin the transaction of one or several resyncs, which are planned with this version of the scope.
 
-        The end of the block commits it if it was finished, else rolls it back. So does an exception in the block, which
-        may be of any kind: only errors of the database become a `DatabaseError`.
+        The end of the block commits it if it was finished, else rolls it back. So does an exception in the block.
+        Transient errors come from the database, whatever else the block does.
 
         Raises:
             RefusedWriteError: The database cannot store the values of the resync.
         """
-        return self._committed_if_finished(lambda connection: ResyncTransaction(connection, claimed, scope_version))
-
-    def new_repos_transaction(self, scope_version: int) -> AbstractAsyncContextManager[NewReposTransaction]:
-        """Begin the transaction of several resyncs. It ends as that of `transaction`, and raises the same."""
-        return self._committed_if_finished(lambda connection: NewReposTransaction(connection, scope_version))
-
-    @asynccontextmanager
-    async def _committed_if_finished(self, begin: Callable[[Connection], T]) -> AsyncIterator[T]:
         async with self._pool.refusals_checked():
-            with self._pool.count_failures():
-                async with self._pool.resync_connections, self._pool.acquired() as connection:
+            with refused_writes():
+                async with self._pool.resync_connections, self._pool.connection() as connection:
                     transaction = connection.transaction()
-                    with database_errors():
-                        await transaction.start()
-                    started = begin(connection)
+                    await transaction.start()
+                    begun = ResyncTransaction(connection, claimed, scope_version)
                     commit = False
                     try:
-                        yield started
-                        commit = started.finished
+                        yield begun
+                        commit = begun.finished
                     finally:
-                        with refused_writes(), database_errors():
-                            await (transaction.commit() if commit else transaction.rollback())
-                            self._pool.note_commit()
+                        await (transaction.commit() if commit else transaction.rollback())
+                        self._pool.note_commit()
                     if commit:
                         crash_point(COMMITTED)
 

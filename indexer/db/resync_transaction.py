@@ -1,7 +1,7 @@
 """The transactions that end resyncs: compare, write the differences, drain the resync buffer, update the repo.
 
-A resync has a fixed cost: the statements of its transaction, and the commit. Small repos of which nothing is stored
-share a `NewReposTransaction`. All others, which need more than their records and their row, have a `ResyncTransaction`.
+A resync has a fixed cost: the statements of its transaction, and the commit. So small repos of which nothing is stored
+share a transaction.
 """
 
 from collections import Counter
@@ -13,13 +13,11 @@ from asyncpg import Record as Row
 from indexer.atproto.record import Problem
 from indexer.crash_points import crash_point
 from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
-from indexer.db.database_errors import database_errors, refused_writes
 from indexer.db.exports import in_chunks
 from indexer.db.scope import holds
 from indexer.db.write import NewRepoRecords, create_records, write, write_changes
 from indexer.errors import BrokenInvariantError
 from indexer.sync.changes import Action, Batch, BufferedEvent, RecordChange
-from indexer.sync.export import RecordChunk
 from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.shard import bucket_of
 
@@ -28,19 +26,13 @@ CHUNK_SIZE = 5_000
 
 _STORES_RECORDS = "select exists (select from indexer.record where did = $1 and bucket = $2)"
 
-_HOLDS = f"""
-    select exists (
-        select from indexer.repo
-        where did = $1 and bucket = $2 and lease = $3 and sync_status = '{SyncStatus.IN_PROGRESS}'
-    )
+_CLAIMED = f"""
+    from indexer.repo r where did = $1 and bucket = $2 and lease = $3 and sync_status = '{SyncStatus.IN_PROGRESS}'
 """
-
+_HOLDS = f"select exists (select {_CLAIMED})"
 # A lost claim is recognized without the lock: its new owner may hold the lock, and wait for a record that this
 # transaction has written.
-_LOCK = f"""
-    select {repo_columns("r")} from indexer.repo r
-    where did = $1 and bucket = $2 and lease = $3 and sync_status = '{SyncStatus.IN_PROGRESS}' for update
-"""
+_LOCK = f"select {repo_columns('r')} {_CLAIMED} for update"
 
 # A transaction that buffers an event locks the row of its repo, so the events of a repo are committed in the order of
 # their IDs.
@@ -59,7 +51,6 @@ _STORED = f"""
     where did = $1 and bucket = $2 and collection >= $3 and collection <= $4 order by collection, rkey
 """
 
-
 # A scalar subquery with LIMIT, so that the planner looks into the index for each repo, and does not read all records.
 ELIGIBLE = f"""
     select {repo_columns("r")},
@@ -75,37 +66,49 @@ ELIGIBLE = f"""
 
 @dataclass
 class ResyncTransaction:
-    """The writes of one resync: the differences to the export, then the buffered events, then the row.
+    """The writes of the resync of one repo: the differences to the export, then the buffered events, then the row.
+
+    Several repos of which nothing is stored may share it. Then only `eligible`, `create`, `holds_scope` and `finish`
+    are called. No row is locked before `finish`, which writes each row only at the version that `eligible` returned.
 
     `Resyncs.transaction` begins the transaction, and commits it if it is `finished`. The isolation level is READ
     COMMITTED, so that `lock` and `buffered` see events that were buffered meanwhile. No other process writes the
-    records of a repo that is in progress. Every method raises `DatabaseError`, and those that write also raise
-    `RefusedWriteError`.
+    records of a repo that is in progress.
     """
 
     connection: Connection
-    claimed: Repo
+    claimed: Sequence[Repo]
     scope_version: int
     finished: bool = False
     _last_buffered: int = 0
 
     def __post_init__(self) -> None:
-        self._key = (self.claimed.did, bucket_of(self.claimed.did))
+        self._did, self._lease = self.claimed[0].did, self.claimed[0].lease
+        self._key = (self._did, bucket_of(self._did))
 
-    async def stores_records(self) -> bool:
-        """Return True if a record of the repo is stored. While the claim holds, only this transaction adds records."""
-        with database_errors():
-            return bool(await self.connection.fetchval(_STORES_RECORDS, *self._key))
+    async def eligible(self) -> dict[str, Repo]:
+        """Return the present rows of those repos that can share this transaction, by DID.
 
-    async def create(self, chunk: RecordChunk) -> None:
-        """Write a chunk of records of a repo that had no stored records before this transaction, without a comparison.
+        A claim of them holds, no record of them is stored, and no event is buffered for them. Of two attempts of one
+        repo, the row has the lease of the one that holds the claim.
+        """
+        claims = {(repo.did, repo.lease) for repo in self.claimed}
+        dids = sorted({did for did, _ in claims})
+        rows = await self.connection.fetch(ELIGIBLE, buckets_of(dids), dids)
+        repos = [repo_of(row) for row in rows if not row["stored"]]
+        return {repo.did: repo for repo in repos if (repo.did, repo.lease) in claims}
+
+    async def create(self, parts: Sequence[NewRepoRecords]) -> None:
+        """Write records of repos that had no stored records before this transaction, without a comparison; log them.
 
         Raises:
             RecordsExistError: One of them is stored. The claim has been lost, and the transaction has failed.
         """
-        with refused_writes(), database_errors():
-            await create_records(self.connection, [NewRepoRecords(self.claimed.did, chunk)])
-        crash_point("resync.copied")
+        await create_records(self.connection, parts)
+
+    async def stores_records(self) -> bool:
+        """Return True if a record of the repo is stored. While the claim holds, only this transaction adds records."""
+        return bool(await self.connection.fetchval(_STORES_RECORDS, *self._key))
 
     async def stored(self) -> AsyncIterator[list[tuple[bytes, bytes]]]:
         """Yield the stored records as (path, CID) in path order, in chunks; one chunk is in memory at a time.
@@ -121,32 +124,30 @@ class ResyncTransaction:
 
     async def holds_claim(self) -> bool:
         """Return True if the claim still holds at this moment."""
-        with database_errors():
-            return bool(await self.connection.fetchval(_HOLDS, *self._key, self.claimed.lease))
+        return bool(await self.connection.fetchval(_HOLDS, *self._key, self._lease))
 
-    async def write(self, changes: Sequence[RecordChange]) -> None:
-        """Write differences between the stored records and the export.
+    async def write(self, changes: Sequence[RecordChange], *, live: bool = False) -> Counter[Action]:
+        """Write differences between the stored records and the export, or with `live` changes of buffered events.
 
-        If the claim is lost, another worker may have changed the records. Then `lock` returns None, and the transaction
-        is rolled back.
+        Return how many records were created, updated and deleted. If the claim is lost, another worker may have changed
+        the records. Then `lock` returns None, and the transaction is rolled back.
 
         Raises:
             BrokenInvariantError: The records are not those that were compared, although the claim holds.
         """
-        with refused_writes(), database_errors():
-            effective = await write_changes(self.connection, self.claimed.did, changes, live=False)
-        crash_point("resync.written")
-        if effective != tuple(changes) and await self.lock() is not None:
+        effective = await write_changes(self.connection, self._did, changes, live=live)
+        crash_point("resync.drained" if live else "resync.written")
+        if not live and effective != tuple(changes) and await self.lock() is not None:
             unexpected = next(change for change in changes if change not in effective)
             raise BrokenInvariantError(
-                f"{self.claimed.did}: the stored records changed since they were compared: "
+                f"{self._did}: the stored records changed since they were compared: "
                 f"{unexpected.action} of {unexpected.collection}/{unexpected.rkey}"
             )
+        return Counter([change.action for change in effective])
 
     async def lock(self) -> Repo | None:
         """Lock and return the row until the end of the transaction; None if the claim is lost."""
-        with database_errors():
-            row = await self.connection.fetchrow(_LOCK, *self._key, self.claimed.lease)
+        row = await self.connection.fetchrow(_LOCK, *self._key, self._lease)
         crash_point("resync.locked")
         return None if row is None else repo_of(row)
 
@@ -155,79 +156,19 @@ class ResyncTransaction:
 
         Otherwise records of collections that are no longer selected could be written after the others were deleted.
         """
-        with database_errors():
-            return await holds(self.connection, self.scope_version)
+        return await holds(self.connection, self.scope_version)
 
     async def buffered(self) -> list[BufferedEvent]:
         """Return the events that were buffered since the last call, in order of arrival."""
-        with database_errors():
-            rows = await self.connection.fetch(_BUFFERED, *self._key, self._last_buffered)
+        rows = await self.connection.fetch(_BUFFERED, *self._key, self._last_buffered)
         if rows:
             self._last_buffered = rows[-1]["id"]
-        return [BufferedEvent(self.claimed.did, relay, seq, frame) for _, relay, seq, frame in rows]
-
-    async def write_drained(self, changes: Sequence[RecordChange]) -> Counter[Action]:
-        """Write record changes of buffered events; return how many records were created, updated and deleted."""
-        with refused_writes(), database_errors():
-            effective = await write_changes(self.connection, self.claimed.did, changes, live=True)
-        crash_point("resync.drained")
-        return Counter([change.action for change in effective])
-
-    async def finish(self, batch: Batch) -> None:
-        """Write the new row of the repo, and dead letters of buffered events.
-
-        Raises:
-            BrokenInvariantError: The row was not locked.
-        """
-        with refused_writes(), database_errors():
-            written = await write(self.connection, batch)
-        if written.skipped:
-            raise BrokenInvariantError(f"{self.claimed.did}: the row changed while it was locked")
-        self.finished = True
-        crash_point("resync.finished")
-
-
-@dataclass
-class NewReposTransaction:
-    """The writes of several resyncs. `Resyncs.new_repos_transaction` begins and ends the transaction.
-
-    It locks no row before `finish`, which writes each row only at the version that `eligible` returned. So a repo whose
-    claim was lost since then, or for which an event was buffered, makes `finish` return False.
-    """
-
-    connection: Connection
-    scope_version: int
-    finished: bool = False
-
-    async def eligible(self, claimed: Sequence[Repo]) -> dict[str, Repo]:
-        """Return the present rows of those repos that this transaction can write, by DID.
-
-        A claim of them holds, no record of them is stored, and no event is buffered for them. Of two attempts of one
-        repo, the row has the lease of the one that holds the claim.
-        """
-        dids = sorted(repo.did for repo in claimed)
-        with database_errors():
-            rows = await self.connection.fetch(ELIGIBLE, buckets_of(dids), dids)
-        claims = {(repo.did, repo.lease) for repo in claimed}
-        repos = [repo_of(row) for row in rows if not row["stored"]]
-        return {repo.did: repo for repo in repos if (repo.did, repo.lease) in claims}
-
-    async def create(self, parts: Sequence[NewRepoRecords]) -> None:
-        """Insert the records of eligible repos, and log them.
-
-        Raises:
-            RecordsExistError: One of the records exists: its repo has been written by another worker meanwhile.
-            RefusedWriteError: The database cannot store the values.
-        """
-        with refused_writes(), database_errors():
-            await create_records(self.connection, parts)
-        crash_point("new-repos.copied")
+        return [BufferedEvent(self._did, relay, seq, frame) for _, relay, seq, frame in rows]
 
     async def finish(self, batch: Batch) -> bool:
-        """Write the new rows; return False if the scope or the row of a repo has changed. Then nothing is committed."""
-        with refused_writes(), database_errors():
-            if await holds(self.connection, self.scope_version):
-                written = await write(self.connection, batch)
-                self.finished = not written.skipped
-                crash_point("new-repos.finished")
+        """Write the new rows, and dead letters of buffered events; return False if a row has changed.
+
+        Then nothing is committed.
+        """
+        self.finished = not (await write(self.connection, batch)).skipped
         return self.finished

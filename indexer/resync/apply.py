@@ -25,8 +25,9 @@ from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
 from indexer.atproto.record import Problem
 from indexer.concurrency.shared_calls import SharedCalls
+from indexer.crash_points import crash_point
 from indexer.db import Database, DatabaseError
-from indexer.db.resync_transaction import NewReposTransaction, ResyncTransaction
+from indexer.db.resync_transaction import ResyncTransaction
 from indexer.db.write import NewRepoRecords, RecordsExistError
 from indexer.errors import BrokenInvariantError, RefusedWriteError, UnavailableError
 from indexer.net.pds.pds_client import LARGE_BYTES
@@ -173,7 +174,8 @@ class Applies:
     async def _write_group(self, group: Sequence[NewRepo]) -> dict[NewRepo, Batch]:
         """Write the repos in one transaction; return the batches of those that are written."""
         try:
-            async with self._db.resyncs.new_repos_transaction(group[0].policy.scope.version) as transaction:
+            claimed, scope_version = [repo.claimed for repo in group], group[0].policy.scope.version
+            async with self._db.resyncs.transaction(*claimed, scope_version=scope_version) as transaction:
                 # Once for all of them, without the time that they waited.
                 with self._metrics.batch_seconds["apply-export"].time():
                     return await _write_new_repos(transaction, group)
@@ -188,7 +190,7 @@ class Applies:
         head = export.head if export else claimed.head
         if head is None:
             raise BrokenInvariantError(f"{claimed.did}: no export, and no stored head")
-        async with self._db.resyncs.transaction(claimed, policy.scope.version) as transaction:
+        async with self._db.resyncs.transaction(claimed, scope_version=policy.scope.version) as transaction:
             written = Counter[str]()
             if export is not None:
                 missing = await self._write_export(policy, transaction, export, written)
@@ -196,7 +198,9 @@ class Applies:
             completion = Completion(claimed, head, key, PlanContext(policy, "", time()))
             drained = await self._drain(transaction, completion)
             batch = completion.end()
-            await transaction.finish(batch)
+            if not await transaction.finish(batch):
+                raise BrokenInvariantError(f"{claimed.did}: the row changed while it was locked")
+            crash_point("resync.finished")
         result = self._result(written, drained, batch)
         return "unchanged" if export is None and result == "synchronized" else result
 
@@ -227,7 +231,7 @@ class Applies:
             more = await loop.run_in_executor(self._thread, completion.plan_slice)
             if completion.changes:
                 await self._check_claim(transaction)
-                drained += await transaction.write_drained(completion.changes)
+                drained += await transaction.write(completion.changes, live=True)
         return drained
 
     def _result(self, written: Counter[str], drained: Counter[Action], batch: Batch) -> str:
@@ -282,7 +286,8 @@ class Applies:
             following = asyncio.ensure_future(self._in_thread(records.next_chunk))
             try:
                 with self._metrics.batch_seconds["apply-export"].time():
-                    await transaction.create(chunk)
+                    await transaction.create([NewRepoRecords(transaction.claimed[0].did, chunk)])
+                    crash_point("resync.copied")
                 written["create"] += chunk.count
                 missing += chunk.missing
                 chunk = await following
@@ -345,17 +350,21 @@ def _may_share(repos: Sequence[NewRepo]) -> bool:
     )
 
 
-async def _write_new_repos(transaction: NewReposTransaction, group: Sequence[NewRepo]) -> dict[NewRepo, Batch]:
+async def _write_new_repos(transaction: ResyncTransaction, group: Sequence[NewRepo]) -> dict[NewRepo, Batch]:
     """Write those repos of the group that can share a transaction; return their batches."""
-    rows = await transaction.eligible([repo.claimed for repo in group])
+    rows = await transaction.eligible()
     # A late attempt may share the group with the worker that claimed its repo again: only the lease tells them apart.
     claims = [(repo, rows.get(repo.claimed.did)) for repo in group]
     written = {repo: _complete(repo, row) for repo, row in claims if row and row.lease == repo.claimed.lease}
     if not written:
         return {}
     await transaction.create([NewRepoRecords(repo.claimed.did, repo.chunk) for repo in written if repo.chunk])
+    crash_point("new-repos.copied")
     batch = Batch(tuple([write for completed in written.values() for write in completed.writes]))
-    return written if await transaction.finish(batch) else {}
+    if not (await transaction.holds_scope() and await transaction.finish(batch)):
+        return {}
+    crash_point("new-repos.finished")
+    return written
 
 
 def _complete(repo: NewRepo, row: Repo) -> Batch:

@@ -90,5 +90,5 @@ async def finish_resync(
             await before_lock()
         locked = await transaction.lock()
         assert locked is not None
-        await transaction.write_drained(drained)
+        await transaction.write(drained, live=True)
         await transaction.finish(Batch((RepoWrite(locked, completed(locked), live=False),)))

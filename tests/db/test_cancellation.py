@@ -6,7 +6,7 @@ from enum import Enum, auto
 import asyncpg
 import pytest
 
-from indexer.db import Database
+from indexer.db import Database, DatabaseError
 from tests.db.repo_rows import in_progress, put
 from tests.waiting import until
 
@@ -98,7 +98,7 @@ async def test_a_time_limit_in_a_resync_leaves_no_statement_behind(database: str
         [before] = await sessions(other)
         async with other.transaction():
             await other.execute("lock table indexer.record")
-            with pytest.raises(TimeoutError):
+            with pytest.raises(DatabaseError):
                 async with db.resyncs.transaction(claimed) as transaction, asyncio.timeout(0.2):
                     await transaction.write([put("app.test/a")])
             await until(lambda: other.fetchval("select not exists (select from pg_locks where not granted)"))

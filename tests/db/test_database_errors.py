@@ -15,6 +15,7 @@ from indexer.db.database_errors import database_errors, without_password
 from indexer.db.process_reports import DatabaseCheck
 from indexer.errors import IndexerError, SettingsError
 from indexer.reasons import FetchFailure
+from indexer.sync.repo import Repo
 from tests.database_proxy import DatabaseProxy
 
 END_OTHER_TRANSACTIONS = """
@@ -144,7 +145,7 @@ async def test_cancellation_is_not_lost_if_the_server_ends_the_session_meanwhile
     entered = asyncio.Event()
 
     async def use() -> None:
-        async with db.resyncs.new_repos_transaction(0):
+        async with db.resyncs.transaction(Repo("did:plc:new")):
             entered.set()
             await asyncio.sleep(60)
 

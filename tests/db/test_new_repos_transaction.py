@@ -88,10 +88,10 @@ def end(*rows: Repo) -> Batch:
 
 async def write(db: Database, claimed: Sequence[Repo], parts: Sequence[NewRepoRecords], scope: int = SCOPE) -> bool:
     """Write new repos as a resync does; return True if they were committed."""
-    async with db.resyncs.new_repos_transaction(scope) as transaction:
-        rows = await transaction.eligible(claimed)
+    async with db.resyncs.transaction(*claimed, scope_version=scope) as transaction:
+        rows = await transaction.eligible()
         await transaction.create([part for part in parts if part.did in rows])
-        return await transaction.finish(end(*rows.values()))
+        return await transaction.holds_scope() and await transaction.finish(end(*rows.values()))
 
 
 UNUSUAL = [
@@ -132,8 +132,8 @@ async def test_repo_that_needs_a_transaction_of_its_own_is_not_eligible(db: Data
     await sql.execute("update indexer.record set did = $1, bucket = indexer.bucket_of($1)", stale.did)
     await sql.execute("update indexer.repo set lease = lease + 1 where did = $1", lost.did)
     await buffer_event(db, buffered)
-    async with db.resyncs.new_repos_transaction(SCOPE) as transaction:
-        assert list(await transaction.eligible(claimed)) == [new.did]
+    async with db.resyncs.transaction(*claimed) as transaction:
+        assert list(await transaction.eligible()) == [new.did]
 
 
 async def test_nothing_is_written_if_a_row_or_the_scope_changes_before_the_end(
@@ -141,8 +141,8 @@ async def test_nothing_is_written_if_a_row_or_the_scope_changes_before_the_end(
 ) -> None:
     claimed = await claim_new(db, "changed", "unchanged")
     assert not await write(db, claimed[:1], [NewRepoRecords(did("changed"), chunk([put("app.test/a")]))], SCOPE + 1)
-    async with db.resyncs.new_repos_transaction(SCOPE) as transaction:
-        rows = await transaction.eligible(claimed)
+    async with db.resyncs.transaction(*claimed) as transaction:
+        rows = await transaction.eligible()
         await transaction.create([NewRepoRecords(repo.did, chunk([put("app.test/a")])) for repo in claimed])
         await sql.execute("update indexer.repo set version = version + 1 where did = $1", did("changed"))
         assert not await transaction.finish(end(*rows.values()))
@@ -162,8 +162,8 @@ async def test_record_that_appears_meanwhile_ends_the_transaction(
     await insert(db, other, changes=(put("app.test/a", '"earlier"'),))
     changes = [put("app.test/a"), put("app.test/b")]
     part = NewRepoRecords(did("new"), ready_chunk(did("new"), changes) if ready else chunk(changes))
-    async with db.resyncs.new_repos_transaction(SCOPE) as transaction:
-        await transaction.eligible(claimed)
+    async with db.resyncs.transaction(*claimed) as transaction:
+        await transaction.eligible()
         await sql.execute("update indexer.record set did = $1, bucket = indexer.bucket_of($1)", did("new"))
         with pytest.raises(RecordsExistError):
             await transaction.create([part])

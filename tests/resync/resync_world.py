@@ -6,7 +6,7 @@ The account remembers its records at each rev. After each step, those in the dat
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from functools import partial
 from inspect import isasyncgenfunction, iscoroutinefunction
 from pathlib import Path
@@ -260,16 +260,10 @@ class SteppedDatabase:
         self.resyncs = self
         self.layout = db.layout
 
-    def transaction(self, claimed: Repo, scope_version: int) -> AbstractAsyncContextManager["SteppedTransaction"]:
-        return self._stepped(self._db.resyncs.transaction(claimed, scope_version))
-
-    def new_repos_transaction(self, scope_version: int) -> AbstractAsyncContextManager["SteppedTransaction"]:
-        return self._stepped(self._db.resyncs.new_repos_transaction(scope_version))
-
     @asynccontextmanager
-    async def _stepped(self, transaction: AbstractAsyncContextManager[Any]) -> AsyncIterator["SteppedTransaction"]:
+    async def transaction(self, *claimed: Repo, scope_version: int) -> AsyncIterator["SteppedTransaction"]:
         await self._step("begin")
-        async with transaction as writes:
+        async with self._db.resyncs.transaction(*claimed, scope_version=scope_version) as writes:
             yield SteppedTransaction(writes, self._step)
             await self._step("commit")
         await self._step("committed")
@@ -288,9 +282,9 @@ class SteppedTransaction:
             return partial(self._iterate, name, method)
         return partial(self._call, name, method) if iscoroutinefunction(method) else method
 
-    async def _call(self, name: str, method: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
+    async def _call(self, name: str, method: Callable[..., Awaitable[Any]], *arguments: Any, **options: Any) -> Any:
         await self._step(name)
-        result = await method(*arguments)
+        result = await method(*arguments, **options)
         await self._step(f"{name} done")
         return result
 

@@ -13,7 +13,7 @@ import pytest
 
 from indexer.atproto.record import Problem
 from indexer.db import Database
-from indexer.db.resync_transaction import NewReposTransaction
+from indexer.db.resync_transaction import ResyncTransaction
 from indexer.demo.local_repo import Write
 from indexer.net.identity.identity_cache import CachedIdentity
 from indexer.resync.apply import MAX_SIDE_BY_SIDE, Applies, NewRepo
@@ -63,7 +63,7 @@ class ComparingTransaction:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transaction, name)
 
-    async def eligible(self, _claimed: Sequence[Repo]) -> dict[str, Repo]:
+    async def eligible(self) -> dict[str, Repo]:
         return {}
 
     async def stores_records(self) -> bool:
@@ -79,13 +79,8 @@ class ComparingDatabase:
         self.layout = db.layout
 
     @asynccontextmanager
-    async def transaction(self, claimed: Repo, scope_version: int) -> AsyncIterator[ComparingTransaction]:
-        async with self._db.resyncs.transaction(claimed, scope_version) as transaction:
-            yield ComparingTransaction(transaction)
-
-    @asynccontextmanager
-    async def new_repos_transaction(self, scope_version: int) -> AsyncIterator[ComparingTransaction]:
-        async with self._db.resyncs.new_repos_transaction(scope_version) as transaction:
+    async def transaction(self, *claimed: Repo, scope_version: int) -> AsyncIterator[ComparingTransaction]:
+        async with self._db.resyncs.transaction(*claimed, scope_version=scope_version) as transaction:
             yield ComparingTransaction(transaction)
 
 
@@ -132,7 +127,7 @@ async def test_new_repo_gets_the_same_rows_and_changes_as_by_a_comparison(
     monkeypatch.setattr("indexer.sync.export.CHUNK_RECORDS", chunk)
     monkeypatch.setattr("indexer.resync.apply.CHUNK_RECORDS", chunk)
     owner, steps = account(records), list[str]()
-    monkeypatch.setattr("indexer.db.resync_transaction.crash_point", steps.append)
+    monkeypatch.setattr("indexer.resync.apply.crash_point", steps.append)
     states = []
     for used in (db, ComparingDatabase(db)):
         [claimed] = await claim(db, owner.did)
@@ -181,25 +176,25 @@ class StoppedDatabase:
         self.groups: list[list[str]] = []
 
     @asynccontextmanager
-    async def new_repos_transaction(self, scope_version: int) -> AsyncIterator["StoppedTransaction"]:
+    async def transaction(self, *claimed: Repo, scope_version: int) -> AsyncIterator["StoppedTransaction"]:
         self.begun.set()
         self.waiting += 1
         await self.go.wait()
-        async with self._db.resyncs.new_repos_transaction(scope_version) as transaction:
+        async with self._db.resyncs.transaction(*claimed, scope_version=scope_version) as transaction:
             yield StoppedTransaction(transaction, self.groups)
 
 
 class StoppedTransaction:
-    def __init__(self, transaction: NewReposTransaction, groups: list[list[str]]) -> None:
+    def __init__(self, transaction: ResyncTransaction, groups: list[list[str]]) -> None:
         self._transaction = transaction
         self._groups = groups
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transaction, name)
 
-    async def eligible(self, claimed: Sequence[Repo]) -> dict[str, Repo]:
-        self._groups.append([repo.did for repo in claimed])
-        return await self._transaction.eligible(claimed)
+    async def eligible(self) -> dict[str, Repo]:
+        self._groups.append([repo.did for repo in self._transaction.claimed])
+        return await self._transaction.eligible()
 
 
 async def statuses(db: Database, *names: object) -> list[str]:
