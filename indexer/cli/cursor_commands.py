@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from operator import itemgetter
 from pathlib import Path
 from time import time
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from indexer.net.relay.subscription import first_event
 from indexer.serve.status_document import describe_gap
 from indexer.sync.events import InfoEvent, MalformedEvent, StreamError, UnknownEvent, event_seconds
 from indexer.sync.shard import BUCKETS, Shard
-from indexer.sync.stream import OpenGap, Position, StoredCursor
+from indexer.sync.stream import Cursor, OpenGap, Position
 
 
 @click.group("cursor")
@@ -89,12 +90,13 @@ async def reset_command(
     return ExitCode.OK
 
 
-def present_shards(cursors: Sequence[StoredCursor]) -> list[Shard]:
+def present_shards(cursors: Sequence[Cursor]) -> list[Shard]:
     """Return the shards that processed each bucket last. The number of shards may have changed in the past."""
+    stored = [(cursor.updated_at, Shard.parse(cursor.shard)) for cursor in cursors]
     latest = [
-        max(processed, key=lambda cursor: cursor.updated_at).shard
+        max(processed, key=itemgetter(0))[1]
         for position in range(BUCKETS)
-        if (processed := [cursor for cursor in cursors if position in cursor.shard.positions])
+        if (processed := [(at, shard) for at, shard in stored if position in shard.positions])
     ]
     return sorted(set(latest), key=lambda shard: (shard.count, shard.index))
 
@@ -112,12 +114,12 @@ async def _position(settings: Settings, relay: str, target: Literal["live", "old
     return Position(event.seq, event.time)
 
 
-def _cursor_row(cursor: StoredCursor, now: float) -> dict[str, Any]:
+def _cursor_row(cursor: Cursor, now: float) -> dict[str, Any]:
     at = event_seconds(cursor.event_time)
     lag = None if at is None else round(now - at, 1)
     return {
         "relay": cursor.relay,
-        "shard": str(cursor.shard),
+        "shard": cursor.shard,
         "epoch": cursor.epoch,
         "seq": cursor.seq,
         "event_time": cursor.event_time,
@@ -137,5 +139,6 @@ def _gap_row(opened: OpenGap) -> dict[str, Any]:
     }
 
 
-def _order(cursor: StoredCursor) -> tuple[str, int, int]:
-    return cursor.relay, cursor.shard.count, cursor.shard.index
+def _order(cursor: Cursor) -> tuple[str, int, int]:
+    shard = Shard.parse(cursor.shard)
+    return cursor.relay, shard.count, shard.index

@@ -233,21 +233,22 @@ async def _join_shards(connection: Connection) -> None:
         UnsuitableClusterError: It is one of several databases by bucket, or a shard has never run.
     """
     cursors, every = await load_cursors(connection), str(Shard())
-    covered = {position for cursor in cursors for position in cursor.shard.positions}
+    covered = {position for cursor in cursors for position in Shard.parse(cursor.shard).positions}
     if cursors and len(covered) < BUCKETS:
-        shards = ", ".join(sorted({str(cursor.shard) for cursor in cursors}))
+        shards = ", ".join(sorted({cursor.shard for cursor in cursors}))
         raise UnsuitableClusterError(
             f"its cursors are about {len(covered)} of {BUCKETS} buckets, those of the shards {shards}: it is one of "
             "several databases by bucket, and has a part of the accounts; distribute a new database, or run a daemon "
             "for each of the other shards first"
         )
     for relay in sorted({cursor.relay for cursor in cursors}):
-        point = resume_point(cursors, relay, Shard())
-        current = [cursor for cursor in cursors if (cursor.relay, cursor.epoch) == (relay, point.epoch)]
-        kept = min([cursor for cursor in current if cursor.seq == point.seq] or current, key=lambda cursor: cursor.seq)
-        await connection.execute(_DELETE_CURSORS, relay, str(kept.shard))
-        await connection.execute(_RENAME_CURSOR, relay, str(kept.shard), every)
-        if point.seq is None:
+        epoch, point = resume_point(cursors, relay, Shard())
+        current = [cursor for cursor in cursors if (cursor.relay, cursor.epoch) == (relay, epoch)]
+        valid = [cursor for cursor in current if point is not None and cursor.seq == point.seq]
+        kept = min(valid or current, key=lambda cursor: cursor.seq)
+        await connection.execute(_DELETE_CURSORS, relay, kept.shard)
+        await connection.execute(_RENAME_CURSOR, relay, kept.shard, every)
+        if point is None:
             await open_gap(connection, Gap(relay, every, GapReason.SEQUENCE_RESTARTED))
     await connection.execute(_WIDEN_GAPS, every)
     await connection.execute(_WIDEN_CRAWLS, every)

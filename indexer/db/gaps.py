@@ -19,7 +19,7 @@ from indexer.db.periodic import run_periodically
 from indexer.reasons import GapReason
 from indexer.sync.repo import SyncStatus
 from indexer.sync.shard import Shard
-from indexer.sync.stream import Gap, OpenGap, Position, StoredCursor
+from indexer.sync.stream import Cursor, Gap, OpenGap, Position
 from indexer.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)
@@ -81,9 +81,9 @@ _SYNCHRONIZED_REPO_EXISTS = f"""
 """
 
 
-async def load_cursors(connection: Connection) -> list[StoredCursor]:
+async def load_cursors(connection: Connection) -> list[Cursor]:
     """Return the cursors of all relays and shards."""
-    return [StoredCursor(**{**row, "shard": Shard.parse(row["shard"])}) for row in await connection.fetch(_CURSORS)]
+    return [Cursor(**row) for row in await connection.fetch(_CURSORS)]
 
 
 async def open_gap(connection: Connection, gap: Gap) -> OpenGap:
@@ -96,7 +96,7 @@ async def open_gap(connection: Connection, gap: Gap) -> OpenGap:
 class Gaps(Area):
     """The gaps in the stream and the stored cursors."""
 
-    async def cursors(self) -> list[StoredCursor]:
+    async def cursors(self) -> list[Cursor]:
         """Return the stored cursors of all relays and shards."""
         async with self._pool.connection() as connection:
             return await load_cursors(connection)

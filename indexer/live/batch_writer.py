@@ -185,7 +185,7 @@ class BatchWriter:
         """The lag, or before the first stored event the age of the message at the stored cursor; None if unknown."""
         if self.lag is not None:
             return self.lag
-        stored_at = event_seconds(self.position.watermark.event_time)
+        stored_at = event_seconds(self.position.watermark.position_if_done(()).event_time)
         return None if stored_at is None else max(0.0, time() - stored_at)
 
     async def run(self) -> None:

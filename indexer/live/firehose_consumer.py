@@ -26,7 +26,7 @@ from indexer.sync.events import (
 )
 from indexer.sync.repo import Outcome
 from indexer.sync.shard import Shard
-from indexer.sync.stream import Position, SequenceOrder, Step
+from indexer.sync.stream import Position, Step, Watermark
 from indexer.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)
@@ -52,8 +52,6 @@ class FirehoseConsumer:
     metrics: Metrics
 
     def __post_init__(self) -> None:
-        self._order = SequenceOrder(0)
-        self._leap: Position | None = None
         self.stage = StageProgress("firehose consumer")
         self.last_error: str | None = None
         self.failing_since: float | None = None
@@ -73,13 +71,14 @@ class FirehoseConsumer:
         Nearly all messages take this path, at less than half the cost of `_process`. No other task runs meanwhile, so
         the stage need not report that it has work.
         """
-        if not self.continuity.checked or self.inbox.is_full or not self._order.advance(event.seq):
+        if not self.continuity.checked or self.inbox.is_full:
+            return False
+        if not self.position.watermark.add(event.seq, event.time):
             return False
         now = monotonic()
         self.last_message[self.position.relay] = now
         self.last_error = self.failing_since = None
         self.metrics.events_received[event.kind].inc()
-        self.position.watermark.add(event.seq, event.time)
         self.inbox.append(ReceivedMessage(event.seq, frame, event, now))
         return True
 
@@ -98,10 +97,8 @@ class FirehoseConsumer:
         """Return the cursor for a new connection, after all messages of the previous one are settled."""
         await self._wait_until_settled()
         entry = await self.continuity.begin(relay)
-        watermark = entry.watermark
-        self.position.begin(relay, entry.epoch, watermark)
-        self._order = SequenceOrder(watermark.position or 0)
-        self._leap = None
+        start = entry.resumed_at or Position(entry.cursor, None)
+        self.position.begin(relay, entry.epoch, Watermark(*start))
         self.stage.idle()
         return entry.cursor
 
@@ -141,8 +138,12 @@ class FirehoseConsumer:
 
         If lower numbers repeat, the relay has lost its sequence numbers, and an operator must decide what to do.
         """
-        last = self._order.last
-        match self._order.classify(event.seq):
+        watermark = self.position.watermark
+        if watermark.has_leap_below(event.seq):
+            await self._wait_until_settled()
+            watermark.confirm_leap()
+        last = watermark.last
+        match watermark.classify(event.seq, event.time):
             case Step.REPEATED:
                 self.metrics.events_received[event.kind].inc()
                 self.metrics.events[event.kind, Outcome.REPLAYED].inc()
@@ -152,23 +153,11 @@ class FirehoseConsumer:
                 rejected = MalformedEvent(Rejection.SEQ_NOT_INCREASING, detail, event.kind, event.seq, event.did)
                 await self._handle_unproven(rejected, frame)
             case Step.LEAP:
-                await self._confirm_leap()
-                self._leap = Position(event.seq, event.time)
                 if isinstance(event, AccountEvent):  # later messages of the account are compared with its number
-                    event = event._replace(seq=self._order.last + 1)
+                    event = event._replace(seq=last + 1)
                 await self._accept(event, None, frame)
             case Step.NEXT:
-                await self._confirm_leap()
-                self.position.watermark.add(event.seq, event.time)
                 await self._accept(event, event.seq, frame)
-
-    async def _confirm_leap(self) -> None:
-        """Let the cursor pass the leap if the next message has confirmed its number; forget the leap in any case."""
-        leap, self._leap = self._leap, None
-        if leap is not None and leap.seq is not None and leap.seq <= self._order.last:
-            await self._wait_until_settled()
-            self.position.watermark.add(leap.seq, leap.event_time)
-            self.position.watermark.mark_done((leap.seq,))
 
     async def _accept(self, event: RepoEvent | OtherShardEvent, seq: int | None, frame: bytes) -> None:
         """Put a message of this shard into the inbox, and ignore others; `seq` is None if the cursor must not pass."""
@@ -189,7 +178,7 @@ class FirehoseConsumer:
         self.metrics.events_received[event.kind].inc()
         self.metrics.events[event.kind, Outcome.IGNORED].inc()
         if event.name == "OutdatedCursor":
-            await self.continuity.announce(self._order.last + 1)
+            await self.continuity.announce(self.position.watermark.last + 1)
 
     def _handle_error(self, event: StreamError) -> None:
         """Log the error; the relay closes the stream after it.

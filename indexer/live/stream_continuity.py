@@ -11,7 +11,6 @@ which follows the cursor, only new messages are requested.
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from enum import Enum, auto
 from time import monotonic
 from typing import Literal, TypeVar
 
@@ -23,9 +22,9 @@ from indexer.db.gaps import OpenGaps
 from indexer.db.periodic import DatabaseAttempt
 from indexer.net.relay.subscription import Subscription
 from indexer.reasons import GapReason
-from indexer.sync.events import MAX_SEQ, Event, MalformedEvent, UnknownEvent, event_seconds
+from indexer.sync.events import MAX_SEQ, Event, OtherShardEvent, RepoEvent, event_seconds
 from indexer.sync.shard import Shard
-from indexer.sync.stream import Gap, OpenGap, ResumePoint, Watermark, resume_point
+from indexer.sync.stream import Gap, OpenGap, Position, resume_point
 
 PROOF_TIMEOUT = 15.0
 """Seconds after the connection in which the relay must send the message at the cursor again."""
@@ -52,7 +51,7 @@ class StreamEntry:
     relay: str
     epoch: int
     cursor: int | None
-    resumed_at: ResumePoint | None = None
+    resumed_at: Position | None = None
     gap: Gap | None = None
     from_oldest: bool = False
 
@@ -60,40 +59,6 @@ class StreamEntry:
     def after_cursor(self) -> bool:
         """True if the stream is resumed at the stored cursor: the relay no longer has the message there."""
         return self.resumed_at is not None and self.cursor == self.resumed_at.seq
-
-    @property
-    def watermark(self) -> Watermark:
-        """The watermark at the start."""
-        if self.resumed_at is not None:
-            return Watermark(self.resumed_at.seq, self.resumed_at.event_time)
-        return Watermark(self.cursor)
-
-
-class Continuity(Enum):
-    """The relation of a message at the start of a connection to the stored cursor."""
-
-    REPLAYED = auto()
-    PROVEN = auto()
-    BROKEN = auto()
-    RESTARTED = auto()
-
-
-def continuity(resumed_at: ResumePoint, seq: int | None, event_time: str | None) -> Continuity:
-    """Compare a message at the start of a connection with the stored cursor.
-
-    Returns:
-        REPLAYED for a message before the cursor, PROVEN for the message at the cursor, BROKEN if messages after the
-        cursor are missing, RESTARTED if the message belongs to another sequence.
-    """
-    cursor = resumed_at.seq or 0
-    if seq is None or seq == cursor - 1:
-        return Continuity.REPLAYED
-    if seq < cursor:
-        return Continuity.RESTARTED
-    if seq > cursor:
-        return Continuity.BROKEN
-    stored, sent = event_seconds(resumed_at.event_time), event_seconds(event_time)
-    return Continuity.RESTARTED if stored is not None and sent is not None and stored != sent else Continuity.PROVEN
 
 
 @dataclass(eq=False)
@@ -120,7 +85,7 @@ class StreamContinuity:
         self._early_gap: OpenGap | None = None
         self._restarting = False
         self._ended_epochs: dict[str, int] = {}  # of relays that have started a new sequence
-        self._outdated: dict[str, ResumePoint] = {}  # cursors at which relays are resumed, not one message early
+        self._outdated: dict[str, Position] = {}  # cursors at which relays are resumed, not one message early
         self.entry = StreamEntry("", 0, None)
         self.checked = True
 
@@ -145,20 +110,20 @@ class StreamContinuity:
 
     async def _find_entry(self, relay: str) -> StreamEntry:
         cursors = await self.db.gaps.cursors()
-        point = resume_point(cursors, relay, self.shard)
+        epoch, point = resume_point(cursors, relay, self.shard)
         after_cursor = self._outdated.pop(relay, None) == point
-        restarted, oversized = self._ended_epochs.get(relay) == point.epoch, relay in self.subscription.oversized
-        if point.seq is not None and not (restarted or oversized):
-            if point.seq == 0:  # the relay had sent nothing yet
-                return StreamEntry(relay, point.epoch, 0)
-            return StreamEntry(relay, point.epoch, point.seq if after_cursor else point.seq - 1, point)
-        is_first = not any(set(cursor.shard.positions) & set(self.shard.positions) for cursor in cursors)
+        restarted, oversized = self._ended_epochs.get(relay) == epoch, relay in self.subscription.oversized
+        if point is not None and not (restarted or oversized):
+            if not point.seq:  # the relay had sent nothing yet
+                return StreamEntry(relay, epoch, 0)
+            return StreamEntry(relay, epoch, point.seq if after_cursor else point.seq - 1, point)
+        is_first = not any(self.shard.overlaps(Shard.parse(cursor.shard)) for cursor in cursors)
         may_be_outdated = not is_first or await self.db.gaps.has_synchronized_repo(self.shard.buckets)
         reason = GapReason.SEQUENCE_RESTARTED if restarted else GapReason.NO_CURSOR
         gap = Gap(relay, str(self.shard), reason) if may_be_outdated else None
         chosen = self.start if isinstance(self.start, int) and is_first else None
         cursor = None if oversized else 0 if self.start == "oldest" else chosen
-        return StreamEntry(relay, point.epoch + restarted, cursor, gap=gap, from_oldest=cursor == 0)
+        return StreamEntry(relay, epoch + restarted, cursor, gap=gap, from_oldest=cursor == 0)
 
     async def is_new(self, event: Event) -> bool:
         """Compare a message at the start of the connection with the stored cursor; return True if it comes after it.
@@ -172,22 +137,22 @@ class StreamContinuity:
                 await self._open(self.entry.gap)
             self.checked = True
             return True
-        if isinstance(event, UnknownEvent | MalformedEvent):
+        if not isinstance(event, RepoEvent | OtherShardEvent):
             return False  # its number proves nothing; the next message shows whether messages are missing
-        match continuity(point, event.seq, getattr(event, "time", None)):
-            case Continuity.REPLAYED:
-                return False
-            case Continuity.PROVEN:
-                self.checked = True
-                return False
-            case Continuity.RESTARTED:
-                self.restart(f"seq {event.seq} at {getattr(event, 'time', None)}")
-                return False
-            case Continuity.BROKEN:
-                if self._early_gap is not None or not self.entry.after_cursor:
-                    await self._report_missing((point.seq or 0) + 1, (event.seq or 0) - 1)
-                self.checked = True
-                return True
+        seq, cursor = event.seq, point.seq or 0
+        if seq == cursor - 1:
+            return False
+        if seq > cursor:
+            if self._early_gap is not None or not self.entry.after_cursor:
+                await self._report_missing(cursor + 1, seq - 1)
+            self.checked = True
+            return True
+        stored, sent = event_seconds(point.event_time), event_seconds(event.time)
+        if seq < cursor or (stored is not None and sent is not None and stored != sent):
+            self.restart(f"seq {seq} at {event.time}")
+        else:
+            self.checked = True
+        return False
 
     def restart(self, evidence: str) -> None:
         """Enter the stream again without the stored cursor, in a new epoch."""

@@ -1,14 +1,13 @@
-"""The place in the stream of a relay: gaps, cursors, the order of sequence numbers, and the watermark.
+"""The place in the stream of a relay: gaps, cursors, and the watermark.
 
 The rules are in docs/protocol.md#sequence-numbers-and-cursors and docs/protocol.md#gaps.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum
 from typing import NamedTuple
 
-from indexer.errors import BrokenInvariantError
 from indexer.reasons import GapReason
 from indexer.sync.shard import Shard
 
@@ -59,10 +58,12 @@ class Cursor:
     """A position in a relay's stream: the effects of all messages up to `seq` are in the database.
 
     Attributes:
+        shard: A present or former shard, as index/count.
         event_time: The `time` field of the message at `seq`, as the relay sent it.
         caught_up_at: Unix seconds until which everything is stored: by the times of most accounts, or the present time
             if the stream is open and no message has followed `seq` for a while. None if it is not known.
         epoch: The epoch of the relay's sequence: the number of times that it has started a new one.
+        updated_at: When it was stored, in Unix seconds; 0 for one that is to be stored.
     """
 
     relay: str
@@ -71,120 +72,7 @@ class Cursor:
     event_time: str | None = None
     caught_up_at: float | None = None
     epoch: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StoredCursor:
-    """The stored cursor of one relay and one present or former shard.
-
-    Attributes:
-        epoch: The number of times that the relay has started a new sequence.
-        event_time: The `time` field of the message at `seq`; None if it has none.
-        updated_at: Unix seconds.
-    """
-
-    relay: str
-    shard: Shard
-    epoch: int
-    seq: int
-    event_time: str | None
-    updated_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class ResumePoint:
-    """The position after which a shard resumes a stream.
-
-    Attributes:
-        epoch: The newest epoch of the relay's sequence.
-        seq: None if the shard has no cursor in this epoch.
-        event_time: The `time` field of the message at `seq`. With `seq`, it identifies the message.
-    """
-
-    epoch: int
-    seq: int | None = None
-    event_time: str | None = None
-
-
-def resume_point(cursors: Sequence[StoredCursor], relay: str, shard: Shard) -> ResumePoint:
-    """Return the position in the stream after which `shard` resumes: all its buckets have been processed up to there.
-
-    The number of shards may change at any time: some buckets then receive messages again, which changes nothing.
-    Buckets that were never processed do not count.
-    """
-    epoch = max((cursor.epoch for cursor in cursors if cursor.relay == relay), default=0)
-    reached: list[StoredCursor] = []
-    for position in shard.positions:
-        processed = [cursor for cursor in cursors if position in cursor.shard.positions]
-        current = [cursor for cursor in processed if cursor.relay == relay and cursor.epoch == epoch]
-        if processed and not current:
-            return ResumePoint(epoch)
-        reached.extend([max(current, key=lambda cursor: cursor.seq)] if current else [])
-    lowest = min(reached, key=lambda cursor: cursor.seq, default=None)
-    return ResumePoint(epoch, lowest.seq, lowest.event_time) if lowest else ResumePoint(epoch)
-
-
-MAX_STEP = 10_000_000
-"""The largest step between two numbers that is not a leap. The largest relays use this many numbers within hours."""
-
-
-class Step(Enum):
-    """The relation of a message's number to the numbers before it.
-
-    Attributes:
-        NEXT: Above the last number. Numbers in between may be unused.
-        REPEATED: Equal to the last number, or to the leap.
-        LOWER: Below the last number.
-        LEAP: More than `MAX_STEP` above the last number.
-    """
-
-    NEXT = auto()
-    REPEATED = auto()
-    LOWER = auto()
-    LEAP = auto()
-
-
-class SequenceOrder:
-    """The numbers of the valid messages of one connection.
-
-    A number that is more than `MAX_STEP` above the last one may be an error of the relay. If it counted, all later
-    messages would be refused. So it counts only when the number of the next valid message is above it, too.
-
-    Attributes:
-        last: The last number that counts; 0 if there is none.
-        leap: The number that waits for its confirmation; None if there is none.
-    """
-
-    def __init__(self, last: int) -> None:
-        self.last = last
-        self.leap: int | None = None
-
-    def advance(self, seq: int) -> bool:
-        """Return True if the number of a valid message is NEXT and no leap waits; else False, and change nothing.
-
-        This is the fast path for the usual number. `classify` takes all others.
-        """
-        if self.leap is None and 0 < seq - self.last <= MAX_STEP:
-            self.last = seq
-            return True
-        return False
-
-    def classify(self, seq: int) -> Step:
-        """Return the step from the numbers so far to the number of a valid message.
-
-        After NEXT or LEAP, an earlier leap is confirmed if `last` is its number or above it.
-        """
-        if seq in (self.last, self.leap):
-            return Step.REPEATED
-        if self.leap is not None and seq > self.leap:
-            self.last, self.leap = self.leap, None
-        if seq < self.last:
-            return Step.LOWER
-        if seq - self.last > MAX_STEP:
-            self.leap = seq
-            return Step.LEAP
-        self.last, self.leap = seq, None
-        return Step.NEXT
+    updated_at: float = 0.0
 
 
 class Position(NamedTuple):
@@ -194,20 +82,62 @@ class Position(NamedTuple):
     event_time: str | None
 
 
+def resume_point(cursors: Sequence[Cursor], relay: str, shard: Shard) -> tuple[int, Position | None]:
+    """Return the newest epoch of the relay's sequence, and the position in it after which `shard` resumes the stream.
+
+    All its buckets have been processed up to there; None if one has no cursor in this epoch. The number of shards may
+    change at any time: some buckets then receive messages again, which changes nothing. Buckets that were never
+    processed do not count.
+    """
+    epoch = max((cursor.epoch for cursor in cursors if cursor.relay == relay), default=0)
+    stored = [(Shard.parse(cursor.shard).positions, cursor) for cursor in cursors]
+    reached: list[Cursor] = []
+    for position in shard.positions:
+        processed = [cursor for positions, cursor in stored if position in positions]
+        current = [cursor for cursor in processed if cursor.relay == relay and cursor.epoch == epoch]
+        if processed and not current:
+            return epoch, None
+        reached.extend([max(current, key=lambda cursor: cursor.seq)] if current else [])
+    lowest = min(reached, key=lambda cursor: cursor.seq, default=None)
+    return epoch, Position(lowest.seq, lowest.event_time) if lowest else None
+
+
+MAX_STEP = 10_000_000
+"""The largest step between two numbers that is not a leap. The largest relays use this many numbers within hours."""
+
+
+class Step(Enum):
+    """The relation of a message's number to the numbers before it."""
+
+    NEXT = "above the last number; numbers in between may be unused"
+    REPEATED = "equal to the last number, or to the leap"
+    LOWER = "below the last number"
+    LEAP = "more than `MAX_STEP` above the last number"
+
+
 class Watermark:
-    """Tracks sequence numbers that are added in increasing order and processed in any order.
+    """The numbers of the valid messages of one connection: added in increasing order, and processed in any order.
 
     It holds only numbers that are not processed yet, because millions of messages may pass one that waits for its key.
+
+    A number that is more than `MAX_STEP` above the last one may be an error of the relay. If it counted, all later
+    messages would be refused. So this leap is added only when the number of the next valid message is above it, too.
     """
 
     def __init__(self, start: int | None = None, event_time: str | None = None) -> None:
         # Plain tuples take a third of the time of a `Position`, and one is made for each message.
         self._last: tuple[int | None, str | None] = (start, event_time)
         self._before: dict[int, tuple[int | None, str | None]] = {}  # each pending number, with the position before it
+        self._leap: tuple[int, str | None] | None = None  # waits for its confirmation
 
     def __len__(self) -> int:
         """Return the number of pending numbers."""
         return len(self._before)
+
+    @property
+    def last(self) -> int:
+        """The last added number; `start`, or 0, before that."""
+        return self._last[0] or 0
 
     @property
     def position(self) -> int | None:
@@ -217,22 +147,36 @@ class Watermark:
         """
         return self.position_if_done(()).seq
 
-    @property
-    def event_time(self) -> str | None:
-        """The time of the message at `position`."""
-        return self.position_if_done(()).event_time
+    def add(self, seq: int, event_time: str | None = None) -> bool:
+        """Add the usual number of a valid message: NEXT, while no leap waits. Return False, and change nothing, else.
 
-    def add(self, seq: int, event_time: str | None = None) -> None:
-        """Add the number of a received message; numbers may be missing between two messages.
-
-        Raises:
-            BrokenInvariantError: The number is not above all earlier ones.
+        `classify` takes all numbers.
         """
-        last = self._last[0]
-        if last is not None and seq <= last:
-            raise BrokenInvariantError(f"seq {seq} after {last}")
+        if self._leap is not None or not 0 < seq - (self._last[0] or 0) <= MAX_STEP:
+            return False
         self._before[seq] = self._last
         self._last = (seq, event_time)
+        return True
+
+    def classify(self, seq: int, event_time: str | None = None) -> Step:
+        """Add the number of a valid message if it is NEXT. If a leap is below it, call `confirm_leap` before."""
+        if seq == self.last or (self._leap is not None and seq == self._leap[0]):
+            return Step.REPEATED
+        if seq < self.last:
+            return Step.LOWER
+        self._leap = None
+        if self.add(seq, event_time):
+            return Step.NEXT
+        self._leap = (seq, event_time)
+        return Step.LEAP
+
+    def has_leap_below(self, seq: int) -> bool:
+        """Return True if the number of a valid message confirms the leap."""
+        return self._leap is not None and self._leap[0] < seq
+
+    def confirm_leap(self) -> None:
+        """Let the position pass the leap, whose message is processed."""
+        self._last, self._leap = self._leap or self._last, None
 
     def position_if_done(self, seqs: Iterable[int]) -> Position:
         """Return the position once `seqs` are processed: the cursor for the transaction that writes them."""

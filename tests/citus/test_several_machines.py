@@ -15,7 +15,7 @@ import pytest
 from indexer.cli.demo import compare
 from indexer.db import Database
 from indexer.demo.scenario import Scenario
-from indexer.sync.shard import BUCKETS, Shard
+from indexer.sync.shard import BUCKETS
 from tests.background import running
 from tests.citus.own_cluster import own_distributed_cluster
 from tests.citus_cluster import COORDINATOR, WORKERS, Cluster
@@ -137,7 +137,7 @@ async def wait_until_equal(machines: Machines, network: FaultyNetwork, dsn: str,
         differences = (await compare(network, db)).differences
         seqs = {cursor.shard: cursor.seq for cursor in await db.gaps.cursors()}
         last = network.relay.log[-1].seq
-        return not differences and all(seqs.get(Shard(index, shards)) == last for index in range(shards))
+        return not differences and all(seqs.get(f"{index}/{shards}") == last for index in range(shards))
 
     try:
         await until(equal, lambda: (differences[:5], machines.log_tails()))

@@ -16,7 +16,7 @@ from indexer.net.relay.subscription import Connection, Subscription
 from indexer.reasons import GapReason
 from indexer.sync.events import MAX_SEQ, IdentityEvent, MalformedEvent
 from indexer.sync.shard import Shard
-from indexer.sync.stream import MAX_STEP, Gap, OpenGap, StoredCursor
+from indexer.sync.stream import MAX_STEP, Cursor, Gap, OpenGap
 from indexer.telemetry.metrics import Metrics
 from tests.faulty_network import error_frame
 from tests.native_module import CountingCore
@@ -30,7 +30,7 @@ def did_of(shard: Shard) -> str:
 
 OWN_DID, OTHER_DID = did_of(Shard(0, 2)), did_of(Shard(1, 2))
 RELAY = "wss://relay.test"
-AT_FIVE = StoredCursor(RELAY, Shard(), 0, 5, "2026-01-01T00:00:00Z", 0.0)
+AT_FIVE = Cursor(RELAY, "0/1", 5, "2026-01-01T00:00:00Z")
 
 
 def identity(seq: int, did: str) -> bytes:
@@ -62,13 +62,13 @@ class FakeSubscription:
 class FakeStore:
     """Has the given cursors, no synchronized repo, and stores gaps."""
 
-    def __init__(self, cursors: Sequence[StoredCursor]) -> None:
+    def __init__(self, cursors: Sequence[Cursor]) -> None:
         self._cursors = cursors
         self.gaps = self
         self.opened: list[OpenGap] = []
         self.last_seqs: dict[int, int] = {}
 
-    async def cursors(self) -> Sequence[StoredCursor]:
+    async def cursors(self) -> Sequence[Cursor]:
         return self._cursors
 
     async def has_synchronized_repo(self, _buckets: range) -> bool:
@@ -92,7 +92,7 @@ class RunningConsumer:
         self,
         *frames: bytes,
         shard: Shard,
-        cursors: Sequence[StoredCursor] = (),
+        cursors: Sequence[Cursor] = (),
         core: Core = PYTHON_CORE,
         proof_timeout: float = PROOF_TIMEOUT,
         next_frames: Sequence[bytes] = (),
@@ -316,7 +316,7 @@ async def test_gap_before_a_stream_without_a_cursor_is_opened_when_the_relay_is_
 )
 async def test_odd_sequence_number_refuses_no_later_message(odd: bytes) -> None:
     frames = [identity(5, OWN_DID), identity(6, OWN_DID), odd, identity(7, OWN_DID), identity(8, OWN_DID)]
-    async with RunningConsumer(*frames, shard=Shard(0, 2), cursors=[replace(AT_FIVE, shard=Shard(0, 2))]) as running:
+    async with RunningConsumer(*frames, shard=Shard(0, 2), cursors=[replace(AT_FIVE, shard="0/2")]) as running:
         await until(lambda: running.position.watermark.position_if_done([6, 7, 8]).seq == 8)
         events = [message.event for message in await running.inbox.take(9)]
         valid = [event.seq for event in events if isinstance(event, IdentityEvent) and event.seq != MAX_SEQ]
@@ -327,7 +327,7 @@ async def test_odd_sequence_number_at_the_start_of_a_connection_proves_nothing()
     """It neither begins a new epoch nor opens a gap."""
     odd = [message_frame("#later", {"seq": seq}) for seq in (1, MAX_SEQ)]
     frames = [*odd, identity(5, OWN_DID), identity(6, OWN_DID)]
-    async with RunningConsumer(*frames, shard=Shard(0, 2), cursors=[replace(AT_FIVE, shard=Shard(0, 2))]) as running:
+    async with RunningConsumer(*frames, shard=Shard(0, 2), cursors=[replace(AT_FIVE, shard="0/2")]) as running:
         await until(lambda: running.inbox.unsettled > 0)
         assert (running.db.opened, running.subscription.reconnections) == ([], 0)
         assert running.position.watermark.position_if_done([6]).seq == 6

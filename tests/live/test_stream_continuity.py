@@ -4,34 +4,37 @@ import pytest
 
 from indexer.db import Database
 from indexer.db.gaps import OpenGaps
-from indexer.live.stream_continuity import (
-    Continuity,
-    Start,
-    StreamContinuity,
-    StreamEntry,
-    continuity,
-)
+from indexer.live.stream_continuity import Start, StreamContinuity, StreamEntry
 from indexer.net.relay.subscription import Subscription
-from indexer.reasons import GapReason
+from indexer.reasons import GapReason, Rejection
 from indexer.sync.changes import Batch
+from indexer.sync.events import IdentityEvent, MalformedEvent, UnknownEvent
 from indexer.sync.shard import Shard
-from indexer.sync.stream import Cursor, Gap, ResumePoint
+from indexer.sync.stream import Cursor, Gap, Position
 from indexer.telemetry.metrics import Metrics
 
 RELAY, OTHER = "wss://relay.test", "wss://other.test"
 TIME = "2024-05-01T12:00:00Z"
-RESUMED_AT = ResumePoint(0, 50, TIME)
+RESUMED_AT = Position(50, TIME)
 
 
-async def entry_of(
+async def entered(
     db: Database, relay: str, *cursors: Cursor, start: Start = "live", oversized: str = ""
-) -> StreamEntry:
+) -> StreamContinuity:
     for cursor in cursors:
         await db.write(Batch(cursor=cursor))
     subscription = Subscription([relay], 1, "tests")
     subscription.oversized.add(oversized)
     gaps = OpenGaps(db.gaps, Shard(), Metrics())
-    return await StreamContinuity(db, gaps, subscription, Shard(), start).begin(relay)
+    continuity = StreamContinuity(db, gaps, subscription, Shard(), start)
+    await continuity.begin(relay)
+    return continuity
+
+
+async def entry_of(
+    db: Database, relay: str, *cursors: Cursor, start: Start = "live", oversized: str = ""
+) -> StreamEntry:
+    return (await entered(db, relay, *cursors, start=start, oversized=oversized)).entry
 
 
 async def test_message_over_the_size_limit_is_not_requested_again(db: Database) -> None:
@@ -66,17 +69,32 @@ async def test_other_relay_is_entered_where_the_setting_says_with_a_gap(
 @pytest.mark.parametrize(
     ("seq", "event_time", "expected"),
     [
-        (None, TIME, Continuity.REPLAYED),
-        (48, TIME, Continuity.RESTARTED),
-        (49, TIME, Continuity.REPLAYED),
-        (50, TIME, Continuity.PROVEN),
-        (50, "2024-05-01T14:00:00.000+02:00", Continuity.PROVEN),
-        (50, None, Continuity.PROVEN),
-        (50, "2024-05-01T12:00:00.001Z", Continuity.RESTARTED),
-        (51, TIME, Continuity.BROKEN),
+        (48, TIME, "restarted"),
+        (49, TIME, "replayed"),
+        (50, TIME, "proven"),
+        (50, "2024-05-01T14:00:00.000+02:00", "proven"),
+        (50, "no time", "proven"),
+        (50, "2024-05-01T12:00:00.001Z", "restarted"),
+        (51, TIME, "broken"),
+        (53, TIME, "broken"),
     ],
 )
-def test_message_proves_that_none_is_missing_only_if_it_is_the_stored_one(
-    seq: int | None, event_time: str | None, expected: Continuity
+async def test_message_proves_that_none_is_missing_only_if_it_is_the_stored_one(
+    db: Database, seq: int, event_time: str, expected: str
 ) -> None:
-    assert continuity(RESUMED_AT, seq, event_time) is expected
+    continuity = await entered(db, RELAY, Cursor(RELAY, "0/1", 50, TIME))
+    is_new = await continuity.is_new(IdentityEvent(seq, "did:web:a.test", event_time))
+    gaps = [opened.gap for opened in await db.gaps.load_open()]
+    missing = [Gap(RELAY, "0/1", GapReason.CURSOR_OUTDATED, 51, seq - 1)] if seq > 50 else []
+    assert (is_new, continuity.checked, gaps) == (seq > 50, seq > 50 or expected == "proven", missing)
+    entry = await continuity.begin(RELAY)
+    assert entry.epoch == (expected == "restarted")
+
+
+@pytest.mark.parametrize(
+    "event", [UnknownEvent("#later", 99), MalformedEvent(Rejection.FIELD_INVALID, "", "#commit", 99, None)]
+)
+async def test_unproven_number_shows_nothing(db: Database, event: UnknownEvent | MalformedEvent) -> None:
+    continuity = await entered(db, RELAY, Cursor(RELAY, "0/1", 50, TIME))
+    assert not await continuity.is_new(event)
+    assert (continuity.checked, await db.gaps.load_open()) == (False, [])

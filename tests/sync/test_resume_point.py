@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.sync.shard import BUCKETS, PLAIN, Layout, Shard
-from indexer.sync.stream import ResumePoint, StoredCursor, resume_point
+from indexer.sync.stream import Cursor, Position, resume_point
 
 RELAY = "wss://relay.test"
 SHARDS = st.integers(1, BUCKETS).flatmap(lambda count: st.builds(Shard, st.integers(0, count - 1), st.just(count)))
@@ -17,13 +17,13 @@ def cursor(
     relay: str = RELAY,
     epoch: int = 0,
     event_time: str | None = None,
-) -> StoredCursor:
-    return StoredCursor(relay, shard, epoch, seq, event_time, 0.0)
+) -> Cursor:
+    return Cursor(relay, str(shard), seq, event_time, epoch=epoch)
 
 
 def resume_seq(cursors: Mapping[Shard, int], shard: Shard) -> int | None:
-    stored = [cursor(Shard.parse(str(other)), seq) for other, seq in cursors.items()]
-    return resume_point(stored, RELAY, shard).seq
+    _, position = resume_point([cursor(other, seq) for other, seq in cursors.items()], RELAY, shard)
+    return position and position.seq
 
 
 @given(
@@ -59,13 +59,13 @@ def test_buckets_that_were_never_processed_do_not_count() -> None:
 def test_only_cursors_of_the_newest_epoch_count() -> None:
     whole, first, second = Shard(0, 1), Shard(0, 2), Shard(1, 2)
     restarted = [cursor(whole, 900), cursor(first, 3, epoch=1, event_time="three"), cursor(second, 5, epoch=1)]
-    assert resume_point(restarted, RELAY, whole) == ResumePoint(1, 3, "three")
-    assert resume_point(restarted, RELAY, second) == ResumePoint(1, 5, None)
-    assert resume_point(restarted[:2], RELAY, whole) == ResumePoint(1), "half of the buckets saw no message of epoch 1"
-    assert resume_point(restarted, "wss://other.test", whole) == ResumePoint(0)
+    assert resume_point(restarted, RELAY, whole) == (1, Position(3, "three"))
+    assert resume_point(restarted, RELAY, second) == (1, Position(5, None))
+    assert resume_point(restarted[:2], RELAY, whole) == (1, None), "half of the buckets saw no message of epoch 1"
+    assert resume_point(restarted, "wss://other.test", whole) == (0, None)
 
 
 def test_buckets_whose_messages_came_from_another_relay_are_not_resumed_at_the_cursor_of_others() -> None:
     of_others = [cursor(Shard(0, 2), 7), cursor(Shard(1, 2), 5, relay="wss://other.test")]
-    assert resume_point(of_others, RELAY, Shard()) == ResumePoint(0)
-    assert resume_point(of_others, RELAY, Shard(0, 2)) == ResumePoint(0, 7)
+    assert resume_point(of_others, RELAY, Shard()) == (0, None)
+    assert resume_point(of_others, RELAY, Shard(0, 2)) == (0, Position(7, None))

@@ -3,9 +3,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.sync.events import MAX_SEQ
-from indexer.sync.stream import MAX_STEP, SequenceOrder, Step
+from indexer.sync.stream import MAX_STEP, Position, Step, Watermark
 
 LEAP = 5 + MAX_STEP + 1
+
+
+def step(order: Watermark, seq: int) -> Step:
+    """Classify the number of a valid message, as the firehose consumer does."""
+    if order.has_leap_below(seq):
+        order.confirm_leap()
+    return order.classify(seq)
 
 
 @pytest.mark.parametrize(
@@ -20,31 +27,40 @@ LEAP = 5 + MAX_STEP + 1
     ],
 )
 def test_leap_counts_only_if_the_next_number_is_above_it(seqs: list[int], steps: list[Step]) -> None:
-    order = SequenceOrder(5)
-    assert [order.classify(seq) for seq in seqs] == steps
+    order = Watermark(5)
+    assert [step(order, seq) for seq in seqs] == steps
+
+
+def test_leap_moves_the_position_only_after_its_confirmation() -> None:
+    order = Watermark(5)
+    assert order.classify(LEAP, "leap") is Step.LEAP
+    assert (order.position, order.last, order.has_leap_below(LEAP)) == (5, 5, False)
+    assert order.has_leap_below(LEAP + 1)
+    order.confirm_leap()
+    assert (order.position_if_done([]), order.last) == (Position(LEAP, "leap"), LEAP)
 
 
 @pytest.mark.parametrize(("seq", "taken"), [(4, False), (5, False), (6, True), (5 + MAX_STEP, True), (LEAP, False)])
-def test_advance_takes_numbers_above_the_last_one_up_to_the_largest_step(seq: int, taken: bool) -> None:
-    assert SequenceOrder(5).advance(seq) is taken
+def test_add_takes_numbers_above_the_last_one_up_to_the_largest_step(seq: int, taken: bool) -> None:
+    assert Watermark(5).add(seq) is taken
 
 
 @given(st.lists(st.integers(1, 1_000), unique=True).map(sorted), st.data())
 def test_single_numbers_out_of_place_refuse_no_later_message(seqs: list[int], data: st.DataObject) -> None:
-    order = SequenceOrder(0)
+    order = Watermark(0)
     for seq in seqs:
         if data.draw(st.booleans()):
-            assert order.classify(data.draw(st.integers(2 * MAX_STEP, MAX_SEQ))) is Step.LEAP
-        assert order.classify(seq) is Step.NEXT
+            assert step(order, data.draw(st.integers(2 * MAX_STEP, MAX_SEQ))) is Step.LEAP
+        assert step(order, seq) is Step.NEXT
 
 
 @given(st.lists(st.integers(1, 12).map(lambda n: n * MAX_STEP // 3) | st.integers(1, 9), max_size=20))
-def test_advance_takes_only_steps_to_the_next_number_and_leaves_the_same_state_as_classify(seqs: list[int]) -> None:
-    order, reference = SequenceOrder(0), SequenceOrder(0)
+def test_add_takes_only_steps_to_the_next_number_and_leaves_the_same_state_as_classify(seqs: list[int]) -> None:
+    order, reference, leaps = Watermark(0), Watermark(0), False
     for seq in seqs:
-        awaits_confirmation = reference.leap is not None
-        step = reference.classify(seq)
-        assert order.advance(seq) == (step is Step.NEXT and not awaits_confirmation)
-        if (order.last, order.leap) != (reference.last, reference.leap):
-            assert order.classify(seq) is step
-        assert (order.last, order.leap) == (reference.last, reference.leap)
+        expected = step(reference, seq)
+        assert order.add(seq) == (expected is Step.NEXT and not leaps)
+        if order.last != reference.last or expected is Step.LEAP or leaps:
+            assert step(order, seq) is expected
+        leaps = reference.has_leap_below(MAX_SEQ + 1)
+        assert (order.last, order.has_leap_below(MAX_SEQ + 1)) == (reference.last, leaps)
