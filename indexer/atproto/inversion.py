@@ -17,19 +17,24 @@ the CAR slice, the result is undecidable.
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
+from functools import cache
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
-from indexer.atproto.cid import cid_of, cid_text
+from indexer.atproto.cid import cid_of
 from indexer.atproto.limits import Limits
 from indexer.atproto.mst import (
     EMPTY_TREE,
+    MissingNodeError,
     Node,
     check_layer,
-    decode_node,
     encode_node,
+    find,
     key_height,
+    load_node,
     raise_malformed,
     root_layer,
 )
@@ -101,158 +106,94 @@ def invert(
     """
     before, ops_hold = root, not ops
     if ops:
+        node_of = cache(lambda cid: load_node(blocks.get, cid, limits))
         try:
-            tree = _PartialTree(blocks, root, limits)
-            contradicted = tree.contradicted_op(ops)
+            contradicted = _contradicted_op(node_of, root, ops, limits)
             if contradicted is not None:
                 detail = f"{contradicted.action} of {contradicted.key!r}"
                 return Inversion(Verdict.OPS_MISMATCH, None, ops_hold, detail)
             ops_hold = True
-            builder = _TreeBuilder(tree)
-            before = builder.root(builder.row(tree.root, tree.layer, sorted(ops, key=_key_of)), prev_data)
-        except _NodeNotInSliceError as missing:
-            return Inversion(Verdict.UNDECIDABLE, None, ops_hold, f"no node {cid_text(missing.args[0])}")
+            before = _TreeBefore(node_of, prev_data).root(root, root_layer(node_of(root), limits), ops)
+        except MissingNodeError as missing:
+            return Inversion(Verdict.UNDECIDABLE, None, ops_hold, missing.detail)
     return Inversion(Verdict.OK if before == prev_data else Verdict.MISMATCH, before, ops_hold)
 
 
-def _key_of(op: NetOp) -> bytes:
-    return op.key
+def _contradicted_op(
+    node_of: Callable[[bytes], Node], root: bytes, ops: Sequence[NetOp], limits: Limits
+) -> NetOp | None:
+    """Return an operation whose effect the tree does not show; None if it shows all effects.
 
-
-def _layer_of(item: _Item) -> int:
-    return item[0]
-
-
-class _NodeNotInSliceError(Exception):
-    """A node with this CID is needed, and the CAR slice does not contain it."""
-
-
-class _PartialTree:
-    """A tree of which only the nodes in a CAR slice are known. Each is decoded at most once, when it is needed.
-
-    Every method may raise _NodeNotInSliceError, or UpstreamError with NODE_MALFORMED.
-
-    Attributes:
-        root: The CID of the root; None for the empty tree.
-        layer: The layer of the root.
+    Such an operation is returned even if nodes are missing that other operations need.
     """
-
-    def __init__(self, blocks: Mapping[bytes, bytes], root: bytes, limits: Limits) -> None:
-        self._blocks = blocks
-        self._limits = limits
-        self._nodes: dict[bytes, Node] = {}
-        layer = root_layer(self._load(root), limits)
-        self.root = None if layer is None else root
-        self.layer = layer or 0
-
-    def node(self, cid: bytes, layer: int) -> Node:
-        """Return the node with this CID, which must belong on `layer`."""
-        node = self._load(cid)
-        check_layer(node, layer)
-        return node
-
-    def contradicted_op(self, ops: Sequence[NetOp]) -> NetOp | None:
-        """Return an operation whose effect the tree does not show; None if it shows all effects.
-
-        Such an operation is returned even if nodes are missing that other operations need.
-        """
-        missing: _NodeNotInSliceError | None = None
-        for op in ops:
-            try:
-                if self._find(op.key) != op.new:
-                    return op
-            except _NodeNotInSliceError as error:
-                missing = error
-        if missing is not None:
-            raise missing
-        return None
-
-    def _find(self, key: bytes) -> bytes | None:
-        """Return the value of a key; None if the tree does not contain the key."""
-        cid, layer = self.root, self.layer
-        while cid is not None:
-            node = self.node(cid, layer)
-            index = bisect_left(node.keys, key)
-            if index < len(node.keys) and node.keys[index] == key:
-                return node.values[index]
-            cid, layer = node.subtree_before(index), layer - 1
-        return None
-
-    def _load(self, cid: bytes) -> Node:
-        if cid not in self._nodes:
-            block = self._blocks.get(cid)
-            if block is None:
-                raise _NodeNotInSliceError(cid)
-            self._nodes[cid] = decode_node(block, self._limits)
-        return self._nodes[cid]
+    missing: MissingNodeError | None = None
+    for op in ops:
+        try:
+            if find(node_of, root, op.key, limits) != op.new:
+                return op
+        except MissingNodeError as error:
+            missing = error
+    if missing is not None:
+        raise missing
+    return None
 
 
-class _TreeBuilder:
+_key_of = attrgetter("key")
+
+
+@dataclass(slots=True)
+class _TreeBefore:
     """Makes the row of keys and closed subtrees before the operations, and builds the one tree over it.
 
-    Every method may raise _NodeNotInSliceError, or UpstreamError with NODE_MALFORMED.
+    Every method may raise MissingNodeError, or UpstreamError with NODE_MALFORMED. Each node is decoded at most once.
     """
 
-    def __init__(self, tree: _PartialTree) -> None:
-        self._tree = tree
-        self._last_key = b""
+    node_of: Callable[[bytes], Node]
+    prev_data: bytes
+    last_key: bytes = b""
 
-    def row(self, cid: bytes | None, layer: int, ops: Sequence[NetOp]) -> list[_Item]:
+    def root(self, cid: bytes, layer: int | None, ops: Sequence[NetOp]) -> bytes:
+        """Return the root before `ops` of the tree with this root on a layer (None: the empty tree)."""
+        row = self._row(None if layer is None else cid, layer or 0, sorted(ops, key=_key_of))
+        top = max((at for at, _, _ in row), default=0)
+        return self._subtree(row, top, is_root=True) or EMPTY_TREE
+
+    def _row(self, cid: bytes | None, layer: int, ops: Sequence[NetOp]) -> list[_Item]:
         """Return the row of a subtree (None: an empty one). `ops` are the operations on its keys, by key."""
         if cid is None:
             return [(key_height(op.key), op.old, op.key) for op in ops if op.old is not None]
         return self._opened(cid, layer, ops) if ops else [(layer, cid, None)]
 
-    def root(self, row: list[_Item], prev_data: bytes) -> bytes:
-        """Return the root of the tree over a row.
-
-        If only a closed subtree is left and its node is missing, it is the root if its CID is `prev_data`.
-        """
-        if not row:
-            return EMPTY_TREE
-        layer, cid, key = max(row, key=_layer_of)
-        if len(row) == 1 and key is None:
-            return self._first_with_keys(cid, layer, prev_data)
-        row = self._with_opened(row, layer)
-        has_keys = layer in [item[0] for item in row]
-        return self._build(row, layer) if has_keys else self.root(row, prev_data)
-
     def _opened(self, cid: bytes, layer: int, ops: Sequence[NetOp] = ()) -> list[_Item]:
         """Return the row of the subtrees and keys of a node, without the effects of `ops`."""
-        node = self._tree.node(cid, layer)
+        node = self._node(cid, layer)
         row: list[_Item] = []
         for index, key in enumerate(node.keys):
             before = bisect_left(ops, key, key=_key_of) if ops else 0
-            row += self.row(node.subtree_before(index), layer - 1, ops[:before])
+            row += self._row(node.subtree_before(index), layer - 1, ops[:before])
             ops = ops[before:]
             value: bytes | None = node.values[index]
             if ops and ops[0].key == key:
                 value, ops = ops[0].old, ops[1:]
             if value is not None:
                 row.append((layer, value, key))
-        return row + self.row(node.subtree_before(len(node.keys)), layer - 1, ops)
+        return row + self._row(node.subtree_before(len(node.keys)), layer - 1, ops)
 
-    def _with_opened(self, row: list[_Item], layer: int) -> list[_Item]:
-        """Return the row with the contents of the closed subtrees of this layer instead of them."""
-        if (layer, None) not in [(at, key) for at, _, key in row]:
-            return row
-        groups = [self._opened(cid, layer) if key is None and at == layer else [(at, cid, key)] for at, cid, key in row]
-        return [item for group in groups for item in group]
+    def _subtree(self, row: list[_Item], layer: int, *, is_root: bool = False) -> bytes | None:
+        """Return the CID of the subtree over a row whose items are on this layer or below; None for an empty one.
 
-    def _subtree(self, gap: list[_Item], layer: int) -> bytes | None:
-        """Return the CID of the subtree over a gap whose items are on this layer or below; None for an empty one.
-
-        A closed subtree remains as it is if it fills the gap. A layer without keys has a node with a link.
+        A closed subtree remains as it is if it fills the row. A layer without keys has a node with a link, but the root
+        has keys.
         """
-        if not gap:
+        if not row:
             return None
-        at, cid, key = gap[0]
-        if len(gap) == 1 and key is None and at == layer:
-            return cid
-        return self._build(self._with_opened(gap, layer), layer)
-
-    def _build(self, row: list[_Item], layer: int) -> bytes:
-        """Return the CID of the node over a row whose items are keys of this layer, or below it."""
+        at, cid, key = row[0]
+        if len(row) == 1 and key is None and (is_root or at == layer):
+            return self._first_with_keys(cid, at) if is_root else cid
+        groups = [self._opened(cid, layer) if key is None and at == layer else [(at, cid, key)] for at, cid, key in row]
+        row = [item for group in groups for item in group]
+        if is_root and layer not in [at for at, _, _ in row]:
+            return self._subtree(row, layer - 1, is_root=True)
         keys: list[bytes] = []
         values: list[bytes] = []
         subtrees: list[bytes | None] = []
@@ -262,23 +203,29 @@ class _TreeBuilder:
             if key is None or at < layer:
                 gap.append(item)
                 continue
-            subtrees.append(self._subtree(gap, layer - 1) if gap else None)
-            if key <= self._last_key:
+            subtrees.append(self._subtree(gap, layer - 1))
+            if key <= self.last_key:
                 raise_malformed("keys out of order")
-            self._last_key, gap = key, []
+            self.last_key, gap = key, []
             keys.append(key)
             values.append(value)
         left, *trees = *subtrees, self._subtree(gap, layer - 1)
         return cid_of(encode_node(keys, values, left, trees))
 
-    def _first_with_keys(self, cid: bytes, layer: int, prev_data: bytes) -> bytes:
-        """Return the root if only one closed subtree is left: its first node that has keys."""
+    def _first_with_keys(self, cid: bytes, layer: int) -> bytes:
+        """Return the root if only one closed subtree is left: its first node that has keys.
+
+        If that node is missing, it is the root if its CID is `prev_data`.
+        """
         try:
-            node = self._tree.node(cid, layer)
-        except _NodeNotInSliceError:
-            if cid != prev_data:
+            node = self._node(cid, layer)
+        except MissingNodeError:
+            if cid != self.prev_data:
                 raise
             return cid
-        if node.keys or node.left is None:
-            return cid
-        return self._first_with_keys(node.left, layer - 1, prev_data)
+        return cid if node.keys or node.left is None else self._first_with_keys(node.left, layer - 1)
+
+    def _node(self, cid: bytes, layer: int) -> Node:
+        node = self.node_of(cid)
+        check_layer(node, layer)
+        return node

@@ -19,7 +19,6 @@ Links to nodes always have the form of the protocol. The CID of a record may hav
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
-from itertools import repeat
 from typing import Any, NoReturn
 
 from indexer.atproto import cbor
@@ -239,10 +238,6 @@ EMPTY_TREE = cid_of(EMPTY_NODE)
 BlockOf = Callable[[bytes], bytes | None]
 """Returns the block of a CID; None if it is missing. The hash of the block must have been checked."""
 
-# One step of a walk: a key and its value (None for the start of a node), then the subtree after the key, the layer of
-# this subtree, and the key that all its keys must be below (None: no limit).
-_Step = tuple[bytes, bytes | None, bytes | None, int, bytes | None]
-
 
 class MissingNodeError(UnavailableError):
     """A tree node is missing: the export was cut off, or created while the repo changed.
@@ -256,6 +251,16 @@ class MissingNodeError(UnavailableError):
         self.cid = cid
 
 
+def load_node(block_of: BlockOf, cid: bytes, limits: Limits) -> Node:
+    """Return the node with this CID.
+
+    Raises:
+        UpstreamError: With NODE_MALFORMED, if the block is not a canonical node.
+        MissingNodeError: The node is missing.
+    """
+    return decode_node(_block(block_of, cid), limits)
+
+
 def walk(block_of: BlockOf, root: bytes, limits: Limits) -> Iterator[tuple[bytes, bytes]]:
     """Yield each key with the CID of its record, in ascending order, and prove the tree.
 
@@ -267,38 +272,49 @@ def walk(block_of: BlockOf, root: bytes, limits: Limits) -> Iterator[tuple[bytes
         UpstreamError: With NODE_MALFORMED, if a node breaks a rule.
         MissingNodeError: A node is missing.
     """
-    node = _load(block_of, root, limits)
+    node = load_node(block_of, root, limits)
     layer = root_layer(node, limits)
-    if layer is None:
-        return
-    steps = _steps(node, layer, b"", None)
-    while steps:
-        key, value, tree, layer, upper = steps.pop()
-        if value is not None:
-            yield key, value
+    if layer is not None:
+        yield from _walk(block_of, node, layer, b"", None, limits)
+
+
+def _walk(
+    block_of: BlockOf, node: Node, layer: int, lower: bytes, upper: bytes | None, limits: Limits
+) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the keys of a node and its subtrees. `lower` and `upper` are the keys beside it in the nodes above it."""
+    uppers = [*node.keys, upper]
+    for index, tree in enumerate((node.left, *node.trees)):
+        if index:
+            lower = node.keys[index - 1]
+            yield lower, node.values[index - 1]
         if tree is not None:
-            node = _load(block_of, tree, limits)
-            check_layer(node, layer)
-            if node.keys and not (key < node.keys[0] and (upper is None or node.keys[-1] < upper)):
+            child, below = load_node(block_of, tree, limits), uppers[index]
+            check_layer(child, layer - 1)
+            if child.keys and not (lower < child.keys[0] and (below is None or child.keys[-1] < below)):
                 raise_malformed("a subtree reaches beyond the keys beside it")
-            steps += _steps(node, layer, key, upper)
+            yield from _walk(block_of, child, layer - 1, lower, below, limits)
 
 
-def find(block_of: BlockOf, root: bytes, key: bytes, limits: Limits) -> bytes | None:
+def find(node_of: Callable[[bytes], Node], root: bytes, key: bytes, limits: Limits) -> bytes | None:
     """Return the CID of the record at a key; None if the tree has no such key. It reads only the nodes on the way.
+
+    `node_of` returns the node with a CID, as `load_node` does.
 
     Raises:
         UpstreamError: With NODE_MALFORMED, if a node breaks a rule.
         MissingNodeError: A node is missing, so that nothing is proven.
     """
-    tree: bytes | None = root
-    while tree is not None:
-        node = _load(block_of, tree, limits)
+    node = node_of(root)
+    layer = root_layer(node, limits) or 0
+    while True:
         index = bisect_left(node.keys, key)
         if index < len(node.keys) and node.keys[index] == key:
             return node.values[index]
         tree = node.subtree_before(index)
-    return None
+        if tree is None:
+            return None
+        node, layer = node_of(tree), layer - 1
+        check_layer(node, layer)
 
 
 def leaves(block_of: BlockOf, root: bytes) -> Iterator[tuple[bytes, bytes]]:
@@ -307,24 +323,14 @@ def leaves(block_of: BlockOf, root: bytes) -> Iterator[tuple[bytes, bytes]]:
     Raises:
         MissingNodeError: A node is missing that was present before.
     """
-    steps: list[tuple[bytes, bytes | None, bytes | None]] = [(b"", None, root)]
-    while steps:
-        key, value, tree = steps.pop()
-        if value is not None:
-            yield key, value
-        if tree is not None:
-            node = cbor.decode(_block(block_of, tree))
-            next_steps = [(b"", None, node["l"])]
-            key = b""
-            for entry in node["e"]:
-                key = key[: entry["p"]] + entry["k"]
-                next_steps.append((key, entry["v"], entry["t"]))
-            next_steps.reverse()
-            steps += next_steps
-
-
-def _load(block_of: BlockOf, cid: bytes, limits: Limits) -> Node:
-    return decode_node(_block(block_of, cid), limits)
+    node, key = cbor.decode(_block(block_of, root)), b""
+    if node["l"] is not None:
+        yield from leaves(block_of, node["l"])
+    for entry in node["e"]:
+        key = key[: entry["p"]] + entry["k"]
+        yield key, entry["v"]
+        if entry["t"] is not None:
+            yield from leaves(block_of, entry["t"])
 
 
 def _block(block_of: BlockOf, cid: bytes) -> bytes:
@@ -332,15 +338,3 @@ def _block(block_of: BlockOf, cid: bytes) -> bytes:
     if block is None:
         raise MissingNodeError(cid)
     return block
-
-
-def _steps(node: Node, layer: int, lower: bytes, upper: bytes | None) -> list[_Step]:
-    """Return the steps of a node in reverse order, since steps are taken from the end of a list.
-
-    `lower` and `upper` are the keys beside the node in the nodes above it.
-    """
-    uppers = [*node.keys, upper]
-    start: _Step = (lower, None, node.left, layer - 1, uppers[0])
-    steps = [start, *zip(node.keys, node.values, node.trees, repeat(layer - 1), uppers[1:], strict=False)]
-    steps.reverse()
-    return steps

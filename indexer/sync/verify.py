@@ -17,7 +17,7 @@ from indexer.atproto.commit import Commit, decode_commit
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.inversion import NetOp, Verdict, invert
 from indexer.atproto.limits import Limits
-from indexer.atproto.mst import EMPTY_TREE, find, leaves, walk
+from indexer.atproto.mst import EMPTY_TREE, find, leaves, load_node, walk
 from indexer.atproto.record import ConvertedRecord
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.reasons import Desync, FetchFailure, Rejection
@@ -218,7 +218,7 @@ def verify_record(did: str, path: str, car: bytes, key: PublicKey, limits: Limit
     """
     roots, blocks = split_car(car, limits, max_bytes=limits.commit_blocks_bytes)
     commit = verify_export_commit(roots[0], blocks.get, key, did)
-    cid = find(blocks.get, commit.data, path.encode(), limits)
+    cid = find(lambda node: load_node(blocks.get, node, limits), commit.data, path.encode(), limits)
     if cid is None:
         return None
     if cid not in blocks:
