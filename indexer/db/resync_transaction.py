@@ -136,14 +136,17 @@ class ResyncTransaction:
             BrokenInvariantError: The records are not those that were compared, although the claim holds.
         """
         effective = await write_changes(self.connection, self._did, changes, live=live)
-        crash_point("resync.drained" if live else "resync.written")
-        if not live and effective != tuple(changes) and await self.lock() is not None:
+        if live:
+            crash_point("resync.drained")
+            return Counter([change.action for change in effective])
+        crash_point("resync.written")
+        if effective != tuple(changes) and await self.lock() is not None:
             unexpected = next(change for change in changes if change not in effective)
             raise BrokenInvariantError(
                 f"{self._did}: the stored records changed since they were compared: "
                 f"{unexpected.action} of {unexpected.collection}/{unexpected.rkey}"
             )
-        return Counter([change.action for change in effective])
+        return Counter([change.action for change in changes])
 
     async def lock(self) -> Repo | None:
         """Lock and return the row until the end of the transaction; None if the claim is lost."""
