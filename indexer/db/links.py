@@ -174,6 +174,8 @@ class LinkSession:
     repos: int = 0
     done: bool = False
     links: int = 0
+    _may_recount: bool = True
+    """False if `links_to_recount` is empty: only this session fills it."""
     _recounted: dict[tuple[str, int, bool], tuple[str, str]] = field(default_factory=dict)
     """The recount that has begun (repo, change, visibility), and the record up to which it is done."""
 
@@ -191,7 +193,7 @@ class LinkSession:
         crash_point(COMMITTED)
         self.seq, did, collection, rkey, self.repos, self.done = row
         self.backfilled_to = did, collection, rkey
-        self._recounted = {}
+        self._recounted, self._may_recount = {}, True
 
     async def remove(self) -> None:
         """Remove all links and the position."""
@@ -206,7 +208,7 @@ class LinkSession:
             await self.connection.execute(statement)
 
     async def read_changes(self) -> bool:
-        """Follow the next changes of the log; return False if there are none.
+        """Follow the next changes of the log; return True if others may follow them.
 
         Raises:
             PositionLostError: Changes after the position may have been trimmed.
@@ -222,9 +224,9 @@ class LinkSession:
             for index, change in enumerate(changes):
                 if change.collection is not None and change.rkey is not None:
                     first.setdefault((change.did, change.collection, change.rkey), index)
-            keys = list(first)
+            keys, more = list(first), len(changes) == MAX_CHANGES
             if (replaced := await self._replace(keys)) < len(keys):
-                changes = changes[: first[keys[replaced]]]
+                changes, more = changes[: first[keys[replaced]]], True
             seqs = {change.did: change.seq for change in changes if change.action in {"hidden", "visible"}}
             if recounts := [(did, bucket_of(did), seq) for did, seq in seqs.items()]:
                 await self.connection.execute(_ADD_RECOUNTS, *columns_of(recounts, _RECOUNT))
@@ -233,7 +235,8 @@ class LinkSession:
             crash_point("links.read")
         crash_point(COMMITTED)
         self.seq = changes[-1].seq
-        return True
+        self._may_recount |= bool(recounts)
+        return more
 
     async def backfill(self) -> bool:
         """Add the links of the next stored records; return False if the backfill is complete."""
@@ -262,8 +265,11 @@ class LinkSession:
         The links of each record that is written meanwhile count by the visibility of the repo at that time. If it
         differs from the one that the recount uses, another change follows, which replaces `seq`.
         """
+        if not self._may_recount:
+            return False
         async with self.connection.transaction():
             if (row := await self.connection.fetchrow(_NEXT_RECOUNT)) is None:
+                self._may_recount = False
                 return False
             did, seq = row
             key = did, bucket_of(did)

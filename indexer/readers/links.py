@@ -10,6 +10,8 @@ from indexer.db import Database
 from indexer.db.links import LINK_CONSUMER, LinkSession, PositionLostError
 from indexer.db.periodic import DatabaseAttempt
 
+SPACING_SECONDS = 0.05
+"""Pause after the last change was read: the changes until then share one transaction."""
 RETRY_SECONDS = 1.0
 """Interval at which a waiting process tries to own the links."""
 
@@ -75,11 +77,12 @@ class LinkReader:
             if not busy:
                 self.stage.idle()
                 self.stage.failed(None)
+                await asyncio.sleep(SPACING_SECONDS)
                 await session.signal.wait()
 
     @staticmethod
     async def turn(session: LinkSession) -> bool:
-        """Do one transaction of each kind of work; return False if there was none.
+        """Do one transaction of each kind of work; return False if nothing is left.
 
         Raises:
             PositionLostError: Changes after the position may have been trimmed.

@@ -142,6 +142,23 @@ async def test_public_queries_use_indexes(large: str, statement: str, index: str
 
 
 @MODES
+async def test_the_next_changes_are_found_without_statistics(db: Database, sql: asyncpg.Connection, mode: str) -> None:
+    """The plan of a long session may even be of the time when the log was empty."""
+    await sql.execute("alter table indexer.change_0 set (autovacuum_enabled = off)")
+    await sql.execute("analyze")
+    async with explained(db.dsn, mode) as (connection, logged):
+        await connection.fetch(public_schema.CHANGES, 0)
+        await sql.execute(CHANGE_BATCHES)
+        last = await sql.fetchval("select atproto.latest_seq()")
+        logged.clear()
+        assert len(await connection.fetch(public_schema.CHANGES, last - 50)) == 50
+    found = "\n".join(logged)
+    assert "change_0_pkey" in found
+    for rows in re.findall(r"\(actual rows=([\d.]+) loops=1\)", found):
+        assert float(rows) <= 51, found
+
+
+@MODES
 async def test_a_batch_finds_its_repos_by_primary_key(db: Database, sql: asyncpg.Connection, mode: str) -> None:
     """It does not use the condition on the buckets, which is there for Citus."""
     await add_repos(sql)

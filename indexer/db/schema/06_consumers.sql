@@ -185,13 +185,16 @@ end $$;
 comment on function atproto.unregister_reader(text) is 'Remove a consumer of your role; false if there is none.';
 
 -- See latest_seq for the block that ends with an exception, and for the settings of the planner.
+-- Without statistics, which a new segment lacks, the planner would join and sort the whole segment. These settings
+-- leave it the indexes, in their order.
 create function atproto.changes_after(after bigint, max integer)
 returns table (
     seq bigint, did text, collection text, rkey text, action text, cid text, rev text, live boolean,
     "time" timestamptz
 )
 language plpgsql stable rows 1000 security definer
-set search_path = pg_catalog, pg_temp set enable_seqscan = off set jit = off as $$
+set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set enable_material = off set enable_bitmapscan = off set enable_sort = off set jit = off as $$
 declare
     trimmed bigint := (select t.last_value from indexer.trimmed_seq t);
     start bigint;
