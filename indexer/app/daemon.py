@@ -246,7 +246,7 @@ class Daemon:
             self.outbound,
             self.metrics,
             self.open_gaps,
-            self._repo_list_sources,
+            self._open_source,
             self._stream_point,
             self.scope,
             replace(tuning.reconciliation, shard=shard, interval=settings.sweep_interval),
@@ -486,6 +486,11 @@ class Daemon:
         if (connection := self.subscription.connection) is None:
             return ()
         return [http_origin(relay) for relay in dict.fromkeys([connection.relay, *self.settings.relays])]
+
+    def _open_source(self) -> str | None:
+        """Return the relay whose stream is open; None if none is."""
+        connection = self.subscription.connection
+        return None if connection is None else http_origin(connection.relay)
 
     def _stream_point(self, source: str) -> StreamPoint | None:
         """Return the last stored message of the stream of this source; None if that is not known or not open."""

@@ -15,7 +15,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from operator import attrgetter
 from time import monotonic, time
 from typing import NamedTuple
@@ -69,13 +68,16 @@ class ListReport(NamedTuple):
 UNLISTED = ListReport()
 
 
+class StatusFailedError(UnavailableError):
+    """A source failed to tell the status of one account."""
+
+
 @dataclass(eq=False)
 class HostingStatusChecks:
     """Follows the hosting status of accounts on the sources of reconciliations.
 
-    A request that fails because of its account does not end the reconciliation: it is repeated at the end of the list.
-    If it fails again, an account that is hidden stays so, and one that is shown is desynchronized: it may be deleted,
-    and its own host knows. So is one that is shown if the source says nothing about it.
+    An account that is shown, and about which the source says nothing, is desynchronized: it may be deleted, and its own
+    host knows.
 
     Attributes:
         scope: The policy says when the records of a deleted account are erased.
@@ -84,7 +86,6 @@ class HostingStatusChecks:
         stream_point: Returns the last stored message of the source's stream; None if that is not known or not open.
             An answer that is requested afterwards is at least as new.
         sources_are_hosts: True if the sources are PDSes, False if they are relays.
-        first_retry: Seconds before the failed requests are repeated.
     """
 
     db: Database
@@ -95,8 +96,6 @@ class HostingStatusChecks:
     identities: IdentityCache
     stream_point: Callable[[str], StreamPoint | None]
     sources_are_hosts: bool
-    first_retry: float
-    _failed: dict[str, dict[str, tuple[ListReport, UnavailableError]]] = field(default_factory=dict, init=False)
 
     async def follow(self, source: str, did: str, listed: ListReport) -> bool:
         """Show, hide or withhold the account as the source and its host say; return True if the row changed.
@@ -105,14 +104,14 @@ class HostingStatusChecks:
         newer than the report, which then does not count. Other changes of the row do not matter.
 
         Raises:
+            StatusFailedError: The request failed because of the account.
             UnavailableError: The source answers no requests at the moment, or the database is unavailable.
         """
         before = (await self.db.repos.load([did])).get(did)
         if before is None:
-            self._failed.get(source, {}).pop(did, None)
             return False
         point = self.stream_point(source)
-        answer = await self._fetch_status(source, did, listed)
+        answer = await self._fetch_status(source, did)
         plan = await self._weigh(before, listed, answer, point) if answer is not None else None
         if plan is None:
             return False
@@ -154,53 +153,27 @@ class HostingStatusChecks:
             return lambda repo: plan_active(repo, time(), point)
         return lambda repo: plan_hidden(repo, answer.status, time(), self.scope.policy.deletion_grace, point)
 
-    async def repeat_failed(self, source: str) -> int:
-        """Repeat the failed requests of this source; return how many rows changed.
-
-        Raises:
-            UnavailableError: The source answers no requests at the moment, or the database is unavailable. The next
-                call continues.
-        """
-        failed, changed, unknown, last = self._failed.setdefault(source, {}), 0, 0, None
-        if failed:
-            self.stage.idle()
-            await asyncio.sleep(self.first_retry)
-        for did, (listed, _) in list(failed.items()):
-            changed += await self.follow(source, did, listed)
-            if did not in failed:
-                continue
-            _, last = failed.pop(did)
-            unknown += 1
-            if listed.active is not True and await self.db.repos.update(
-                did, lambda repo: plan_status_unknown(repo, time())
-            ):
-                self.metrics.desynchronized[Desync.STATUS_UNKNOWN].inc()
-                changed += 1
-        if unknown:
-            log.warning("reconciliation.status-unknown", relay=source, accounts=unknown, error=str(last))
+    async def mark_unknown(self, did: str) -> bool:
+        """Desynchronize an account of which the source never tells the status; return True if the row changed."""
+        changed = await self.db.repos.update(did, lambda repo: plan_status_unknown(repo, time())) is not None
+        self.metrics.desynchronized[Desync.STATUS_UNKNOWN].inc(changed)
         return changed
 
-    async def _fetch_status(self, source: str, did: str, listed: ListReport) -> RepoStatus | UnavailableError | None:
+    async def _fetch_status(self, source: str, did: str) -> RepoStatus | UnavailableError | None:
         """Return the hosting status of an account on the source; the error if the source says nothing about it.
 
-        None if the request failed, or if the source is a PDS that does not host the account.
-
-        Raises:
-            UnavailableError: The source answers no requests at the moment, or too many have failed.
+        None if the source is a PDS that does not host the account. Raises the errors of `follow`.
         """
-        failed = self._failed.setdefault(source, {})
         self.stage.moved()
         answer: RepoStatus | UnavailableError
         try:
             answer = await fetch_repo_status(self.outbound, source, did)
         except UnavailableError as error:
+            if error.reason.counts_as_attempt and not is_silent(error):
+                raise StatusFailedError(error.reason, error.detail) from None
             if not is_silent(error):
-                if not error.reason.counts_as_attempt or (did not in failed and len(failed) >= MAX_FAILED):
-                    raise
-                failed[did] = listed, error
-                return None
+                raise
             answer = error
-        failed.pop(did, None)
         if not self.sources_are_hosts:
             return answer
         moved = isinstance(answer, UnavailableError) and answer.reason is FetchFailure.REPO_NOT_FOUND
@@ -292,28 +265,31 @@ class _PendingPage:
 
 
 @dataclass(slots=True)
-class _ListedSoFar:
-    """The accounts that the list contained so far, in the reconciliation of `source` that began at this time.
+class _Run:
+    """One reconciliation, which continues here if it is interrupted.
 
     Attributes:
-        asked_until: The last DID whose absence from the list was checked. After a failed request, the reconciliation
-            continues after it.
+        listed: The accounts that the list contained so far.
+        asked_until: The last DID whose absence from the list was checked.
+        failed: The reports about accounts whose requests failed.
     """
 
-    source: str
-    began_at: float
-    accounts: ListedAccounts
+    progress: CrawlProgress
+    listed: ListedAccounts
     asked_until: str
+    failed: dict[str, ListReport] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class Reconciliation:
     """Reconciles the database with a relay's repo list at each interval, and while a gap is open.
 
+    A request that fails because of one account does not end the reconciliation: it is repeated at the end of the list.
+    If it fails again, an account that is hidden stays so, and one that is shown is desynchronized.
+
     Attributes:
         gaps: The open gaps of the shard.
-        sources: Returns the base URLs of the relays to ask: the one whose stream is open, then the others in the order
-            of preference; none if no stream is open.
+        open_source: Returns the base URL of the relay whose stream is open; None if none is.
         stream_point: Returns the last stored message of a source's stream; None if that is not known or not open.
         scope: If the present scope wants all repos, listed accounts that are unknown are tracked.
         identities: The identities of accounts, which name their hosts.
@@ -328,7 +304,7 @@ class Reconciliation:
     outbound: OutboundClient
     metrics: Metrics
     gaps: OpenGaps
-    sources: Callable[[], Sequence[str]]
+    open_source: Callable[[], str | None]
     stream_point: Callable[[str], StreamPoint | None]
     scope: CurrentScope
     settings: ReconciliationSettings
@@ -350,11 +326,8 @@ class Reconciliation:
             self.identities,
             self.stream_point,
             self.sources_are_hosts,
-            self.settings.first_retry,
         )
-        # By source: the newest gap when its last complete reconciliation began, and when it ended (monotonic seconds).
-        self._compared: dict[str, tuple[int, float]] = {}
-        self._listed: _ListedSoFar | None = None
+        self._run: _Run | None = None
         # The DID after which the next reconciliation asks for accounts that are missing in the list.
         self._unlisted_after = ""
 
@@ -374,13 +347,13 @@ class Reconciliation:
         while True:
             await self._wait_until_due()
             with self.stage.busy():
-                failures = 0 if await self._reconcile_with_first_available() else failures + 1
+                failures = 0 if await self._reconcile_with_open_source() else failures + 1
             if failures:
                 pause = self.settings.first_retry * 2.0 ** min(failures - 1, 16)
                 await asyncio.sleep(min(pause, self.settings.max_retry))
 
     async def reconcile(self, source: str, on_page: Callable[[CrawlProgress], None] = lambda _: None) -> CrawlProgress:
-        """Compare the whole list, or the rest of it if a recent reconciliation was interrupted; return the progress.
+        """Compare the whole list, or the rest of it if the last reconciliation was interrupted; return the progress.
 
         If the stream of this relay is open at the end of the list, gaps are closed.
 
@@ -391,13 +364,13 @@ class Reconciliation:
         Raises:
             UnavailableError: The relay or the database is unavailable. The progress so far is saved.
         """
-        progress = await self._begin(source)
+        run = await self._begin(source)
         pending: deque[_PendingPage] = deque()
         self.stage.idle()
         point = self.stream_point(source)
-        async for page in repo_list_pages(self.outbound, source, "", progress.cursor, self._requests):
+        async for page in repo_list_pages(self.outbound, source, "", run.progress.cursor, self._requests):
             self.stage.moved()
-            pending.append(await self._compare(page, point, self._listed_so_far(progress)))
+            pending.append(await self._compare(page, point, run))
             while pending and (
                 page.cursor is None
                 or len(pending) > self.settings.max_pending_pages
@@ -408,102 +381,68 @@ class Reconciliation:
                 await asyncio.sleep(max(0.0, self.waits_until - monotonic()))
                 self.stage.moved()
                 self.waits_until = None
-                progress = await self._compare_again(progress, pending.popleft())
-                self.crawl_progress = progress
-                on_page(progress)
+                self.crawl_progress = run.progress = await self._compare_again(run, pending.popleft())
+                on_page(run.progress)
             self.stage.idle()
             point = self.stream_point(source)
-        return progress
+        return run.progress
 
     async def _wait_until_due(self) -> None:
         """Wait until a stream is open and, besides, a gap is open or the interval is over."""
         while True:
             with DatabaseAttempt(self.stage):
-                sources = self.sources()
-                if sources and (self.gaps.gaps or await self._seconds_until_due(sources) <= 0):
+                source = self.open_source()
+                if source is not None and (self.gaps.gaps or await self._is_due(source)):
                     return
             await self.gaps.wait_until_opened(self.settings.poll)
-            if not self.sources():
+            if self.open_source() is None:
                 await asyncio.sleep(self.settings.poll)
 
-    async def _seconds_until_due(self, sources: Sequence[str]) -> float:
-        """Return the time until the next reconciliation. The first one is due one interval after the first start."""
+    async def _is_due(self, source: str) -> bool:
+        """Return True if the interval is over. The first reconciliation is due one interval after the first start."""
         if not self.settings.interval:
-            return inf
-        shard, now = str(self.settings.shard), time()
-        rows = [await self.db.crawls.progress("sweep", source, shard=shard) for source in sources]
-        if rows[0] is not None and rows[0].finished_at is None:
-            return 0.0
-        finished = [row.finished_at for row in rows if row is not None and row.finished_at is not None]
-        finished = [at for at in finished if at <= now]  # later ones are from before the clock was set back
-        if not finished:
-            await self.db.crawls.save(CrawlProgress("sweep", sources[0], began_at=now, finished_at=now, shard=shard))
-        return max(finished, default=now) + self.settings.interval - now
-
-    async def _reconcile_with_first_available(self) -> bool:
-        """Reconcile with the first source that answers; return True if it was the relay whose stream is open.
-
-        Another source finds repos that are behind, but cannot close a gap. So it is asked only once for each gap, and
-        once in each interval.
-        """
-        for source in self.sources():
-            if not self._is_open(source) and self._was_compared(source):
-                continue
-            try:
-                progress = await self.reconcile(source)
-                await self.gaps.refresh()
-            except UnavailableError as error:
-                self.last_error = f"{source}: {error}"
-                log.warning("reconciliation.failed", relay=source, error=str(error))
-                continue
-            log.info("reconciliation.done", relay=source, listed=progress.listed, different=progress.found)
-            self._compared[source] = progress.last_gap, monotonic()
-            if self._is_open(source):
-                self.last_error = None
-                return True
             return False
-        return False
-
-    def _was_compared(self, source: str) -> bool:
-        """Return True if this source was compared since the newest gap was opened and in the present interval."""
-        last_gap, compared_at = self._compared.get(source, (-1, 0.0))
-        is_recent = monotonic() - compared_at < (self.settings.interval or inf)
-        return is_recent and last_gap == self.gaps.newest
-
-    def _is_open(self, source: str) -> bool:
-        """Return True if the stream of this relay is open."""
-        return list(self.sources()[:1]) == [source]
-
-    async def _begin(self, source: str) -> CrawlProgress:
-        """Return the progress of a recent reconciliation that was interrupted, else that of a new one.
-
-        It is not continued if a gap was opened since it began, or if a gap is open and another process began it.
-        """
-        shard, now = str(self.settings.shard), round(time(), 3)  # the database stores only microseconds
+        shard, now = str(self.settings.shard), time()
         last = await self.db.crawls.progress("sweep", source, shard=shard)
+        if last is None or (last.finished_at or 0.0) > now:  # a later time is from before the clock was set back
+            await self.db.crawls.save(CrawlProgress("sweep", source, began_at=now, finished_at=now, shard=shard))
+            return False
+        return last.finished_at is None or now - last.finished_at >= self.settings.interval
+
+    async def _reconcile_with_open_source(self) -> bool:
+        """Reconcile with the relay whose stream is open; return True if the same stream is still open at the end."""
+        if (source := self.open_source()) is None:
+            return False
+        try:
+            progress = await self.reconcile(source)
+            await self.gaps.refresh()
+        except UnavailableError as error:
+            self.last_error = f"{source}: {error}"
+            log.warning("reconciliation.failed", relay=source, error=str(error))
+            return False
+        log.info("reconciliation.done", relay=source, listed=progress.listed, different=progress.found)
+        self.last_error = None
+        return source == self.open_source()
+
+    async def _begin(self, source: str) -> _Run:
+        """Return the last reconciliation if it was interrupted recently and no gap was opened since, else a new one."""
+        now, last = round(time(), 3), self._run  # the database stores only microseconds
         if (
             last is not None
-            and last.finished_at is None
-            and now - last.began_at < MAX_RESUME_SECONDS
-            and last.last_gap >= self.gaps.newest
-            and (not self.gaps.newest or self._listed_so_far(last) is not None)
+            and last.progress.source == source
+            and last.progress.finished_at is None
+            and now - last.progress.began_at < MAX_RESUME_SECONDS
+            and last.progress.last_gap >= self.gaps.newest
         ):
             return last
+        shard = str(self.settings.shard)
         progress = CrawlProgress("sweep", source, began_at=now, shard=shard, last_gap=self.gaps.newest)
         await self.db.crawls.save(progress)
         stored = sum((await self.db.reports.counts()).statuses.values())
-        self._listed = _ListedSoFar(source, now, ListedAccounts(2 * stored), self._unlisted_after)
-        return progress
+        self._run = _Run(progress, ListedAccounts(2 * stored), self._unlisted_after)
+        return self._run
 
-    def _listed_so_far(self, progress: CrawlProgress) -> _ListedSoFar | None:
-        """Return the accounts listed so far; None if another process read the first pages."""
-        listed = self._listed
-        is_same = listed is not None and (listed.source, listed.began_at) == (progress.source, progress.began_at)
-        return listed if is_same else None
-
-    async def _compare(
-        self, page: RepoListPage, point: StreamPoint | None, listed: _ListedSoFar | None
-    ) -> _PendingPage:
+    async def _compare(self, page: RepoListPage, point: StreamPoint | None, run: _Run) -> _PendingPage:
         """Compare a page for the first time. If no repo seems to be behind or unknown, it is due again at once.
 
         A listed rev too far in the future is ignored. An account without a rev is not behind.
@@ -524,11 +463,10 @@ class Reconciliation:
         repos = await self.db.repos.load(list(reported)) if reported else {}
         shown = {did for did, repo in repos.items() if repo.active}.union(unknown)
         inactive = {did: ListReport(False, status, point) for did, status in reported.items() if did in shown}
-        if listed is not None:
-            # Unknown accounts and those of other shards would fill the set.
-            owned = {account.did for account in page.accounts if account.active and shard.owns(account.did)}
-            for did in owned.union(inactive).difference(unknown):
-                listed.accounts.add(did)
+        # Unknown accounts and those of other shards would fill the set.
+        owned = {account.did for account in page.accounts if account.active and shard.owns(account.did)}
+        for did in owned.union(inactive).difference(unknown):
+            run.listed.add(did)
         unknown = unknown if self.scope.scope.track is Track.ALL else []
         due_at = monotonic() + (self.settings.settle if behind or unknown else 0.0)
         return _PendingPage(
@@ -541,42 +479,65 @@ class Reconciliation:
             only_from_stream=only_from_stream,
         )
 
-    async def _compare_again(self, progress: CrawlProgress, page: _PendingPage) -> CrawlProgress:
+    async def _compare_again(self, run: _Run, page: _PendingPage) -> CrawlProgress:
         """Desynchronize repos that are still behind, track unknown ones, show accounts, and save the progress."""
         behind = await self.db.crawls.desynchronize_behind(page.revs, time()) if page.revs else 0
         crash_point("reconciliation.compared")
         self.metrics.desynchronized[Desync.BEHIND].inc(behind)
         added = {did: report for did, report in page.reports.items() if did in page.unknown}
         known = {did: report for did, report in page.reports.items() if did not in added}
-        followed = await self._follow(progress.source, known)
+        followed = sum([await self._follow(run, did, report) for did, report in known.items()])
         if page.cursor is None:
-            followed += await self._hide_unlisted(progress) + await self._statuses.repeat_failed(progress.source)
-        after_page = progress.after_page(page.cursor, page.listed, behind + followed, time())
-        scope, close_gaps = self.scope.scope, self._is_open(progress.source)
+            followed += await self._hide_unlisted(run) + await self._repeat_failed(run)
+        after_page = run.progress.after_page(page.cursor, page.listed, behind + followed, time())
+        scope, close_gaps = self.scope.scope, self.open_source() == run.progress.source
         unknown = [*(page.unknown if scope.track is Track.ALL else ()), *page.only_from_stream]
         # If the scope changes meanwhile, the next reconciliation adds what it wants.
         stored = await self.db.crawls.add_listed(unknown, after_page, scope=scope, close_gaps=close_gaps)
         self.metrics.desynchronized[Desync.NEW].inc(stored.found - after_page.found)
-        await self._follow(progress.source, added)
+        for did, report in added.items():
+            await self._follow(run, did, report)
         return stored
 
-    async def _follow(self, source: str, reports: Mapping[str, ListReport]) -> int:
-        """Follow the status of listed accounts; return how many rows changed."""
-        return sum([await self._statuses.follow(source, did, report) for did, report in reports.items()])
+    async def _follow(self, run: _Run, did: str, listed: ListReport) -> bool:
+        """Follow the status of an account, now or at the end of the list; return True if its row changed."""
+        run.failed.pop(did, None)
+        try:
+            return await self._statuses.follow(run.progress.source, did, listed)
+        except StatusFailedError:
+            if len(run.failed) >= MAX_FAILED:
+                raise
+            run.failed[did] = listed
+            return False
 
-    async def _hide_unlisted(self, progress: CrawlProgress) -> int:
+    async def _repeat_failed(self, run: _Run) -> int:
+        """Repeat the failed requests; return how many rows changed. After an error, the next call continues."""
+        changed, unknown, last = 0, 0, None
+        if run.failed:
+            self.stage.idle()
+            await asyncio.sleep(self.settings.first_retry)
+        for did, listed in list(run.failed.items()):
+            try:
+                changed += await self._statuses.follow(run.progress.source, did, listed)
+            except StatusFailedError as error:
+                unknown, last = unknown + 1, error
+                changed += listed.active is not True and await self._statuses.mark_unknown(did)
+            del run.failed[did]
+        if unknown:
+            log.warning("reconciliation.status-unknown", relay=run.progress.source, accounts=unknown, error=str(last))
+        return changed
+
+    async def _hide_unlisted(self, run: _Run) -> int:
         """Follow the status of accounts that the whole list did not contain; return how many rows changed."""
-        listed, hidden, asked = self._listed_so_far(progress), 0, 0
-        while listed is not None and (
-            page := await self.db.crawls.active_repos(listed.asked_until, self.settings.shard.buckets, _PAGE_SIZE)
-        ):
-            for did in [did for did in page if did not in listed.accounts]:
+        hidden, asked, buckets = 0, 0, self.settings.shard.buckets
+        while page := await self.db.crawls.active_repos(run.asked_until, buckets, _PAGE_SIZE):
+            for did in [did for did in page if did not in run.listed]:
                 if asked >= self.settings.max_unlisted:
-                    log.warning("reconciliation.many-unlisted", relay=progress.source, asked=asked)
-                    self._unlisted_after = listed.asked_until
+                    log.warning("reconciliation.many-unlisted", relay=run.progress.source, asked=asked)
+                    self._unlisted_after = run.asked_until
                     return hidden
-                hidden += await self._statuses.follow(progress.source, did, UNLISTED)
-                asked, listed.asked_until = asked + 1, did
-            listed.asked_until = page[-1]
+                hidden += await self._follow(run, did, UNLISTED)
+                asked, run.asked_until = asked + 1, did
+            run.asked_until = page[-1]
         self._unlisted_after = ""
         return hidden

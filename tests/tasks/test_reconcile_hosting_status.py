@@ -13,7 +13,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from indexer.atproto.crypto import PrivateKey
-from indexer.concurrency.stage_progress import StageProgress
 from indexer.errors import UnavailableError
 from indexer.net.http.host_limits import FAILURE_THRESHOLD
 from indexer.net.identity.did_resolver import DidResolver
@@ -23,7 +22,6 @@ from indexer.sync.identity import StoredIdentity
 from indexer.sync.repo import Repo, StreamPoint, SyncStatus
 from indexer.sync.scope import Track
 from indexer.sync.shard import Shard
-from indexer.tasks.reconcile import UNLISTED, HostingStatusChecks
 from indexer.telemetry.metrics import Metrics
 from tests.db.repo_rows import did, insert
 from tests.net.http.scripted_host import ScriptedHost, http_response
@@ -101,23 +99,11 @@ async def test_answer_is_recorded_with_the_position_of_the_relays_stream(crawl: 
 
 async def test_requests_for_an_account_whose_row_was_removed_meanwhile_are_not_repeated(crawl: Crawl) -> None:
     await insert(crawl.db, stored("gone"))
-    crawl.host.pages[status_path("gone")] = http_response(status=500)
-    stage = StageProgress("reconciliation")
-    checks = HostingStatusChecks(
-        crawl.db,
-        crawl.outbound,
-        Metrics(),
-        crawl.scope(),
-        stage,
-        crawl.reconciliation().identities,
-        lambda _: None,
-        sources_are_hosts=False,
-        first_retry=0.0,
-    )
-    assert not await checks.follow(crawl.host.url, did("gone"), UNLISTED)
-    await crawl.sql.execute("delete from indexer.repo where did = $1", did("gone"))
-    assert await checks.repeat_failed(crawl.host.url) == 0
-    assert len(crawl.host.requests) == 1
+    crawl.lists()
+    remove = partial(crawl.sql.execute, "delete from indexer.repo where did = $1", did("gone"))
+    crawl.host.pages[status_path("gone")] = after(remove, http_response(status=500))
+    assert (await crawl.reconcile()).finished_at is not None
+    assert crawl.requests_for("gone") == 1
 
 
 RULE = (
