@@ -25,7 +25,7 @@ from indexer.db.migrate import migrate
 from indexer.demo.scenario import Scenario
 from indexer.embedded import database
 from indexer.net.server.address import Address
-from indexer.serve.health import serve_health
+from indexer.serve.health import Listener
 from indexer.telemetry.log import configure_logging
 from tests import waiting
 from tests.daemon.running_daemon import RunningDaemon, running_daemon
@@ -123,8 +123,7 @@ async def monitored_network(
         for reader in ("feeds", "search"):  # before the start: the daemon looks at consumers once a minute
             await _execute(dsn, "select atproto.register_reader($1)", reader)
         daemon = await stack.enter_async_context(running_daemon(dsn, directory, network, resync_source="pds"))
-        stages = daemon.stages
-        serving = serve_health(Address("127.0.0.1", 0), stages.probe, stages.metrics.registry, stages.conditions)
+        serving = daemon.stages.serve_http(Listener(Address("127.0.0.1", 0)))
         address = await stack.enter_async_context(serving)
         prometheus = await stack.enter_async_context(
             prometheus_server(directory, [str(address)], rules=rules, seconds=scrape_seconds)

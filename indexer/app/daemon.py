@@ -70,7 +70,7 @@ from indexer.resync.fetch import ResyncAttempts
 from indexer.resync.pool import OTHER_TIME, WorkerPool
 from indexer.resync.queue import QueueMaintenance
 from indexer.serve.database_monitor import DatabaseMonitor
-from indexer.serve.health import Listener, not_ready_reasons, serve_health
+from indexer.serve.health import Listener, serve_http
 from indexer.serve.status_page import status_routes
 from indexer.sync.repo import StreamPoint
 from indexer.sync.scope import Track
@@ -198,9 +198,10 @@ class Daemon:
         self.probe = DaemonProbe(self._stages, self.database_monitor, self.shard_ownership, self.started_at)
         self.status = StatusPage(
             db,
-            self.status_reading.reader,
+            self.status_reading,
             self.probe,
-            self.history.history,
+            stages,
+            self.history,
             str(self._shard),
             settings.roles,
         )
@@ -423,7 +424,7 @@ class Daemon:
         """Return what `indexer status` shows of this process: what `/readyz` answers now."""
         roles = self.settings.roles
         owns = "live" not in roles or self.shard_ownership.owned.is_set()
-        reasons = [asdict(reason) for reason in not_ready_reasons(self.probe)]
+        reasons = [asdict(reason) for reason in self.probe.not_ready()]
         return ProcessReport(roles, self._shard.positions, owns, reasons)
 
     def serve_http(self, listener: Listener | None = None) -> AbstractAsyncContextManager[Address]:
@@ -431,10 +432,11 @@ class Daemon:
 
         `listener` is the address of the settings, if it is bound already.
         """
-        bind, registry = listener or self.settings.http_bind, self.metrics.registry
+        listener = listener or Listener(self.settings.http_bind)
         feeds = self._feed_routes() if "feed" in self.settings.roles else ()
         routes = [*status_routes(self.status.document, self.status.account), *feeds]
-        return serve_health(bind, self.probe, registry, self.conditions, routes=routes)
+        checks = {"/healthz": self.probe.stalled, "/readyz": self.probe.not_ready}
+        return serve_http(listener, checks, self.metrics.registry, self.conditions, routes=routes)
 
     async def run(self, stop: StopRequest) -> int:
         """Run all stages until `stop` is set, then drain. An exception of a stage is raised here.

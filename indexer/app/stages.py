@@ -9,27 +9,20 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from time import monotonic
+from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
 from indexer.app.process_setup import collect_garbage, measure_delays
 from indexer.concurrency.stage_progress import StageProgress, Work
 from indexer.db.periodic import DatabaseAttempt, run_periodically
+from indexer.db.reports import MAX_ROWS
 from indexer.live.batch_writer import BatchWriter
 from indexer.live.firehose_consumer import FirehoseConsumer
 from indexer.live.inbox import Inbox
 from indexer.net.relay.subscription import Subscription
 from indexer.resync.pool import WorkerPool
 from indexer.resync.shares import Resync
-from indexer.serve.status_document import (
-    MAX_ROWS,
-    ConditionStatus,
-    ProcessStatus,
-    ReadinessReason,
-    ResyncPoolStatus,
-    ResyncStatus,
-    describe_gap,
-)
+from indexer.serve.status_document import ReadinessReason, Row, describe_gap
 from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metrics import MAX_LISTED, Reading
 
@@ -75,7 +68,7 @@ class Stage:
         drain: What it does in the steps of a stop, given its task. After `SAVE`, its task has ended.
         not_ready: Returns why the database is not up to date because of it.
         gauges: The functions that read its gauges at each scrape, by the name of the gauge.
-        show: Sets its part of the status of this process, whose `time` is set.
+        show: Returns its fields of the status of this process.
     """
 
     name: str
@@ -86,7 +79,7 @@ class Stage:
     drain: Mapping[Drain, Callable[[Task], Awaitable[object]]] = field(default_factory=dict)
     not_ready: Callable[[], Iterable[ReadinessReason]] = tuple
     gauges: Mapping[str, Callable[[], Reading]] = field(default_factory=dict)
-    show: Callable[[ProcessStatus], None] = lambda _process: None
+    show: Callable[[], Row] = dict
 
 
 def all_stages(daemon: "Daemon", others: Iterable[StageProgress]) -> list[Stage]:
@@ -147,14 +140,20 @@ def _live(daemon: "Daemon") -> Iterator[Stage]:
         if ownership.last_error:
             yield ReadinessReason("shard-lock", ownership.last_error, seconds_since(ownership.waits_since))
 
-    def show_stream(process: ProcessStatus) -> None:
-        stream, connection = process.stream, subscription.connection
-        last_message = max(consumer.last_message.values(), default=None)
-        stream.relay = None if connection is None else connection.relay
-        stream.silent_seconds = None if last_message is None else monotonic() - last_message
-        stream.unsettled_messages, stream.unsettled_bytes = inbox.unsettled, inbox.unsettled_bytes
-        stream.waiting_for_keys = len(lookups)
-        stream.seq, stream.lag_seconds = position.watermark.position, writer.lag
+    def show_stream() -> Row:
+        """Return the state of the stream. Every message up to `seq` is stored."""
+        connection, last_message = subscription.connection, max(consumer.last_message.values(), default=None)
+        stream = {
+            "relay": None if connection is None else connection.relay,
+            "seq": position.watermark.position,
+            "lag_seconds": writer.lag,
+            "silent_seconds": None if last_message is None else monotonic() - last_message,
+            "unsettled_messages": inbox.unsettled,
+            "unsettled_bytes": inbox.unsettled_bytes,
+            "waiting_for_keys": len(lookups),
+            "reconciliation": daemon.reconciliation.progress,
+        }
+        return {"stream": stream}
 
     def writer_reasons() -> Iterator[ReadinessReason]:
         if daemon.database_monitor.answering_since is not None:  # else, one reason says it
@@ -231,20 +230,10 @@ def _gaps(daemon: "Daemon") -> Iterator[Stage]:
             message = f"repos may be outdated: {listed}; reconciliation: {progress}"
             yield ReadinessReason("open-gaps", message, len(gaps.gaps))
 
-    def show_progress(process: ProcessStatus) -> None:
-        process.stream.reconciliation = reconciliation.progress
-
     yield Stage("open gaps", "live", gaps.run, [gaps.stage], not_ready=open_gaps)
     check = gaps.stage.add()
     yield Stage("stream continuity", "live", lambda: run_periodically(silence, SILENCE_CHECK_SECONDS, check), [])
-    yield Stage(
-        "reconciliation",
-        "live",
-        reconciliation.run,
-        [reconciliation.stage],
-        needs_shard=True,
-        show=show_progress,
-    )
+    yield Stage("reconciliation", "live", reconciliation.run, [reconciliation.stage], needs_shard=True)
 
 
 def _tasks(daemon: "Daemon") -> Iterator[Stage]:
@@ -275,7 +264,7 @@ def _resync(daemon: "Daemon") -> Iterator[Stage]:
         },
         not_ready=claim_errors,
         gauges={"indexer_resync_running": lambda: len(pool.running)},
-        show=partial(show_resyncs, pool),
+        show=partial(show_resyncs, pool, runs="resync" in daemon.settings.roles),
     )
     yield Stage("queue maintenance", "resync", maintenance.run, progress)
     if (checks := daemon.handle_checks) is not None:
@@ -351,39 +340,42 @@ def seconds_since(moment: float) -> float:
     return round(monotonic() - moment, 1)
 
 
-def show_resyncs(pool: WorkerPool, process: ProcessStatus) -> None:
-    """Show the resyncs that run longest."""
-    longest = sorted(pool.running, key=lambda resync: resync.started_at)
-    rows = [_resync_status(resync, process.time) for resync in longest[:MAX_ROWS]]
-    process.resyncs = ResyncPoolStatus(pool.free_workers, len(longest), rows)
+def show_resyncs(pool: WorkerPool, *, runs: bool) -> Row:
+    """Return the state of the pool, with the resyncs that run longest. `workers_free` is None if it does not run."""
+    longest, now = sorted(pool.running, key=lambda resync: resync.started_at), time()
+    rows = [_resync_row(resync, now) for resync in longest[:MAX_ROWS]]
+    free = pool.free_workers if runs else None
+    return {"resyncs": {"workers_free": free, "running": len(longest), "longest": rows}}
 
 
-def _resync_status(resync: Resync, now: float) -> ResyncStatus:
+def _resync_row(resync: Resync, now: float) -> Row:
+    """Return a resync. Its host is "" if it is not known yet. `received_bytes` is None before the response."""
     download = resync.download
-    return ResyncStatus(
-        did=resync.claimed.did,
-        host=resync.host,
-        phase=resync.phase,
-        phase_seconds=max(0.0, now - resync.phase_since),
-        seconds=max(0.0, now - resync.started_at),
-        received_bytes=None if download is None else download.received,
-        bytes_per_second=None if download is None else round(download.rate, 1),
-        slot="large" if resync.large else "worker",
-    )
+    return {
+        "did": resync.claimed.did,
+        "host": resync.host,
+        "phase": resync.phase,
+        "phase_seconds": max(0.0, now - resync.phase_since),
+        "seconds": max(0.0, now - resync.started_at),
+        "received_bytes": None if download is None else download.received,
+        "bytes_per_second": None if download is None else round(download.rate, 1),
+        "slot": "large" if resync.large else "worker",
+    }
 
 
-def _show_conditions(conditions: Conditions, process: ProcessStatus) -> None:
-    process.conditions = [
-        ConditionStatus(
-            name=condition.kind.name,
-            subject=condition.subject,
-            message=condition.message,
-            seconds=monotonic() - condition.began_at,
-            count=condition.count,
-            prevents_readiness=condition.kind.prevents_readiness,
-        )
+def _show_conditions(conditions: Conditions) -> Row:
+    rows = [
+        {
+            "name": condition.kind.name,
+            "subject": condition.subject,
+            "message": condition.message,
+            "seconds": monotonic() - condition.began_at,
+            "count": condition.count,
+            "prevents_readiness": condition.kind.prevents_readiness,
+        }
         for condition in conditions.active()[:MAX_ROWS]
     ]
+    return {"conditions": rows}
 
 
 async def _settle(inbox: Inbox, seconds: float, task: Task) -> None:

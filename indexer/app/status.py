@@ -12,29 +12,26 @@ from indexer.atproto.syntax import is_did
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Database
 from indexer.db.periodic import DatabaseAttempt
+from indexer.db.reports import MAX_ROWS
 from indexer.live.batch_writer import BatchWriter
 from indexer.resync.pool import WorkerPool
 from indexer.serve.account_status import MAX_COUNTED_RECORDS, account_status
 from indexer.serve.database_monitor import DatabaseMonitor
-from indexer.serve.health import not_ready_reasons
-from indexer.serve.status_document import (
-    MAX_ROWS,
-    MAX_SAMPLES,
-    SAMPLE_SECONDS,
-    History,
-    ProcessStatus,
-    ReadinessReason,
-    StatusDocument,
-)
+from indexer.serve.status_document import ReadinessReason, StatusDocument
 from indexer.serve.status_reader import StatusReader
 from indexer.sync.shard import Shard
 from indexer.tasks.shard_ownership import ShardOwnership
 from indexer.telemetry.metrics import Metrics, Reading
 
+SAMPLE_SECONDS = 10.0
+"""Interval between two samples of the history."""
+MAX_SAMPLES = 360
+"""Samples of the history: an hour."""
+
 
 @dataclass(eq=False)
 class DaemonProbe:
-    """Reads the stages of this process. It implements `indexer.serve.health.Probe`.
+    """Reads the stages of this process. No method does I/O.
 
     Attributes:
         listed: The stages.
@@ -71,43 +68,30 @@ class DaemonProbe:
         shard = self.ownership.owned_since if stage.needs_shard else self.started_at
         return 0.0 if database is None or shard is None else stage.seconds_without_progress(max(database, shard))
 
-    def ready(self) -> list[ReadinessReason]:
-        """Return all reasons why the database is not up to date; none if the daemon is ready."""
-        return [reason for stage in self.listed for reason in stage.not_ready()]
+    def not_ready(self) -> list[ReadinessReason]:
+        """Return all reasons why the daemon is not ready, stalled stages first."""
+        return self.stalled() + [reason for stage in self.listed for reason in stage.not_ready()]
 
     def gauges(self) -> dict[str, Callable[[], Reading]]:
         """Return the functions that read the gauges of readiness, by the name of the gauge."""
         return {
-            "indexer_ready": lambda: float(not not_ready_reasons(self)),
-            "indexer_not_ready": lambda: {(reason.code,): 1.0 for reason in not_ready_reasons(self)},
+            "indexer_ready": lambda: float(not self.not_ready()),
+            "indexer_not_ready": lambda: {(reason.code,): 1.0 for reason in self.not_ready()},
             "indexer_stage_seconds_without_progress": lambda: {
                 (name,): self._seconds_without_progress(stage) for name, stage in self.stages.items()
             },
         }
 
 
-class StatusReading:
-    """Reads the database for the status page and the metrics, and counts the repos of all shards.
-
-    Attributes:
-        reader: Has what was read last.
-        stage: The progress of reading.
-    """
+class StatusReading(StatusReader):
+    """Reads the database for the status page and the metrics, and counts the repos of all shards."""
 
     def __init__(self, db: Database, shard: Shard, metrics: Metrics, interval: float, max_share: float) -> None:
-        """Create it.
-
-        Args:
-            db: The database.
-            shard: The shard of this process.
-            metrics: The metrics.
-            interval: The time between two reads, in seconds.
-            max_share: The maximum share of the time that is spent on counting, because it reads many repos.
-        """
+        """Create it, with the seconds between two reads and the maximum share of the time that counting may take."""
+        super().__init__(db, shard)
         self._metrics = metrics
         self._interval = interval
         self._max_share = max_share
-        self.reader = StatusReader(db, shard)
         self.stage = StageProgress("repo counts")
 
     async def run(self) -> NoReturn:
@@ -116,39 +100,41 @@ class StatusReading:
         while True:
             # A failed count is repeated soon: even a slow database can read one page, so it waited for a lock.
             with DatabaseAttempt(self.stage):
-                await self.reader.read()
+                await self.read()
                 if (began := monotonic()) >= count_at:
                     await self.count()
                     count_at = began + (monotonic() - began) / self._max_share
             await asyncio.sleep(self._interval)
 
     async def count(self) -> None:
-        """Count all repos once, and set the metrics; raise `DatabaseError` if the database is unavailable."""
-        await self.reader.count()
-        metrics, document = self._metrics, self.reader.document()
+        """Count all repos, and set the metrics."""
+        await super().count()
+        metrics, document = self._metrics, self.document()
         if (repos := document.repos) is not None:
             for status, gauge in metrics.repos.items():
-                gauge.set(repos.statuses.get(status, 0))
+                gauge.set(repos["statuses"].get(status, 0))
             for reason, gauge in metrics.repos_desynchronized.items():
-                gauge.set(repos.reasons.get(reason, 0))
-            metrics.resync_queue.set(repos.queued)
-            metrics.scope_incomplete_repos.set(repos.scope_backfill.waiting)
-        if document.links is not None:
-            metrics.links_progress.set(1 if document.links.progress is None else document.links.progress)
+                gauge.set(repos["reasons"].get(reason, 0))
+            metrics.resync_queue.set(repos["queued"])
+            metrics.scope_incomplete_repos.set(repos["scope_backfill"]["waiting"])
+        if (links := document.links) is not None:
+            metrics.links_progress.set(1 if links["progress"] is None else links["progress"])
 
 
 class SampledHistory:
     """Takes samples of the lag and of the rates, for the charts of the status page.
 
     Attributes:
-        history: The newest `MAX_SAMPLES` samples.
+        columns: The newest `MAX_SAMPLES` samples, oldest first. `times` are Unix seconds. The rates are means since the
+            previous sample: of settled messages, and of resyncs that ended.
     """
 
     def __init__(self, writer: BatchWriter, pool: WorkerPool) -> None:
         self._writer = writer
         self._pool = pool
-        self._last_at, self._messages, self._resyncs = time(), 0, 0
-        self.history = History()
+        self._last = time(), 0, 0
+        names = ("times", "lag_seconds", "messages_per_second", "resyncs_per_second")
+        self.columns: dict[str, list[float | None]] = {name: [] for name in names}
 
     async def run(self) -> NoReturn:
         """Take a sample every `SAMPLE_SECONDS`, forever."""
@@ -158,46 +144,43 @@ class SampledHistory:
 
     def sample(self, now: float) -> None:
         """Add a sample at `now` (Unix seconds). Nothing is added if the clock was set back."""
-        seconds, lag = now - self._last_at, self._writer.lag
-        messages, resyncs = self._writer.totals.settled, self._pool.ended
-        if seconds > 0:
-            history = self.history
-            history.times.append(round(now, 1))
-            history.lag_seconds.append(None if lag is None else round(lag, 3))
-            history.messages_per_second.append(round((messages - self._messages) / seconds, 2))
-            history.resyncs_per_second.append(round((resyncs - self._resyncs) / seconds, 2))
-            for column in (
-                history.times,
-                history.lag_seconds,
-                history.messages_per_second,
-                history.resyncs_per_second,
-            ):
+        (last_at, *before), lag = self._last, self._writer.lag
+        totals = self._writer.totals.settled, self._pool.ended
+        if (seconds := now - last_at) > 0:
+            rates = [round((total - earlier) / seconds, 2) for total, earlier in zip(totals, before, strict=True)]
+            sample = round(now, 1), None if lag is None else round(lag, 3), *rates
+            for column, value in zip(self.columns.values(), sample, strict=True):
+                column.append(value)
                 del column[:-MAX_SAMPLES]
-        self._last_at, self._messages, self._resyncs = now, messages, resyncs
+        self._last = now, *totals
 
 
 @dataclass(eq=False)
 class StatusPage:
-    """The document and the accounts that the status page of this process shows."""
+    """The document and the accounts that the status page of this process shows. `stages` are those of all roles."""
 
     db: Database
     reader: StatusReader
     probe: DaemonProbe
-    history: History
+    stages: Sequence[Stage]
+    history: SampledHistory
     shard: str
     roles: Sequence[str]
     started_at: float = field(default_factory=time)
 
     def document(self) -> StatusDocument:
-        """Return the present state, with what was last read from the database."""
+        """Return the present state, with what was last read from the database. Times are Unix seconds."""
         document = self.reader.document()
-        document.reasons = not_ready_reasons(self.probe)[:MAX_ROWS]
-        started_at, roles = round(self.started_at, 1), list(self.roles)
-        process = ProcessStatus(time(), started_at, self.shard, roles, self.history)
-        for stage in self.probe.listed:
-            stage.show(process)
-        process.time = round(process.time, 1)
-        document.process = process
+        document.reasons = self.probe.not_ready()[:MAX_ROWS]
+        document.process = {
+            "time": round(time(), 1),
+            "started_at": round(self.started_at, 1),
+            "shard": self.shard,
+            "roles": list(self.roles),
+            "history": self.history.columns,
+        }
+        for stage in self.stages:
+            document.process |= stage.show()
         return document
 
     async def account(self, account: str) -> dict[str, Any] | None:

@@ -21,7 +21,7 @@ from indexer.db import Database
 from indexer.db.database_errors import without_password
 from indexer.errors import SchemaVersionError
 from indexer.serve.account_status import account_summary
-from indexer.serve.status_document import Backfill, LinkStatus, RepoStatus, StatusDocument
+from indexer.serve.status_document import Row, StatusDocument
 from indexer.serve.status_reader import StatusReader
 from indexer.sync.shard import Shard
 from indexer.telemetry.log import printable
@@ -188,8 +188,7 @@ def _rows(document: StatusDocument) -> dict[str, list[dict[str, str]]]:
     rows = {"repos": [] if document.repos is None else _repo_rows(document.repos)}
     return rows | {
         title: [
-            {column: _cell(field, getattr(row, field)) for column, field in columns.items()}
-            for row in getattr(document, name)
+            {column: _cell(field, row[field]) for column, field in columns.items()} for row in getattr(document, name)
         ]
         for title, (name, columns) in TABLES.items()
     }
@@ -203,18 +202,18 @@ def _duration(seconds: float | None) -> str:
     return "-" if seconds is None else duration_text(seconds)
 
 
-def _repo_rows(repos: RepoStatus) -> list[dict[str, str]]:
+def _repo_rows(repos: Row) -> list[dict[str, str]]:
     rows = [
-        *repos.statuses.items(),
-        *((f"reason: {reason}", count) for reason, count in repos.reasons.items()),
-        *((f"last error: {failure}", count) for failure, count in repos.failures.items()),
+        *repos["statuses"].items(),
+        *((f"reason: {reason}", count) for reason, count in repos["reasons"].items()),
+        *((f"last error: {failure}", count) for failure, count in repos["failures"].items()),
     ]
     return [{"state": name, "repos": _repos(repos, count)} for name, count in rows]
 
 
-def _repos(repos: RepoStatus, count: int) -> str:
+def _repos(repos: Row, count: int) -> str:
     """Return a number of repos, with a word if it is an estimate."""
-    return f"{count:,}" if repos.counted_share == 1.0 else f"about {count:,}"
+    return f"{count:,}" if repos["counted_share"] == 1.0 else f"about {count:,}"
 
 
 def _facts(document: StatusDocument) -> Mapping[str, Any]:
@@ -225,34 +224,34 @@ def _facts(document: StatusDocument) -> Mapping[str, Any]:
     facts["database"] = document.database
     if (repos := document.repos) is not None:
         facts |= {
-            "records": f"about {repos.records:,}",
-            "resync queue": _repos(repos, repos.queued),
-            "parked": _repos(repos, repos.parked),
-            "unproven": _repos(repos, repos.unproven),
-            "scope backfill": _scope_backfill(repos, repos.scope_backfill),
-            "resyncs per second": f"{repos.backfill.repos_per_second or 0.0:,.1f}",
-            "progress": None if repos.progress is None else f"{repos.progress:.1%}",
-            "time left": _duration(repos.backfill.seconds_left),
+            "records": f"about {repos['records']:,}",
+            "resync queue": _repos(repos, repos["queued"]),
+            "parked": _repos(repos, repos["parked"]),
+            "unproven": _repos(repos, repos["unproven"]),
+            "scope backfill": _scope_backfill(repos, repos["scope_backfill"]),
+            "resyncs per second": f"{repos['backfill']['repos_per_second'] or 0.0:,.1f}",
+            "progress": None if repos["progress"] is None else f"{repos['progress']:.1%}",
+            "time left": _duration(repos["backfill"]["seconds_left"]),
         }
     if document.links is not None:
         facts["links"] = _links(document.links)
     return facts | {"events per second": f"{document.events_per_second or 0.0:,.1f}"}
 
 
-def _scope_backfill(repos: RepoStatus, backfill: Backfill) -> str:
-    if not backfill.waiting:
+def _scope_backfill(repos: Row, backfill: Row) -> str:
+    if not backfill["waiting"]:
         return "complete"
-    left = "unknown" if backfill.seconds_left is None else duration_text(backfill.seconds_left)
-    return f"{_repos(repos, backfill.waiting)} repos wait for added collections; time left: {left}"
+    left = "unknown" if backfill["seconds_left"] is None else duration_text(backfill["seconds_left"])
+    return f"{_repos(repos, backfill['waiting'])} repos wait for added collections; time left: {left}"
 
 
-def _links(links: LinkStatus) -> str:
-    if links.state == "off":
+def _links(links: Row) -> str:
+    if links["state"] == "off":
         return "off"
-    parts: list[str] = [links.state]
-    if links.state == "backfill":
-        left = "unknown" if links.seconds_left is None else duration_text(links.seconds_left)
-        parts = [f"backfill: about {links.progress or 0.0:.1%} of the repos", f"time left: {left}"]
-    if links.open_recounts:
-        parts.append(f"repos to recount: {links.open_recounts:,}")
+    parts: list[str] = [links["state"]]
+    if links["state"] == "backfill":
+        left = "unknown" if links["seconds_left"] is None else duration_text(links["seconds_left"])
+        parts = [f"backfill: about {links['progress'] or 0.0:.1%} of the repos", f"time left: {left}"]
+    if links["open_recounts"]:
+        parts.append(f"repos to recount: {links['open_recounts']:,}")
     return "; ".join(parts)

@@ -10,13 +10,11 @@ from time import time
 import asyncpg
 
 from indexer.crash_points import crash_point
-from indexer.db.columns import Connection, columns_of, typed, unnest, values_of
+from indexer.db.columns import columns_of, typed, unnest, values_of
 from indexer.db.connections import Area
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import MAX_HOSTS, HostState
 
-REPORTED_HOSTS = 10
-"""Paused hosts that `load_paused` returns."""
 _FAILURES_EXPIRE_SECONDS = 86_400.0
 
 _COLUMNS = typed(
@@ -54,11 +52,6 @@ _LOAD = f"""
         or (consecutive_failures > 0 and updated_at > now() - make_interval(secs => $1))
 """
 
-_LOAD_PAUSED = f"""
-    select {_READ} from indexer.host
-    where paused_until > to_timestamp($2) order by consecutive_failures desc, paused_until desc limit $1
-"""
-
 
 class Hosts(Area):
     """The states of hosts."""
@@ -75,11 +68,6 @@ class Hosts(Area):
             if any(row["inserted"] for row in saved):
                 await connection.execute(_TRIM, MAX_HOSTS)
             crash_point("hosts.saved")
-
-
-async def load_paused(connection: Connection) -> list[HostState]:
-    """Return some of the paused hosts, those with the most consecutive failures first."""
-    return [_state(row) for row in await connection.fetch(_LOAD_PAUSED, REPORTED_HOSTS, time())]
 
 
 def _state(row: asyncpg.Record) -> HostState:

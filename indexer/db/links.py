@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from asyncpg import Record as Row
 
@@ -110,44 +110,38 @@ _SET_COUNTED = """
 _RECOUNTED = "delete from indexer.links_to_recount where did = $1 and bucket = $2 and seq = $3"
 
 
-_PROGRESS = "select state, repos_done, date_part('epoch', enabled_at) as enabled_at from atproto.link_progress"
+_PROGRESS = """
+    select state, repos_done, date_part('epoch', clock_timestamp() - enabled_at) as seconds from atproto.link_progress
+"""
 _OPEN_RECOUNTS = "select count(*) from (select 1 from indexer.links_to_recount limit $1) found"
 MAX_OPEN = 100_000
 """Recounts that are counted at most."""
-
-LinkProgressState = Literal["off", "backfill", "complete"]
 
 
 class PositionLostError(Exception):
     """Changes after the position may have been trimmed: the consumer was disconnected or removed."""
 
 
-@dataclass(frozen=True, slots=True)
-class LinkProgress:
-    """The progress of links. How far they are behind is in the status of the consumer `links`.
+async def load_progress(connection: Connection) -> dict[str, Any]:
+    """Return the field `links` of the status document. The cost does not depend on the number of links.
 
-    Attributes:
-        progress: The estimated share of the repos that the backfill has visited; 0 if no links are kept.
-        repos_done: Repos that the backfill has visited.
-        enabled_at: When links were turned on, in Unix seconds; None if they are off.
-        open_recounts: Repos whose visibility changed and whose links are not recounted yet, at most `MAX_OPEN`.
+    `state` is `off`, `backfill` or `complete`; `progress` the estimated share of the repos that the backfill has
+    visited, `repos_done` their number; `seconds_left` the time for the rest, at the mean rate since it began.
+    `open_recounts` is the number of repos whose visibility changed and whose links are not recounted yet, at most
+    `MAX_OPEN`. How far links are behind is in the status of the consumer `links`.
     """
-
-    state: LinkProgressState = "off"
-    progress: float = 0.0
-    repos_done: int = 0
-    enabled_at: float | None = None
-    open_recounts: int = 0
-
-
-async def load_progress(connection: Connection) -> LinkProgress:
-    """Return the progress. The cost does not depend on the number of links."""
-    [(state, repos_done, enabled_at)] = await connection.fetch(_PROGRESS)
-    progress = float(state == "complete")
+    [(state, repos_done, seconds)] = await connection.fetch(_PROGRESS)
+    progress, left = 1.0 if state == "complete" else None, None
     if state == "backfill":
         progress = min(1.0, repos_done / max(1, await estimate_rows(connection, "indexer.repo")))
-    open_recounts = await connection.fetchval(_OPEN_RECOUNTS, MAX_OPEN)
-    return LinkProgress(state, progress, repos_done, enabled_at, open_recounts)
+        left = max(0.0, seconds) * (1 - progress) / progress if progress else None
+    return {
+        "state": state,
+        "progress": progress,
+        "repos_done": repos_done,
+        "seconds_left": left,
+        "open_recounts": await connection.fetchval(_OPEN_RECOUNTS, MAX_OPEN),
+    }
 
 
 _Target = tuple[str, str, str]

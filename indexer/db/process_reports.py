@@ -39,7 +39,8 @@ _SAVE = f"""
 _LOAD = f"""
     select p.roles, p.first_bucket, p.last_bucket, p.owns, p.reasons,
         date_part('epoch', clock_timestamp() - p.reported_at) as age,
-        p.pid, coalesce(host(a.client_addr), 'this machine') as client, date_part('epoch', p.started_at) as since
+        p.pid, coalesce(host(a.client_addr), 'this machine') as client,
+        date_part('epoch', clock_timestamp() - p.started_at) as seconds
     from indexer.process_report p join pg_stat_activity a on a.datname = current_database() and {_OF_SESSION}
     order by p.first_bucket, p.last_bucket, not p.owns, p.pid
 """
@@ -57,7 +58,7 @@ class ProcessReport:
         age: Seconds since it reported this.
         pid: The session by which it reported this.
         client: The network address of the process.
-        since: When the session began, in Unix seconds.
+        seconds: Seconds since the session began.
     """
 
     roles: Sequence[str]
@@ -67,7 +68,7 @@ class ProcessReport:
     age: float = 0.0
     pid: int = 0
     client: str = ""
-    since: float = 0.0
+    seconds: float = 0.0
 
 
 class DatabaseCheck:
@@ -119,7 +120,7 @@ async def load(connection: Connection) -> list[ProcessReport]:
             max(0.0, row["age"]),
             row["pid"],
             row["client"],
-            row["since"],
+            max(0.0, row["seconds"]),
         )
         for row in await connection.fetch(_LOAD)
     ]

@@ -7,29 +7,24 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
-from time import monotonic
+from time import monotonic, time
 from typing import Any
 
 import asyncpg
 
 from indexer.atproto.cid import cid_text, parse_cid
-from indexer.db import process_reports
-from indexer.db.change_log_segments import ConsumerState, load_consumers
+from indexer.db import links, process_reports
 from indexer.db.columns import Connection
 from indexer.db.connections import Area
 from indexer.db.database_errors import DatabaseError
-from indexer.db.gaps import load_open as load_open_gaps
-from indexer.db.hosts import load_paused
 from indexer.db.layout import TablePart, estimate_rows, load_parts
-from indexer.db.links import LinkProgress, load_progress
 from indexer.db.process_reports import ProcessReport
 from indexer.db.scope import load as load_scope
 from indexer.db.tap_feed import count_refused
-from indexer.reasons import FetchFailure
-from indexer.sync.identity import HostState
+from indexer.reasons import FetchFailure, Rejection
+from indexer.sync.events import MAX_AHEAD, event_seconds
 from indexer.sync.repo import SyncStatus
 from indexer.sync.shard import BUCKETS, bucket_of
-from indexer.sync.stream import Cursor, OpenGap
 
 TIMEOUT_SECONDS = 5
 """Seconds after which the server cancels a query of the status."""
@@ -80,54 +75,44 @@ class Counts:
     incomplete: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RejectionSummary:
-    """The stored dead letters with one reason: how many they are, and the newest one (`newest_at` is Unix seconds)."""
-
-    reason: str
-    stored: int
-    last_hour: int
-    newest_at: float
-    relay: str
-    seq: int | None
-    did: str | None
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class DatabaseState:
-    """Everything of the status besides the numbers of repos.
-
-    Attributes:
-        set_aside_events: Number of events that clients of the feed refused for so long that the feed has passed them.
-        hosts: Some paused hosts, those with the most consecutive failures.
-        rejections: The dead letters by reason, the reason with the newest one first.
-    """
-
-    cursors: list[Cursor] = field(default_factory=list)
-    consumers: list[ConsumerState] = field(default_factory=list)
-    set_aside_events: int = 0
-    hosts: list[HostState] = field(default_factory=list)
-    gaps: list[OpenGap] = field(default_factory=list)
-    reports: list[ProcessReport] = field(default_factory=list)
-    links: LinkProgress = field(default_factory=LinkProgress)
-    rejections: list[RejectionSummary] = field(default_factory=list)
-
-
+MAX_ROWS = 50
+"""Rows of each list of the status."""
+MAX_HOSTS = 10
+"""Paused hosts in the status."""
+# The columns are the fields of the rows of the status document. Times of the clocks of the processes are compared with
+# $1, the present time by such a clock.
 _CURSORS = """
-    select relay, shard, seq, event_time, date_part('epoch', caught_up_at) as caught_up_at
+    select relay, shard, seq, event_time, $1 - date_part('epoch', caught_up_at) as lag_seconds
     from atproto.cursors order by relay, shard
+"""
+_GAPS = """
+    select relay, shard, reason, first_seq, last_seq, date_part('epoch', clock_timestamp() - opened_at) as open_seconds
+    from indexer.gap where closed_at is null order by id
+"""
+_HOSTS = """
+    select host, coalesce(pause_reason, '') as reason, date_part('epoch', paused_until) - $1 as seconds_left,
+        consecutive_failures as failures_in_a_row, last_error,
+        $1 - date_part('epoch', last_success) as last_success_seconds_ago
+    from indexer.host where paused_until > to_timestamp($1::float8)
+    order by consecutive_failures desc, paused_until desc limit $2
+"""
+_CONSUMERS = """
+    select name, seq, behind, coalesce(date_part('epoch', clock_timestamp() - behind_since), 0) as lag_seconds,
+        date_part('epoch', clock_timestamp() - seen_at) as silent_seconds, cut_off_at is not null as cut_off
+    from atproto.readers order by name limit $1
 """
 # The table has a bounded number of rows per relay and reason, and frames are not read.
 REJECTIONS = """
-    select d.reason, n.stored, n.last_hour, date_part('epoch', d.time) as newest_at, d.relay, d.seq, d.did, d.detail
+    select d.reason, n.stored, n.last_hour, date_part('epoch', clock_timestamp() - d.time) as newest_seconds_ago,
+        d.relay, d.seq, d.did, d.detail
     from (
         select reason, count(*) as stored, count(*) filter (where time > now() - interval '1 hour') as last_hour,
             max(id) as newest
         from indexer.dead_letter group by reason
     ) n join indexer.dead_letter d on d.id = n.newest
-    order by d.time desc, d.reason
+    order by d.time desc, d.reason limit $1
 """
+_REJECTION_TEXTS = {str(reason): reason.text for reason in Rejection}
 
 
 _IS_INCOMPLETE = "active and priority <> 2 and parked_at is null"
@@ -221,10 +206,10 @@ class Reports(Area):
             counts = await count_repos(connection, since)
             return replace(counts, records=await estimate_rows(connection, "indexer.record"))
 
-    async def state(self) -> DatabaseState:
-        """Return everything of the status besides the numbers of repos."""
+    async def state(self) -> tuple[dict[str, Any], list[ProcessReport]]:
+        """Return fields of the status document, by name, and what the processes report."""
         async with self._pool.transaction() as connection:
-            return await load_state(connection)
+            return await load_state(connection, time())
 
     async def repo(self, did: str, max_records: int = ALL_RECORDS) -> dict[str, Any] | None:
         """Return what is stored about a repo, by column, with the number of its records up to `max_records`."""
@@ -273,19 +258,40 @@ class Reports(Area):
                 pages = min(PAGES_FACTOR * pages, MAX_SAMPLE_PAGES)
 
 
-async def load_state(connection: Connection) -> DatabaseState:
-    """Return the state of the database. Run it in a transaction."""
+async def load_state(connection: Connection, now: float) -> tuple[dict[str, Any], list[ProcessReport]]:
+    """Return what `Reports.state` returns, at `now` (Unix seconds). Run it in a transaction."""
     await connection.execute(f"set local statement_timeout = '{TIMEOUT_SECONDS}s'")
-    return DatabaseState(
-        cursors=[Cursor(**row) for row in await connection.fetch(_CURSORS)],
-        consumers=await load_consumers(connection),
-        set_aside_events=await count_refused(connection),
-        hosts=await load_paused(connection),
-        gaps=await load_open_gaps(connection),
-        reports=await process_reports.load(connection),
-        links=await load_progress(connection),
-        rejections=[RejectionSummary(**row) for row in await connection.fetch(REJECTIONS)],
-    )
+
+    async def rows(sql: str, *parameters: object) -> list[dict[str, Any]]:
+        """Return the rows. A duration is at least 0, whatever the clocks of other processes say."""
+        return [
+            {name: max(0.0, value) if "seconds" in name and value is not None else value for name, value in row.items()}
+            for row in await connection.fetch(sql, *parameters)
+        ]
+
+    cursors, gaps = await rows(_CURSORS, now), await rows(_GAPS)
+    for cursor in cursors:
+        if cursor["lag_seconds"] is None:
+            cursor["lag_seconds"] = _age(cursor["event_time"], now)
+    state = {
+        "cursors": cursors,
+        "links": await links.load_progress(connection),
+        "gaps_open": len(gaps),
+        "gaps": gaps[:MAX_ROWS],
+        "hosts": await rows(_HOSTS, now, MAX_HOSTS),
+        "rejections": [
+            row | {"meaning": _REJECTION_TEXTS.get(row["reason"], "")} for row in await rows(REJECTIONS, MAX_ROWS)
+        ],
+        "consumers": await rows(_CONSUMERS, MAX_ROWS),
+        "set_aside_events": await count_refused(connection),
+    }
+    return state, await process_reports.load(connection)
+
+
+def _age(event_time: str | None, now: float) -> float | None:
+    """Return the age of an event; None if its time is not possible."""
+    at = event_seconds(event_time)
+    return None if at is None or at > now + MAX_AHEAD else max(0.0, now - at)
 
 
 async def count_repos(connection: Connection, since: float) -> Counts:

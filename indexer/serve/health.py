@@ -4,11 +4,12 @@ import asyncio
 import errno
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from time import monotonic
-from typing import Protocol, cast
+from typing import cast
 
 from aiohttp import hdrs, web
 from aiohttp.http import HttpProcessingError
@@ -26,14 +27,8 @@ from indexer.telemetry.conditions import Conditions
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Probe(Protocol):
-    """The state of the running daemon. Every method returns immediately, without I/O."""
-
-    def stalled(self) -> Sequence[ReadinessReason]:
-        """Return a reason for each stage that has work and makes no progress; none if the process is healthy."""
-
-    def ready(self) -> Sequence[ReadinessReason]:
-        """Return all reasons why the database is not up to date; none if the daemon is ready."""
+Check = Callable[[], Sequence[ReadinessReason]]
+"""Returns at once, without I/O, the reasons why a check fails; none if it succeeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,24 +116,36 @@ class Listener:
 
 
 @asynccontextmanager
-async def serve_health(
-    bind: Address | Listener,
-    probe: Probe,
+async def serve_http(
+    listener: Listener,
+    checks: Mapping[str, Check],
     registry: CollectorRegistry,
     conditions: Conditions,
     limits: HttpLimits = DEFAULT_HTTP_LIMITS,
     routes: Sequence[web.RouteDef] = (),
 ) -> AsyncIterator[Address]:
-    """Run the HTTP server until the block ends; yield its address, with the real port if `bind` has port 0.
+    """Run the HTTP server until the block ends; yield its address, with the real port if that of `listener` is 0.
 
-    It serves the health checks, the metrics, and `routes`: the status page and feeds.
+    It serves the health checks by their paths, the metrics, and `routes`: the status page and feeds.
 
     Raises:
-        SettingsError: Another process uses the address, this machine does not have it, or this account may not use it.
+        SettingsError: As `Listener.bind`.
     """
-    listener = bind if isinstance(bind, Listener) else Listener(bind, limits.backlog)
-    app = _application(probe, MetricsPage(registry, limits.scrape_interval), limits.request_interval)
-    app.add_routes(routes)
+    turns = Turns()
+
+    @web.middleware
+    async def in_turn(request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer a request after a turn, so that requests leave the event loop time for the stream."""
+        await turns.spend(client_network(request), limits.request_interval)
+        return await handler(request)
+
+    async def version(_: web.Request) -> web.Response:
+        return web.json_response({"version": __version__})
+
+    app = web.Application(middlewares=[in_turn])
+    app.add_routes([web.get(path, partial(_answer_check, check)) for path, check in checks.items()])
+    metrics = MetricsPage(registry, limits.scrape_interval)
+    app.add_routes([web.get("/metrics", metrics.respond), web.get("/xrpc/_health", version), *routes])
     app[WEBSOCKETS] = websockets = Websockets(limits.max_websockets, conditions)
     app.on_shutdown.append(lambda _: websockets.close())
     logger = logging.getLogger("aiohttp.server")
@@ -172,15 +179,16 @@ class MetricsPage:
         self._interval = interval
         self._pages: dict[str, tuple[float, bytes]] = {}
 
-    def text(self, accept: str) -> tuple[bytes, str]:
-        """Return the metrics and their content type, in one of the two formats that Prometheus reads."""
+    async def respond(self, request: web.Request) -> web.Response:
+        """Return the metrics in one of the two formats that Prometheus reads."""
         # Only the two formats are told apart, not their versions: each one is computed and stored for itself.
-        encode, content_type = choose_encoder(_OPENMETRICS if "application/openmetrics-text" in accept else "")
+        openmetrics = "application/openmetrics-text" in request.headers.get(hdrs.ACCEPT, "")
+        encode, content_type = choose_encoder(_OPENMETRICS if openmetrics else "")
         computed_at, text = self._pages.get(content_type, (-math.inf, b""))
         if monotonic() - computed_at >= self._interval:
             text = encode(self._registry)
             self._pages[content_type] = monotonic(), text
-        return text, content_type
+        return web.Response(body=text, headers={hdrs.CONTENT_TYPE: content_type})
 
 
 _OPENMETRICS = "application/openmetrics-text; version=1.0.0"
@@ -191,47 +199,8 @@ def _is_not_malformed_request(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
-def _application(probe: Probe, metrics_page: MetricsPage, request_interval: float) -> web.Application:
-    """Return the web application with the routes for programs."""
-    turns = Turns()
-
-    @web.middleware
-    async def in_turn(request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer a request after a turn, so that requests leave the event loop time for the stream."""
-        await turns.spend(client_network(request), request_interval)
-        return await handler(request)
-
-    async def healthz(_: web.Request) -> web.Response:
-        return _check_response(probe.stalled())
-
-    async def readyz(_: web.Request) -> web.Response:
-        return _check_response(not_ready_reasons(probe))
-
-    async def metrics(request: web.Request) -> web.Response:
-        text, content_type = metrics_page.text(request.headers.get(hdrs.ACCEPT, ""))
-        return web.Response(body=text, headers={hdrs.CONTENT_TYPE: content_type})
-
-    async def version(_: web.Request) -> web.Response:
-        return web.json_response({"version": __version__})
-
-    app = web.Application(middlewares=[in_turn])
-    app.add_routes(
-        [
-            web.get("/healthz", healthz),
-            web.get("/readyz", readyz),
-            web.get("/metrics", metrics),
-            web.get("/xrpc/_health", version),
-        ]
-    )
-    return app
-
-
-def not_ready_reasons(probe: Probe) -> list[ReadinessReason]:
-    """Return all reasons why the daemon is not ready, stalled stages first."""
-    return [*probe.stalled(), *probe.ready()]
-
-
-def _check_response(reasons: Sequence[ReadinessReason]) -> web.Response:
+async def _answer_check(check: Check, _: web.Request) -> web.Response:
+    reasons = check()
     if not reasons:
         return web.json_response({"status": "ok"})
     body = {"status": "unavailable", "reason": reasons[0].message, "reasons": [asdict(reason) for reason in reasons]}

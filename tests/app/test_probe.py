@@ -41,7 +41,7 @@ def waiting(name: str = "a stage", *, needs_database: bool = True, needs_shard: 
 
 def test_idle_daemon_is_healthy_and_ready() -> None:
     probe = probe_of(watched=[StageProgress("a stage")])
-    assert (probe.stalled(), probe.ready()) == ([], [])
+    assert (probe.stalled(), probe.not_ready()) == ([], [])
 
 
 def test_every_stage_that_stalled_is_named_with_its_time() -> None:
@@ -113,7 +113,7 @@ def failing() -> SimpleNamespace:
 def test_reason_why_the_daemon_is_not_ready_has_a_number(
     make_stages: Callable[[], dict[str, Any]], message: str, value: float
 ) -> None:
-    [found] = probe_of(**make_stages()).ready()
+    [found] = probe_of(**make_stages()).not_ready()
     assert found.message == message
     assert value <= found.value < value + 100
 
@@ -126,7 +126,7 @@ def test_all_reasons_are_given_at_once() -> None:
     probe = probe_of(
         conditions={"active": conditions.active}, subscription={"connection": None}, batch_writer={"lag": 75.04}
     )
-    reasons = probe.ready()
+    reasons = probe.not_ready()
     assert [reason.code for reason in reasons] == [
         "identity-lookups-failing",
         "database-unavailable",

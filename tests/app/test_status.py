@@ -10,17 +10,10 @@ import orjson
 import pytest
 
 from indexer.app.stages import all_stages
-from indexer.app.status import SampledHistory, StatusPage
+from indexer.app.status import MAX_SAMPLES, SampledHistory, StatusPage
+from indexer.db.reports import MAX_ROWS
 from indexer.resync.shares import Phase, Resync
-from indexer.serve.status_document import (
-    MAX_ROWS,
-    MAX_SAMPLES,
-    MAX_TEXT_LENGTH,
-    History,
-    ProcessStatus,
-    ReadinessReason,
-    StatusDocument,
-)
+from indexer.serve.status_document import MAX_TEXT_LENGTH, ReadinessReason, StatusDocument
 from indexer.sync.repo import Repo
 from indexer.telemetry.conditions import DATABASE_ERRORS, DEAD_ROWS_KEPT, HOST_FAILING, Conditions
 from tests.app.fake_daemon import fake_daemon
@@ -36,9 +29,9 @@ def daemon_of(
     """Return the status and the history of an idle, connected daemon, with some attributes of stages replaced."""
     daemon = fake_daemon(("live", "resync"), **stages)
     daemon.history = SampledHistory(daemon.batch_writer, daemon.resync_pool)
-    listed = [stage for stage in all_stages(daemon, ()) if stage.role in {None, "live", "resync"}]
-    probe: Any = SimpleNamespace(listed=listed, stalled=lambda: reasons or [], ready=list)
-    page = StatusPage(daemon.db, FakeDatabase().reader, probe, daemon.history.history, "0/1", ("live", "resync"))
+    probe: Any = SimpleNamespace(not_ready=lambda: reasons or [])
+    listed = all_stages(daemon, ())
+    page = StatusPage(daemon.db, FakeDatabase().reader, probe, listed, daemon.history, "0/1", ("live", "resync"))
     return page.document, daemon.history
 
 
@@ -46,7 +39,7 @@ def document_of(reasons: list[ReadinessReason] | None = None, **stages: Any) -> 
     return daemon_of(reasons, **stages)[0]()
 
 
-def process_of(**stages: Any) -> ProcessStatus:
+def process_of(**stages: Any) -> dict[str, Any]:
     process = document_of(**stages).process
     assert process is not None
     return process
@@ -54,14 +47,20 @@ def process_of(**stages: Any) -> ProcessStatus:
 
 def test_document_of_an_idle_daemon() -> None:
     document, process = document_of(), process_of()
-    assert (document.reasons, process.shard, process.roles) == ([], "0/1", ["live", "resync"])
+    assert (document.reasons, process["shard"], process["roles"]) == ([], "0/1", ["live", "resync"])
     assert document.database is None, "the page tells nobody where the database is"
-    stream = process.stream
-    assert (stream.relay, stream.seq, stream.lag_seconds) == ("wss://one.example", 7, 0.25)
-    assert (stream.unsettled_messages, stream.unsettled_bytes, stream.waiting_for_keys) == (3, 4_096, 1)
-    assert stream.silent_seconds is not None
-    assert 2 <= stream.silent_seconds < 60
-    assert process.conditions == []
+    stream = process["stream"]
+    assert 2 <= stream.pop("silent_seconds") < 60
+    assert stream == {
+        "relay": "wss://one.example",
+        "seq": 7,
+        "lag_seconds": 0.25,
+        "unsettled_messages": 3,
+        "unsettled_bytes": 4_096,
+        "waiting_for_keys": 1,
+        "reconciliation": None,
+    }
+    assert process["conditions"] == []
     assert document.to_json()["process"]["history"]["times"] == []
 
 
@@ -71,7 +70,7 @@ def test_reasons_are_those_of_this_process() -> None:
     assert document.to_json()["ready"] is False
 
 
-def sampled(*samples: tuple[float, float | None, int, int]) -> History:
+def sampled(*samples: tuple[float, float | None, int, int]) -> dict[str, Any]:
     """Return the history after samples of time, lag, settled messages and ended resyncs. All began at second 100."""
     writer: Any = SimpleNamespace(lag=None, totals=SimpleNamespace(settled=0))
     pool: Any = SimpleNamespace(ended=0)
@@ -79,26 +78,29 @@ def sampled(*samples: tuple[float, float | None, int, int]) -> History:
         history = SampledHistory(writer, pool)
     for now, writer.lag, writer.totals.settled, pool.ended in samples:
         history.sample(now)
-    return history.history
+    return history.columns
 
 
 def test_history_has_the_mean_rates_since_the_previous_sample() -> None:
     history = sampled((110.0, None, 50, 2), (120.0, 0.0171, 450, 2))
-    assert history == History([110.0, 120.0], [None, 0.017], [5.0, 40.0], [0.2, 0.0])
+    assert history == {
+        "times": [110.0, 120.0],
+        "lag_seconds": [None, 0.017],
+        "messages_per_second": [5.0, 40.0],
+        "resyncs_per_second": [0.2, 0.0],
+    }
 
 
 def test_only_the_newest_samples_are_retained() -> None:
     history = sampled(*((100.0 + number, 1.0, number, 0) for number in range(1, 3 * MAX_SAMPLES)))
-    assert {len(column) for column in (history.times, history.lag_seconds, history.messages_per_second)} == {
-        MAX_SAMPLES
-    }
-    assert history.times[-1] == 99 + 3 * MAX_SAMPLES
+    assert {len(column) for column in history.values()} == {MAX_SAMPLES}
+    assert history["times"][-1] == 99 + 3 * MAX_SAMPLES
 
 
 @pytest.mark.parametrize("now", [100.0, 40.0])
 def test_clock_that_does_not_advance_adds_no_sample(now: float) -> None:
-    assert sampled((now, 1.0, 5, 0)).times == []
-    assert sampled((now, 1.0, 5, 0), (now + 10, 1.0, 25, 0)).messages_per_second == [2.0]
+    assert sampled((now, 1.0, 5, 0))["times"] == []
+    assert sampled((now, 1.0, 5, 0), (now + 10, 1.0, 25, 0))["messages_per_second"] == [2.0]
 
 
 def test_running_resyncs_have_their_phase_bytes_and_times() -> None:
@@ -107,13 +109,19 @@ def test_running_resyncs_have_their_phase_bytes_and_times() -> None:
     started, loading = Resync(Repo("did:plc:new"), now - 1), Resync(Repo("did:plc:old"), now - 60, "pds.example")
     loading.download, loading.phase, loading.phase_since = download, Phase.DOWNLOAD, now - 5
     running = [started, loading]
-    resyncs = process_of(resync_pool={"running": running, "free_workers": 6}).resyncs
-    assert (resyncs.running, resyncs.workers_free) == (2, 6)
-    [old, new] = resyncs.longest
-    assert (old.did, old.host, old.phase, old.slot) == ("did:plc:old", "pds.example", "download the export", "worker")
-    assert (old.received_bytes, old.bytes_per_second) == (5_000, 1_000.0)
-    assert 5 <= old.phase_seconds < 50 <= old.seconds
-    assert (new.phase, new.received_bytes, new.host) == ("look up the identity", None, "")
+    resyncs = process_of(resync_pool={"running": running, "free_workers": 6})["resyncs"]
+    assert (resyncs["running"], resyncs["workers_free"]) == (2, 6)
+    [old, new] = resyncs["longest"]
+    assert 5 <= old.pop("phase_seconds") < 50 <= old.pop("seconds")
+    assert old == {
+        "did": "did:plc:old",
+        "host": "pds.example",
+        "phase": "download the export",
+        "received_bytes": 5_000,
+        "bytes_per_second": 1_000.0,
+        "slot": "worker",
+    }
+    assert (new["phase"], new["received_bytes"], new["host"]) == ("look up the identity", None, "")
 
 
 def test_document_stays_small_whatever_hosts_and_accounts_send() -> None:

@@ -8,14 +8,8 @@ from rich.console import Console, RenderableType
 
 from indexer.cli.output import duration_text, fact_table
 from indexer.cli.status_commands import status_tables
-from indexer.db.change_log_segments import ConsumerState
-from indexer.db.links import LinkProgress
 from indexer.db.process_reports import ProcessReport
-from indexer.db.reports import DatabaseState
-from indexer.reasons import FetchFailure, GapReason
-from indexer.sync.identity import HostState
-from indexer.sync.stream import Cursor, Gap, OpenGap
-from tests.serve.read_status import NOON, SHARD, document_of, repos
+from tests.serve.read_status import SHARD, State, document_of, repos, state_of
 
 READY = ProcessReport(["live"], SHARD.positions, owns=True, reasons=(), age=1.0)
 
@@ -45,15 +39,27 @@ BUSY = repos(
 )  # fmt: skip
 
 
-def at(seq: int) -> DatabaseState:
-    return DatabaseState(cursors=[Cursor("wss://one.example", "0/1", seq)], reports=[READY])
+def at(seq: int, **fields: Any) -> State:
+    cursor = {"relay": "wss://one.example", "shard": "0/1", "seq": seq, "lag_seconds": None}
+    return state_of([READY], cursors=[cursor], **fields)
+
+
+def paused(host: str) -> dict[str, Any]:
+    return {
+        "host": host, "reason": "host-paused", "seconds_left": 90.0, "failures_in_a_row": 6,
+        "last_error": "timeout: 5 s",
+    }  # fmt: skip
+
+
+def consumer(name: str, seconds: float, *, cut_off: bool) -> dict[str, Any]:
+    return {"name": name, "seq": 90, "behind": 10, "lag_seconds": seconds, "silent_seconds": 5.0, "cut_off": cut_off}
 
 
 async def test_tables_contain_the_values_of_the_document() -> None:
     document = await document_of(at(7_654_321), BUSY, (at(7_654_021), BUSY))
     assert document.repos is not None
     shown_numbers = set(re.findall(r"[\d,.]+%?", shown(status_tables(document))))
-    groups = (document.repos.statuses, document.repos.reasons, document.repos.failures)
+    groups = [document.repos[name] for name in ("statuses", "reasons", "failures")]
     numbers = {f"{number:,}" for group in groups for number in group.values()}
     assert numbers | {"7,654,321", "56,789", "2,993", "11", "1,030", "150.0", "25.0", "29.1%"} <= shown_numbers
 
@@ -62,8 +68,8 @@ async def test_progress_is_shown_on_a_terminal_of_24_rows() -> None:
     """`--watch` leaves out what does not fit, which was the progress."""
     message = "identity lookups fail: 80% of 10 in the last minute; last error: " + "unreachable " * 5
     lag: dict[str, Any] = {"code": "lag", "message": message, "value": 75.0}
-    hosts = [HostState(f"h{n}.example", 7, 7, 6, NOON, FetchFailure.HOST_PAUSED, "timeout", None) for n in range(9)]
-    busy = replace(at(7_654_321), hosts=hosts, reports=[replace(READY, reasons=[lag])])
+    fields, _ = at(7_654_321, hosts=[paused(f"h{n}.example") for n in range(9)])
+    busy = fields, [replace(READY, reasons=[lag])]
     text = shown(status_tables(await document_of(busy, BUSY)), width=80)
     first_screen = "\n".join(text.splitlines()[:23])
     for name in ("not ready", "resync queue", "resyncs per second", "progress", "time left"):
@@ -78,11 +84,12 @@ def test_markup_and_control_characters_are_shown_literally() -> None:
 
 
 async def test_gaps_paused_hosts_consumers_and_the_number_of_refused_events_are_shown() -> None:
-    paused = HostState("\x1b[31mpds.example", 7, 7, 6, NOON + 90, FetchFailure.HOST_PAUSED, "timeout: 5 s", None)
-    following = ConsumerState("search", 90, 10, NOON - 65, NOON - 5, cut_off=False)
-    disconnected = ConsumerState("old", 3, 97, NOON - 90_061, NOON - 90_061, cut_off=True)
-    gap = OpenGap(3, Gap("wss://one.example", "1/2", GapReason.CURSOR_OUTDATED, first_seq=6), NOON - 3_700)
-    state = DatabaseState(hosts=[paused], consumers=[following, disconnected], set_aside_events=3, gaps=[gap])
+    gap = {
+        "relay": "wss://one.example", "shard": "1/2", "reason": "cursor-outdated", "first_seq": 6, "last_seq": None,
+        "open_seconds": 3_700.0,
+    }  # fmt: skip
+    consumers = [consumer("search", 65.0, cut_off=False), consumer("old", 90_061.0, cut_off=True)]
+    state = state_of(hosts=[paused("\x1b[31mpds.example")], consumers=consumers, set_aside_events=3, gaps=[gap])
     text = shown(status_tables(await document_of(state)))
     for part in (
         "pds.example", "1 min 30 s", "host-paused", "timeout: 5 s", "yes", "1 d 1 h",
@@ -95,14 +102,15 @@ async def test_gaps_paused_hosts_consumers_and_the_number_of_refused_events_are_
 @pytest.mark.parametrize(
     ("links", "text"),
     [
-        (LinkProgress(), "off"),
-        (LinkProgress("complete", 1.0, 7, NOON, open_recounts=2), "complete; repos to recount: 2"),
-        (LinkProgress("backfill", 0.25, 1_234, NOON - 600), "about 25.0% of the repos; time left: 30 min"),
-        (LinkProgress("backfill", 0.0, 0, NOON), "backfill: about 0.0% of the repos; time left: unknown"),
+        (("off", None, None, 0), "off"),
+        (("complete", 1.0, None, 2), "complete; repos to recount: 2"),
+        (("backfill", 0.25, 1_800.0, 0), "about 25.0% of the repos; time left: 30 min"),
+        (("backfill", 0.0, None, 0), "backfill: about 0.0% of the repos; time left: unknown"),
     ],
 )
-async def test_links_are_shown_with_their_progress(links: LinkProgress, text: str) -> None:
-    assert text in shown(status_tables(await document_of(DatabaseState(links=links))))
+async def test_links_are_shown_with_their_progress(links: tuple[Any, ...], text: str) -> None:
+    fields = dict(zip(("state", "progress", "seconds_left", "open_recounts"), links, strict=True))
+    assert text in shown(status_tables(await document_of(state_of(links=fields))))
 
 
 async def test_repos_that_wait_for_added_collections_are_shown_with_the_time_left() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 
 from indexer.net.server.address import Address
-from indexer.serve.health import serve_health
+from indexer.serve.health import Listener
 from tests.daemon.running_daemon import RunningDaemon
 from tests.waiting import until
 
@@ -73,9 +73,8 @@ class HealthChecks:
 
 @asynccontextmanager
 async def health_checks(daemon: RunningDaemon) -> AsyncIterator[HealthChecks]:
-    registry = daemon.stages.metrics.registry
     async with (
-        serve_health(Address("127.0.0.1", 0), daemon.stages.probe, registry, daemon.stages.conditions) as address,
+        daemon.stages.serve_http(Listener(Address("127.0.0.1", 0))) as address,
         aiohttp.ClientSession(f"http://{address}") as session,
     ):
         yield HealthChecks(session)

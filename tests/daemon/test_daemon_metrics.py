@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from indexer.serve.health import MetricsPage
 from tests.daemon.running_daemon import RunningDaemon, running_daemon
 from tests.faulty_network import Fault
 from tests.serve.prometheus_programs import needs_promtool
@@ -19,8 +19,7 @@ class Scrape:
     """One scrape of all metrics of a daemon."""
 
     def __init__(self, daemon: RunningDaemon) -> None:
-        page, _ = MetricsPage(daemon.stages.metrics.registry, interval=0).text("text/plain")
-        self.text = page.decode()
+        self.text = generate_latest(daemon.stages.metrics.registry).decode()
         self.samples = [sample for family in text_string_to_metric_families(self.text) for sample in family.samples]
 
     def total(self, name: str, labels: Mapping[str, str] | None = None) -> float:
@@ -62,7 +61,7 @@ async def test_metrics_of_a_running_daemon(database: str, tmp_path: Path) -> Non
             return received > 200 and queued == 0
 
         await until(is_conserved_and_settled)
-        await until(lambda: Scrape(daemon).total("indexer_ready") == 1, daemon.stages.probe.ready)
+        await until(lambda: Scrape(daemon).total("indexer_ready") == 1, daemon.stages.probe.not_ready)
         scrape = Scrape(daemon)
         definitions = daemon.stages.metrics.definitions.values()
         gauges = [metric.name for metric in definitions if metric.kind == "gauge" and not metric.labels]

@@ -38,11 +38,11 @@ async def wait_until_equal_and_ready(daemon: RunningDaemon) -> None:
     """Wait until the database equals the network. A daemon that is ready must not have differences."""
 
     async def repaired() -> bool:
-        ready = daemon.stages.probe.ready() == []
+        ready = daemon.stages.probe.not_ready() == []
         differences = (await compare(daemon.network, daemon.db)).differences
         return ready and not differences
 
-    await until(repaired, daemon.stages.probe.ready)
+    await until(repaired, daemon.stages.probe.not_ready)
 
 
 async def gaps(daemon: RunningDaemon) -> list[tuple[Any, ...]]:
@@ -154,7 +154,7 @@ async def test_silent_relay_that_does_not_know_the_cursor_opens_a_gap(database: 
         network.relay.restart_sequence()
         commit_each(accounts, "below the old cursor")
         async with daemon_of(network, database, tmp_path, tuning=replace(QUICK, proof_timeout=0.5)) as daemon:
-            await until(lambda: is_closed(daemon), daemon.stages.probe.ready)
+            await until(lambda: is_closed(daemon), daemon.stages.probe.not_ready)
             assert await gaps(daemon) == [(network.relay_url, "cursor-unproven", cursor + 1, None, True)]
             await wait_until_equal_and_ready(daemon)
 

@@ -64,7 +64,7 @@ async def test_wrong_clocks_of_many_accounts_of_one_host_do_not_decide_readiness
             await daemon.wait_for_cursor()
             writer = daemon.stages.batch_writer
             await until(lambda: writer.lag is not None and 0 <= writer.lag < 60)
-            assert [reason for reason in daemon.stages.probe.ready() if reason.code.startswith("lag")] == []
+            assert [reason for reason in daemon.stages.probe.not_ready() if reason.code.startswith("lag")] == []
 
 
 @pytest.mark.proof("daemon")

@@ -33,7 +33,7 @@ async def test_database_equals_the_network_after_a_scenario(database: str, tmp_p
         assert {did for did, _ in await daemon.dead_letters()} <= rotated, (
             "only commits whose key was replaced before they were verified"
         )
-        assert daemon.stages.probe.ready() == []
+        assert daemon.stages.probe.not_ready() == []
         await assert_change_log_consistent(database)
 
 

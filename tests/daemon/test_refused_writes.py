@@ -105,8 +105,8 @@ async def test_error_that_all_commits_have_is_waited_for_and_is_the_fault_of_no_
             account.create(POST, post("while no commit succeeds"))
         daemon.create_account("new.test")
         probe = daemon.stages.probe
-        await until(lambda: [reason.code for reason in probe.ready()] == ["database-errors"])
-        [reason] = probe.ready()
+        await until(lambda: [reason.code for reason in probe.not_ready()] == ["database-errors"])
+        [reason] = probe.not_ready()
         assert "the database stores nothing" in reason.message
         assert "too many notifications in the NOTIFY queue" in reason.message
         failed = daemon.stages.db.failed_operations
@@ -114,7 +114,7 @@ async def test_error_that_all_commits_have_is_waited_for_and_is_the_fault_of_no_
         await daemon.execute("drop trigger fail on indexer.change_batch")
         await daemon.wait_until_equal()
         assert await daemon.dead_letters() == []
-        assert probe.ready() == []
+        assert probe.not_ready() == []
 
 
 @in_proof

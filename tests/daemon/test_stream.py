@@ -118,14 +118,14 @@ async def test_repeated_messages_are_ignored_and_decreasing_sequence_numbers_are
         before = await daemon.record_rows(account)
         daemon.network.relay.repeat(1)
         await daemon.wait_for_counter("events", kind="commit", outcome="replayed")
-        assert daemon.stages.probe.ready() == []
+        assert daemon.stages.probe.not_ready() == []
         daemon.network.relay.repeat(4)  # the last message is among them twice
         await daemon.wait_for_counter("rejected", above=1, reason="seq-not-increasing")
-        assert "lower sequence numbers" in str(daemon.stages.probe.ready())
+        assert "lower sequence numbers" in str(daemon.stages.probe.not_ready())
         assert await daemon.record_rows(account) == before
         account.create(POST, post("after the repeated messages"))
         await daemon.wait_until_equal()
-        assert daemon.stages.probe.ready() == []
+        assert daemon.stages.probe.not_ready() == []
         assert daemon.counter("rejected", reason="seq-not-increasing") == 2
         replayed = daemon.counter("events", kind="commit", outcome="replayed")
         change = account.apply_writes([Write.create(f"{POST}/once", post("once"))])
@@ -141,12 +141,12 @@ async def test_repeated_messages_are_ignored_and_decreasing_sequence_numbers_are
 async def test_start_ahead_of_the_relay_is_reported_and_not_changed(database: str, tmp_path: Path) -> None:
     """The daemon continues when the relay has reached the cursor."""
     async with running_daemon(database, tmp_path, start="2") as daemon:
-        await until(lambda: "FutureCursor" in str(daemon.stages.probe.ready()))
+        await until(lambda: "FutureCursor" in str(daemon.stages.probe.not_ready()))
         assert await stored_seq(daemon.db, daemon.network.relay_url) is None
         assert daemon.counter("events", kind="error", outcome="ignored") >= 1
         daemon.create_account("ada.test")
         await daemon.wait_until_equal()
-        assert daemon.stages.probe.ready() == []
+        assert daemon.stages.probe.not_ready() == []
 
 
 @pytest.mark.proof("daemon")

@@ -31,8 +31,8 @@ async def test_paused_and_failing_hosts_are_loaded(db: Database, sql: asyncpg.Co
     assert [tuple(row) for row in rows] == [("failing.example:8443", "host-paused"), ("throttled.example", "throttled")]
     many = [replace(FAILING, host=f"{number}.example", consecutive_failures=number) for number in range(15, 25)]
     await db.hosts.save(many)
-    hosts = (await db.reports.state()).hosts
-    assert [state.host for state in hosts] == [f"{number}.example" for number in range(24, 14, -1)]
+    hosts = (await db.reports.state())[0]["hosts"]
+    assert [host["host"] for host in hosts] == [f"{number}.example" for number in range(24, 14, -1)]
 
 
 async def test_counts_are_added_and_the_latest_state_is_stored(db: Database, sql: asyncpg.Connection) -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from indexer.db import Database
 from indexer.db import links as db_links
-from indexer.db.links import LINK_CONSUMER, LinkProgress, PositionLostError
+from indexer.db.links import LINK_CONSUMER, PositionLostError
 from indexer.readers.links import LinkReader
 from indexer.sync.changes import Batch, RepoWrite
 from tests.background import running
@@ -16,6 +16,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 STATE = "select state from atproto.link_progress"
+LINKS_OFF = {"state": "off", "progress": None, "repos_done": 0, "seconds_left": None, "open_recounts": 0}
 
 
 async def test_without_links_nothing_is_stored_and_the_count_is_null(db: Database, sql: asyncpg.Connection) -> None:
@@ -132,27 +133,28 @@ async def test_the_log_waits_for_links(db: Database, sql: asyncpg.Connection) ->
 async def test_progress_of_links_in_each_state(
     db: Database, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert (await db.reports.state()).links == LinkProgress()
+    assert (await db.reports.state())[0]["links"] == LINKS_OFF
     await insert(db, synchronized(1), changes=(like("a"),))
     await insert(db, *[synchronized(number) for number in (4, 5, 6)])
     await sql.execute("analyze indexer.repo")
     async with owned_links(db):
-        links = (await db.reports.state()).links
-    assert (links.state, links.progress, links.repos_done) == ("backfill", 0.0, 0)
-    assert links.enabled_at is not None
+        links = (await db.reports.state())[0]["links"]
+    assert (links["state"], links["progress"], links["repos_done"], links["seconds_left"]) == ("backfill", 0.0, 0, None)
     await sql.execute("update indexer.link_reader set repos = 3")
-    links = (await db.reports.state()).links
-    assert (links.state, links.progress, links.repos_done) == ("backfill", 3 / 4, 3)
+    links = (await db.reports.state())[0]["links"]
+    assert (links["state"], links["progress"], links["repos_done"]) == ("backfill", 3 / 4, 3)
+    since = await sql.fetchval("select date_part('epoch', clock_timestamp() - enabled_at) from atproto.link_progress")
+    assert links["seconds_left"] == pytest.approx(since / 3, abs=1)
     await turn_on(db)
-    links = (await db.reports.state()).links
-    assert (links.state, links.progress, links.open_recounts) == ("complete", 1.0, 0)
+    links = (await db.reports.state())[0]["links"]
+    assert (links["state"], links["progress"], links["open_recounts"]) == ("complete", 1.0, 0)
     await insert(db, synchronized(2), synchronized(3))
     for number in (2, 3):
         await sql.execute("select atproto.request_takedown($1, true)", did(number))
     async with owned_links(db) as session:
         await session.read_changes()
-    assert (await db.reports.state()).links.open_recounts == 2
+    assert (await db.reports.state())[0]["links"]["open_recounts"] == 2
     monkeypatch.setattr(db_links, "MAX_OPEN", 1)
-    assert (await db.reports.state()).links.open_recounts == 1
+    assert (await db.reports.state())[0]["links"]["open_recounts"] == 1
     await turn_off(db)
-    assert (await db.reports.state()).links == LinkProgress()
+    assert (await db.reports.state())[0]["links"] == LINKS_OFF

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from itertools import chain, repeat
+from time import time
 from typing import Any
 
 import asyncpg
@@ -12,13 +13,14 @@ from indexer.atproto.cid import cid_text
 from indexer.atproto.syntax import CollectionFilter
 from indexer.db import Database, DatabaseError, reports
 from indexer.db.layout import estimate_rows, load_parts
-from indexer.reasons import Desync, FetchFailure, Rejection
+from indexer.db.reports import MAX_ROWS
+from indexer.reasons import Desync, FetchFailure, GapReason, Rejection
 from indexer.sync.changes import Batch, DeadLetter
-from indexer.sync.identity import HandleCheck, HandleClaim, StoredIdentity
+from indexer.sync.identity import HandleCheck, HandleClaim, HostState, StoredIdentity
 from indexer.sync.repo import PARKED, Repo, SyncStatus
 from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import BUCKETS
-from indexer.sync.stream import Cursor
+from indexer.sync.stream import Cursor, Gap
 from tests.db.repo_rows import did, head, in_progress, insert, put, synchronized
 
 LETTER = DeadLetter("wss://one.example", 7, None, "commit", Rejection.FIELD_INVALID, "no rev", b"frame", 0)
@@ -49,7 +51,6 @@ async def test_counts(db: Database, sql: asyncpg.Connection) -> None:
         synchronized(1),
         changes=(put("app.test/a"),),
     )
-    await db.write(Batch(cursor=Cursor("wss://relay.test", "0/1", 9, "now")))
     await sql.execute("analyze indexer.record")
     counts = await db.reports.counts()
     assert counts.statuses == {
@@ -60,7 +61,6 @@ async def test_counts(db: Database, sql: asyncpg.Connection) -> None:
     assert counts.reasons == {"new": 4, "sync-event": 1}
     assert counts.failures == {"repo-not-found": 1}
     assert (counts.queued, counts.parked, counts.records) == (2, 1, 5)
-    assert (await db.reports.state()).cursors == [Cursor("wss://relay.test", "0/1", 9, "now")]
 
 
 @pytest.mark.slow
@@ -302,15 +302,61 @@ async def test_dead_letters_are_counted_by_reason_with_the_newest_one(db: Databa
     await db.write(Batch(dead_letters=(LETTER, replace(LETTER, seq=8, detail="later"))))
     await sql.execute("update indexer.dead_letter set time = now() - interval '2 hours' where seq = 7")
     await db.write(Batch(dead_letters=(forged,)))
-    found = (await db.reports.state()).rejections
-    assert [(entry.reason, entry.stored, entry.last_hour, entry.detail) for entry in found] == [
+    found = (await db.reports.state())[0]["rejections"]
+    assert [(entry["reason"], entry["stored"], entry["last_hour"], entry["detail"]) for entry in found] == [
         ("signature-invalid", 1, 1, "<b>forged</b>"),
         ("field-invalid", 2, 1, "later"),
     ]
-    assert (found[0].did, found[1].seq, found[1].relay) == (did(1), 8, "wss://one.example")
+    assert (found[0]["did"], found[1]["seq"], found[1]["relay"]) == (did(1), 8, "wss://one.example")
+    assert all(entry["meaning"] and 0 <= entry["newest_seconds_ago"] < 60 for entry in found)
+
+
+async def test_rows_of_the_status_have_ages_instead_of_times(db: Database, sql: asyncpg.Connection) -> None:
+    paused = HostState("pds.example", 7, 7, 6, time() + 90, FetchFailure.HOST_PAUSED, "timeout: 5 s", time() - 7)
+    await db.hosts.save([paused])
     await sql.execute("select atproto.register_reader('one')")
-    [consumer] = (await db.reports.state()).consumers
-    assert (consumer.name, consumer.behind, consumer.cut_off) == ("one", 0, False)
+    for _ in range(MAX_ROWS + 1):
+        await db.gaps.open(Gap("wss://one.example", "1/2", GapReason.CURSOR_OUTDATED, first_seq=6))
+    await sql.execute("update indexer.gap set opened_at = opened_at - interval '90 s'")
+    state, _ = await db.reports.state()
+    assert (state["gaps_open"], len(state["gaps"]), state["set_aside_events"]) == (MAX_ROWS + 1, MAX_ROWS, 0)
+    gap, [host], [consumer] = state["gaps"][0], state["hosts"], state["consumers"]
+    assert 90 <= gap.pop("open_seconds") < 120
+    expected = {"relay": "wss://one.example", "shard": "1/2", "reason": "cursor-outdated", "first_seq": 6}
+    assert gap == {**expected, "last_seq": None}
+    assert 60 < host.pop("seconds_left") <= 90
+    assert 7 <= host.pop("last_success_seconds_ago") < 37
+    assert host == {
+        "host": "pds.example",
+        "reason": "host-paused",
+        "failures_in_a_row": 6,
+        "last_error": "timeout: 5 s",
+    }
+    assert 0 <= consumer.pop("silent_seconds") < 60
+    assert consumer == {"name": "one", "seq": 0, "behind": 0, "lag_seconds": 0.0, "cut_off": False}
+
+
+@pytest.mark.parametrize(
+    ("event_time", "lag"),
+    [
+        ("2026-01-01T12:59:30+01:00", 30.0),
+        ("2026-01-01T11:58:00Z", 120.0),
+        ("2026-01-01T12:01:00Z", 0.0),
+        ("2026-01-01T13:00:00Z", None),
+        (None, None),
+        ("yesterday", None),
+    ],
+)
+async def test_lag_of_a_cursor_is_the_age_of_its_event(
+    db: Database, monkeypatch: pytest.MonkeyPatch, event_time: str | None, lag: float | None
+) -> None:
+    noon = 1_767_268_800.0  # 2026-01-01T12:00:00Z
+    monkeypatch.setattr(reports, "time", lambda: noon)
+    await db.write(Batch(cursor=Cursor("wss://relay.test", "0/1", 9, event_time)))
+    cursor = {"relay": "wss://relay.test", "shard": "0/1", "seq": 9, "event_time": event_time}
+    assert (await db.reports.state())[0]["cursors"] == [{**cursor, "lag_seconds": lag}]
+    await db.write(Batch(cursor=Cursor("wss://relay.test", "0/1", 10, event_time, caught_up_at=noon - 5)))
+    assert (await db.reports.state())[0]["cursors"][0]["lag_seconds"] == 5.0
 
 
 async def test_records_of_a_repo_are_counted_to_a_limit(db: Database) -> None:
@@ -325,6 +371,6 @@ async def test_records_of_a_repo_are_counted_to_a_limit(db: Database) -> None:
 async def test_statements_have_a_time_limit_that_ends_with_the_transaction(sql: asyncpg.Connection) -> None:
     before = await sql.fetchval("show statement_timeout")
     async with sql.transaction():
-        await reports.load_state(sql)
+        await reports.load_state(sql, time())
         assert await sql.fetchval("show statement_timeout") == f"{reports.TIMEOUT_SECONDS}s"
     assert await sql.fetchval("show statement_timeout") == before

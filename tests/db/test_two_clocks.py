@@ -78,7 +78,7 @@ async def test_pause_of_a_host_ends_by_the_clock_of_the_processes(
     ended = HostState("ended.example", 3, 0, 0, time() - 60, FetchFailure.THROTTLED, None, None)
     await db.hosts.save([paused, ended])
     assert [state.host for state in await db.hosts.load()] == ["paused.example"]
-    assert [state.host for state in (await db.reports.state()).hosts] == ["paused.example"]
+    assert [host["host"] for host in (await db.reports.state())[0]["hosts"]] == ["paused.example"]
 
 
 @DAYS

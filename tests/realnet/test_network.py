@@ -178,13 +178,13 @@ async def test_pds_that_was_quiet_for_a_day_opens_no_gap(database: str, tmp_path
         account = await asyncio.to_thread(pds.create_account, "quiet")
         await let_a_day_pass(pds)
         async with indexing(pds, tmp_path, database, tuning=quick) as running:
-            await until(lambda: running.probe.ready() == [], running.probe.ready)
+            await until(lambda: running.probe.not_ready() == [], running.probe.not_ready)
             assert await gaps(database) == [], "it was asked for all that it has"
             await asyncio.to_thread(account.create, THING, {"n": 1}, "one")
             await wait_for_cursor(running, stream_url(pds), last_seq(pds))
         await let_a_day_pass(pds)
         async with indexing(pds, tmp_path, database, tuning=quick) as running:
-            await until(lambda: running.probe.ready() == [], running.probe.ready)
+            await until(lambda: running.probe.not_ready() == [], running.probe.not_ready)
             assert await gaps(database) == []
         await asyncio.to_thread(account.create, THING, {"n": 2}, "two")
         async with indexing(pds, tmp_path, database) as running:

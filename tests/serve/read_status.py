@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
-from indexer.db.reports import Counts, DatabaseState
+from indexer.db.process_reports import ProcessReport
+from indexer.db.reports import Counts
 from indexer.serve.status_document import StatusDocument
 from indexer.serve.status_reader import StatusReader
 from indexer.sync.repo import SyncStatus
@@ -15,16 +16,23 @@ from indexer.sync.shard import Shard
 NOON = 1_767_268_800.0  # 2026-01-01T12:00:00Z
 NOTHING = Counts(dict.fromkeys(SyncStatus, 0), {}, 0, 0, 0)
 SHARD = Shard()
+State = tuple[dict[str, Any], Sequence[ProcessReport]]
+"""What `Reports.state` returns."""
+
+
+def state_of(reports: Sequence[ProcessReport] = (), **fields: Any) -> State:
+    """Return the state with these fields of the document."""
+    return {"cursors": []} | fields, reports
 
 
 class FakeReports:
     """Reports that return the present state and counts. `since` is that of the last count."""
 
     def __init__(self) -> None:
-        self.present, self.present_counts = DatabaseState(), NOTHING
+        self.present, self.present_counts = state_of(), NOTHING
         self.since = inf
 
-    async def state(self) -> DatabaseState:
+    async def state(self) -> State:
         return self.present
 
     async def counts(self, since: float = inf) -> Counts:
@@ -40,9 +48,9 @@ class FakeDatabase:
         self.reader = StatusReader(cast(Any, SimpleNamespace(reports=self.reports)), shard)
         self.now = now
 
-    async def read(self, state: DatabaseState | None = None, counts: Counts | None = None) -> None:
+    async def read(self, state: State | None = None, counts: Counts | None = None) -> None:
         """Let the reader read this state and count these repos now."""
-        self.reports.present, self.reports.present_counts = state or DatabaseState(), counts or NOTHING
+        self.reports.present, self.reports.present_counts = state or state_of(), counts or NOTHING
         with patch("indexer.serve.status_reader.time", lambda: self.now):
             await self.reader.read()
             await self.reader.count()
@@ -54,9 +62,9 @@ class FakeDatabase:
 
 
 async def document_of(
-    state: DatabaseState | None = None,
+    state: State | None = None,
     counts: Counts | None = None,
-    earlier: tuple[DatabaseState | None, Counts | None] | None = None,
+    earlier: tuple[State | None, Counts | None] | None = None,
     *,
     shard: Shard = SHARD,
     seconds: float = 2.0,

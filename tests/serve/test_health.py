@@ -17,7 +17,7 @@ from indexer import __version__
 from indexer.errors import SettingsError
 from indexer.net.server.address import Address
 from indexer.net.server.connection_limit import FORWARDED_FOR, RESERVED_WEBSOCKETS, WEBSOCKETS, HeldWebsocket
-from indexer.serve.health import HttpLimits, serve_health
+from indexer.serve.health import HttpLimits, Listener, serve_http
 from indexer.serve.status_document import ReadinessReason
 from indexer.telemetry.conditions import HTTP_CONNECTIONS_LIMITED, WEBSOCKETS_LIMITED, Conditions
 from indexer.telemetry.metrics import Metrics
@@ -29,11 +29,9 @@ class FakeProbe:
     stalls: list[ReadinessReason] = field(default_factory=list)
     reasons: list[ReadinessReason] = field(default_factory=list)
 
-    def stalled(self) -> list[ReadinessReason]:
-        return self.stalls
-
-    def ready(self) -> list[ReadinessReason]:
-        return self.reasons
+    @property
+    def checks(self) -> dict[str, Callable[[], list[ReadinessReason]]]:
+        return {"/healthz": lambda: self.stalls, "/readyz": lambda: self.stalls + self.reasons}
 
 
 @pytest.fixture
@@ -57,7 +55,9 @@ def serve(probe: FakeProbe, metrics: Metrics) -> Serve:
     def serve(
         limits: HttpLimits | None = None, address: Address = FREE, registry: Any = metrics.registry, **options: Any
     ) -> AbstractAsyncContextManager[Address]:
-        return serve_health(address, probe, registry, Conditions(), limits or HttpLimits(), **options)
+        limits = limits or HttpLimits()
+        listener = Listener(address, limits.backlog)
+        return serve_http(listener, probe.checks, registry, Conditions(), limits, **options)
 
     return serve
 
@@ -213,7 +213,7 @@ async def test_networks_share_the_websockets_of_a_route_without_a_password(serve
     """One network has all of them, until another one wants as many."""
     limits, conditions = HttpLimits(max_websockets=RESERVED_WEBSOCKETS + 4), Conditions()
     async with (
-        serve_health(FREE, FakeProbe(), Metrics().registry, conditions, limits, [web.get("/open", echo)]) as address,
+        serve_http(Listener(FREE), {}, Metrics().registry, conditions, limits, [web.get("/open", echo)]) as address,
         aiohttp.ClientSession(f"http://{address}") as session,
         AsyncExitStack() as stack,
     ):

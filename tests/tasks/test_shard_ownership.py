@@ -103,7 +103,7 @@ async def test_nothing_is_written_while_another_process_holds_the_buckets(
             account.create(POST, post("meanwhile"))
             ownership, inbox = daemon.stages.shard_ownership, daemon.stages.inbox
             await until(lambda: "another process" in str(ownership.last_error) and inbox.unsettled == 1)
-            [reason] = daemon.stages.probe.ready()
+            [reason] = daemon.stages.probe.not_ready()
             assert reason.code == "shard-lock"
             assert reason.message.startswith("another process holds buckets of shard 0/1, and this one waits: session ")
             assert daemon.stages.probe.stalled() == []
@@ -119,18 +119,18 @@ async def test_second_daemon_on_a_shard_waits_visibly_and_takes_over(database: s
         with capture_logs() as lines:
             async with running_daemon(database, tmp_path / "second", first.network) as second:
                 await until(lambda: second.stages.shard_ownership.last_error is not None)
-                [reason] = [reason for reason in second.stages.probe.ready() if reason.code == "shard-lock"]
+                [reason] = [reason for reason in second.stages.probe.not_ready() if reason.code == "shard-lock"]
                 assert "this one waits: session" in reason.message
                 assert second.stages.subscription.connection is None, "it does not consume"
                 reader = StatusReader(first.db, Shard())
 
                 async def status_has_both() -> bool:
                     await reader.read()
-                    states = [(daemon.shard, daemon.state) for daemon in reader.document().daemons]
+                    states = [(daemon["shard"], daemon["state"]) for daemon in reader.document().daemons]
                     return states == [("0/1", "owns"), ("0/1", "waits")]
 
                 await until(status_has_both)
-                assert first.stages.probe.ready() == []
+                assert first.stages.probe.not_ready() == []
                 [owner] = await first.execute(OWNERS)
                 await first.execute(END_SESSION, owner["pid"])
                 await until(second.stages.shard_ownership.owned.is_set)
