@@ -25,7 +25,7 @@ from indexer.atproto.record import Problem, decode_record
 from indexer.cli.arguments import parse_did
 from indexer.cli.command import ExitCode, command, json_lines_option, report_error
 from indexer.cli.database import connect_database
-from indexer.cli.output import show_progress, to_json
+from indexer.cli.output import CommandProgress, to_json
 from indexer.db import Database, DatabaseError
 from indexer.db.exports import ConsistentRead, RecordRow
 from indexer.errors import BrokenInvariantError, UnavailableError, UpstreamError
@@ -375,15 +375,16 @@ async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: in
     def report(result: RepoAudit) -> None:
         summary.add(result)
         if lines := [to_json(asdict(result))] if as_json else _result_lines(result):
-            with progress.hidden():
-                click.echo("\n".join(lines))
-        progress.update(summary.repos + summary.skipped, note=f"differences: {summary.differences:,}")
+            progress.stop()  # stdout may be the same terminal
+            click.echo("\n".join(lines))
+            progress.start()
+        progress.show(summary.repos + summary.skipped, note=f"differences: {summary.differences:,}")
 
     async with connect_database(settings, connections=audit_concurrency(settings), readonly=True) as db:
         repos = list(dict.fromkeys(dids)) or await db.reports.sample_synchronized(sample or DEFAULT_SAMPLE)
         if not repos:
             return report_error("no repo is synchronized, so there is nothing to compare", ExitCode.FAILED)
-        with show_progress("repos", len(repos)) as progress:
+        with CommandProgress("repos", len(repos)) as progress:
             await audit(settings, db, repos, report)
     if as_json:
         click.echo(to_json({"summary": asdict(summary)}))

@@ -14,7 +14,7 @@ from indexer.app.settings import Settings
 from indexer.cli.arguments import parse_nsid
 from indexer.cli.command import ExitCode, command
 from indexer.cli.database import connect_database
-from indexer.cli.output import show_progress
+from indexer.cli.output import CommandProgress
 from indexer.db import Database
 from indexer.db.exports import ExportedRecord
 from indexer.errors import SettingsError
@@ -47,13 +47,13 @@ async def export(db: Database, collection: str, form: Format) -> int:
     count = 0
     with (
         json_lines(file) if form == "jsonl" else parquet(file) as write,
-        show_progress("records", None) as progress,
+        CommandProgress("records", None) as progress,
     ):
         async with aclosing(db.exports.records(collection)) as pages:
             async for page in pages:
                 write(page)
                 count += len(page)
-                progress.update(count)
+                progress.show(count)
     file.flush()
     return count
 

@@ -1,8 +1,7 @@
 """The command `inspect`: verify a CAR export offline, and list its records."""
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, closing
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from indexer.atproto.record import Problem, decode_record
 from indexer.atproto.syntax import split_path
 from indexer.cli.arguments import parse_key
 from indexer.cli.command import ExitCode, command, json_lines_option, report_error
-from indexer.cli.output import echo_result, show_progress
+from indexer.cli.output import echo_result
 from indexer.core.spool import Spool
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.reasons import FetchFailure
@@ -38,45 +37,17 @@ class InspectedRecord(NamedTuple):
     problem: str
 
 
-@dataclass(frozen=True, slots=True)
-class InspectedExport:
-    """A verified export, whose tree is complete.
-
-    Attributes:
-        signature_checked: True if the signature was verified with a key, False if no key was given.
-        count: Number of records.
-    """
+class InspectedExport(NamedTuple):
+    """A verified export, whose tree is complete: its commit, the number of its records, and these in path order."""
 
     commit: Commit
-    signature_checked: bool
-    count: int
-    block_of: BlockOf
-    limits: Limits
-
-    def records(self) -> Iterator[InspectedRecord]:
-        """Yield the records in path order."""
-        for path, cid in leaves(self.block_of, self.commit.data):
-            yield InspectedRecord(path.decode(), cid, self._problem(path.decode(), self.block_of(cid)))
-
-    def _problem(self, path: str, block: bytes | None) -> str:
-        if block is None:
-            return Problem.MISSING
-        problem = decode_record(block, split_path(path)[0], self.limits).problem
-        if problem is Problem.NOT_DAG_CBOR:
-            try:
-                decode_canonical(block)
-            except CborError as error:
-                return f"{problem}: {error}"
-        return problem or ""
+    total: int
+    records: Iterator[InspectedRecord]
 
 
-@asynccontextmanager
-async def open_export(
-    file: Path, key: PublicKey | None, limits: Limits, on_read: Callable[[int], None] = lambda _: None
-) -> AsyncIterator[InspectedExport]:
+@contextmanager
+def open_export(file: Path, key: PublicKey | None, limits: Limits) -> Iterator[InspectedExport]:
     """Read and verify a CAR file. The memory use hardly depends on its size.
-
-    `on_read` is called with the number of bytes that are read.
 
     Raises:
         OSError: The file cannot be read.
@@ -87,18 +58,26 @@ async def open_export(
         with file.open("rb") as opened:
             while chunk := opened.read(_CHUNK_BYTES):
                 spool.write(chunk)
-                on_read(opened.tell())
         spool.finish()
-        yield _verify(spool.block, spool.root, key, limits)
+        commit = verify_export_commit(spool.root, spool.block, key, did=None)
+        count = 0
+        for count, (path, _) in enumerate(walk(spool.block, commit.data, limits), 1):  # noqa: B007 - the last number
+            split_path(path.decode(errors="replace"))
+        yield InspectedExport(commit, count, _records(spool.block, commit.data, limits))
 
 
-def _verify(block_of: BlockOf, root: bytes, key: PublicKey | None, limits: Limits) -> InspectedExport:
-    commit = verify_export_commit(root, block_of, key, did=None)
-    count = 0
-    for path, _ in walk(block_of, commit.data, limits):
-        split_path(path.decode(errors="replace"))
-        count += 1
-    return InspectedExport(commit, key is not None, count, block_of, limits)
+def _records(block_of: BlockOf, data: bytes, limits: Limits) -> Iterator[InspectedRecord]:
+    for key, cid in leaves(block_of, data):
+        path, block = key.decode(), block_of(cid)
+        problem: str = Problem.MISSING
+        if block is not None:
+            problem = decode_record(block, split_path(path)[0], limits).problem or ""
+        if block is not None and problem == Problem.NOT_DAG_CBOR:
+            try:
+                decode_canonical(block)
+            except CborError as error:
+                problem = f"{problem}: {error}"
+        yield InspectedRecord(path, cid, problem)
 
 
 @command("inspect")
@@ -114,29 +93,25 @@ async def inspect_command(settings: Settings, *, file: Path, key: PublicKey | No
     the export breaks a rule or is incomplete.
     """
     try:
-        with ExitStack() as shown:
-            size = file.stat().st_size  # noqa: ASYNC240 - nothing else runs
-            progress = shown.enter_context(show_progress("bytes read", size))
-            async with open_export(file, key, settings.limits, progress.update) as export:
-                shown.close()  # stdout may be the terminal of the progress
-                return _print_export(export, as_json=as_json)
+        with open_export(file, key, settings.limits) as export:
+            return _print_export(export, "not checked: no --key" if key is None else "valid", as_json=as_json)
     except (UpstreamError, UnavailableError) as error:
         return report_error(f"{file} is invalid: {error}", ExitCode.FAILED)
 
 
-def _print_export(export: InspectedExport, *, as_json: bool) -> int:
+def _print_export(export: InspectedExport, signature: str, *, as_json: bool) -> int:
     commit = export.commit
     facts: dict[str, Any] = {
         "did": commit.did,
         "rev": commit.rev,
         "commit": cid_text(commit.cid),
         "data": cid_text(commit.data),
-        "records": export.count,
-        "signature": "valid" if export.signature_checked else "not checked: no --key",
+        "records": export.total,
+        "signature": signature,
     }
     echo_result(facts, "\n".join(f"{name:<9}  {value}" for name, value in facts.items()) + "\n", as_json=as_json)
     missing = 0
-    for record in export.records():
+    for record in export.records:
         missing += record.problem == Problem.MISSING
         result = {"cid": cid_text(record.cid), "path": record.path, "problem": record.problem or None}
         note = f"  ({printable(record.problem)})" if record.problem else ""

@@ -1,14 +1,9 @@
-"""Output for people and scripts: JSON, tables that cannot control the terminal, and progress on stderr.
-
-Progress is a bar on a terminal, otherwise a line every ten seconds.
-"""
+"""Output for people and scripts: JSON, tables that cannot control the terminal, and a progress bar on stderr."""
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from time import monotonic
 from typing import Any
 
 import click
@@ -17,7 +12,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    Task,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -29,8 +23,6 @@ from indexer.telemetry.log import printable
 
 WIDE = 400
 """Columns of a console without a terminal: wide enough that no value is wrapped."""
-LINE_SECONDS = 10.0
-"""Interval between lines of progress without a terminal. A short command writes none."""
 
 
 def result_console() -> Console:
@@ -101,46 +93,19 @@ def shown(value: Any) -> str:
             return str(value)
 
 
-class CommandProgress:
-    """The progress of one command: a bar on a terminal, otherwise a line every `LINE_SECONDS`."""
+class CommandProgress(Progress):
+    """The progress of one command, during a `with` block. Without a terminal, nothing is shown."""
 
     def __init__(self, name: str, total: float | None) -> None:
+        """Expect `total` items, or an unknown number."""
         columns = (
             TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
             TimeElapsedColumn(), TimeRemainingColumn(),
         )  # fmt: skip
         console = Console(stderr=True, highlight=False, markup=False, emoji=False)
-        self.bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
-        self._task = self.bar.add_task(name, total=total, note="")
-        self._line_at = monotonic() + LINE_SECONDS
+        super().__init__(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._task = self.add_task(name, total=total, note="")
 
-    def update(self, completed: float, *, total: float | None = None, note: str = "") -> None:
+    def show(self, completed: float, *, total: float | None = None, note: str = "") -> None:
         """Set the number of completed items, the expected number if it has changed, and a text to show beside them."""
-        self.bar.update(self._task, completed=completed, total=total, note=note)
-        if self.bar.disable and monotonic() >= self._line_at:
-            self._line_at = monotonic() + LINE_SECONDS
-            click.echo(progress_line(self.bar.tasks[0]), err=True)
-
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Remove the bar during the block, which writes to stdout: that may be the same terminal."""
-        self.bar.stop()
-        yield
-        self.bar.start()
-
-
-@contextmanager
-def show_progress(name: str, total: float | None) -> Iterator[CommandProgress]:
-    """Show the progress of `total` items (None: unknown) during the block."""
-    progress = CommandProgress(name, total)
-    with progress.bar:
-        yield progress
-
-
-def progress_line(task: Task) -> str:
-    """Return name, count, share, and time left of a task, as far as they are known."""
-    of_total = f" of {task.total:,.0f} ({task.percentage:.0f} %)" if task.total else ""
-    parts = [f"{task.description}: {task.completed:,.0f}{of_total}"]
-    parts += [str(task.fields["note"])] if task.fields["note"] else []
-    parts += [f"{duration_text(task.time_remaining)} left"] if task.time_remaining is not None else []
-    return ", ".join(parts)
+        self.update(self._task, completed=completed, total=total, note=note)

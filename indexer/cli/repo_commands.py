@@ -11,7 +11,7 @@ from indexer.app.settings import Settings
 from indexer.cli.arguments import given_dids, parse_did, parse_new_did, parse_nsid, parse_origin
 from indexer.cli.command import ExitCode, command, json_lines_option, json_option, report_error
 from indexer.cli.database import connect_database
-from indexer.cli.output import echo_result, show_progress
+from indexer.cli.output import CommandProgress, echo_result
 from indexer.db import Database
 from indexer.db.crawls import CrawlProgress
 from indexer.db.gaps import OpenGaps
@@ -39,11 +39,11 @@ async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str
     given = given_dids(dids, file, parse_new_did)
     added = count = 0
     async with connect_database(settings) as db:
-        with show_progress("repos", None) as progress:
+        with CommandProgress("repos", None) as progress:
             while batch := list(islice(given, ADD_BATCH_SIZE)):
                 count += len(batch)
                 added += await db.scope.track(batch)
-                progress.update(count, note=f"{added:,} added")
+                progress.show(count, note=f"{added:,} added")
     result = {"added": added, "already_tracked": count - added}
     echo_result(result, f"repos: {added} added, {count - added} already tracked", as_json=as_json)
     return ExitCode.OK
@@ -75,12 +75,12 @@ async def resync_command(
         elif behind:
             requested = (await _reconcile(settings, db)).found
         else:
-            with show_progress("repos", await db.repos.estimate_count()) as progress:
+            with CommandProgress("repos", await db.repos.estimate_count()) as progress:
                 requested = seen = 0
                 async with aclosing(db.repos.request_resyncs_of_all(errored=errored)) as pages:
                     async for read, requests in pages:
                         requested, seen = requested + requests, seen + read
-                        progress.update(seen, note=f"{requested:,} requested")
+                        progress.show(seen, note=f"{requested:,} requested")
     echo_result({"requested": requested}, f"resyncs: {requested} requested", as_json=as_json)
     if requested < len(given):
         return report_error(f"{len(given) - requested} of the DIDs are not in the database", ExitCode.UNKNOWN)
@@ -135,9 +135,9 @@ async def discover_command(
             name = f"{collection or 'all accounts'} of {source}"
             if progress.cursor is not None:
                 click.echo(f"{name}: continuing; accounts listed before: {progress.listed:,}", err=True)
-            with show_progress(name, discovery.expected) as shown:
+            with CommandProgress(name, discovery.expected) as shown:
                 progress = await discovery.run(
-                    progress, lambda now: shown.update(now.listed, note=f"{now.found:,} added")
+                    progress, lambda now: shown.show(now.listed, note=f"{now.found:,} added")
                 )
             counts = {"listed": progress.listed, "added": progress.found}
             result = {"source": source, "collection": collection or None, **counts}
@@ -172,10 +172,10 @@ async def _reconcile(settings: Settings, db: Database) -> CrawlProgress:
             sources_are_hosts=settings.upstream == "pds",
         )
         *others, last = map(http_origin, settings.relays)
-        with show_progress("accounts listed by the relay", known) as progress:
+        with CommandProgress("accounts listed by the relay", known) as progress:
 
             def show(now: CrawlProgress) -> None:
-                progress.update(now.listed, note=f"{now.found:,} different")
+                progress.show(now.listed, note=f"{now.found:,} different")
 
             for relay in others:
                 try:

@@ -7,7 +7,7 @@ import click
 from indexer.app.settings import Settings
 from indexer.cli.command import ExitCode, command, json_option
 from indexer.cli.database import open_database
-from indexer.cli.output import echo_result, show_progress
+from indexer.cli.output import CommandProgress, echo_result
 from indexer.cluster.distribute import Distribution, distribute
 from indexer.cluster.tables import on_all_nodes
 from indexer.db.migrate import migrate
@@ -57,9 +57,9 @@ async def distribute_command(settings: Settings, *, shards: int | None, as_json:
     (docs/scaling.md).
     """
     async with open_database(settings) as dsn:
-        with show_progress("tables or shards", None) as progress:
+        with CommandProgress("tables or shards", None) as progress:
             result = await distribute(
-                dsn, shards, lambda table, done, total: progress.update(done, total=total, note=table)
+                dsn, shards, lambda table, done, total: progress.show(done, total=total, note=table)
             )
     for notice in result.notices:
         click.echo(notice, err=True)

@@ -47,66 +47,63 @@ def write(file: Path, sections: Iterable[bytes]) -> Path:
     return file
 
 
-async def list_records(
-    file: Path, key: PublicKey | None = None, limits: Limits = DEFAULT_LIMITS
-) -> list[InspectedRecord]:
-    async with open_export(file, key, limits) as export:
-        records = list(export.records())
-        assert export.count == len(records)
-        assert export.signature_checked is (key is not None)
+def list_records(file: Path, key: PublicKey | None = None, limits: Limits = DEFAULT_LIMITS) -> list[InspectedRecord]:
+    with open_export(file, key, limits) as export:
+        records = list(export.records)
+        assert export.total == len(records)
         return records
 
 
-async def rejection_of(file: Path, key: PublicKey | None = None, limits: Limits = DEFAULT_LIMITS) -> UpstreamError:
+def rejection_of(file: Path, key: PublicKey | None = None, limits: Limits = DEFAULT_LIMITS) -> UpstreamError:
     with pytest.raises(UpstreamError) as raised:
-        await list_records(file, key, limits)
+        list_records(file, key, limits)
     return raised.value
 
 
-async def test_complete_export_is_listed_in_path_order(repo: LocalRepo, file: Path) -> None:
+def test_complete_export_is_listed_in_path_order(repo: LocalRepo, file: Path) -> None:
     write(file, repo.export())
     expected = [InspectedRecord(path, cid_of(block), "") for path, block in sorted(repo.records.items())]
-    assert await list_records(file, KEY.public) == expected
-    async with open_export(file, None, DEFAULT_LIMITS) as export:
+    assert list_records(file, KEY.public) == expected
+    with open_export(file, None, DEFAULT_LIMITS) as export:
         assert (export.commit.did, export.commit.rev, export.commit.cid) == (DID, repo.head.rev, repo.head.cid)
 
 
-async def test_the_order_of_blocks_does_not_matter(repo: LocalRepo, file: Path) -> None:
+def test_the_order_of_blocks_does_not_matter(repo: LocalRepo, file: Path) -> None:
     header, *sections = repo.export()
-    assert len(await list_records(write(file, [header, *reversed(sections)]))) == NOTES
+    assert len(list_records(write(file, [header, *reversed(sections)]))) == NOTES
 
 
-async def is_complete(file: Path) -> bool:
+def is_complete(file: Path) -> bool:
     try:
-        return not any(record.problem for record in await list_records(file))
+        return not any(record.problem for record in list_records(file))
     except (UpstreamError, UnavailableError):
         return False
 
 
 @pytest.mark.slow
-async def test_change_of_any_byte_is_found(repo: LocalRepo, file: Path) -> None:
+def test_change_of_any_byte_is_found(repo: LocalRepo, file: Path) -> None:
     export = b"".join(repo.export())
-    assert await is_complete(write(file, [export]))
+    assert is_complete(write(file, [export]))
     for at in range(0, len(export), 97):
-        assert not await is_complete(write(file, [export[:at], bytes([export[at] ^ 0x10]), export[at + 1 :]])), at
+        assert not is_complete(write(file, [export[:at], bytes([export[at] ^ 0x10]), export[at + 1 :]])), at
 
 
-async def test_truncated_file_is_incomplete(repo: LocalRepo, file: Path) -> None:
+def test_truncated_file_is_incomplete(repo: LocalRepo, file: Path) -> None:
     *_, last = sections = list(repo.export())
     for count in range(2, len(sections), 20):
         with pytest.raises(MissingNodeError):
-            await list_records(write(file, sections[:count]))
-    problems = [record.problem for record in await list_records(write(file, sections[:-1]))]
+            list_records(write(file, sections[:count]))
+    problems = [record.problem for record in list_records(write(file, sections[:-1]))]
     assert problems == [""] * (NOTES - 1) + ["missing"]
     with pytest.raises(UnavailableError, match=FetchFailure.EXPORT_INCOMPLETE):
-        await list_records(write(file, [*sections[:-1], last[:-1]]))
+        list_records(write(file, [*sections[:-1], last[:-1]]))
 
 
-async def test_records_that_are_not_strict_dag_cbor_are_explained(file: Path) -> None:
+def test_records_that_are_not_strict_dag_cbor_are_explained(file: Path) -> None:
     repo = LocalRepo(DID, KEY, "3jzfcijpj2z2a")
     blocks = {"com.example.note/bad": NOT_STRICT, "com.example.note/float": FLOAT}
     repo.write([Write.create(path, block) for path, block in blocks.items()], KEY, "3jzfcijpj2z2b")
-    bad, unusual = await list_records(write(file, repo.export()), KEY.public)
+    bad, unusual = list_records(write(file, repo.export()), KEY.public)
     assert bad.problem.startswith("not-dag-cbor: the key before byte")
     assert unusual.problem == Problem.NUMBER
 
@@ -119,21 +116,21 @@ async def test_records_that_are_not_strict_dag_cbor_are_explained(file: Path) ->
         (None, Rejection.COMMIT_MISSING, ""),
     ],
 )
-async def test_bad_commit_is_explained(block: bytes | None, reason: Rejection, words: str, file: Path) -> None:
+def test_bad_commit_is_explained(block: bytes | None, reason: Rejection, words: str, file: Path) -> None:
     root = cid_of(block or b"missing")
-    error = await rejection_of(write(file, [car_header(root), car_section(cid_of(block or b"x"), block or b"x")]))
+    error = rejection_of(write(file, [car_header(root), car_section(cid_of(block or b"x"), block or b"x")]))
     assert (error.reason, words in error.detail) == (reason, True)
 
 
 @pytest.mark.parametrize("limit", [{"repo_blocks": 100}, {"repo_bytes": 10_000}, {"block_bytes": 100}])
-async def test_limits_are_enforced(limit: dict[str, int], repo: LocalRepo, file: Path) -> None:
-    error = await rejection_of(write(file, repo.export()), limits=replace(DEFAULT_LIMITS, **limit))
+def test_limits_are_enforced(limit: dict[str, int], repo: LocalRepo, file: Path) -> None:
+    error = rejection_of(write(file, repo.export()), limits=replace(DEFAULT_LIMITS, **limit))
     assert error.reason is Rejection.CAR_MALFORMED
 
 
 @pytest.mark.parametrize("name", ["repos/atproto.dart/repo.car", "repos/php-car/repo.car", "jetstream-corpus/repo.car"])
-async def test_real_exports_are_complete(name: str) -> None:
-    records = await list_records(vectors(name))
+def test_real_exports_are_complete(name: str) -> None:
+    records = list_records(vectors(name))
     assert len(records) > 20
     assert not any(record.problem == Problem.MISSING for record in records)
 
