@@ -3,7 +3,7 @@
 import asyncio
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from email.utils import parsedate_to_datetime
@@ -30,6 +30,12 @@ from indexer.redaction import without_secrets
 from indexer.sync.events import StreamError
 from indexer.telemetry.log import printable
 
+DATABASE_SECONDS = 60.0
+"""Maximum time to read the facts about the database: the embedded Postgres may have to start."""
+CHECK_SECONDS = 20.0
+"""Maximum time of each other check."""
+CONNECT_SECONDS, MESSAGE_SECONDS = 10.0, 5.0
+"""Maximum times to connect to a relay, and to wait for its next message."""
 MIN_FREE_BYTES, FEW_FREE_BYTES = 10**9, 10 * 10**9
 """Free space of the data directory, in bytes. Less than the first is a failure, less than the second a warning."""
 MAX_CLOCK_DIFFERENCE = 5.0
@@ -70,33 +76,6 @@ class Finding:
     action: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Timeouts:
-    """Maximum times, in seconds.
-
-    Attributes:
-        database: To read the facts about the database: the embedded Postgres may have to start.
-        check: For all other checks, which run at the same time.
-        connect: To connect to a relay.
-        message: To wait for the next message of a relay.
-    """
-
-    database: float = 60.0
-    check: float = 20.0
-    connect: float = 10.0
-    message: float = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """The data and clients of the checks. `facts` is None if the database is not available."""
-
-    settings: Settings
-    outbound: OutboundClient
-    facts: DatabaseFacts | None
-    timeouts: Timeouts
-
-
 def _log_settings(_: Path | None) -> Settings:
     """Return the settings of log lines, or the defaults if they are bad: `settings` is one of the checks."""
     try:
@@ -112,7 +91,7 @@ async def doctor_command(_: Settings, *, as_json: bool) -> int:
 
     Print one line for each check: `ok`, `warn` or `fail`, what was found, and what to do. Nothing is changed, except
     that the embedded Postgres is started if it is used. The checks send a few requests, by the same rules as the
-    daemon, and take at most 80 seconds. The exit code is 1 if a check fails.
+    daemon, and take at most a minute. The exit code is 1 if a check fails.
     """
     try:
         findings = await run_checks(load_settings(config_file()))
@@ -129,38 +108,37 @@ async def doctor_command(_: Settings, *, as_json: bool) -> int:
     return ExitCode.FAILED if failed else ExitCode.OK
 
 
-async def run_checks(settings: Settings, timeouts: Timeouts | None = None) -> list[Finding]:
-    """Run all checks, and return their findings. Default: the times of `Timeouts`."""
-    timeouts = timeouts or Timeouts()
-    facts: DatabaseFacts | None = None
-
-    async def read_facts() -> list[Finding]:
-        nonlocal facts
-        async with open_database(settings) as dsn:
-            facts = await load_database_facts(dsn)
-        return [
-            Finding("database", OK, f"Postgres {facts.settings['server_version']} at {facts.address}"),
-            schema_finding(facts),
-            *database_setting_findings(facts, settings),
-        ]
-
-    findings = _settings_findings(settings)
-    findings += await _findings("database", read_facts(), timeouts.database)
+async def run_checks(settings: Settings) -> list[Finding]:
+    """Run all checks at the same time, and return their findings."""
     async with open_outbound_client(settings) as outbound:
-        context = Context(settings, outbound, facts, timeouts)
-        checks = (_findings(name, check(context), timeouts.check) for name, check in CHECKS.items())
-        findings += [finding for found in await asyncio.gather(*checks) for finding in found]
-    return findings
+        results = await asyncio.gather(
+            _findings("database", "", _check_database(settings), DATABASE_SECONDS),
+            _findings("disk", "", asyncio.to_thread(check_disk, settings.data_dir)),
+            _findings("clock", "", _check_clock(settings, outbound)),
+            *(_findings("relay", f"{url}: ", _check_relay(settings, url)) for url in settings.relays),
+            *(_findings("directory", f"{url}: ", _check_directory(outbound, url)) for url in settings.plc_url),
+            _findings("dns", "", _check_dns(settings)),
+        )
+    return _settings_findings(settings) + one_is_enough([finding for found in results for finding in found])
 
 
-async def _findings(name: str, check: Awaitable[Sequence[Finding]], seconds: float) -> Sequence[Finding]:
+async def _findings(
+    name: str, subject: str, check: Awaitable[Sequence[Finding]], seconds: float | None = None
+) -> Sequence[Finding]:
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(seconds or CHECK_SECONDS):
             return await check
-    except TimeoutError:
-        return [Finding(name, FAIL, f"no answer within {seconds:g} s", ACTIONS[name])]
-    except (UnavailableError, SettingsError, OSError) as error:
-        return [Finding(name, FAIL, str(error), ACTIONS[name])]
+    except (UnavailableError, SettingsError, OSError) as error:  # OSError includes TimeoutError
+        return [Finding(name, FAIL, subject + (str(error) or "no answer in time"), ACTIONS[name])]
+
+
+def one_is_enough(findings: Sequence[Finding]) -> list[Finding]:
+    """Return failures of relays or directories as warnings if another one works: the daemon uses that one."""
+    working = {finding.check for finding in findings if finding.level is OK} & {"relay", "directory"}
+    return [
+        replace(finding, level=WARN) if finding.level is FAIL and finding.check in working else finding
+        for finding in findings
+    ]
 
 
 def _settings_findings(settings: Settings) -> list[Finding]:
@@ -175,7 +153,18 @@ def _settings_findings(settings: Settings) -> list[Finding]:
     return findings
 
 
-def schema_finding(facts: DatabaseFacts) -> Finding:
+async def _check_database(settings: Settings) -> Sequence[Finding]:
+    async with open_database(settings) as dsn:
+        facts = await load_database_facts(dsn)
+    return [
+        Finding("database", OK, f"Postgres {facts.settings['server_version']} at {facts.address}"),
+        _schema_finding(facts),
+        *database_setting_findings(facts, settings),
+        clock_finding("the database", facts.clock_ahead, settings.limits.clock_drift_seconds),
+    ]
+
+
+def _schema_finding(facts: DatabaseFacts) -> Finding:
     """Compare the version of the schema with this release, and check the privileges of the role."""
     schema = facts.schema
     if facts.missing is not None:
@@ -215,11 +204,7 @@ def database_setting_findings(facts: DatabaseFacts, settings: Settings) -> list[
     return findings
 
 
-async def _check_disk(context: Context) -> Sequence[Finding]:
-    return [disk_finding(context.settings.data_dir)]
-
-
-def disk_finding(directory: Path) -> Finding:
+def check_disk(directory: Path) -> Sequence[Finding]:
     """Return the free space of the data directory, or of the nearest parent that exists.
 
     Raises:
@@ -232,23 +217,18 @@ def disk_finding(directory: Path) -> Finding:
     usage = shutil.disk_usage(existing)
     level = FAIL if usage.free < MIN_FREE_BYTES else WARN if usage.free < FEW_FREE_BYTES else OK
     found = f"{usage.free / 10**9:,.1f} GB of {usage.total / 10**9:,.1f} GB free in {existing}"
-    return Finding("disk", level, found, "" if level is OK else ACTIONS["disk"])
+    return [Finding("disk", level, found, "" if level is OK else ACTIONS["disk"])]
 
 
-async def _check_clock(context: Context) -> Sequence[Finding]:
-    """Compare the clock with those of the first relay and of the database, as far as they are available."""
-    relay, ahead_by_host = http_origin(context.settings.relays[0]), {}
-    with suppress(UnavailableError, ValueError, TypeError):  # no answer, or no readable header
+async def _check_clock(settings: Settings, outbound: OutboundClient) -> Sequence[Finding]:
+    """Compare the clock with that of the first relay, if it answers with a readable date."""
+    relay = http_origin(settings.relays[0])
+    with suppress(UnavailableError, ValueError, TypeError):
         asked_at = time()
-        answer = await context.outbound.get(
-            f"{relay}/xrpc/_health", max_bytes=MAX_BYTES, timeout=context.timeouts.check
-        )
+        answer = await outbound.get(f"{relay}/xrpc/_health", max_bytes=MAX_BYTES, timeout=CHECK_SECONDS)
         date = parsedate_to_datetime(answer.headers.get("Date", "")).timestamp()
-        ahead_by_host[relay] = date + 0.5 - (asked_at + time()) / 2
-    if context.facts is not None:
-        ahead_by_host["the database"] = context.facts.clock_ahead
-    limit = context.settings.limits.clock_drift_seconds
-    return [clock_finding(host, ahead, limit) for host, ahead in ahead_by_host.items()]
+        return [clock_finding(relay, date + 0.5 - (asked_at + time()) / 2, settings.limits.clock_drift_seconds)]
+    return []
 
 
 def clock_finding(host: str, ahead: float, limit: float) -> Finding:
@@ -260,68 +240,32 @@ def clock_finding(host: str, ahead: float, limit: float) -> Finding:
     return Finding("clock", FAIL if abs(ahead) > limit else WARN, found, action)
 
 
-async def _check_relays(context: Context) -> Sequence[Finding]:
-    return one_is_enough(await asyncio.gather(*(_relay_finding(context, url) for url in context.settings.relays)))
-
-
-async def _relay_finding(context: Context, relay: str) -> Finding:
-    settings, timeouts = context.settings, context.timeouts
-    try:
-        event = await first_event(
-            relay, None, settings.limits, settings.user_agent,
-            connect_timeout=timeouts.connect, message_timeout=timeouts.message,
-        )  # fmt: skip
-    except OSError as error:
-        return Finding("relay", FAIL, f"{relay}: {str(error) or type(error).__name__}", ACTIONS["relay"])
+async def _check_relay(settings: Settings, relay: str) -> Sequence[Finding]:
+    event = await first_event(
+        relay, None, settings.limits, settings.user_agent,
+        connect_timeout=CONNECT_SECONDS, message_timeout=MESSAGE_SECONDS,
+    )  # fmt: skip
     if isinstance(event, StreamError):
-        return Finding("relay", FAIL, f"{relay} sends an error: {event.error}", ACTIONS["relay"])
-    sent = f"no message for {timeouts.message:g} s" if event is None else f"a message with number {event.seq}"
-    return Finding("relay", OK, f"{relay} opened the stream and sent {sent}")
+        raise OSError(f"the relay sends an error: {event.error}")
+    sent = f"no message for {MESSAGE_SECONDS:g} s" if event is None else f"a message with number {event.seq}"
+    return [Finding("relay", OK, f"{relay} opened the stream and sent {sent}")]
 
 
-async def _check_directories(context: Context) -> Sequence[Finding]:
-    return one_is_enough(await asyncio.gather(*(_directory_finding(context, url) for url in context.settings.plc_url)))
-
-
-async def _directory_finding(context: Context, url: str) -> Finding:
-    try:
-        response = await context.outbound.get(
-            f"{url}/{EXAMPLE_DID}",
-            max_bytes=MAX_BYTES,
-            timeout=context.timeouts.check,
-            accept="application/did+ld+json",
-        )
-    except UnavailableError as error:
-        return Finding("directory", FAIL, f"{url}: {error}", ACTIONS["directory"])
+async def _check_directory(outbound: OutboundClient, url: str) -> Sequence[Finding]:
+    accept = "application/did+ld+json"
+    response = await outbound.get(f"{url}/{EXAMPLE_DID}", max_bytes=MAX_BYTES, timeout=CHECK_SECONDS, accept=accept)
     if response.status not in {200, 404, 410}:
-        return Finding("directory", FAIL, f"{url} answers with status {response.status}", ACTIONS["directory"])
-    return Finding("directory", OK, f"{url} answers")
+        raise OSError(f"the directory answers with status {response.status}")
+    return [Finding("directory", OK, f"{url} answers")]
 
 
-def one_is_enough(findings: Sequence[Finding]) -> Sequence[Finding]:
-    """Return failures as warnings if there is a host without one: the daemon uses that host."""
-    if all(finding.level is FAIL for finding in findings):
-        return findings
-    return [replace(finding, level=WARN) if finding.level is FAIL else finding for finding in findings]
-
-
-async def _check_dns(context: Context) -> Sequence[Finding]:
-    settings = context.settings
+async def _check_dns(settings: Settings) -> Sequence[Finding]:
     parts = urlsplit(settings.relays[0])
     host = parts.hostname or ""
     resolve = resolve_with_system if settings.allow_private_hosts else DnsResolver(settings.dns_servers)
     addresses = await resolve(host, parts.port or 443)
     return [Finding("dns", OK, f"{host} resolves to {', '.join(addresses[:4])}")]
 
-
-CHECKS: dict[str, Callable[[Context], Awaitable[Sequence[Finding]]]] = {
-    "disk": _check_disk,
-    "clock": _check_clock,
-    "relay": _check_relays,
-    "directory": _check_directories,
-    "dns": _check_dns,
-}
-"""The checks that run at the same time, after the database."""
 
 ACTIONS = {
     "database": "Start the database, correct INDEXER_DATABASE_URL, or grant the privileges of "

@@ -15,10 +15,9 @@ from indexer.app.settings import Settings
 from indexer.cli.doctor import (
     Finding,
     Level,
-    Timeouts,
+    check_disk,
     clock_finding,
     database_setting_findings,
-    disk_finding,
     one_is_enough,
     run_checks,
 )
@@ -37,11 +36,14 @@ GOOD = {
     "max_connections": "100",
     "superuser_reserved_connections": "3",
 }
-SHORT = Timeouts(check=2.0, database=20.0, connect=0.5, message=0.5)
+SHORT = {"CHECK_SECONDS": 2.0, "DATABASE_SECONDS": 20.0, "CONNECT_SECONDS": 0.5, "MESSAGE_SECONDS": 0.5}
 
 
 @pytest.fixture
-async def network() -> AsyncIterator[FaultyNetwork]:
+async def network(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FaultyNetwork]:
+    """Run a network, and let the checks wait a short time."""
+    for name, seconds in SHORT.items():
+        monkeypatch.setattr(f"indexer.cli.doctor.{name}", seconds)
     async with FaultyNetwork() as network:
         network.create_account("ada.test").create("com.example.note", {"text": "hello"})
         yield network
@@ -52,7 +54,7 @@ async def findings(network: FaultyNetwork, dsn: str, directory: Path, **changes:
     given = {"relays": network.relay_url, "plc_url": network.plc_url, "database_url": dsn} | changes
     relay, plc = given.pop("relays"), given.pop("plc_url")
     settings = settings_for(relay, plc, directory, contact="https://example.com", **given)
-    return {finding.check: finding for finding in await run_checks(settings, timeouts=SHORT)}
+    return {finding.check: finding for finding in await run_checks(settings)}
 
 
 @asynccontextmanager
@@ -194,8 +196,8 @@ def test_little_disk_space_and_a_directory_without_access_are_reported(
     levels = []
     for free in (10**8, 5 * 10**9, 10**12):
         monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: SimpleNamespace(free=free, total=10**13))
-        levels.append(disk_finding(tmp_path / "not" / "there").level)
+        levels.append(check_disk(tmp_path / "not" / "there")[0].level)
     assert levels == [Level.FAIL, Level.WARN, Level.OK]
     (tmp_path / "file").touch()
     with pytest.raises(PermissionError):
-        disk_finding(tmp_path / "file" / "data")
+        check_disk(tmp_path / "file" / "data")
