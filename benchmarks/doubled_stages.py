@@ -22,9 +22,8 @@ from indexer.db.repos import Repos
 from indexer.net.pds.pds_client import ExportDownload, PdsClient
 from indexer.net.relay.subscription import Subscription
 from indexer.sync import changes
-from indexer.sync.export import ExportReader
+from indexer.sync.export import ExportReader, Snapshot
 from indexer.sync.repo import Repo
-from indexer.sync.verify import Snapshot
 
 Doubling = Callable[[], AbstractContextManager[None]]
 """Doubles the work of stages inside its block."""

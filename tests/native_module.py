@@ -10,8 +10,7 @@ import pytest
 
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
-from indexer.core.core import CommitsBeingVerified, NativeCore, load_core
-from indexer.core.native_export import NativeReader
+from indexer.core.core import CommitsBeingVerified, NativeCore, NativeReader, load_core
 from indexer.db.write import ROW_LAYOUT
 from indexer.sync import verify
 from indexer.sync.events import CommitEvent, OtherShardEvent

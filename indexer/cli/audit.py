@@ -33,11 +33,11 @@ from indexer.net.identity.did_resolver import DidResolver
 from indexer.net.pds.pds_client import PdsClient
 from indexer.reasons import FetchFailure, Rejection
 from indexer.sync.changes import selected_path
+from indexer.sync.export import Snapshot
 from indexer.sync.policy import Policy, is_future
 from indexer.sync.repo import Head, Repo, SyncStatus
 from indexer.sync.resync import Difference, SnapshotDiff, without_value
 from indexer.sync.scope import filter_of
-from indexer.sync.verify import Snapshot
 from indexer.telemetry.log import printable
 
 DEFAULT_SAMPLE = 100

@@ -16,8 +16,7 @@ from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.reasons import FetchFailure
-from indexer.sync.export import VerifiedExport
-from indexer.sync.verify import verify_snapshot
+from indexer.sync.export import Snapshot, verify_snapshot
 
 BUFFER_BYTES = 1 << 20
 """The blocks in memory are written to the file when they have this size."""
@@ -84,10 +83,9 @@ class Spool:
         block: bytes | None = row and row[0]
         return block
 
-    def verify(self, did: str, key: PublicKey, limits: Limits) -> VerifiedExport:
-        """Verify the whole export: see `ExportReader`."""
-        snapshot = verify_snapshot(did, self.root, self.block, key, limits)
-        return VerifiedExport(snapshot.did, snapshot.head, snapshot.count, snapshot.block_of, self.size)
+    def verify(self, did: str, key: PublicKey, limits: Limits) -> Snapshot:
+        """See `ExportReader`."""
+        return verify_snapshot(did, self.root, self.block, key, limits, self.size)
 
     def close(self) -> None:
         """Delete the file and forget the blocks."""

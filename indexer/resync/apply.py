@@ -35,7 +35,7 @@ from indexer.reasons import FetchFailure
 from indexer.resync.queue import ClaimLostError
 from indexer.resync.shares import Phase, PostponedError, Resync
 from indexer.sync.changes import Action, Batch, RecordChange, RecordConverter
-from indexer.sync.export import CHUNK_BYTES, CHUNK_RECORDS, ExportReader, NewRecords, RecordChunk, VerifiedExport
+from indexer.sync.export import CHUNK_BYTES, CHUNK_RECORDS, ExportReader, NewRecords, RecordChunk, Snapshot
 from indexer.sync.policy import KeyState, PlanContext, Policy
 from indexer.sync.repo import Head, Repo, SyncStatus
 from indexer.sync.resync import Completion, Difference, SnapshotDiff, without_value
@@ -80,7 +80,7 @@ class NewRepo:
 class _Differences:
     """Turns the differences between stored records and an export into record changes, one chunk at a time."""
 
-    def __init__(self, export: VerifiedExport, policy: Policy) -> None:
+    def __init__(self, export: Snapshot, policy: Policy) -> None:
         self._export = export
         self._converter = RecordConverter(policy, export.head.rev, export.size)
         self._collections = policy.scope.collections
@@ -136,13 +136,13 @@ class Applies:
         running = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
         self._shared = [SharedCalls(self._write_group, _may_share, running) for _ in range(db.layout.parts)]
 
-    async def verify(self, did: str, reader: ExportReader, key: PublicKey, limits: Limits) -> VerifiedExport:
+    async def verify(self, did: str, reader: ExportReader, key: PublicKey, limits: Limits) -> Snapshot:
         """Verify an export; raise as `ExportReader.verify` does."""
         thread = self._large_thread if reader.size > LARGE_BYTES else self._thread
         with self._metrics.batch_seconds["verify-export"].time():
             return await asyncio.get_running_loop().run_in_executor(thread, partial(reader.verify, did, key, limits))
 
-    async def write(self, resync: Resync, policy: Policy, key: PublicKey | None, export: VerifiedExport | None) -> str:
+    async def write(self, resync: Resync, policy: Policy, key: PublicKey | None, export: Snapshot | None) -> str:
         """Write a verified export, which `key` has signed; None: the stored head is current.
 
         Return "synchronized", "unchanged", or the reason why the repo is still desynchronized.
@@ -185,7 +185,7 @@ class Applies:
             log.debug("resync.group-failed", repos=len(group), error=str(error))
             return {}
 
-    async def _write_alone(self, policy: Policy, claimed: Repo, export: VerifiedExport | None, key: KeyState) -> str:
+    async def _write_alone(self, policy: Policy, claimed: Repo, export: Snapshot | None, key: KeyState) -> str:
         """Write the differences, drain the buffer, and end the resync, in a transaction of its own."""
         head = export.head if export else claimed.head
         if head is None:
@@ -249,7 +249,7 @@ class Applies:
         return write.repo.sync_reason
 
     async def _write_export(
-        self, policy: Policy, transaction: ResyncTransaction, export: VerifiedExport, written: Counter[str]
+        self, policy: Policy, transaction: ResyncTransaction, export: Snapshot, written: Counter[str]
     ) -> int:
         """Write all differences, and count in `written` how many records were created, updated and deleted.
 
@@ -329,7 +329,7 @@ class Applies:
             raise ClaimLostError("claimed by another worker, or desynchronized again")
 
 
-def _whole_chunk(export: VerifiedExport, policy: Policy) -> tuple[bool, RecordChunk | None]:
+def _whole_chunk(export: Snapshot, policy: Policy) -> tuple[bool, RecordChunk | None]:
     """Return whether the first chunk holds all selected records, and this chunk (None: no records).
 
     A full chunk is taken for one of several: to convert the next one only to find out would cost more.

@@ -18,7 +18,7 @@ from indexer.net.pds.pds_client import LARGE_BYTES, ExportDownload, PdsClient
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.resync.apply import Applies
 from indexer.resync.shares import Phase, PostponedError, Resync, Shares
-from indexer.sync.export import ExportReader, VerifiedExport
+from indexer.sync.export import ExportReader, Snapshot
 from indexer.sync.policy import Policy, is_future
 from indexer.sync.repo import Head, Repo, needs_export
 from indexer.telemetry.conditions import EQUIVOCATIONS, Conditions
@@ -126,7 +126,7 @@ class ResyncAttempts:
 
     async def _verify(
         self, claimed: Repo, reader: ExportReader, identity: CachedIdentity
-    ) -> tuple[VerifiedExport, CachedIdentity]:
+    ) -> tuple[Snapshot, CachedIdentity]:
         """Verify the export, with a newer key if the cached one does not verify its signature."""
         try:
             return await self._verify_with(claimed, reader, identity), identity
@@ -136,7 +136,7 @@ class ResyncAttempts:
         identity = await self.identities.lookup(claimed.did, refresh=True)
         return await self._verify_with(claimed, reader, identity), identity
 
-    async def _verify_with(self, claimed: Repo, reader: ExportReader, identity: CachedIdentity) -> VerifiedExport:
+    async def _verify_with(self, claimed: Repo, reader: ExportReader, identity: CachedIdentity) -> Snapshot:
         if identity.key is None:
             raise UnavailableError(FetchFailure.IDENTITY_MISSING, identity.problem or "no key")
         return await self.applies.verify(claimed.did, reader, identity.key, self.policy().limits)

@@ -1,19 +1,22 @@
-"""The records of a verified export in path order, and new records in chunks for a repo of which nothing is stored.
+"""A verified export: its records in path order, and in chunks for a repo of which nothing is stored.
 
-This is the reference. The native core makes the same chunks (`core.native_export`).
+Only this module creates a `Snapshot`, so no plan is based on an unsigned commit or on a part of a tree. It is the
+reference: the native core makes the same snapshots and chunks (`core.core`).
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
+from indexer.atproto.mst import leaves, walk
 from indexer.atproto.record import Problem
 from indexer.sync.changes import RecordChange, RecordConverter
 from indexer.sync.policy import Policy
+from indexer.sync.repo import Head
 from indexer.sync.resync import Entry
-from indexer.sync.verify import BlockOf, Snapshot, VerifiedChange
+from indexer.sync.verify import BlockOf, VerifiedChange, verify_export_commit
 
 CHUNK_RECORDS = 2_000
 """Maximum number of records in a chunk."""
@@ -30,16 +33,26 @@ class ColumnLayout(NamedTuple):
     changes: tuple[str, ...]
 
 
-class ReadyRows(Protocol):
-    """The rows of new records in the binary format of COPY, with the columns of a `ColumnLayout`."""
+@dataclass(frozen=True, slots=True)
+class ReadyRows:
+    """The rows of new records in the binary format of COPY, with the columns of a `ColumnLayout`.
+
+    Attributes:
+        chunk: The chunk of the native core (native/src/python_export.rs).
+    """
+
+    chunk: Any
 
     def records(self) -> Iterator[bytes]:
         """Yield the rows of the records in pieces of at most `PIECE_BYTES`: the chunk is in memory only once."""
-        ...
+        start = 0
+        while piece := self.chunk.record_rows(start, PIECE_BYTES):
+            start += len(piece)
+            yield piece
 
     def changes(self, segment: int, batch: int, first_ordinal: int) -> bytes:
         """Return the rows of the change log."""
-        ...
+        return bytes(self.chunk.change_rows(segment, batch, first_ordinal))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +101,40 @@ class NewRecords:
 
 
 @dataclass(frozen=True, slots=True)
-class VerifiedExport(Snapshot):
-    """A snapshot whose records can be taken.
+class Snapshot:
+    """A verified export: a valid signature, and every tree node present, canonical and in order.
 
     Attributes:
-        size: The size of all its blocks with their lengths and CIDs, in bytes.
+        count: The number of records.
+        block_of: Returns the block of a record; None if the export lacks it.
+        size: The size of all blocks with their lengths and CIDs, in bytes.
     """
 
+    did: str
+    head: Head
+    count: int
+    block_of: BlockOf
     size: int
+
+    def records(self) -> Iterator[Entry]:
+        """Yield the path and the CID of each record, in bytewise path order."""
+        return leaves(self.block_of, self.head.data)
 
     def new_records(self, policy: Policy) -> NewRecords:
         """Return the records that `policy` selects, converted."""
         return NewRecords(self.records(), self.block_of, RecordConverter(policy, self.head.rev, self.size))
+
+
+def verify_snapshot(did: str, root: bytes, block_of: BlockOf, key: PublicKey, limits: Limits, size: int) -> Snapshot:
+    """Return the snapshot of a full export, after walking its whole tree. The blocks must have been hashed before.
+
+    Raises:
+        UpstreamError: The export breaks a rule (docs/protocol.md#exports).
+        MissingNodeError: The export lacks a tree node: it was cut off, or created while the repo changed.
+    """
+    commit = verify_export_commit(root, block_of, key, did)
+    count = sum(1 for _ in walk(block_of, commit.data, limits))
+    return Snapshot(did, Head(commit.rev, commit.data, root), count, block_of, size)
 
 
 class ExportReader(Protocol):
@@ -128,12 +163,10 @@ class ExportReader(Protocol):
         """
         ...
 
-    def verify(self, did: str, key: PublicKey, limits: Limits) -> VerifiedExport:
-        """Verify the whole export. Call it in a thread.
+    def verify(self, did: str, key: PublicKey, limits: Limits) -> Snapshot:
+        """Verify the whole export as `verify_snapshot` does. Call it in a thread.
 
         Raises:
-            UpstreamError: The export breaks a rule (docs/protocol.md#exports).
-            MissingNodeError: The export lacks a tree node: it was cut off, or created while the repo changed.
             UnavailableError: SPOOL_UNREADABLE if the file cannot be read.
         """
         ...

@@ -1,15 +1,13 @@
-"""Verify commits, #sync events and exports against the account's signing key.
+"""Verify commits, #sync events and proofs of records against the account's signing key.
 
-Only this module and the native core create `VerifiedCommit`, and only this module creates a `Snapshot`. So no
-plan is based on an unsigned commit or on a part of a tree.
+Only this module and the native core create `VerifiedCommit`, so no plan is based on an unsigned commit.
 
 If a check up to that of the signature fails, a function raises `UpstreamError`: the message is rejected and changes
 nothing. An error after a valid signature is a `flaw`: the repo has a newer commit that cannot be applied, so it needs a
 resync (docs/protocol.md#order-of-checks, docs/protocol.md#inversion).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from indexer.atproto.car import split_car
@@ -17,7 +15,7 @@ from indexer.atproto.commit import Commit, decode_commit
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.inversion import NetOp, Verdict, invert
 from indexer.atproto.limits import Limits
-from indexer.atproto.mst import EMPTY_TREE, find, leaves, load_node, walk
+from indexer.atproto.mst import EMPTY_TREE, find, load_node
 from indexer.atproto.record import ConvertedRecord
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.reasons import Desync, FetchFailure, Rejection
@@ -113,25 +111,6 @@ class VerifiedCommit(NamedTuple):
         return self.flaw is None and self.first and self.prev_data == EMPTY_TREE
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A verified export: a valid signature, and every tree node present, canonical and in order.
-
-    Attributes:
-        count: The number of records.
-        block_of: Returns the block of a record; None if the export lacks it.
-    """
-
-    did: str
-    head: Head
-    count: int
-    block_of: BlockOf
-
-    def records(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield the path and the CID of each record, in bytewise path order."""
-        return leaves(self.block_of, self.head.data)
-
-
 def verify_commit(event: CommitEvent, key: PublicKey, limits: Limits) -> VerifiedCommit:
     """Return the verified commit of a `#commit`, which may have a flaw.
 
@@ -176,18 +155,6 @@ def verify_sync(event: SyncEvent, key: PublicKey, limits: Limits) -> Head:
     """
     commit, _ = _signed_commit(event, key, limits, limits.sync_blocks_bytes)
     return Head(commit.rev, commit.data, commit.cid)
-
-
-def verify_snapshot(did: str, root: bytes, block_of: BlockOf, key: PublicKey, limits: Limits) -> Snapshot:
-    """Return the snapshot of a full export, after walking its whole tree. The blocks must have been hashed before.
-
-    Raises:
-        UpstreamError: The export breaks a rule (docs/protocol.md#exports).
-        MissingNodeError: The export lacks a tree node: it was cut off, or created while the repo changed.
-    """
-    commit = verify_export_commit(root, block_of, key, did)
-    count = sum(1 for _ in walk(block_of, commit.data, limits))
-    return Snapshot(did, Head(commit.rev, commit.data, root), count, block_of)
 
 
 def verify_export_commit(root: bytes, block_of: BlockOf, key: PublicKey | None, did: str | None) -> Commit:

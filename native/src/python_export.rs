@@ -1,4 +1,4 @@
-//! Exports for Python. `indexer/core/native_export.py` is the only user.
+//! Exports for Python. `indexer/core/core.py` is the only user.
 //!
 //! All objects of one export share its spool. `Export.close` frees the file and the memory, whoever still holds an
 //! object. A call that waits for the spool, reads the file or walks the tree releases the interpreter's lock.

@@ -18,9 +18,10 @@ from indexer.cli.audit import BEING_DELETED, RepoComparison, equal_json
 from indexer.db.exports import RecordRow
 from indexer.demo.local_repo import LocalRepo
 from indexer.sync.changes import RecordConverter
+from indexer.sync.export import Snapshot, verify_snapshot
 from indexer.sync.policy import Policy
 from indexer.sync.scope import Scope
-from indexer.sync.verify import Snapshot, VerifiedChange, verify_snapshot
+from indexer.sync.verify import VerifiedChange
 
 KEY = PrivateKey.from_seed("k256", b"audit")
 REV = "3jzfcijpj2z2b"
@@ -56,7 +57,7 @@ def snapshot_of(records: dict[str, bytes], missing_blocks: set[bytes]) -> Snapsh
     repo.import_records(records, KEY, REV)
     _, blocks = split_car(b"".join(repo.export()), DEFAULT_LIMITS, max_bytes=10**7)
     present = {cid: block for cid, block in blocks.items() if block not in missing_blocks}
-    return verify_snapshot(repo.did, repo.head.cid, present.get, KEY.public, DEFAULT_LIMITS)
+    return verify_snapshot(repo.did, repo.head.cid, present.get, KEY.public, DEFAULT_LIMITS, 0)
 
 
 def stored_record(path: str, block: bytes, policy: Policy) -> RecordRow | None:

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from indexer.atproto.cid import cid_of
 from indexer.atproto.crypto import Curve, PrivateKey, PublicKey
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
-from indexer.core.native_export import NativeReader, ProvenExport
+from indexer.core.core import NativeReader, ProvenExport
 from indexer.core.spool import BUFFER_BYTES, Spool
 from indexer.demo import dag_cbor
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.sync.changes import RecordChange
-from indexer.sync.export import ExportReader, VerifiedExport
+from indexer.sync.export import ExportReader, Snapshot
 from indexer.sync.policy import Policy
 from tests.atproto.mst import oracle
 from tests.fuzz.copy_format import changes_of
@@ -105,10 +105,10 @@ def outcome(
         rest = (export.head, entries, blocks, reader.size)
     except (UpstreamError, UnavailableError) as caught:
         error = type(caught), caught.reason, caught.detail
-    return Outcome(error, isinstance(reader, NativeReader) and reader.ordinary, proven, chunks, (read, rest))
+    return Outcome(error, isinstance(reader, NativeReader) and reader.rest is None, proven, chunks, (read, rest))
 
 
-def chunks_of(export: VerifiedExport, policy: Policy) -> Iterator[Chunk]:
+def chunks_of(export: Snapshot, policy: Policy) -> Iterator[Chunk]:
     records = export.new_records(policy)
     while (chunk := records.next_chunk()) is not None:
         changes = changes_of(chunk)

@@ -16,7 +16,7 @@ from indexer.atproto.cid import RAW, cid_of
 from indexer.atproto.crypto import Curve
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.atproto.syntax import CollectionFilter
-from indexer.core.native_export import NativeReader
+from indexer.core.core import NativeReader
 from indexer.core.spool import Spool
 from indexer.demo import dag_cbor
 from indexer.demo.local_repo import car, car_header, car_section

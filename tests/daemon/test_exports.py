@@ -15,7 +15,7 @@ from indexer.core.spool import Spool
 from indexer.demo.local_pds import CAR_TYPE, GET_REPO
 from indexer.demo.reference_tree import height
 from indexer.errors import UnavailableError, UpstreamError
-from indexer.sync.verify import Snapshot, verify_snapshot
+from indexer.sync.export import Snapshot, verify_snapshot
 from tests.daemon.crafted_exports import (
     INVALID_EXPORTS,
     TOO_LARGE_EXPORTS,
@@ -70,7 +70,7 @@ def verify_export(export: bytes, source: SignedRepo, directory: Path) -> Snapsho
         for start in range(0, len(export), 65_536):
             spool.write(export[start : start + 65_536])
         spool.finish()
-        return verify_snapshot(source.repo.did, spool.root, spool.block, source.key.public, DEFAULT_LIMITS)
+        return verify_snapshot(source.repo.did, spool.root, spool.block, source.key.public, DEFAULT_LIMITS, spool.size)
 
 
 @pytest.mark.parametrize("name", sorted(INVALID_EXPORTS.keys() - REJECTED_BY_THE_RESYNC))

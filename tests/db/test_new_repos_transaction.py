@@ -1,7 +1,7 @@
 """Write repos of which nothing is stored: eligible repos, ready-made rows of COPY, and what prevents the commit."""
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 
 import asyncpg
@@ -12,7 +12,7 @@ from indexer.db import Database
 from indexer.db.write import NewRepoRecords, RecordsExistError
 from indexer.errors import RefusedWriteError
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
-from indexer.sync.export import RecordChunk
+from indexer.sync.export import ReadyRows, RecordChunk
 from indexer.sync.repo import Repo
 from tests.db.repo_rows import buffer_event, completed, did, insert, put, synchronized
 
@@ -32,24 +32,26 @@ def chunk(changes: Sequence[RecordChange]) -> RecordChunk:
 
 def ready_chunk(owner: str, changes: Sequence[RecordChange]) -> RecordChunk:
     """Return the same chunk, encoded as the documentation of COPY describes it. The driver does not encode it."""
-    return RecordChunk(len(changes), 0, 100, rows=Rows(owner, changes))
+    return RecordChunk(len(changes), 0, 100, rows=ReadyRows(Chunk(owner, changes)))
 
 
-class Rows:
+class Chunk:
     def __init__(self, owner: str, changes: Sequence[RecordChange]) -> None:
         self._did = owner
         self._changes = changes
 
-    def records(self) -> Iterator[bytes]:
+    def record_rows(self, start: int, _size: int) -> bytes:
         bucket = int16(sha256(self._did.encode()).digest()[0])
-        for change in self._changes:
-            yield row(
+        return b"".join(
+            row(
                 text(self._did), text(change.collection), text(change.rkey), bucket, change.cid, text(change.rev),
                 None if change.value is None else b"\x01" + change.value.encode(), text(change.problem),
                 change.original,
-            )  # fmt: skip
+            )
+            for change in self._changes
+        )[start:]  # fmt: skip
 
-    def changes(self, segment: int, batch: int, first_ordinal: int) -> bytes:
+    def change_rows(self, segment: int, batch: int, first_ordinal: int) -> bytes:
         bucket = int16(sha256(self._did.encode()).digest()[0])
         return b"".join(
             row(

@@ -27,7 +27,7 @@ REPORT_SECONDS = 10.0
 SEED = 20_261_122
 INSTRUMENTED = [
     "indexer.atproto",
-    "indexer.core.native_export",
+    "indexer.core.core",
     "indexer.core.spool",
     "indexer.net.identity",
     "indexer.net.http.content_decoding",

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import CollectionFilter
-from indexer.core.core import NativeCore
-from indexer.core.native_export import NativeReader, ProvenExport
+from indexer.core.core import NativeCore, NativeReader, ProvenExport
 from indexer.core.spool import BUFFER_BYTES, Spool
 from indexer.db.write import ROW_LAYOUT
 from indexer.errors import UnavailableError, UpstreamError

@@ -10,21 +10,19 @@ from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.record import Problem
 from indexer.demo.local_repo import Write
 from indexer.sync.changes import RecordChange, RecordConverter
-from indexer.sync.export import NewRecords, RecordChunk, VerifiedExport
-from indexer.sync.verify import verify_snapshot
+from indexer.sync.export import NewRecords, RecordChunk, Snapshot, verify_snapshot
 from tests.sync.signing_account import POST, STORE_ALL, SigningAccount
 
 RKEYS = [f"{number:02}" for number in range(7)]
 
 
-def export_of(account: SigningAccount, *missing: str) -> VerifiedExport:
+def export_of(account: SigningAccount, *missing: str) -> Snapshot:
     """Return an export of the account without the blocks of some records."""
     _, blocks = split_car(b"".join(account.repo.export()), DEFAULT_LIMITS, max_bytes=10**7)
     for rkey in missing:
         del blocks[cid_of(account.repo.records[f"{POST}/{rkey}"])]
     head = account.repo.head.cid
-    snapshot = verify_snapshot(account.did, head, blocks.get, account.key.public, DEFAULT_LIMITS)
-    return VerifiedExport(snapshot.did, snapshot.head, snapshot.count, snapshot.block_of, 10_000)
+    return verify_snapshot(account.did, head, blocks.get, account.key.public, DEFAULT_LIMITS, 10_000)
 
 
 def account_with_posts() -> SigningAccount:

@@ -14,7 +14,8 @@ from indexer.demo.local_repo import Write, car, car_header, car_section
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.events import CommitEvent
-from indexer.sync.verify import VerifiedCommit, verify_commit, verify_record, verify_snapshot, verify_sync
+from indexer.sync.export import verify_snapshot
+from indexer.sync.verify import VerifiedCommit, verify_commit, verify_record, verify_sync
 from tests.profiles import scaled
 from tests.sync.signing_account import POST, SigningAccount, decoded_event
 
@@ -216,7 +217,7 @@ def exported(account: SigningAccount) -> dict[bytes, bytes]:
 def test_a_complete_export_is_a_snapshot() -> None:
     account = account_with_posts(records=300)
     blocks = exported(account)
-    snapshot = verify_snapshot(account.did, account.repo.head.cid, blocks.get, account.key.public, DEFAULT_LIMITS)
+    snapshot = verify_snapshot(account.did, account.repo.head.cid, blocks.get, account.key.public, DEFAULT_LIMITS, 0)
     expected = {path.encode(): cid_of(block) for path, block in account.repo.records.items()}
     assert list(snapshot.records()) == sorted(expected.items())
     assert snapshot.count == 300
@@ -231,7 +232,7 @@ def test_an_export_without_any_one_tree_node_is_incomplete() -> None:
     for node in nodes:
         remaining = {cid: block for cid, block in blocks.items() if cid != node}
         with pytest.raises(MissingNodeError):
-            verify_snapshot(account.did, account.repo.head.cid, remaining.get, account.key.public, DEFAULT_LIMITS)
+            verify_snapshot(account.did, account.repo.head.cid, remaining.get, account.key.public, DEFAULT_LIMITS, 0)
 
 
 def test_an_export_or_a_record_of_another_account_or_signed_by_another_key_is_rejected() -> None:
@@ -243,7 +244,7 @@ def test_an_export_or_a_record_of_another_account_or_signed_by_another_key_is_re
         (account.did, mallory.key.public, Rejection.SIGNATURE_INVALID),
     ):
         for verify_one in (
-            lambda did=did, key=key: verify_snapshot(did, account.repo.head.cid, blocks.get, key, DEFAULT_LIMITS),
+            lambda did=did, key=key: verify_snapshot(did, account.repo.head.cid, blocks.get, key, DEFAULT_LIMITS, 0),
             lambda did=did, key=key: verify_record(did, path, proof, key, DEFAULT_LIMITS),
         ):
             with pytest.raises(UpstreamError) as caught:

@@ -15,7 +15,8 @@ from indexer.net.http.host_limits import RateLimits
 from indexer.net.http.http_client import OutboundClient, OutboundSettings
 from indexer.net.pds.pds_client import PdsClient
 from indexer.reasons import FetchFailure, Rejection
-from indexer.sync.verify import verify_record, verify_snapshot
+from indexer.sync.export import verify_snapshot
+from indexer.sync.verify import verify_record
 from tests.faulty_network import Fault, FaultyAccount, FaultyNetwork
 
 GET_REPO = "com.atproto.sync.getRepo"
@@ -48,7 +49,7 @@ async def test_export_from_the_pds_or_by_redirect_of_the_relay(
     host = account.pds.url if source == "pds" else net.relay.url
     async with fetched(pds, account.did, f"{host}/") as spool:
         key = account.key.public
-        snapshot = verify_snapshot(account.did, spool.root, spool.block, key, DEFAULT_LIMITS)
+        snapshot = verify_snapshot(account.did, spool.root, spool.block, key, DEFAULT_LIMITS, spool.size)
         assert spool.root == account.repo.head.cid
         found = {path.decode(): spool.block(cid) for path, cid in snapshot.records()}
     assert found == account.records
@@ -62,7 +63,7 @@ async def test_export_of_any_media_type_is_read_if_its_content_proves_itself(
     whole, headers = b"".join(account.repo.export()), {"Content-Type": content_type}
     account.pds.faults.append(Fault(GET_REPO, status=200, headers=headers, body=whole))
     async with fetched(pds, account.did, account.pds.url) as spool:
-        verify_snapshot(account.did, spool.root, spool.block, account.key.public, DEFAULT_LIMITS)
+        verify_snapshot(account.did, spool.root, spool.block, account.key.public, DEFAULT_LIMITS, spool.size)
     for body in (b"<html>", b"<!DOCTYPE html>" + b"<p>Log in</p>" * 1_000, b'{"error":"InvalidRequest"}', whole[:-1]):
         account.pds.faults.append(Fault(GET_REPO, status=200, headers=headers, body=body))
         failure = await failure_of(pds, account)
@@ -190,7 +191,7 @@ async def test_export_truncated_between_two_blocks_is_found_by_verification(
     account.pds.faults.append(Fault(GET_REPO, sections=3))
     async with fetched(pds, account.did, account.pds.url) as spool:
         with pytest.raises(UnavailableError) as failure:
-            verify_snapshot(account.did, spool.root, spool.block, account.key.public, DEFAULT_LIMITS)
+            verify_snapshot(account.did, spool.root, spool.block, account.key.public, DEFAULT_LIMITS, spool.size)
     assert failure.value.reason is FetchFailure.EXPORT_INCOMPLETE
 
 
