@@ -9,7 +9,6 @@ import asyncio
 import tempfile
 from collections import Counter
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
 from ipaddress import ip_address
 from itertools import count
 from pathlib import Path
@@ -18,18 +17,18 @@ from time import monotonic
 import click
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 
 from indexer.app.daemon import Daemon, open_daemon
 from indexer.app.process_setup import StopRequest, stop_on_signals
 from indexer.app.settings import DEMO_SETTINGS, Settings, load_from_environment
 from indexer.cli.arguments import parse_listen_address
 from indexer.cli.command import ExitCode, command
+from indexer.cli.output import fact_table
 from indexer.db import Database
 from indexer.db.migrate import migrate
 from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_plc import LocalDns
-from indexer.demo.scenario import Scenario, ScenarioReport, StatusActivity
+from indexer.demo.scenario import Scenario, StatusActivity
 from indexer.embedded import database
 from indexer.telemetry.log import configure_logging
 
@@ -43,9 +42,7 @@ SETTLE_SECONDS = 30.0
 """Maximum time, after the activity, until the database equals the network."""
 REFRESH_SECONDS = 0.25
 STOP_SECONDS = 25.0
-"""Maximum time from a signal to the end of the process, with `--keep`."""
-SERVED_STOP_SECONDS = 5.0
-"""The same with `--serve`."""
+"""Maximum time from a signal to the end of the process, with `--keep` or `--serve`."""
 MAX_LISTED_DIFFERENCES = 10
 
 
@@ -97,18 +94,19 @@ async def demo(settings: Settings, seconds: float, *, keep: bool) -> int:
         console.print(f"The daemon verifies with the core {daemon.core.name} and consumes {network.relay_url}.")
         console.print(f"Status page and metrics: http://{address}/")
         console.print(f"The accounts act for {seconds:.0f} s. Then database and network are compared ...")
-        run, stop = DemoRun(network, daemon, Scenario(network)), StopRequest()
+        scenario, stop = Scenario(network), StopRequest()
         serving = asyncio.create_task(daemon.run(stop))
         try:
-            comparison = await run.until_equal(serving, seconds, console)
-            code = _print_result(run.scenario.report, comparison, console)
-            _print_status_page(f"http://{address}/" if keep else None, next(iter(network.accounts)), console)
+            differences = await _until_equal(scenario, daemon, serving, seconds, console)
+            _print_result(scenario, differences, console)
             if keep:
-                await run.keep_acting(serving)
+                console.print(f"Status page: http://{address}/ (Ctrl-C ends the demo)", highlight=False)
+                console.print(f"  Look up an account: {next(iter(network.accounts))}", highlight=False)
+                await _keep_acting(scenario, serving)
         finally:
             stop.set()
             await serving
-    return code
+    return ExitCode.FAILED if differences else ExitCode.OK
 
 
 def _local_settings(settings: Settings, network: LocalNetwork, directory: Path) -> Settings:
@@ -128,23 +126,8 @@ def _local_settings(settings: Settings, network: LocalNetwork, directory: Path) 
     return settings.model_copy(update=local)
 
 
-@dataclass(frozen=True, slots=True)
-class NetworkComparison:
-    """The comparison of a local network with the database.
-
-    Attributes:
-        repos: Number of repos in the network.
-        records: Number of records in the network.
-        differences: One sentence for each difference.
-    """
-
-    repos: int
-    records: int
-    differences: list[str]
-
-
-async def compare(network: LocalNetwork, db: Database) -> NetworkComparison:
-    """Compare the records of the network with the public views of the database."""
+async def compare(network: LocalNetwork, db: Database) -> list[str]:
+    """Compare the records of the network with the public views of the database; return a sentence per difference."""
     expected = network.expected_records()
     visible = await db.reports.visible_repos()
     differences = [
@@ -160,72 +143,59 @@ async def compare(network: LocalNetwork, db: Database) -> NetworkComparison:
             for path in sorted(records.keys() | expected[did].keys())
             if records.get(path) != expected[did].get(path)
         ]
-    return NetworkComparison(len(expected), sum(map(len, expected.values())), differences)
+    return differences
 
 
 def _short_cid(cid: bytes | None) -> str:
     return "absent" if cid is None else cid.hex()[-12:]
 
 
-@dataclass(frozen=True, slots=True)
-class DemoRun:
-    """A network, and the daemon that indexes it."""
+async def _until_equal(
+    scenario: Scenario, daemon: Daemon, serving: asyncio.Task[int], seconds: float, console: Console
+) -> list[str]:
+    """Let the accounts act, and wait until database and network are equal, at most `SETTLE_SECONDS`.
 
-    network: LocalNetwork
-    daemon: Daemon
-    scenario: Scenario
-
-    async def until_equal(self, serving: asyncio.Task[int], seconds: float, console: Console) -> NetworkComparison:
-        """Let the accounts act, and wait until database and network are equal, at most `SETTLE_SECONDS`."""
-        acting = asyncio.create_task(self.scenario.run(seconds, COMMITS_PER_SECOND))
-        ends_at = monotonic() + seconds
-        try:
-            with Live(console=console, refresh_per_second=4, transient=True) as live:
-                while True:
-                    if acting.done():
-                        acting.result()
-                        comparison = await compare(self.network, self.daemon.db)
-                        equal = not comparison.differences and self._all_events_stored()
-                        if equal or monotonic() >= ends_at + SETTLE_SECONDS:
-                            return comparison
-                    live.update(await self._live_table(ends_at - monotonic()))
-                    await asyncio.wait([serving], timeout=REFRESH_SECONDS)
-                    _raise_if_ended(serving)
-        finally:
-            acting.cancel()
-
-    async def keep_acting(self, serving: asyncio.Task[int]) -> None:
-        """Let the accounts continue to act, slowly, until SIGINT or SIGTERM."""
-        stop = StopRequest()
-        with stop_on_signals(stop, STOP_SECONDS):
-            for step in count(1):
+    Return their differences.
+    """
+    acting = asyncio.create_task(scenario.run(seconds, COMMITS_PER_SECOND))
+    ends_at = monotonic() + seconds
+    try:
+        with Live(console=console, refresh_per_second=4, transient=True) as live:
+            while True:
+                position = daemon.stream_position.watermark.position or 0
+                if acting.done():
+                    acting.result()
+                    differences = await compare(scenario.network, daemon.db)
+                    equal = not differences and position == scenario.network.relay.seq
+                    if equal or monotonic() >= ends_at + SETTLE_SECONDS:
+                        return differences
+                left = ends_at - monotonic()
+                phase = f"{left:.0f} s left" if left > 0 else "waiting until database and network are equal"
+                facts = {
+                    "events sent by the relay": scenario.network.relay.seq,
+                    "events stored up to": position,
+                    "commits created": sum(scenario.report.commits.values()),
+                    **{f"repos {name}": n for name, n in (await daemon.db.reports.counts()).statuses.items()},
+                    "running resyncs": len(daemon.resync_pool.running),
+                }
+                events = [f"{event.kind}: {event.detail}" for event in scenario.report.events]
+                live.update(Group(f"indexer demo, {phase}", fact_table(facts), *events))
+                await asyncio.wait([serving], timeout=REFRESH_SECONDS)
                 _raise_if_ended(serving)
-                self.scenario.perform(step, 1)  # no account event is due after the last step
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(1 / KEPT_COMMITS_PER_SECOND):
-                        await stop.wait()
-                if stop.is_set():
-                    return
+    finally:
+        acting.cancel()
 
-    def _all_events_stored(self) -> bool:
-        last_seq = max((sent.seq for sent in self.network.relay.log), default=0)
-        return self.daemon.stream_position.watermark.position == last_seq
 
-    async def _live_table(self, seconds_left: float) -> Group:
-        report, counts = self.scenario.report, await self.daemon.db.reports.counts()
-        phase = f"{seconds_left:.0f} s left" if seconds_left > 0 else "waiting until database and network are equal"
-        table = Table("", "", title=f"indexer demo, {phase}")
-        table.columns[1].justify = "right"
-        rows = {
-            "events sent by the relay": self.network.relay.seq,
-            "events stored up to": self.daemon.stream_position.watermark.position or 0,
-            "commits created": sum(report.commits.values()),
-            **{f"repos {status}": count for status, count in counts.statuses.items()},
-            "running resyncs": len(self.daemon.resync_pool.running),
-        }
-        for name, value in rows.items():
-            table.add_row(name, f"{value:,}")
-        return Group(table, *(f"{event.kind}: {event.detail}" for event in report.events))
+async def _keep_acting(scenario: Scenario, serving: asyncio.Task[int]) -> None:
+    """Let the accounts continue to act, slowly, until SIGINT or SIGTERM."""
+    stop = StopRequest()
+    with stop_on_signals(stop, STOP_SECONDS):
+        for step in count(1):
+            _raise_if_ended(serving)
+            scenario.perform(step, 1)  # no account event is due after the last step
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), 1 / KEPT_COMMITS_PER_SECOND)
+                return
 
 
 def _raise_if_ended(serving: asyncio.Task[int]) -> None:
@@ -233,31 +203,21 @@ def _raise_if_ended(serving: asyncio.Task[int]) -> None:
         serving.result()
 
 
-def _print_result(report: ScenarioReport, comparison: NetworkComparison, console: Console) -> int:
+def _print_result(scenario: Scenario, differences: list[str], console: Console) -> None:
+    report, repos = scenario.report, scenario.network.expected_records().values()
     console.print(f"{report.accounts} accounts, commits {_counts(report.commits)}, operations {_counts(report.ops)}")
     for event in report.events:
         console.print(f"  {event.kind}: {event.detail}", highlight=False)
-    if not comparison.differences:
+    if not differences:
+        records = sum(map(len, repos))
         console.print(
-            f"[bold green]EQUAL[/]: {comparison.repos} repos synchronized, {comparison.records:,} records, "
+            f"[bold green]EQUAL[/]: {len(repos)} repos synchronized, {records:,} records, "
             "each the same in the database and in the network."
         )
-        return ExitCode.OK
-    console.print(f"[bold red]DIFFERENT[/], differences: {len(comparison.differences)}")
-    for difference in comparison.differences[:MAX_LISTED_DIFFERENCES]:
+        return
+    console.print(f"[bold red]DIFFERENT[/], differences: {len(differences)}")
+    for difference in differences[:MAX_LISTED_DIFFERENCES]:
         console.print(f"  {difference}", highlight=False)
-    return ExitCode.FAILED
-
-
-def _print_status_page(address: str | None, did: str, console: Console) -> None:
-    """Say where the status page is, if it is still served, and what to look at."""
-    if address is None:
-        console.print("Status page: run `indexer demo --keep`, which continues to run, and open the address it prints.")
-    else:
-        console.print(f"Status page: {address} (Ctrl-C ends the demo)", highlight=False)
-    console.print("  Look at the first line (ready or not, and why), lag and rates of the last hour, repos by state,")
-    console.print("  resyncs in progress, paused hosts, dead letters, and consumers of the change log.")
-    console.print(f"  Look up an account: {did}", highlight=False)
 
 
 def _counts(counter: Counter[str]) -> str:
@@ -267,7 +227,7 @@ def _counts(counter: Counter[str]) -> str:
 async def serve_network(host: str, port: int, seconds: float) -> int:
     """Serve the network until a signal arrives. Accounts are active for `seconds`, and then the network is quiet."""
     stop = StopRequest()
-    with stop_on_signals(stop, SERVED_STOP_SECONDS):
+    with stop_on_signals(stop, STOP_SECONDS):
         async with (
             LocalNetwork(host=host, first_port=port) as network,
             LocalDns(network.plc, host, network.plc.port),

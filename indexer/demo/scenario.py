@@ -72,23 +72,24 @@ class ScenarioReport:
 
 
 class Scenario:
-    """Activity on `net`. The same seed gives the same keys and records; only the revs depend on the time.
+    """Activity on `network`. The same seed gives the same keys and records; only the revs depend on the time.
 
     It begins with `accounts` accounts, on both curves, and grows to at most twice as many. It includes one key
     rotation, one lost commit, one deactivation and one deletion, each on a different account.
 
     Attributes:
+        network: The network.
         report: The activity so far.
 
     Raises:
         ValueError: There are fewer accounts than account events.
     """
 
-    def __init__(self, net: LocalNetwork, seed: int = 0, accounts: int = 8) -> None:
+    def __init__(self, network: LocalNetwork, seed: int = 0, accounts: int = 8) -> None:
         if accounts < _MIN_ACCOUNTS:
             raise ValueError(f"a scenario needs {_MIN_ACCOUNTS} accounts")
         self.report = ScenarioReport()
-        self._net = net
+        self.network = network
         self._random = Random(seed)
         self._accounts = accounts
         self._active: list[LocalAccount] = []
@@ -111,15 +112,15 @@ class Scenario:
         due = {steps * number // 5: kind for number, kind in enumerate(_ACCOUNT_EVENTS, start=1)}
         if step in due:
             self._perform_account_event(due[step])
-        elif len(self._net.accounts) < 2 * self._accounts and self._random.random() < _JOIN_PROBABILITY:
+        elif len(self.network.accounts) < 2 * self._accounts and self._random.random() < _JOIN_PROBABILITY:
             self._join()
         else:
             account = self._random.choice(self._active)
             self._commit(account, self._activity(account))
 
     def _join(self) -> None:
-        number = len(self._net.accounts)
-        account = self._net.create_account(f"person{number}.test", curve=("k256", "p256")[number % 2])
+        number = len(self.network.accounts)
+        account = self.network.create_account(f"person{number}.test", curve=("k256", "p256")[number % 2])
         self._active.append(account)
         self._without_event.append(account)
         self.report.accounts += 1
@@ -146,7 +147,7 @@ class Scenario:
             case _:
                 account.set_status("deactivated" if kind == "deactivate" else "deleted")
                 self._active.remove(account)
-                detail = f"#account {account.status}, seq {self._net.relay.seq}, with {len(account.records)} records"
+                detail = f"#account {account.status}, seq {self.network.relay.seq}, with {len(account.records)} records"
         self.report.events.append(ScenarioEvent(kind, account.did, detail))
 
     def _activity(self, account: LocalAccount) -> list[Write]:

@@ -134,7 +134,7 @@ async def wait_until_equal(machines: Machines, network: FaultyNetwork, dsn: str,
     async def equal() -> bool:
         nonlocal differences
         await connection.execute(EXPIRE_WAITS)
-        differences = (await compare(network, db)).differences
+        differences = await compare(network, db)
         seqs = {cursor.shard: cursor.seq for cursor in await db.gaps.cursors()}
         last = network.relay.log[-1].seq
         return not differences and all(seqs.get(f"{index}/{shards}") == last for index in range(shards))

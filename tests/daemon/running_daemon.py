@@ -12,7 +12,7 @@ from indexer.app.daemon import Daemon
 from indexer.app.tuning import Tuning
 from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.limits import Limits
-from indexer.cli.demo import NetworkComparison, compare
+from indexer.cli.demo import compare
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Database
 from indexer.demo.local_network import RecordsByRepo
@@ -96,18 +96,17 @@ class RunningDaemon:
 
         await until(stored, lambda: f"dead letters {seqs}")
 
-    async def wait_until_equal(self) -> NetworkComparison:
+    async def wait_until_equal(self) -> None:
         """Wait until everything is read and the database equals the network."""
         await self.wait_for_cursor()
-        comparison = NetworkComparison(0, 0, ["not compared"])
+        differences = ["not compared"]
 
         async def equal() -> bool:
-            nonlocal comparison
-            comparison = await compare(self.network, self.db)
-            return not comparison.differences
+            nonlocal differences
+            differences = await compare(self.network, self.db)
+            return not differences
 
-        await until(equal, lambda: comparison.differences[:5])
-        return comparison
+        await until(equal, lambda: differences[:5])
 
     async def resync_until_equal(self, account: FaultyAccount) -> None:
         """Make every attempt of the repo due at once, instead of after a minute or more, until it is synchronized."""

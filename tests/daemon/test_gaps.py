@@ -25,7 +25,7 @@ async def daemon_of(
 
 
 async def is_equal(daemon: RunningDaemon) -> bool:
-    return not (await compare(daemon.network, daemon.db)).differences
+    return not await compare(daemon.network, daemon.db)
 
 
 async def create_synchronized(daemon: RunningDaemon, count: int) -> list[FaultyAccount]:
@@ -39,7 +39,7 @@ async def wait_until_equal_and_ready(daemon: RunningDaemon) -> None:
 
     async def repaired() -> bool:
         ready = daemon.stages.probe.not_ready() == []
-        differences = (await compare(daemon.network, daemon.db)).differences
+        differences = await compare(daemon.network, daemon.db)
         return ready and not differences
 
     await until(repaired, daemon.stages.probe.not_ready)
