@@ -76,8 +76,7 @@ from indexer.sync.repo import StreamPoint
 from indexer.sync.scope import Track
 from indexer.tasks.discover import SignalDiscovery
 from indexer.tasks.erasure import AccountErasure
-from indexer.tasks.handles import HandleChecks
-from indexer.tasks.identities import IdentityRefresh
+from indexer.tasks.identities import HandleChecks, IdentityRefresh
 from indexer.tasks.notifications import ChangeNotifier
 from indexer.tasks.reconcile import Reconciliation
 from indexer.tasks.retention import ChangeLogRetention

@@ -238,6 +238,8 @@ def _gaps(daemon: "Daemon") -> Iterator[Stage]:
 
 def _tasks(daemon: "Daemon") -> Iterator[Stage]:
     yield Stage("identity refresh", "live", daemon.identity_refresh.run, [daemon.identity_refresh.stage])
+    if (checks := daemon.handle_checks) is not None:
+        yield Stage("handle checks", "live", checks.run, [checks.stage], needs_shard=True)
     yield Stage("account erasure", "live", daemon.account_erasure.run, [daemon.account_erasure.stage])
     yield Stage("links", "live", daemon.links.run, [daemon.links.stage])
     for name, task in daemon.scope_tasks.items():
@@ -267,8 +269,6 @@ def _resync(daemon: "Daemon") -> Iterator[Stage]:
         show=partial(show_resyncs, pool, runs="resync" in daemon.settings.roles),
     )
     yield Stage("queue maintenance", "resync", maintenance.run, progress)
-    if (checks := daemon.handle_checks) is not None:
-        yield Stage("handle checks", "resync", checks.run, [checks.stage])
 
 
 def _feed(daemon: "Daemon") -> Iterator[Stage]:

@@ -101,31 +101,17 @@ _MARK_STALE = f"""
     )
 """
 
-CLAIM_HANDLES = f"""
-    with due as materialized (
-        select did, handle_due_at from indexer.identity
-        where bucket = any($1::smallint[]) and handle_due_at <= to_timestamp($3)
-        order by handle_due_at desc limit $2
-    )
-    update indexer.identity i set handle_due_at = to_timestamp($4)
-    from (select * from due order by did) d
-    where i.did = d.did and {of_buckets("i", 5)} and i.handle_due_at is not distinct from d.handle_due_at
-    returning i.did, i.claimed_handle as claimed, i.handle as known, i.handle_attempts as attempts
-"""
-"""Takes buckets, count, the present time, the end of the lease, and the buckets again.
-
-The handles that became due last come first, so that new handles do not wait for a backlog. Rows are locked in the order
-of DIDs, as in all statements (within each part of the layout). Of two concurrent claims the second one
-finds that `handle_due_at` changed. IS NOT DISTINCT, because no index supports it: thousands of rows may share one time.
-"""
-
-_POSTPONED = {"did": "text", "bucket": "smallint", "due_at": "float8"}
-
-# In the order of DIDs, like all statements. A row with another time is no longer claimed.
-_POSTPONE_HANDLES = f"""
-    update indexer.identity i set handle_due_at = to_timestamp(w.due_at)
-    from (select * from {unnest(_POSTPONED, "w")} order by did) w
-    where i.did = w.did and i.bucket = w.bucket and {of_buckets("i", 2)} and i.handle_due_at = to_timestamp($4)
+# The oldest and the newest, as in `DUE_IDENTITIES`.
+DUE_HANDLES = """
+    select did, claimed_handle as claimed, handle as known, handle_attempts as attempts from (
+        (
+            select * from indexer.identity where handle_due_at <= to_timestamp($1) and bucket = any($2::smallint[])
+            order by handle_due_at desc limit $3
+        ) union (
+            select * from indexer.identity where handle_due_at <= to_timestamp($1) and bucket = any($2::smallint[])
+            order by handle_due_at limit $3
+        )
+    ) due order by handle_due_at desc
 """
 
 _SAVE_HANDLE_CHECK = f"""
@@ -218,18 +204,13 @@ class Identities(Area):
         did: str | None = await self._fetchval(_DID_OF_HANDLE, handle)
         return did
 
-    async def claim_handles(
-        self, count: int, buckets: Sequence[int], lease_seconds: float, now: float
-    ) -> list[HandleClaim]:
-        """Claim at most `count` handles that are due for `lease_seconds`. Those that became due last come first."""
-        rows = await self._fetch(CLAIM_HANDLES, list(buckets), count, now, now + lease_seconds, list(buckets))
-        return [HandleClaim(**row) for row in rows]
+    async def due_handles(self, buckets: Sequence[int], limit: int, now: float) -> list[HandleClaim]:
+        """Return handles to verify: those that became due last, and then as many that became due first.
 
-    async def postpone_handles(self, claims: Sequence[HandleClaim], due: Sequence[float], lease_until: float) -> None:
-        """Make claimed handles due again, each at its time in `due`, unless they changed since they were claimed."""
-        rows = sorted((claim.did, bucket_of(claim.did), at) for claim, at in zip(claims, due, strict=True))
-        if rows:
-            await self._execute(_POSTPONE_HANDLES, *columns_of(rows, _POSTPONED), lease_until)
+        At most `limit` of each.
+        """
+        rows = await self._fetch(DUE_HANDLES, now, list(buckets), limit)
+        return [HandleClaim(**row) for row in rows]
 
     async def save_handle_check(self, check: HandleCheck) -> None:
         """Store the result of a check, and log a change of the handle, unless the account claims another one now."""

@@ -1,13 +1,17 @@
-"""Refresh identities that are known to have changed, and record which DIDs no longer exist or exist again."""
+"""Refresh identities that are known to have changed, and verify the handles that DID documents claim."""
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from math import ceil, inf
+from operator import itemgetter
 from time import time
+from typing import TypeVar
 
 import structlog
+from aiolimiter import AsyncLimiter
 
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Database, DatabaseError
@@ -16,22 +20,29 @@ from indexer.errors import UnavailableError
 from indexer.net.http.host_limits import registered_domain
 from indexer.net.http.http_client import host_of
 from indexer.net.identity.did_resolver import METHODS, Method, web_host
+from indexer.net.identity.handle_verifier import HandleVerifier
 from indexer.net.identity.identity_cache import IdentityCache
 from indexer.sync.account import plan_existence
 from indexer.sync.backoff import backoff_seconds
-from indexer.sync.identity import DueIdentity
+from indexer.sync.identity import INVALID_HANDLE, DueIdentity, HandleCheck, HandleClaim
 from indexer.sync.shard import Shard
 
 BATCH_SIZE = 100
 MAX_PER_HOST = 20
 """Identities of one host in a batch."""
 WINDOW = 1_000
-"""Due identities from which a batch is chosen: this number of the oldest, and as many of the newest."""
+"""Due identities or handles from which a batch is chosen: this number of the oldest, and as many of the newest."""
 CONCURRENCY = 16
 """Concurrent lookups per DID method."""
 LIMITED_SECONDS = 30.0
 """Pause of an identity that the limits of the identity cache did not allow to look up."""
+MAX_CONCURRENT_CHECKS = 64
+VALID_SECONDS = 7 * 86_400.0
+"""When a valid handle is checked again."""
+MAX_ATTEMPTS = 8
+"""Failed attempts, over about half a day, after which the handle of an account counts as unknown."""
 
+T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 
@@ -109,21 +120,108 @@ class IdentityRefresh:
                 group.create_task(refresh(identity), name=f"identity refresh of {identity.did}")
 
 
-def fair_batch(due: Sequence[DueIdentity]) -> list[DueIdentity]:
-    """Return at most `BATCH_SIZE` of the identities: the first one of each host, then the second one of each host, ….
+@dataclass(frozen=True, slots=True)
+class HandleCheckIntervals:
+    """Times in seconds.
 
-    For a did:web, the host is its registered domain, because the owner of a domain can create any number of subdomains.
+    Attributes:
+        idle: Pause between two looks for due handles if there are none.
+        check: The longest duration of one check.
+        first_retry: When a handle that is not valid is checked again for the first time.
+        max_retry: The longest pause between two checks of a handle that is not valid.
     """
-    position, turns = Counter[str](), list[tuple[int, DueIdentity]]()
-    for identity in due:
-        host = _host(identity)
-        if position[host] < MAX_PER_HOST:
-            turns.append((position[host], identity))
-        position[host] += 1
-    turns.sort(key=lambda turn: turn[0])
-    return [identity for _, identity in turns[:BATCH_SIZE]]
+
+    idle: float = 2.0
+    check: float = 8.0
+    first_retry: float = 300.0
+    max_retry: float = 86_400.0
+
+
+@dataclass(eq=False)
+class HandleChecks:
+    """Verifies handles that are due, at most `rate` per second.
+
+    Registered domains take turns, because one domain has as many handles as its owner likes.
+
+    Attributes:
+        stage: Its progress. Each look for due handles, and each check of a handle, is an activity of its own.
+    """
+
+    db: Database
+    handles: HandleVerifier
+    shard: Shard
+    rate: float
+    intervals: HandleCheckIntervals = HandleCheckIntervals()
+
+    def __post_init__(self) -> None:
+        self._limiter = AsyncLimiter(1, 1 / self.rate)
+        # Enough slots to reach the rate although every check takes its longest duration.
+        self._concurrency = min(ceil(self.rate * self.intervals.check), MAX_CONCURRENT_CHECKS)
+        self._slots = asyncio.Semaphore(self._concurrency)
+        self._checking = set[str]()
+        self.stage = StageProgress("handle checks")
+
+    async def run(self) -> None:
+        """Verify handles forever. Only an exception that is a bug ends it."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                due = list[HandleClaim]()
+                with DatabaseAttempt(self.stage):
+                    due = await self.db.identities.due_handles(self.shard.buckets, WINDOW, time())
+                waiting = [claim for claim in due if claim.did not in self._checking]
+                for claim in in_turn(waiting, _domain)[: self._concurrency]:
+                    await self._limiter.acquire()
+                    await self._slots.acquire()
+                    self._checking.add(claim.did)
+                    group.create_task(self._check_and_save(claim), name=f"handle of {claim.did}")
+                if not waiting:
+                    await asyncio.sleep(self.intervals.idle)
+
+    async def _check_and_save(self, claim: HandleClaim) -> None:
+        with self.stage.task() as work:
+            check = await self._check(claim)
+            with DatabaseAttempt(work):  # if this fails, the handle is still due
+                await self.db.identities.save_handle_check(check)
+        self._checking.discard(claim.did)
+        self._slots.release()
+
+    async def _check(self, claim: HandleClaim) -> HandleCheck:
+        if claim.claimed is None:
+            return HandleCheck(claim, INVALID_HANDLE, 0, None)
+        attempts = claim.attempts + 1
+        try:
+            handle: str | None = await self.handles.verify_handle(claim.did, claim.claimed)
+        except UnavailableError as error:
+            log.debug("handle.check-failed", did=claim.did, handle=claim.claimed, error=str(error))
+            handle = claim.known if attempts < MAX_ATTEMPTS else None
+        else:
+            if handle == claim.claimed:
+                return HandleCheck(claim, handle, 0, time() + VALID_SECONDS)
+        first, maximum = self.intervals.first_retry, self.intervals.max_retry
+        pause = backoff_seconds(attempts, claim.did, first=first, maximum=maximum)
+        return HandleCheck(claim, handle, attempts, time() + pause)
+
+
+def fair_batch(due: Iterable[DueIdentity]) -> list[DueIdentity]:
+    """Return the identities to refresh next, the hosts in turn."""
+    return in_turn(due, _host, MAX_PER_HOST)[:BATCH_SIZE]
+
+
+def in_turn(items: Iterable[T], key: Callable[[T], Hashable], most: float = inf) -> list[T]:
+    """Return the first item of each key, then the second one of each key, …, at most so many of one key."""
+    seen, turns = Counter[Hashable](), list[tuple[int, T]]()
+    for item in items:
+        name = key(item)
+        turns.append((seen[name], item))
+        seen[name] += 1
+    return [item for turn, item in sorted(turns, key=itemgetter(0)) if turn < most]
 
 
 def _host(identity: DueIdentity) -> str:
+    """Return the host. The owner of a domain can create any number of subdomains, so for did:web it is the domain."""
     host = web_host(identity.did)
     return host_of(identity.pds or "") if host is None else registered_domain(host)
+
+
+def _domain(claim: HandleClaim) -> str:
+    return registered_domain((claim.claimed or "").lower())

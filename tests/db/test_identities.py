@@ -24,13 +24,13 @@ def identity(name: object, claimed: str | None, fetched_at: float = 5.0) -> Stor
     return StoredIdentity(did(name), claimed, "https://pds.test", "did:key:zabc", fetched_at)
 
 
-async def claimed(db: Database, count: int = 10, now: float = NOON) -> list[HandleClaim]:
-    return await db.identities.claim_handles(count, ALL, 600.0, now)
+async def due(db: Database, count: int = 10, now: float = NOON) -> list[HandleClaim]:
+    return await db.identities.due_handles(ALL, count, now)
 
 
 async def save_check(db: Database, name: object, handle: str | None, due_at: float = NOON, attempts: int = 0) -> None:
     """Store the result of checking the handle that `name` claims."""
-    [claim] = [claim for claim in await claimed(db, now=2 * NOON) if claim.did == did(name)]
+    [claim] = [claim for claim in await due(db, now=2 * NOON) if claim.did == did(name)]
     await db.identities.save_handle_check(HandleCheck(claim, handle, attempts, due_at))
 
 
@@ -140,7 +140,7 @@ async def test_handle_check_does_not_deadlock_with_a_save(db: Database, database
     names = sorted([1, 2, 3], key=did)
     await db.identities.save([identity(name, "shared.test") for name in names])
     await save_check(db, names[0], "shared.test")
-    [claim] = [claim for claim in await claimed(db, now=3 * NOON) if claim.did == did(names[2])]
+    [claim] = [claim for claim in await due(db, now=3 * NOON) if claim.did == did(names[2])]
     async with connected(database) as blocker, blocker.transaction():
         await blocker.execute("select from indexer.identity where did = $1 for update", did(names[1]))
         save = asyncio.create_task(db.identities.save([identity(name, "shared.test", 6.0) for name in names]))
@@ -149,8 +149,8 @@ async def test_handle_check_does_not_deadlock_with_a_save(db: Database, database
         await until(partial(waiting_for_locks, sql, 2))
     await asyncio.gather(save, check)
     assert await db.identities.did_of_handle("shared.test") == did(names[2])
-    due = await claimed(db, now=time() + 60)
-    assert did(names[0]) in {claim.did for claim in due}
+    found = await due(db, now=time() + 60)
+    assert did(names[0]) in {claim.did for claim in found}
 
 
 async def did_of(db: Database, sql: asyncpg.Connection, handle: str) -> str | None:
@@ -165,7 +165,7 @@ async def test_a_claimed_handle_is_shown_only_while_it_is_verified(db: Database,
     await db.identities.save([identity(1, "alice.test"), identity(2, None)])
     assert (await shown(sql, 1), await shown(sql, 2)) == (None, INVALID_HANDLE)
     assert await did_of(db, sql, "alice.test") is None
-    assert await claimed(db) == [HandleClaim(did(1), "alice.test", None, 0)]
+    assert await due(db) == [HandleClaim(did(1), "alice.test", None, 0)]
     await save_check(db, 1, "alice.test", due_at=NOON + 300)
     assert await shown(sql, 1) == "alice.test"
     assert await did_of(db, sql, "alice.test") == did(1)
@@ -176,11 +176,11 @@ async def test_a_claimed_handle_is_shown_only_while_it_is_verified(db: Database,
     assert (await db.identities.load([did(1)]))[did(1)] == identity(1, "alice.test")
     await db.identities.save([identity(1, "alice.test", 6.0)])
     assert await shown(sql, 1) == "alice.test", "the same claim keeps its verification"
-    assert await claimed(db) == []
+    assert await due(db) == []
     await db.identities.save([identity(1, "after.test", 7.0)])
     assert await shown(sql, 1) is None
     assert await did_of(db, sql, "alice.test") is None
-    [claim] = await claimed(db)
+    [claim] = await due(db)
     assert claim == HandleClaim(did(1), "after.test", None, 0)
     await db.identities.save([identity(1, "last.test", 8.0)])
     await db.identities.save_handle_check(HandleCheck(claim, "after.test", 0, 2 * NOON))
@@ -190,33 +190,21 @@ async def test_a_claimed_handle_is_shown_only_while_it_is_verified(db: Database,
     assert {await did_of(db, sql, handle) for handle in ("last.test", INVALID_HANDLE)} == {None}
     await db.identities.save([identity(1, None, 9.0)])
     assert await shown(sql, 1) == INVALID_HANDLE
-    assert await claimed(db, now=2 * NOON) == []
+    assert await due(db, now=2 * NOON) == []
 
 
 @pytest.mark.slow
-async def test_a_handle_is_claimed_once_until_its_lease_expires_or_its_check_is_due(db: Database) -> None:
+async def test_a_handle_is_due_until_it_was_checked_and_when_its_next_check_is(db: Database) -> None:
     """Attempts are stored. A handle that is not verified is due when the document is read again."""
     await db.identities.save([identity(1, "alice.test")])
-    assert [len(await claimed(db, now=NOON + seconds)) for seconds in (0, 599, 601)] == [1, 0, 1]
+    assert await due(db) == [HandleClaim(did(1), "alice.test", None, 0)]
     await save_check(db, 1, None, due_at=NOON + 300, attempts=3)
-    assert await claimed(db, now=NOON + 299) == []
-    assert await claimed(db, now=NOON + 301) == [HandleClaim(did(1), "alice.test", None, 3)]
+    assert await due(db, now=NOON + 299) == []
+    assert await due(db, now=NOON + 301) == [HandleClaim(did(1), "alice.test", None, 3)]
     await save_check(db, 1, INVALID_HANDLE, due_at=NOON + 300, attempts=5)
-    assert await claimed(db) == []
+    assert await due(db) == []
     await db.identities.save([identity(1, "alice.test", 6.0)])
-    assert await claimed(db) == [HandleClaim(did(1), "alice.test", INVALID_HANDLE, 5)]
-
-
-@pytest.mark.slow
-async def test_of_two_concurrent_claims_one_gets_the_handle(
-    db: Database, database: str, sql: asyncpg.Connection
-) -> None:
-    await db.identities.save([identity(1, "alice.test")])
-    async with connected(database) as first, first.transaction():
-        await first.execute("select from indexer.identity for update")
-        claims = [asyncio.create_task(claimed(db)) for _ in range(2)]
-        await until(partial(waiting_for_locks, sql, 2))
-    assert sorted([len(await claim) for claim in claims]) == [0, 1]
+    assert await due(db) == [HandleClaim(did(1), "alice.test", INVALID_HANDLE, 5)]
 
 
 @pytest.mark.slow
@@ -228,19 +216,19 @@ async def test_a_handle_belongs_to_the_account_for_which_it_was_verified_last(
         await db.identities.save([identity(name, "alice.test")])
         await save_check(db, name, "alice.test", due_at=NOON + 300)
     assert await did_of(db, sql, "alice.test") == did(2)
-    assert [claim.did for claim in await claimed(db)] == [did(1)]
+    assert [claim.did for claim in await due(db)] == [did(1)]
     await db.identities.save([identity(3, "bob.test"), identity(4, "bob.test")])
-    claims = await claimed(db)
+    claims = [claim for claim in await due(db) if claim.claimed == "bob.test"]
     for claim in claims:
         await db.identities.save_handle_check(HandleCheck(claim, "bob.test", 0, NOON))
     assert await did_of(db, sql, "bob.test") == claims[1].did
 
 
 @pytest.mark.slow
-async def test_the_handle_that_became_due_last_is_claimed_first(db: Database, sql: asyncpg.Connection) -> None:
+async def test_the_handles_that_became_due_last_come_first(db: Database, sql: asyncpg.Connection) -> None:
     await db.identities.save([identity(name, f"h{name}.test") for name in range(5)])
     for name in range(5):
         await sql.execute(
             "update indexer.identity set handle_due_at = to_timestamp($2) where did = $1", did(name), NOON - 10 + name
         )
-    assert {claim.did for claim in await claimed(db, 2)} == {did(4), did(3)}
+    assert [claim.did for claim in await due(db, 2)] == [did(4), did(3), did(1), did(0)]

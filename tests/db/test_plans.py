@@ -12,7 +12,7 @@ from benchmarks import public_schema
 from benchmarks.links import LIKERS
 from indexer.db import Database, reports
 from indexer.db.columns import buckets_of, head_arrays, repo_arrays, repo_of
-from indexer.db.identities import CLAIM_HANDLES
+from indexer.db.identities import DUE_HANDLES
 from indexer.db.reports import FEW_INCOMPLETE, REPO
 from indexer.db.repos import LOAD_REPOS
 from indexer.db.resync_queue import CLAIM, DUE, INCOMPLETE, PARKED, UNPROVEN
@@ -254,7 +254,7 @@ async def test_due_handles_and_accounts_with_a_handle_are_found_by_index(sql: as
         "from generate_series(1, 20000) n"
     )
     await sql.execute("analyze indexer.identity")
-    found = await explain(sql, CLAIM_HANDLES, ALL, 10, 1e4, 1e9, ALL)
+    found = await explain(sql, DUE_HANDLES, 1e4, ALL, 10)
     assert "identity_handle_due" in found
     assert "Seq Scan" not in found
     found = await explain(
