@@ -38,15 +38,20 @@ _SESSIONS = """
     where a.pid <> pg_backend_pid() and {condition}
     order by a.xact_start
 """
-_WITH_LOCKS = _SESSIONS.format(
+_USING_SEGMENTS = _SESSIONS.format(
     condition="""
     a.pid in (
         select l.pid from pg_locks l
-        where l.granted and l.locktype = 'relation' and l.relation = any($1::oid[])
+        where l.granted and l.locktype = 'relation'
             and l.database = (select oid from pg_database where datname = current_database())
+            and l.relation in (
+                select format('indexer.%s_%s', name, segment)::regclass::oid
+                from unnest($1::integer[]) segment cross join unnest(array['change', 'change_batch']) name
+            )
     )
 """
 )
+_BLOCKING = _SESSIONS.format(condition="a.pid = any(pg_blocking_pids($1))")
 _WITH_TRANSACTIONS = _SESSIONS.format(condition="a.backend_type = 'client backend' and a.xact_start is not null")
 _DEAD_CURSORS = "select pg_stat_get_dead_tuples('indexer.cursor'::regclass)"
 # The sessions of other databases keep no rows of this one, and a replication slot without a database keeps all.
@@ -61,15 +66,6 @@ _OTHER_OLD_SNAPSHOTS = """
     where database = current_database() and age(transaction) >= $1
     union all
     select 'replication slot ' || slot_name from pg_replication_slots where age(xmin) >= $1
-"""
-_OF_SEGMENTS = """
-    select format('indexer.%s_%s', name, segment)::regclass::oid
-    from unnest($1::integer[]) segment cross join unnest(array['change', 'change_batch']) name
-"""
-_OF_SCHEMAS = """
-    select oid from pg_class where relkind in ('r', 'p', 'v') and relnamespace in (
-        to_regnamespace('indexer'), to_regnamespace('atproto'), to_regnamespace('lexicon')
-    )
 """
 
 
@@ -122,7 +118,7 @@ class BlockingSessions(Area):
     async def end_users_of_segments(self, segments: Sequence[int], min_seconds: float) -> list[BlockingSession]:
         """End the sessions of consumers whose transactions lock one of the segments and are this old; return them."""
         async with self._pool.connection() as connection:
-            sessions = await _load(connection, _OF_SEGMENTS, segments)
+            sessions = [BlockingSession(*row) for row in await connection.fetch(_USING_SEGMENTS, segments)]
             old = [session for session in sessions if session.is_consumer and session.is_old(min_seconds)]
             return await _end(connection, old, min_seconds)
 
@@ -150,21 +146,15 @@ class BlockingSessions(Area):
             return OldSnapshots(dead_cursors, await _end(connection, sessions, min_seconds), others)
 
 
-async def end_users_of_schema(connection: Connection, min_seconds: float, max_seconds: float) -> list[BlockingSession]:
-    """Return the sessions whose transactions use a table or view and are `min_seconds` old.
+async def end_blocking(connection: Connection, pid: int, min_seconds: float) -> list[BlockingSession]:
+    """Return the sessions for whose locks the session `pid` waits.
 
-    End those of consumers that are `max_seconds` old, unless an old session of another role is among them: that would
-    help nobody.
+    End those of consumers whose transactions are this old, unless an old session of another role is among them: that
+    would help nobody.
     """
-    sessions = [session for session in await _load(connection, _OF_SCHEMAS) if session.is_old(min_seconds)]
-    old = [session for session in sessions if session.is_old(max_seconds)]
-    return await _end(connection, sessions, max_seconds if all(session.is_consumer for session in old) else inf)
-
-
-async def _load(connection: Connection, relations: str, *arguments: object) -> list[BlockingSession]:
-    """Return the sessions that have a lock on one of the relations that a query returns, the oldest first."""
-    oids = [oid for (oid,) in await connection.fetch(relations, *arguments)]
-    return [BlockingSession(*row) for row in await connection.fetch(_WITH_LOCKS, oids)]
+    sessions = [BlockingSession(*row) for row in await connection.fetch(_BLOCKING, pid)]
+    old = [session for session in sessions if session.is_old(min_seconds)]
+    return await _end(connection, sessions, min_seconds if all(session.is_consumer for session in old) else inf)
 
 
 async def _end(

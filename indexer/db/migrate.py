@@ -5,8 +5,8 @@ stand, and counts as upgraded to the latest version. A database with an older sc
 """
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from itertools import count
 from pathlib import Path
 from time import monotonic
@@ -16,7 +16,7 @@ import structlog
 from asyncpg import exceptions
 
 from indexer.crash_points import COMMITTED, crash_point
-from indexer.db.blocking_sessions import end_users_of_schema
+from indexer.db.blocking_sessions import BlockingSession, end_blocking
 from indexer.db.database_errors import DatabaseError, connect, database_errors, unusable, without_password
 from indexer.db.requirements import (
     opened,
@@ -159,12 +159,16 @@ async def migrate(dsn: str, changing: SchemaChange = on_one_server) -> None:
     log.info("database.migrating", database=state.database, release=state.release)
     began, lock_seconds, conflicts = monotonic(), LOCK_SECONDS, 0
     for attempt in count(1):
+        blocking: list[BlockingSession] = []
         with database_errors(dsn):
             try:
-                await _upgrade(dsn, lock_seconds, changing)
+                await _upgrade(dsn, lock_seconds, changing, blocking)
                 break
             except exceptions.LockNotAvailableError:
-                lock_seconds = await _make_way(dsn, lock_seconds)
+                for fields in [session.fields for session in blocking] or [dict.fromkeys(("role", "pid", "seconds"))]:
+                    log.warning("database.migration-waiting", **fields)
+                stays = any(session.is_old(CONSUMER_SECONDS) for session in blocking)
+                lock_seconds = LOCK_SECONDS if stays else min(2 * lock_seconds, MAX_LOCK_SECONDS)
             except asyncpg.PostgresError as error:
                 conflicts += 1
                 if conflicts == MAX_CONFLICTS or not _is_conflict(error):
@@ -173,11 +177,14 @@ async def migrate(dsn: str, changing: SchemaChange = on_one_server) -> None:
     log.info("database.migrated", release=state.release, seconds=round(monotonic() - began))
 
 
-async def _upgrade(dsn: str, lock_seconds: float, changing: SchemaChange) -> None:
-    """Upgrade the schema in one transaction. If it fails, Postgres rolls back when the connection is closed."""
+async def _upgrade(dsn: str, lock_seconds: float, changing: SchemaChange, blocking: list[BlockingSession]) -> None:
+    """Upgrade the schema in one transaction. If it fails, Postgres rolls back when the connection is closed.
+
+    `blocking` gets the sessions for which it has waited last.
+    """
     from indexer.db.apply_versions import apply_versions  # noqa: PLC0415 - loads SQLAlchemy and Alembic
 
-    async with connect(dsn) as connection:
+    async with connect(dsn) as connection, _watched(dsn, connection.get_server_pid(), lock_seconds, blocking):
         transaction = connection.transaction()
         await transaction.start()
         await connection.execute(_ONLY_ON_THIS_SERVER)
@@ -202,23 +209,29 @@ async def _upgrade(dsn: str, lock_seconds: float, changing: SchemaChange) -> Non
     crash_point(COMMITTED)
 
 
-async def _make_way(dsn: str, lock_seconds: float) -> float:
-    """Log for which sessions a migration waited so long, and end those of consumers that are too old.
+@asynccontextmanager
+async def _watched(dsn: str, pid: int, lock_seconds: float, blocking: list[BlockingSession]) -> AsyncIterator[None]:
+    """Keep in `blocking` for which sessions the session `pid` has last waited during the block.
 
-    Returns:
-        How long the next attempt waits for a lock.
+    End those of consumers that are too old.
     """
-    async with connect(dsn) as connection:
-        sessions = await end_users_of_schema(connection, lock_seconds, CONSUMER_SECONDS)
-    for session in sessions:
-        if session.ended:
-            log.error("consumer.session-ended", **session.fields)
-        else:
-            log.warning("database.migration-waiting", **session.fields)
-    if not sessions:
-        log.warning("database.migration-waiting", role=None, pid=None, seconds=None)
-    stays = any(session.is_old(CONSUMER_SECONDS) and not session.ended for session in sessions)
-    return LOCK_SECONDS if stays else min(2 * lock_seconds, MAX_LOCK_SECONDS)
+
+    async def watch() -> None:
+        async with connect(dsn) as connection:
+            while True:
+                await asyncio.sleep(min(1.0, lock_seconds / 4))
+                if sessions := await end_blocking(connection, pid, CONSUMER_SECONDS):
+                    blocking[:] = [session for session in sessions if not session.ended]
+                for session in sessions:
+                    if session.ended:
+                        log.error("consumer.session-ended", **session.fields)
+
+    watching = asyncio.create_task(watch(), name="sessions that block the migration")
+    try:
+        yield
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
 
 
 def _is_conflict(error: BaseException) -> bool:
