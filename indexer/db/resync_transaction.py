@@ -5,15 +5,13 @@ share a transaction.
 """
 
 from collections import Counter
-from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-
-from asyncpg import Record as Row
 
 from indexer.atproto.record import Problem
 from indexer.crash_points import crash_point
 from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
-from indexer.db.exports import in_chunks
+from indexer.db.exports import PATH, in_chunks
 from indexer.db.scope import holds
 from indexer.db.write import NewRepoRecords, create_records, write, write_changes
 from indexer.errors import BrokenInvariantError
@@ -43,12 +41,11 @@ _BUFFERED = """
 # The CID of a record without its value gets a zero byte appended, so that it differs from every CID of an export.
 # Earlier releases stored no value for the other two problems.
 _STORED = f"""
-    select collection, rkey, case
+    select {PATH} as path, case
         when value_problem = '{Problem.MISSING}'
             or value is null and value_problem in ('{Problem.NUL}', '{Problem.RESERVED_KEY}')
         then cid || '\\x00' else cid end
-    from indexer.record
-    where did = $1 and bucket = $2 and collection >= $3 and collection <= $4 order by collection, rkey
+    from indexer.record where did = $1 and bucket = $2 order by path
 """
 
 # A scalar subquery with LIMIT, so that the planner looks into the index for each repo, and does not read all records.
@@ -115,12 +112,9 @@ class ResyncTransaction:
 
         Records that this transaction writes meanwhile are not among them.
         """
-
-        def rows(first: str, last: str) -> AsyncIterable[Row]:
-            return self.connection.cursor(_STORED, *self._key, first, last, prefetch=CHUNK_SIZE)
-
-        async for chunk in in_chunks(self.connection, self._key, rows, CHUNK_SIZE):
-            yield [(f"{collection}/{rkey}".encode(), cid) for collection, rkey, cid in chunk]
+        rows = self.connection.cursor(_STORED, *self._key, prefetch=CHUNK_SIZE)
+        async for chunk in in_chunks(rows, CHUNK_SIZE):
+            yield [tuple(row) for row in chunk]
 
     async def holds_claim(self) -> bool:
         """Return True if the claim still holds at this moment."""

@@ -2,24 +2,11 @@
 
 import asyncpg
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from indexer.db import Database, DatabaseError, exports
-from indexer.db.exports import RecordRow, path_order_ranges
+from indexer.db.exports import RecordRow
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
 from tests.db.repo_rows import delete, did, head, insert, put, synchronized
-
-NAMES = st.lists(st.text("ab.-", min_size=1, max_size=4), unique=True, max_size=12)
-
-
-@given(NAMES)
-def test_ranges_of_collections_are_in_path_order(names: list[str]) -> None:
-    names = sorted(names)
-    ranges = path_order_ranges(names)
-    read = [name for first, last in ranges for name in names if first <= name <= last]
-    assert read == sorted(names, key=lambda name: f"{name}/")
-    assert len(ranges) <= 1 or read != names
 
 
 async def test_a_read_has_one_snapshot_and_yields_chunks(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
