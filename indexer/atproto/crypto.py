@@ -124,7 +124,7 @@ class PublicKey:
 
     def multikey(self) -> str:
         """Return the key as in a Multikey of a DID document: `z` and base58btc of codec and compressed point."""
-        return f"z{encode_base58(_PREFIX_OF_CURVE[self.curve] + self.compressed)}"
+        return encode_base58btc(_PREFIX_OF_CURVE[self.curve] + self.compressed)
 
     def did_key(self) -> str:
         """Return the key as `did:key:z…`."""
@@ -147,7 +147,7 @@ def parse_multikey(text: str) -> PublicKey:
     Raises:
         UpstreamError: With NO_SIGNING_KEY, if this is not a key on one of the two curves.
     """
-    data = _decode_base58btc(text)
+    data = decode_base58btc(text)
     curve, point = _CURVE_OF_PREFIX.get(data[:_PREFIX_BYTES]), data[_PREFIX_BYTES:]
     if curve is None:
         raise UpstreamError(Rejection.NO_SIGNING_KEY, f"the multicodec prefix {data[:_PREFIX_BYTES].hex()}")
@@ -176,42 +176,34 @@ def parse_legacy_key(type_: str, text: str) -> PublicKey:
     curve = _CURVE_OF_LEGACY_TYPE.get(type_)
     if curve is None:
         raise UpstreamError(Rejection.NO_SIGNING_KEY, f"key type {type_:.60}")
-    return PublicKey(curve, _decode_base58btc(text))
+    return PublicKey(curve, decode_base58btc(text))
 
 
-def _decode_base58btc(text: str) -> bytes:
-    if not text.startswith("z") or len(text) > _MAX_KEY_CHARACTERS:
-        raise UpstreamError(Rejection.NO_SIGNING_KEY, "not base58btc")
-    try:
-        return decode_base58(text[1:])
-    except ValueError as error:
-        raise UpstreamError(Rejection.NO_SIGNING_KEY, f"not base58btc: {error}") from None
-
-
-def decode_base58(text: str) -> bytes:
-    """Return the bytes that the text encodes. The time grows with the square of its length.
+def decode_base58btc(text: str) -> bytes:
+    """Return the bytes that a multibase text encodes: `z` and base58btc. It has at most 200 characters.
 
     Raises:
-        ValueError: A character is not in the alphabet.
+        UpstreamError: With NO_SIGNING_KEY, if it is another text.
     """
-    if not set(text) <= _BASE58_VALUES.keys():
-        raise ValueError("a character is not in the alphabet")
+    digits = text[1:]
+    if not text.startswith("z") or len(text) > _MAX_KEY_CHARACTERS or not set(digits) <= _BASE58_VALUES.keys():
+        raise UpstreamError(Rejection.NO_SIGNING_KEY, "not base58btc")
     number = 0
-    for character in text:
+    for character in digits:
         number = number * len(_BASE58) + _BASE58_VALUES[character]
-    zeros = len(text) - len(text.lstrip(_BASE58[0]))
+    zeros = len(digits) - len(digits.lstrip(_BASE58[0]))
     return bytes(zeros) + number.to_bytes((number.bit_length() + 7) // 8)
 
 
-def encode_base58(data: bytes) -> str:
-    """Return the text that encodes the bytes. The time grows with the square of their length."""
+def encode_base58btc(data: bytes) -> str:
+    """Return the multibase text that encodes the bytes. The time grows with the square of their length."""
     number = int.from_bytes(data)
     digits = []
     while number:
         number, value = divmod(number, len(_BASE58))
         digits.append(_BASE58[value])
     zeros = len(data) - len(data.lstrip(b"\0"))
-    return _BASE58[0] * zeros + "".join(reversed(digits))
+    return "z" + _BASE58[0] * zeros + "".join(reversed(digits))
 
 
 class PrivateKey:

@@ -167,17 +167,9 @@ def record_fields(lexicon: Lexicon, known: Mapping[str, Lexicon]) -> tuple[Recor
     fields = []
     for name, schema in _schemas(lexicon).items():
         kind, max_bytes = _type(schema, lexicon.nsid, {**known, lexicon.nsid: lexicon})
-        description = schema.get("description")
-        fields.append(
-            RecordField(
-                name,
-                kind,
-                required=name in required,
-                nullable=name in nullable,
-                max_bytes=max_bytes,
-                description=description if isinstance(description, str) else "",
-            )
-        )
+        text = schema.get("description")
+        description = text if isinstance(text, str) else ""
+        fields.append(RecordField(name, kind, name in required, name in nullable, max_bytes, description))
     return tuple(fields)
 
 
@@ -217,13 +209,6 @@ def _problems(record: Mapping[str, Any]) -> Iterator[str]:
             continue
         if schema["type"] == "array" and (problem := _problem(schema.get("items"), f"{place}.items")):
             yield problem
-        length = schema.get("maxLength", 0)
-        if schema["type"] in {"string", "array"} and (type(length) is not int or length < 0):
-            yield f"`{place}.maxLength` is not a length; it is ignored"
-    for key in ("required", "nullable"):
-        names = record.get(key, [])
-        if not isinstance(names, list) or len(_names(record, key)) != len(names):
-            yield f"`defs.main.record.{key}` is not a list of names; what is no name is ignored"
 
 
 def _schemas(lexicon: Lexicon) -> dict[str, Mapping[str, Any]]:
@@ -270,8 +255,7 @@ def _resolve(schema: Any, nsid: str, known: Mapping[str, Lexicon]) -> tuple[str,
 
     The result has no type if the definition is not known.
     """
-    if not isinstance(schema, dict):
-        return nsid, {}
+    schema = schema if isinstance(schema, dict) else {}
     for owner, found in _steps(schema, nsid, known):
         nsid, schema = owner, found or {}
     return nsid, schema if schema.get("type") != "ref" else {}

@@ -18,6 +18,7 @@ Links to nodes always have the form of the protocol. The CID of a record may hav
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, NoReturn
 
@@ -42,6 +43,7 @@ _UNSIGNED, _BYTES, _LIST = 0x00, 0x40, 0x80
 _ONE_BYTE, _TWO_BYTES = 24, 25
 
 
+@dataclass(slots=True)
 class Node:
     """A decoded node. The lists `keys`, `values` and `trees` have one item for each entry.
 
@@ -53,14 +55,11 @@ class Node:
         trees: The CIDs of the subtrees; `trees[i]` is the one after `keys[i]`.
     """
 
-    __slots__ = ("height", "keys", "left", "trees", "values")
-
-    def __init__(self) -> None:
-        self.left: bytes | None = None
-        self.height: int | None = None
-        self.keys: list[bytes] = []
-        self.values: list[bytes] = []
-        self.trees: list[bytes | None] = []
+    left: bytes | None = None
+    height: int | None = None
+    keys: list[bytes] = field(default_factory=list)
+    values: list[bytes] = field(default_factory=list)
+    trees: list[bytes | None] = field(default_factory=list)
 
     def subtree_before(self, index: int) -> bytes | None:
         """Return the CID of the subtree before the entry at `index`; with the number of entries, after the last one."""

@@ -1,7 +1,7 @@
 """Syntax of identifiers: DID, handle, NSID, record key, TID, AT-URI and path (docs/protocol.md#limits)."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Self
@@ -12,6 +12,7 @@ from indexer.reasons import Rejection
 MAX_DID_CHARACTERS = 2_048
 MAX_HANDLE_CHARACTERS = 253
 MAX_NSID_CHARACTERS = 317
+MAX_RECORD_KEY_CHARACTERS = 512
 MAX_URI_CHARACTERS = 8_192
 _MAX_URI_PARTS = 3
 
@@ -24,37 +25,35 @@ _CLOCK_ID_BITS = 10  # the lowest ones; the others are microseconds since the Un
 MAX_CLOCK_ID = (1 << _CLOCK_ID_BITS) - 1
 MAX_TID_MICROS = (1 << 54) - 1
 
-# `fullmatch`, because `$` would accept a newline at the end.
-_DID = re.compile(r"did:[a-z]+:[a-zA-Z0-9._:%-]*[a-zA-Z0-9._-]").fullmatch
-_DID_PLC = re.compile(r"did:plc:[a-z2-7]{24}").fullmatch
-_DID_WEB = re.compile(r"did:web:[a-zA-Z0-9.-]+(%3[Aa][0-9]{1,5})?").fullmatch
-_HANDLE = re.compile(
-    r"([a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?\.)+[a-zA-Z]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
-).fullmatch
-_NSID = re.compile(
-    r"[a-zA-Z]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?(\.[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?)+"
-    r"\.[a-zA-Z][a-zA-Z0-9]{0,62}"
-).fullmatch
-_RECORD_KEY = re.compile(r"[a-zA-Z0-9_~.:-]{1,512}").fullmatch
-_TID = re.compile(r"[234567abcdefghij][234567abcdefghijklmnopqrstuvwxyz]{12}").fullmatch
+
+def _matcher(pattern: str, max_characters: int) -> Callable[[str], bool]:
+    """Return a function that returns True for a text of at most this length if all of it matches."""
+    match = re.compile(pattern).fullmatch  # `$` would accept a newline at the end
+    return lambda text: len(text) <= max_characters and match(text) is not None
 
 
-def is_did(text: str) -> bool:
-    """Return True if the text is a DID of any method. The rules of the method are not checked."""
-    return len(text) <= MAX_DID_CHARACTERS and _DID(text) is not None
+_LABEL = "[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+_LABEL_FROM_LETTER = "[a-zA-Z]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+
+is_did = _matcher(r"did:[a-z]+:[a-zA-Z0-9._:%-]*[a-zA-Z0-9._-]", MAX_DID_CHARACTERS)
+"""Returns True for a DID of any method. The rules of the method are not checked."""
+is_account_did = _matcher(r"did:(plc:[a-z2-7]{24}|web:[a-zA-Z0-9.-]+(%3[Aa][0-9]{1,5})?)", MAX_DID_CHARACTERS)
+"""Returns True for a DID that an account can have: a did:plc, or a did:web of a host without a path.
+
+Specification: https://atproto.com/specs/did, "Blessed DID Methods".
+"""
+is_handle = _matcher(rf"({_LABEL}\.)+{_LABEL_FROM_LETTER}", MAX_HANDLE_CHARACTERS)
+is_record_key = _matcher(r"(?!\.{1,2}\Z)[a-zA-Z0-9_~.:-]+", MAX_RECORD_KEY_CHARACTERS)
+is_tid = _matcher("[2-7a-j][2-7a-z]{12}", _TID_CHARACTERS)
+# The results are cached, because each record is checked, and there are only a few hundred collections.
+_is_nsid = lru_cache(maxsize=4_096)(
+    _matcher(rf"{_LABEL_FROM_LETTER}(\.{_LABEL})+\.[a-zA-Z][a-zA-Z0-9]{{0,62}}", MAX_NSID_CHARACTERS)
+)
 
 
-def is_account_did(text: str) -> bool:
-    """Return True if the text is a DID that an account can have: a did:plc, or a did:web of a host without a path.
-
-    Specification: https://atproto.com/specs/did, "Blessed DID Methods".
-    """
-    return is_did(text) and (_DID_PLC(text) or _DID_WEB(text)) is not None
-
-
-def is_handle(text: str) -> bool:
-    """Return True if the text is a handle."""
-    return len(text) <= MAX_HANDLE_CHARACTERS and _HANDLE(text) is not None
+def is_nsid(text: str) -> bool:
+    """Return True if the text is an NSID."""
+    return len(text) <= MAX_NSID_CHARACTERS and _is_nsid(text)
 
 
 def normalize_account(text: str) -> str | None:
@@ -72,26 +71,6 @@ def is_resolvable(host: str, *, local: bool) -> bool:
     """
     tld = host.rpartition(".")[2].lower()
     return tld not in _RESERVED_TLDS and (local or tld != "test")
-
-
-def is_nsid(text: str) -> bool:
-    """Return True if the text is an NSID."""
-    return len(text) <= MAX_NSID_CHARACTERS and _is_nsid(text)
-
-
-@lru_cache(maxsize=4_096)  # because each record is checked, and there are only a few hundred collections
-def _is_nsid(text: str) -> bool:
-    return _NSID(text) is not None
-
-
-def is_record_key(text: str) -> bool:
-    """Return True if the text is a record key."""
-    return _RECORD_KEY(text) is not None and text not in {".", ".."}
-
-
-def is_tid(text: str) -> bool:
-    """Return True if the text is a TID."""
-    return _TID(text) is not None
 
 
 def normalize_nsid(nsid: str) -> str:
