@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -112,33 +112,26 @@ async def resolve_all(
         UnavailableError: A host does not answer for one of the NSIDs.
     """
     found = {nsid: await resolver.resolve(nsid) for nsid in nsids}
-    problems: dict[str, str] = {}
-    size, ends = 0, asyncio.get_running_loop().time() + DEPENDENCY_SECONDS
-    for _ in range(MAX_DEPENDENCIES):
-        missing = next(_missing(found, known, problems), None)
-        if missing is None:
-            break
-        try:
-            async with asyncio.timeout_at(ends):
-                one = await resolver.resolve(missing)
-        except (LexiconError, UnavailableError) as error:
-            problems[missing] = str(error)
-        except TimeoutError:
-            problems[missing] = f"{missing}: not fetched, because the others took {DEPENDENCY_SECONDS:.0f} s"
-            break
-        else:
-            size += len(one.lexicon.text)
-            if size > MAX_DEPENDENCY_BYTES:
-                problems[missing] = f"{missing}: together with the others, it has over {MAX_DEPENDENCY_BYTES} bytes"
-                break
-            found[missing] = one
-    return found, list(problems.values())
-
-
-def _missing(
-    found: Mapping[str, SourcedLexicon], known: Mapping[str, Lexicon], problems: Mapping[str, str]
-) -> Iterator[str]:
-    """Yield the NSIDs of lexicons that the fields of the found ones refer to and that are neither known nor failed."""
     every = {**known, **{nsid: one.lexicon for nsid, one in found.items()}}
-    for one in found.values():
-        yield from sorted(references(one.lexicon, every) - every.keys() - problems.keys())
+    problems: dict[str, str] = {}
+    left = MAX_DEPENDENCY_BYTES
+    try:
+        async with asyncio.timeout(DEPENDENCY_SECONDS):
+            for _ in range(MAX_DEPENDENCIES):
+                referred = {nsid for one in found.values() for nsid in references(one.lexicon, every)}
+                nsid = min(referred - every.keys() - problems.keys(), default="")
+                if not nsid:
+                    break
+                try:
+                    one = await resolver.resolve(nsid)
+                except (LexiconError, UnavailableError) as error:
+                    problems[nsid] = str(error)
+                    continue
+                left -= len(one.lexicon.text)
+                if left < 0:
+                    problems[nsid] = f"{nsid}: together with the others, it has over {MAX_DEPENDENCY_BYTES} bytes"
+                else:
+                    found[nsid], every[nsid] = one, one.lexicon
+    except TimeoutError:
+        problems[""] = f"not all were fetched within {DEPENDENCY_SECONDS:.0f} s"
+    return found, list(problems.values())
