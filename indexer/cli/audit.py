@@ -236,8 +236,9 @@ class Auditor:
         key, limits = parse_did_key(identity.signing_key), self.policy.limits
         for fetches in count(1):
             try:
-                async with self.pds.fetch_export(did, identity.pds) as export:
-                    snapshot = await asyncio.to_thread(export.verify, did, key, limits)
+                async with self.pds.open_export(did, identity.pds) as download:
+                    await download.fetch()
+                    snapshot = await asyncio.to_thread(download.reader.verify, did, key, limits)
                     if is_future(snapshot.head.rev, time(), limits):
                         raise UpstreamError(Rejection.FUTURE_REV, snapshot.head.rev)
                     return await self._compare_at_same_rev(snapshot)

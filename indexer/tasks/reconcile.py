@@ -32,7 +32,7 @@ from indexer.db.scope import CurrentScope
 from indexer.errors import UnavailableError
 from indexer.net.http.http_client import OutboundClient, host_of
 from indexer.net.identity.identity_cache import IdentityCache
-from indexer.net.pds.repo_list import RepoListPage, RepoStatus, fetch_host_status, fetch_repo_status, is_silent
+from indexer.net.pds.xrpc import RepoListPage, RepoStatus, fetch_host_status, fetch_repo_status, is_silent
 from indexer.reasons import Desync, FetchFailure
 from indexer.sync.account import plan_active, plan_hidden, plan_status_unknown
 from indexer.sync.repo import Repo, StreamPoint, SyncStatus, hides

@@ -9,8 +9,7 @@ import structlog
 from indexer.concurrency.stage_progress import Work
 from indexer.errors import UnavailableError
 from indexer.net.http.http_client import OutboundClient
-from indexer.net.pds.repo_list import RepoListPage, list_repos
-from indexer.net.pds.xrpc import XrpcError
+from indexer.net.pds.xrpc import RepoListPage, XrpcError, list_repos
 from indexer.reasons import FetchFailure
 
 stamina.instrumentation.set_on_retry_hooks(())  # it would log events of its own, which docs/logs.md does not have

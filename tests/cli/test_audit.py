@@ -22,9 +22,8 @@ from indexer.cli.audit import (
 from indexer.db import DatabaseError
 from indexer.db.exports import Exports
 from indexer.demo.local_pds import GET_REPO
-from indexer.net.pds.pds_client import PdsClient
+from indexer.net.pds.pds_client import ExportDownload, PdsClient
 from indexer.reasons import FetchFailure
-from indexer.sync.export import ExportReader
 from tests.cli.audit_world import LIKE, OF_POST, POST, AuditWorld, audit_world
 from tests.daemon_harness import run_daemon
 from tests.db.test_values import COLLECTION as UNUSUAL_COLLECTION
@@ -246,15 +245,15 @@ async def test_repo_that_becomes_desynchronized_during_the_audit_is_skipped(
     ada = world.create_account("ada")
     await world.synchronize()
     ada.create(POST, {"$type": POST, "text": "newer"})
-    fetch = PdsClient.fetch_export
+    fetch = PdsClient.open_export
 
     @asynccontextmanager
-    async def fetch_and_request_resync(self: PdsClient, did: str, host: str) -> AsyncIterator[ExportReader]:
-        async with fetch(self, did, host) as spool:
+    async def fetch_and_request_resync(self: PdsClient, did: str, host: str) -> AsyncIterator[ExportDownload]:
+        async with fetch(self, did, host) as download:
             await world.db.repos.request_resyncs([did])
-            yield spool
+            yield download
 
-    monkeypatch.setattr(PdsClient, "fetch_export", fetch_and_request_resync)
+    monkeypatch.setattr(PdsClient, "open_export", fetch_and_request_resync)
     assert await world.reason_skipped(ada) == "not synchronized: requested"
 
 
@@ -262,21 +261,21 @@ async def test_number_of_concurrent_audits_is_limited(world: AuditWorld, monkeyp
     accounts = [world.create_account(f"account{number}") for number in range(7)]
     await world.synchronize()
     running, max_running, limit = 0, 0, 3
-    fetch = PdsClient.fetch_export
+    fetch = PdsClient.open_export
 
     @asynccontextmanager
-    async def count_fetch(self: PdsClient, did: str, host: str) -> AsyncIterator[ExportReader]:
+    async def count_fetch(self: PdsClient, did: str, host: str) -> AsyncIterator[ExportDownload]:
         nonlocal running, max_running
         running += 1
         max_running = max(max_running, running)
         try:
             await until(lambda: max_running == limit)
-            async with fetch(self, did, host) as spool:
-                yield spool
+            async with fetch(self, did, host) as download:
+                yield download
         finally:
             running -= 1
 
-    monkeypatch.setattr(PdsClient, "fetch_export", count_fetch)
+    monkeypatch.setattr(PdsClient, "open_export", count_fetch)
     results = await world.audit(*accounts, resync_workers=str(limit))
     assert results == {account.did: RepoAudit(account.did, records=5) for account in accounts}
     assert max_running == limit

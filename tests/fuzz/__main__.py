@@ -34,7 +34,6 @@ INSTRUMENTED = [
     "indexer.net.http.checked_connector",
     "indexer.net.http.host_limits",
     "indexer.net.pds.pds_client",
-    "indexer.net.pds.repo_list",
     "indexer.net.pds.xrpc",
     "indexer.redaction",
     "indexer.net.relay",

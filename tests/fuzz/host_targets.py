@@ -18,7 +18,7 @@ from indexer.net.http.checked_connector import is_public, network_of
 from indexer.net.http.content_decoding import Decoder
 from indexer.net.http.host_limits import MAX_RETRY_AFTER, registered_domain, retry_after_seconds
 from indexer.net.pds.pds_client import PdsClient
-from indexer.net.pds.repo_list import ListedAccount, RepoStatus, fetch_repo_status, list_repos
+from indexer.net.pds.xrpc import ListedAccount, RepoStatus, fetch_repo_status, list_repos
 from indexer.reasons import FetchFailure
 from indexer.sync.events import MAX_STATUS_CHARACTERS, hosting_status
 from tests.fuzz import syntax_reference as reference

@@ -13,7 +13,7 @@ from indexer.atproto.syntax import is_tid
 from indexer.crash_points import crash_point
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.net.http.http_client import OutboundClient
-from indexer.net.pds.xrpc import query, xrpc_error, xrpc_url
+from indexer.net.pds.xrpc import QUERY_TIMEOUT, query, xrpc_error, xrpc_url
 from indexer.reasons import FetchFailure
 from indexer.sync.export import ExportReader
 
@@ -24,8 +24,6 @@ CAR_TYPE = "application/vnd.ipld.car"
 _CAR_TYPES = frozenset({CAR_TYPE, "application/octet-stream", ""})
 """Usual media types of exports. Proxies send the other two."""
 _MIN_SECONDS = 0.001
-_QUERY_TIMEOUT = 20.0
-_QUERY_BYTES = 65_536
 
 ReaderFactory = Callable[[Path, Limits], ExportReader]
 """Returns a reader that may write a file in a directory. It raises `UnavailableError` (SPOOL_FULL)."""
@@ -122,18 +120,6 @@ class PdsClient:
         self.spool_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     @asynccontextmanager
-    async def fetch_export(self, did: str, host: str) -> AsyncIterator[ExportReader]:
-        """Fetch the whole export of `did` (`getRepo`) and yield it. Nothing but its blocks is checked.
-
-        Raises:
-            UpstreamError: As `ExportDownload.fetch` raises it.
-            UnavailableError: As `open_export` and `ExportDownload.fetch` raise it.
-        """
-        async with self.open_export(did, host) as download:
-            await download.fetch()
-            yield download.reader
-
-    @asynccontextmanager
     async def open_export(self, did: str, host: str) -> AsyncIterator[ExportDownload]:
         """Request the export of `did` (`getRepo`) and yield the download. Nothing of the body has been read yet.
 
@@ -167,7 +153,7 @@ class PdsClient:
         response = await self.outbound.get(
             xrpc_url(host, "com.atproto.sync.getRecord", parameters),
             max_bytes=self.limits.commit_blocks_bytes,
-            timeout=_QUERY_TIMEOUT,
+            timeout=QUERY_TIMEOUT,
             accept=CAR_TYPE,
         )
         if response.status != HTTPStatus.OK:
@@ -177,7 +163,7 @@ class PdsClient:
     async def fetch_latest_commit(self, did: str, host: str) -> tuple[bytes, str]:
         """Return the CID and the rev of the latest commit on the host (`getLatestCommit`)."""
         method = "com.atproto.sync.getLatestCommit"
-        body = await query(self.outbound, host, method, {"did": did}, max_bytes=_QUERY_BYTES, timeout=_QUERY_TIMEOUT)
+        body = await query(self.outbound, host, method, {"did": did})
         cid, rev = body.get("cid"), body.get("rev")
         if not (isinstance(cid, str) and isinstance(rev, str) and is_tid(rev)):
             raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: the response is not a commit")

@@ -37,7 +37,7 @@ def pds(outbound: OutboundClient, tmp_path: Path) -> PdsClient:
 
 async def failure_of(pds: PdsClient, account: FaultyAccount) -> UnavailableError:
     with pytest.raises(UnavailableError) as failure:
-        async with pds.fetch_export(account.did, account.pds.url):
+        async with fetched(pds, account.did, account.pds.url):
             pytest.fail("the fetch did not fail")
     return failure.value
 
@@ -73,9 +73,10 @@ async def test_export_of_any_media_type_is_read_if_its_content_proves_itself(
 
 @asynccontextmanager
 async def fetched(pds: PdsClient, did: str, host: str) -> AsyncIterator[Spool]:
-    async with pds.fetch_export(did, host) as spool:
-        assert isinstance(spool, Spool)
-        yield spool
+    async with pds.open_export(did, host) as download:
+        await download.fetch()
+        assert isinstance(download.reader, Spool)
+        yield download.reader
 
 
 async def test_export_that_was_cut_off_is_not_complete(account: FaultyAccount, pds: PdsClient) -> None:
@@ -96,7 +97,7 @@ async def test_complete_export_releases_its_request_slot(account: FaultyAccount,
     settings = OutboundSettings("test", allow_private_hosts=True, rates=RateLimits(host_concurrency=1))
     async with OutboundClient(settings) as outbound:
         pds = PdsClient(outbound, DEFAULT_LIMITS, tmp_path, Spool)
-        async with pds.fetch_export(account.did, account.pds.url):
+        async with fetched(pds, account.did, account.pds.url):
             await pds.fetch_latest_commit(account.did, account.pds.url)
 
 
@@ -200,7 +201,7 @@ async def test_export_that_is_not_a_car_file_or_too_large(
 ) -> None:
     account.pds.faults.append(Fault(GET_REPO, status=200, headers=CAR, body=b"<html></html>" * 100))
     with pytest.raises(UpstreamError) as rejection:
-        async with pds.fetch_export(account.did, account.pds.url):
+        async with fetched(pds, account.did, account.pds.url):
             pytest.fail("the fetch did not fail")
     assert rejection.value.reason is Rejection.CAR_MALFORMED
     small = PdsClient(outbound, Limits(repo_bytes=1_000), tmp_path, Spool)

@@ -7,7 +7,7 @@ import pytest
 
 from indexer.errors import UnavailableError
 from indexer.net.http.http_client import OutboundClient
-from indexer.net.pds.repo_list import ListedAccount, RepoStatus, fetch_repo_status, list_repos
+from indexer.net.pds.xrpc import ListedAccount, RepoStatus, fetch_repo_status, list_repos
 from indexer.reasons import FetchFailure
 from tests.faulty_network import FaultyNetwork
 from tests.net.http.scripted_host import ScriptedHost, http_response
