@@ -80,7 +80,7 @@ from indexer.tasks.identities import HandleChecks, IdentityRefresh
 from indexer.tasks.notifications import ChangeNotifier
 from indexer.tasks.reconcile import Reconciliation
 from indexer.tasks.retention import ChangeLogRetention
-from indexer.tasks.scope import ScopeBackfill, ScopeNarrowing, ScopeUntracking
+from indexer.tasks.scope import ScopeBackfill, ScopeNarrowing
 from indexer.tasks.shard_ownership import ShardOwnership
 from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metrics import Metrics, Reading
@@ -151,7 +151,7 @@ async def open_daemon(
         yield daemon
 
 
-ScopeTask = ScopeNarrowing | ScopeUntracking | ScopeBackfill | SignalDiscovery
+ScopeTask = ScopeNarrowing | ScopeBackfill | SignalDiscovery
 
 
 @dataclass(eq=False)
@@ -351,15 +351,14 @@ class Daemon:
         interval, settle, sources = tuning.scope_interval, tuning.scope_settle, self._repo_list_sources
         tasks: dict[str, ScopeTask] = {
             "scope narrowing": ScopeNarrowing(
-                db, scope, shard, self.metrics, interval=interval, batch_size=tuning.narrowing_batch
-            ),
-            "scope untracking": ScopeUntracking(
                 db,
                 scope,
                 shard,
+                self.metrics,
                 interval=interval,
-                retry=tuning.untracking_retry,
-                batch_size=tuning.untracking_batch,
+                batch_size=tuning.narrowing_batch,
+                untracking_batch=tuning.untracking_batch,
+                untracking_retry=tuning.untracking_retry,
             ),
             "scope backfill": ScopeBackfill(
                 db,

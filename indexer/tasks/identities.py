@@ -31,12 +31,13 @@ BATCH_SIZE = 100
 MAX_PER_HOST = 20
 """Identities of one host in a batch."""
 WINDOW = 1_000
-"""Due identities or handles from which a batch is chosen: this number of the oldest, and as many of the newest."""
+"""Due identities from which a batch is chosen: this number of the oldest, and as many of the newest."""
 CONCURRENCY = 16
 """Concurrent lookups per DID method."""
 LIMITED_SECONDS = 30.0
 """Pause of an identity that the limits of the identity cache did not allow to look up."""
 MAX_CONCURRENT_CHECKS = 64
+HANDLE_WINDOW = 300
 VALID_SECONDS = 7 * 86_400.0
 """When a valid handle is checked again."""
 MAX_ATTEMPTS = 8
@@ -167,7 +168,7 @@ class HandleChecks:
             while True:
                 due = list[HandleClaim]()
                 with DatabaseAttempt(self.stage):
-                    due = await self.db.identities.due_handles(self.shard.buckets, WINDOW, time())
+                    due = await self.db.identities.due_handles(self.shard.buckets, HANDLE_WINDOW, time())
                 waiting = [claim for claim in due if claim.did not in self._checking]
                 for claim in in_turn(waiting, _domain)[: self._concurrency]:
                     await self._limiter.acquire()

@@ -12,7 +12,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic, time
-from typing import NamedTuple
 
 import structlog
 
@@ -53,22 +52,23 @@ PAGE_SIZE = 2_000
 MAX_SEARCH_SHARE = 0.05
 """Share of the time that the search for incomplete repos takes while it finds none. It reads those of all inactive
 accounts."""
-RETRY_SECONDS = 60.0
-"""Pause after a list could not be read for the first time. It doubles with each failure, up to `MAX_RETRY_SECONDS`."""
-MAX_RETRY_SECONDS = 3_600.0
+RETRY_SECONDS = 300.0
+"""Pause after a list could not be read."""
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False)
 class ScopeNarrowing:
-    """Looks for records out of scope at the start and after each change, and deletes them.
+    """Deletes the records, and untracks the repos, of a shard that are out of scope, at the start and after a change.
 
     It begins when this process plans nothing with an earlier scope any more. What a resync planned with an earlier one
-    is not written (`ResyncTransaction.holds_scope`).
+    is not written (`ResyncTransaction.holds_scope`). Repos are untracked when the lists of the signal collections were
+    read. `AccountErasure` deletes their records. A list or a message that the scope wants tracks a repo again.
 
     Attributes:
         stage: Its progress. A search is work; it moves with each batch.
+        untracking_retry: Pause before repos are looked at again that were not complete, in seconds.
     """
 
     db: Database
@@ -77,26 +77,32 @@ class ScopeNarrowing:
     metrics: Metrics
     interval: float = 1.0
     batch_size: int = NARROWING_BATCH
+    untracking_batch: int = UNTRACKING_BATCH
+    untracking_retry: float = UNTRACKING_RETRY_SECONDS
 
     def __post_init__(self) -> None:
-        self._clean_version = -1
-        self._clean_since = 0.0
+        self._clean_version, self._clean_since = -1, 0.0
+        self._untracked_version, self._untracking_at = 0, 0.0
         self.stage = StageProgress("scope narrowing")
 
     async def run(self) -> None:
-        """Delete records forever. Only an exception that is a bug ends it."""
-        await run_periodically(self.narrow, self.interval, self.stage)
+        """Delete records and untrack repos forever. Only an exception that is a bug ends it."""
+        await run_periodically(self.step, self.interval, self.stage)
 
-    async def narrow(self) -> None:
-        """Delete the records that the present scope does not select, unless a search has just found none.
+    async def step(self) -> None:
+        """Look for records and repos that are out of scope, unless a search has just found none.
 
         Raises:
-            DatabaseError: The database is unavailable. What was deleted stays deleted.
+            DatabaseError: The database is unavailable. What was done stays done.
         """
-        scope, now = self.scope.scope, monotonic()
+        scope = self.scope.scope
+        if self.scope.only_in_use(scope.version):
+            await self._delete_records(scope)
+            await self._untrack(scope)
+
+    async def _delete_records(self, scope: Scope) -> None:
+        now = monotonic()
         if self._clean_version == scope.version and now - self._clean_since < SEARCH_SECONDS:
-            return
-        if not self.scope.only_in_use(scope.version):
             return
         deleted, complete = 0, True
         for collection in await self.db.scope_changes.collections():
@@ -124,75 +130,30 @@ class ScopeNarrowing:
             if after is None:
                 return deleted, complete
 
-
-@dataclass(eq=False)
-class ScopeUntracking:
-    """Looks for repos of a shard that are out of scope, once after each change that wants fewer repos.
-
-    It begins when this process plans nothing with an earlier scope any more, and when the lists of the signal
-    collections were read. The records of an untracked repo are deleted by `AccountErasure`. A list or a message that
-    the scope wants tracks the repo again.
-
-    Attributes:
-        stage: Its progress. A search is work; it moves with each batch.
-    """
-
-    db: Database
-    scope: CurrentScope
-    shard: Shard
-    interval: float = 1.0
-    retry: float = UNTRACKING_RETRY_SECONDS
-    batch_size: int = UNTRACKING_BATCH
-
-    def __post_init__(self) -> None:
-        self._done_version = 0
-        self._retry_at = 0.0
-        self.stage = StageProgress("scope untracking")
-
-    async def run(self) -> None:
-        """Untrack repos forever. Only an exception that is a bug ends it."""
-        await run_periodically(self.step, self.interval, self.stage)
-
-    async def step(self) -> None:
-        """Untrack the repos that are out of scope, unless a search for them has ended.
-
-        Raises:
-            DatabaseError: The database is unavailable. What was untracked stays untracked.
-        """
-        scope = self.scope.scope
-        if not scope.repos_narrowed_in or self._done_version == scope.version or monotonic() < self._retry_at:
-            return
-        if not self.scope.only_in_use(scope.version):
+    async def _untrack(self, scope: Scope) -> None:
+        if not scope.repos_narrowed_in or self._untracked_version == scope.version or monotonic() < self._untracking_at:
             return
         if unlisted := scope.unlisted_signals:
             log.warning("scope.not-untracked", version=scope.version, signal_collections=",".join(unlisted))
-            self._done_version = scope.version
+            self._untracked_version = scope.version
             return
         progress, untracked = await self.db.scope_changes.begin_untracking(self.shard), 0
         if progress.finished_at is None and scope.signals and await self.db.scope_changes.unread_lists(scope):
             return
         while progress.finished_at is None:
-            page = await self.db.scope_changes.untrack_page(scope, self.shard, progress, self.batch_size)
+            page = await self.db.scope_changes.untrack_page(scope, self.shard, progress, self.untracking_batch)
             if page is None:
                 return
             count, progress = page
             untracked += count
             self.stage.moved()
             if progress.cursor is None and progress.finished_at is None:
-                self._retry_at = monotonic() + self.retry
+                self._untracking_at = monotonic() + self.untracking_retry
                 break
         else:
-            self._done_version = scope.version
+            self._untracked_version = scope.version
         if untracked:
             log.info("scope.untracked", version=scope.version, repos=untracked)
-
-
-class _Failures(NamedTuple):
-    """The failures of a list: their number, when the first one was, and when to read it again (monotonic seconds)."""
-
-    number: int
-    since: float
-    retry_at: float
 
 
 Lists = Mapping[str, ListedAccounts | None]
@@ -220,7 +181,7 @@ class ScopeBackfill:
     settle: float = SETTLE_SECONDS
     recheck: Sequence[float] = RECHECK_SECONDS
     recheck_poll: float = RECHECK_POLL_SECONDS
-    first_retry: float = RETRY_SECONDS
+    retry: float = RETRY_SECONDS
     give_up: float = 86_400.0
 
     def __post_init__(self) -> None:
@@ -228,7 +189,8 @@ class ScopeBackfill:
         self._compared = 0
         # The lists that were read so far, for which version of the scope, and since when (Unix seconds).
         self._read: tuple[int, float, dict[str, ListedAccounts | None]] = 0, 0.0, {}
-        self._failed: dict[str, _Failures] = {}
+        # By collection: since when its list could not be read, and when it is read again (monotonic seconds).
+        self._failed: dict[str, tuple[float, float]] = {}
         self.stage = StageProgress("scope backfill")
         self._requests = self.stage.add()
 
@@ -322,16 +284,15 @@ class ScopeBackfill:
 
     def _may_read(self, collection: str) -> bool:
         """Return True if the list did not fail, or if its pause is over."""
-        return collection not in self._failed or monotonic() >= self._failed[collection].retry_at
+        return monotonic() >= self._failed.get(collection, (0.0, 0.0))[1]
 
     def _note_failure(self, collection: str, error: UnavailableError) -> float:
         """Note and log that the list could not be read; return for how many seconds that has been so."""
         now = monotonic()
-        failures = self._failed.get(collection, _Failures(0, now, now))
-        pause = min(self.first_retry * 2.0 ** min(failures.number, 16), MAX_RETRY_SECONDS)
-        self._failed[collection] = _Failures(failures.number + 1, failures.since, now + pause)
-        log.warning("scope.list-failed", collection=collection, error=str(error), retry_seconds=pause)
-        return now - failures.since
+        since, _ = self._failed.get(collection, (now, now))
+        self._failed[collection] = since, now + self.retry
+        log.warning("scope.list-failed", collection=collection, error=str(error), retry_seconds=self.retry)
+        return now - since
 
     async def _read_list(self, sources: Sequence[str], collection: str) -> ListedAccounts | None:
         """Return the stored repos that the first relay lists which offers it; None if none does.

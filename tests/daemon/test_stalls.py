@@ -114,14 +114,6 @@ async def stalled_narrowing(world: World) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def stalled_untracking(world: World) -> AsyncIterator[None]:
-    """Want fewer repos while the repos cannot be read."""
-    async with locked(world, "repo"):
-        await world.daemon.db.scope.change(Track.LISTED)
-        yield
-
-
-@asynccontextmanager
 async def stalled_backfill(world: World) -> AsyncIterator[None]:
     """Add collections while the repos cannot be read."""
     await world.daemon.db.scope.change(collections=[LIKE])
@@ -221,7 +213,6 @@ STALLS: dict[str, Stall] = {
     "scope backfill": stalled_backfill,
     "scope narrowing": stalled_narrowing,
     "signal discovery": stalled_discovery,
-    "scope untracking": stalled_untracking,
     "embedded Postgres": stalled_postgres,
 }
 """By stage: the function that stalls it during a block."""

@@ -45,7 +45,7 @@ async def backfill_of(crawl: Crawl, *added: str, scope: CurrentScope | None = No
     """Widen the scope; return a backfill that does not wait before it reads a list, for the first time or again."""
     scope = scope or await widened_scope(crawl.db, *added)
     used: dict[str, Any] = {"sources": lambda: [crawl.host.url], "shard": Shard(), "recheck": (3_600.0,)} | options
-    no_waits: dict[str, Any] = {"settle": 0.0, "recheck_poll": 0.0, "first_retry": 0.0}
+    no_waits: dict[str, Any] = {"settle": 0.0, "recheck_poll": 0.0, "retry": 0.0}
     return ScopeBackfill(crawl.db, crawl.outbound, scope, metrics=Metrics(), **no_waits, **used)
 
 
