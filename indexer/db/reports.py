@@ -3,11 +3,11 @@
 import json
 import random
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from math import inf
-from time import monotonic, time
+from time import time
 from typing import Any
 
 import asyncpg
@@ -16,12 +16,11 @@ from indexer.atproto.cid import cid_text, parse_cid
 from indexer.db import links, process_reports
 from indexer.db.columns import Connection
 from indexer.db.connections import Area
-from indexer.db.database_errors import DatabaseError
-from indexer.db.layout import TablePart, estimate_rows, load_parts
+from indexer.db.layout import estimate_rows, load_parts
 from indexer.db.process_reports import ProcessReport
 from indexer.db.scope import load as load_scope
 from indexer.db.tap_feed import count_refused
-from indexer.reasons import FetchFailure, Rejection
+from indexer.reasons import Rejection
 from indexer.sync.events import MAX_AHEAD, event_seconds
 from indexer.sync.repo import SyncStatus
 from indexer.sync.shard import BUCKETS, bucket_of
@@ -118,15 +117,6 @@ _REJECTION_TEXTS = {str(reason): reason.text for reason in Rejection}
 _IS_INCOMPLETE = "active and priority <> 2 and parked_at is null"
 """The condition beside a low `scope_version`. Repos that were never fetched wait in the resync queue as new ones."""
 
-_COUNTED = f"""
-    sync_status, sync_reason, last_failure as failure, count(*) as repos,
-    count(*) filter (where sync_status = '{SyncStatus.DESYNCHRONIZED}' and active) as waiting,
-    count(parked_at) as parked, count(unproven_since) as unproven,
-    count(*) filter (where greatest(synchronized_at, parked_at) >= to_timestamp($1)) as ended,
-    count(*) filter (where scope_version < $2 and {_IS_INCOMPLETE}) as incomplete
-"""
-_COUNT_REPOS = f"select {_COUNTED} from indexer.repo where tracked group by sync_status, sync_reason, failure"
-
 # Each of these kinds has an index of its own. $1 is the largest number. Citus needs a column in the inner query.
 _FEW = "select count(*) from (select 1 from indexer.repo where {} limit $1) found"
 _FEW_KINDS = {
@@ -134,6 +124,10 @@ _FEW_KINDS = {
     "waiting": f"sync_status = '{SyncStatus.DESYNCHRONIZED}' and active",
     "parked": "parked_at is not null",
     "unproven": "unproven_since is not null",
+}
+_KINDS = _FEW_KINDS | {
+    "ended": "greatest(synchronized_at, parked_at) >= to_timestamp($1)",
+    "incomplete": f"scope_version < $2 and {_IS_INCOMPLETE}",
 }
 # The index has the version, and not the rest of the condition. So the rows that it finds are limited.
 FEW_INCOMPLETE = f"""
@@ -173,8 +167,10 @@ def count_sample(percentage: float) -> str:
     They are always the same pages, so that estimates are comparable. The percentage is no parameter, because Citus
     sends null instead of a parameter of TABLESAMPLE to a shard.
     """
+    numbers = ", ".join(f"count(*) filter (where {where}) as {kind}" for kind, where in _KINDS.items())
     return f"""
-        select {_COUNTED} from indexer.repo tablesample system ({percentage}) repeatable (0)
+        select sync_status, sync_reason, last_failure as failure, count(*) as repos, {numbers}
+        from indexer.repo tablesample system ({percentage}) repeatable (0)
         where tracked and bucket = any($3::smallint[])
         group by sync_status, sync_reason, failure
     """
@@ -298,50 +294,21 @@ async def count_repos(connection: Connection, since: float) -> Counts:
     """Count all repos, or those of a part of the table; the part becomes smaller until the time limit suffices."""
     scope = await load_scope(connection)
     complete_from = 0 if scope is None else scope.complete_from
-    async with connection.transaction():
-        await _limit_time(connection, _deadline())
+    async with _limited_time(connection):
         parts = await load_parts(connection, "indexer.repo")
     total = sum(part.pages for part in parts)
     pages = min(total, MAX_COUNTED_PAGES)
-    while (
-        counts := await _count_pages(connection, parts, since, complete_from, pages / total if total else 1.0)
-    ) is None:
-        if pages <= 1:
-            raise DatabaseError(FetchFailure.TIMEOUT, f"no page of repos can be read in {COUNT_MILLISECONDS} ms")
-        pages = max(1, pages // PAGES_FACTOR)
-    if counts.counted_share < 1.0:
-        with suppress(asyncpg.QueryCanceledError):  # then the estimates remain
-            async with connection.transaction():
-                await _limit_time(connection, _deadline())
-                return await _corrected(connection, counts, complete_from)
-    return counts
-
-
-async def _count_pages(
-    connection: Connection, parts: Sequence[TablePart], since: float, complete_from: int, share: float
-) -> Counts | None:
-    """Count the repos in a share of the table; return None if that takes too long."""
-    deadline = _deadline()
-    rows: list[asyncpg.Record] = []
-    with suppress(asyncpg.QueryCanceledError):
-        async with connection.transaction():
-            if share < 1.0:
+    while True:
+        share, rows = pages / total if total else 1.0, list[asyncpg.Record]()
+        try:
+            async with _limited_time(connection, len(parts)):
                 for part in parts:
-                    await _limit_time(connection, deadline)
                     rows += await connection.fetch(count_sample(100.0 * share), since, complete_from, part.buckets)
-            else:
-                await _limit_time(connection, deadline)
-                rows = await connection.fetch(_COUNT_REPOS, since, complete_from)
-        return _counts_of(rows, share)
-    return None
-
-
-def _counts_of(rows: Sequence[asyncpg.Record], share: float) -> Counts:
-    """Return the numbers of repos, of which `share` was read."""
-
-    def total(column: str) -> int:
-        number: int = sum(row[column] for row in rows)
-        return round(number / share)
+            break
+        except asyncpg.QueryCanceledError:
+            if pages <= 1:
+                raise
+            pages = max(1, pages // PAGES_FACTOR)
 
     def by(column: str) -> dict[str, int]:
         numbers = Counter[str | None]()
@@ -349,44 +316,41 @@ def _counts_of(rows: Sequence[asyncpg.Record], share: float) -> Counts:
             numbers[row[column]] += row["repos"]
         return {name: round(number / share) for name, number in numbers.most_common() if name is not None}
 
+    statuses = {status: by("sync_status").get(status, 0) for status in SyncStatus}
+    totals = {kind: round(sum(row[kind] for row in rows) / share) for kind in _KINDS}
+    if share < 1.0:
+        totals |= await _count_few(connection, complete_from)
+        statuses[SyncStatus.IN_PROGRESS] = totals["in_progress"]
+        statuses[SyncStatus.DESYNCHRONIZED] = max(statuses[SyncStatus.DESYNCHRONIZED], totals["waiting"])
     return Counts(
-        statuses={status: by("sync_status").get(status, 0) for status in SyncStatus},
+        statuses=statuses,
         reasons=by("sync_reason"),
         failures=by("failure"),
-        queued=max(0, total("waiting") - total("parked")),
-        parked=total("parked"),
-        ended=total("ended"),
-        unproven=total("unproven"),
-        incomplete=total("incomplete"),
+        queued=max(0, totals["waiting"] - totals["parked"]),
+        parked=totals["parked"],
+        ended=totals["ended"],
+        unproven=totals["unproven"],
+        incomplete=totals["incomplete"],
         counted_share=share,
     )
 
 
-async def _corrected(connection: Connection, counts: Counts, complete_from: int) -> Counts:
-    """Replace the estimates of kinds with few repos by exact numbers."""
-    few = {kind: await connection.fetchval(_FEW.format(where), MAX_FEW) for kind, where in _FEW_KINDS.items()}
-    exact = {kind: number for kind, number in few.items() if number < MAX_FEW}
-    [(found, incomplete)] = await connection.fetch(FEW_INCOMPLETE, MAX_FEW, list(range(BUCKETS)), complete_from)
-    statuses, parked = dict(counts.statuses), exact.get("parked", counts.parked)
-    waiting = exact.get("waiting", counts.queued + counts.parked)
-    statuses[SyncStatus.IN_PROGRESS] = exact.get("in_progress", statuses[SyncStatus.IN_PROGRESS])
-    statuses[SyncStatus.DESYNCHRONIZED] = max(statuses[SyncStatus.DESYNCHRONIZED], waiting)
-    return replace(
-        counts,
-        statuses=statuses,
-        queued=max(0, waiting - parked),
-        parked=parked,
-        unproven=exact.get("unproven", counts.unproven),
-        incomplete=incomplete if found < MAX_FEW else counts.incomplete,
-    )
+async def _count_few(connection: Connection, complete_from: int) -> dict[str, int]:
+    """Return the exact numbers of kinds with few repos, as far as the time limit suffices."""
+    exact = dict[str, int]()
+    with suppress(asyncpg.QueryCanceledError):
+        async with _limited_time(connection, len(_FEW_KINDS) + 1):
+            for kind, where in _FEW_KINDS.items():
+                number = await connection.fetchval(_FEW.format(where), MAX_FEW)
+                exact |= {kind: number} if number < MAX_FEW else {}
+            [(found, number)] = await connection.fetch(FEW_INCOMPLETE, MAX_FEW, list(range(BUCKETS)), complete_from)
+            exact |= {"incomplete": number} if found < MAX_FEW else {}
+    return exact
 
 
-def _deadline() -> float:
-    """Return the end of the time limit of an attempt that begins now (monotonic seconds)."""
-    return monotonic() + COUNT_MILLISECONDS / 1000
-
-
-async def _limit_time(connection: Connection, deadline: float) -> None:
-    """Let Postgres cancel each statement of the transaction that takes as long as it is until the deadline now."""
-    milliseconds = max(1, round(1000 * (deadline - monotonic())))
-    await connection.execute(f"set local statement_timeout = {milliseconds}")
+@asynccontextmanager
+async def _limited_time(connection: Connection, statements: int = 1) -> AsyncIterator[None]:
+    """Run so many statements in a transaction. Postgres cancels one that takes its share of the time limit."""
+    async with connection.transaction():
+        await connection.execute(f"set local statement_timeout = {max(1, COUNT_MILLISECONDS // statements)}")
+        yield
