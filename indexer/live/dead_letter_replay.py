@@ -5,6 +5,7 @@ repo's row, so it needs no shard lock. It changes no cursor, because the stream 
 was rejected.
 """
 
+import asyncio
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import time
@@ -130,7 +131,8 @@ class DeadLetterReplay:
         return plan
 
     async def _fetch_key(self, need: NeedsKey) -> KeyState:
-        key_state = await fetch_key(self.identities, need.did, self.key_timeout, refresh=need.refresh)
+        await asyncio.sleep(self.identities.refresh_delay(need.did, refresh=need.refresh))
+        key_state = await fetch_key(self.identities, need, self.key_timeout)
         if need.refresh and key_state.stale:
             detail = "the cached identity is stale, and a newer one could not be fetched"
             raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, detail)

@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -38,28 +38,20 @@ def cached_key(identities: IdentityCache, did: str) -> KeyState | None:
     return None if identity is None else _key_state(identity, final=False)
 
 
-async def fetch_key(
-    identities: IdentityCache,
-    did: str,
-    seconds: float,
-    *,
-    refresh: bool = False,
-    slot: AbstractAsyncContextManager[None] | None = None,
-) -> KeyState:
-    """Look up the key state of a DID within `seconds`. A `refresh` asks for a newer one, which is final for the event.
+async def fetch_key(identities: IdentityCache, need: NeedsKey, seconds: float) -> KeyState:
+    """Look up the key state of a DID within `seconds`. A refreshed one is final for the event.
 
-    `slot` limits concurrency. It is entered when the network may be asked, and before the timeout begins.
+    Call it after `IdentityCache.refresh_delay`.
 
     Raises:
         UnavailableError: The lookup failed or took too long.
     """
-    await asyncio.sleep(identities.refresh_delay(did, refresh=refresh))
     try:
-        async with slot or nullcontext(), asyncio.timeout(seconds):
-            identity = await identities.lookup(did, refresh=refresh)
+        async with asyncio.timeout(seconds):
+            identity = await identities.lookup(need.did, refresh=need.refresh)
     except TimeoutError:
         raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, "no answer in time") from None
-    return _key_state(identity, final=refresh)
+    return _key_state(identity, final=need.refresh)
 
 
 def _key_state(identity: CachedIdentity, *, final: bool) -> KeyState:
@@ -171,9 +163,9 @@ class KeyLookups:
     async def _look_up(self, need: NeedsKey) -> None:
         try:
             with self.stage.task():
-                result = await fetch_key(
-                    self.identities, need.did, self._timeout, refresh=need.refresh, slot=self._slot(need.did)
-                )
+                await asyncio.sleep(self.identities.refresh_delay(need.did, refresh=need.refresh))
+                async with self._slot(need.did):
+                    result = await fetch_key(self.identities, need, self._timeout)
         except UnavailableError as error:
             log.debug("key.unavailable", did=need.did, error=str(error))
             result = UNAVAILABLE

@@ -63,7 +63,7 @@ class VerificationAhead:
         """Return the results for a batch with these rows and keys. Commits not verified ahead are verified now."""
         if not self.core.verifies_ahead:
             return self.prepared
-        rest = [event for event in commits_within(batch, MAX_BATCH_BYTES) if event not in self.prepared]
+        rest = [event for event in commits_within(batch, MAX_BATCH_BYTES) if id(event) not in self.prepared]
         chosen = commits_to_verify(rest, lambda did: repos.get(did) or Repo(did), key_state_of, context)
         if chosen:
             running = self.core.begin_verification(chosen, context.policy)
@@ -82,7 +82,7 @@ class VerificationAhead:
         waiting = self.inbox.peek(batch_size)
         if not self.core.verifies_ahead or len(waiting) < min(MIN_MESSAGES, batch_size):
             return
-        commits = [event for event in commits_within(waiting, MAX_AHEAD_BYTES) if event not in self.prepared]
+        commits = [event for event in commits_within(waiting, MAX_AHEAD_BYTES) if id(event) not in self.prepared]
         cached = self.rows.rows([event.did for event in commits])
 
         def guessed_row(did: str) -> Repo:
@@ -95,7 +95,8 @@ class VerificationAhead:
 
     def drop(self, messages: Iterable[ReceivedMessage]) -> None:
         """Drop the results for these messages."""
-        self.prepared.drop([message.event for message in messages])
+        for message in messages:
+            self.prepared.pop(id(message.event), None)
 
     def clear(self) -> None:
         """Drop all results, also those of a verification that runs."""

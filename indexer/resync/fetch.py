@@ -14,7 +14,7 @@ from indexer.crash_points import crash_point
 from indexer.db import DatabaseError
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.net.identity.identity_cache import CachedIdentity, IdentityCache
-from indexer.net.pds.pds_client import LARGE_BYTES, ExportDownload, PdsClient
+from indexer.net.pds.pds_client import LARGE_BYTES, PdsClient
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.resync.apply import Applies
 from indexer.resync.shares import Phase, PostponedError, Resync, Shares
@@ -83,7 +83,9 @@ class ResyncAttempts:
             with self.metrics.batch_seconds["fetch"].time():
                 opened = self.pds.open_export(claimed.did, source or identity.pds or "")
                 download = await stack.enter_async_context(opened)
-                await _fetch(download, resync, shares)
+                shares.opened(resync, download, time())
+                while not await download.fetch(resync.reserved or LARGE_BYTES):
+                    shares.reserve(resync, time())
             resync.enter(Phase.VERIFY)
             export, verified_by = await self._verify(claimed, download.reader, identity)
             crash_point("export.verified")
@@ -158,13 +160,6 @@ class ResyncAttempts:
             message = f"{claimed.did} has another tree at {rev} than before; it was applied"
             self.conditions.report(EQUIVOCATIONS, message=message)
             self.metrics.desynchronized[Desync.EQUIVOCATION].inc()
-
-
-async def _fetch(download: ExportDownload, resync: Resync, shares: Shares) -> None:
-    """Fetch the whole export, as long as the shares allow it."""
-    shares.opened(resync, download, time())
-    while not await download.fetch(resync.reserved or LARGE_BYTES):
-        shares.reserve(resync, time())
 
 
 def _newest_known(claimed: Repo) -> str:

@@ -23,7 +23,7 @@ from indexer.resync.queue import ClaimLostError, run_under_lease
 from indexer.resync.shares import LARGE_EXPORTS_BYTES, UNKNOWN_HOST, PostponedError, Resync, Shares
 from indexer.sync.account import plan_existence
 from indexer.sync.changes import Batch, RepoWrite
-from indexer.sync.repo import PARKED, Repo, SyncStatus, release
+from indexer.sync.repo import PARKED, Repo, SyncStatus, Trigger, end_claim
 from indexer.sync.resync import plan_failure
 from indexer.sync.shard import Shard
 from indexer.telemetry.conditions import NEW_ACCOUNTS_LIMITED, RESYNCS_FAILING, RESYNCS_SLOW, Conditions
@@ -34,6 +34,7 @@ OTHER_TIME = 2_400.0
 """Seconds of an attempt besides the downloads: to verify and write a large repo."""
 _REPORTED_BY_HOST = frozenset({FetchFailure.HOST_PAUSED, FetchFailure.THROTTLED})
 """With these reasons no request was sent. The failures before the pause were reported, and so was the host."""
+_NOT_STARTED = PostponedError()
 
 log = structlog.get_logger(__name__)
 
@@ -124,10 +125,10 @@ class WorkerPool:
         self._shares.running.clear()
         with DatabaseAttempt():
             for repo in claimed:
-                await self._update_claimed(repo, release)
+                await self._update_claimed(repo, _released)
                 crash_point("claim.returned")
             for repo in await self._claiming if self._claiming else ():
-                await self._update_claimed(repo, release)
+                await self._update_claimed(repo, _released)
 
     async def close(self) -> None:
         """Cancel a claim that `give_back` has not waited for. Its repos are claimed again when their leases expire."""
@@ -205,7 +206,7 @@ class WorkerPool:
         writes = [RepoWrite(repo, _released(repo, postponed)) for repo, postponed in repos]
         changed = (await self.db.write(Batch(tuple(writes)))).skipped
         for repo in [repo for repo, _ in repos if repo.did in changed]:
-            await self._update_claimed(repo, release)
+            await self._update_claimed(repo, _released)
 
     async def _resync(self, resync: Resync) -> None:
         started = monotonic()
@@ -310,5 +311,5 @@ def _what_follows(written: Repo | None) -> str:
     return f"it is tried again in {max(0.0, (written.next_attempt_at or 0.0) - time()):.0f} s"
 
 
-def _released(repo: Repo, postponed: PostponedError) -> Repo:
-    return release(repo, postponed.until, postponed.failure)
+def _released(repo: Repo, postponed: PostponedError = _NOT_STARTED) -> Repo:
+    return end_claim(repo, Trigger.RELEASED, postponed.until, postponed.failure)

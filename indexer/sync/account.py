@@ -21,7 +21,6 @@ from indexer.sync.repo import (
     desynchronize,
     hide,
     hides,
-    reactivate,
     unparked,
     withhold,
 )
@@ -48,10 +47,9 @@ def plan_account(repo: Repo, event: AccountEvent, context: PlanContext) -> Plan:
         after = _withheld(placed, status, context.now)
         broken = Desync.WITHHELD if repo.sync_status is SyncStatus.SYNCHRONIZED and repo.active else None
         return Plan(after if after is not placed else amend(placed), Outcome.APPLIED, why=broken)
-    after = amend(placed, active=True, hosting_status=status, withheld_since=None, erase_at=None)
-    if repo.sync_status is SyncStatus.DESYNCHRONIZED or (repo.active and repo.withheld_since is None):
-        return Plan(unparked(after, context.now), Outcome.APPLIED)
-    return Plan(reactivate(after, context.now), Outcome.APPLIED, why=Desync.REACTIVATED)
+    after = _active_again(placed, status, context.now)
+    broken = None if after.sync_status is repo.sync_status else Desync.REACTIVATED
+    return Plan(after, Outcome.APPLIED, why=broken)
 
 
 def plan_existence(repo: Repo, now: float, deletion_grace: float, *, exists: bool) -> Repo:
@@ -62,7 +60,7 @@ def plan_existence(repo: Repo, now: float, deletion_grace: float, *, exists: boo
     """
     if not exists and repo.active and repo.head is not None:
         return hide(repo, TOMBSTONED, now + deletion_grace)
-    return _active_again(repo, now) if exists and not repo.active and repo.hosting_status == TOMBSTONED else repo
+    return _active_again(repo, None, now) if exists and not repo.active and repo.hosting_status == TOMBSTONED else repo
 
 
 def plan_erasure_later(repo: Repo, at: float) -> Repo:
@@ -78,7 +76,7 @@ def plan_active(repo: Repo, now: float, point: StreamPoint | None = None) -> Rep
     """
     hidden_by_relay = not repo.active and repo.hosting_status != TOMBSTONED and repo.tracked
     is_withheld = repo.active and repo.withheld_since is not None
-    return _active_again(_with_place(repo, point, now), now) if hidden_by_relay or is_withheld else repo
+    return _active_again(_with_place(repo, point, now), None, now) if hidden_by_relay or is_withheld else repo
 
 
 def plan_hidden(
@@ -159,10 +157,16 @@ def _withheld(repo: Repo, status: str | None, now: float) -> Repo:
     return withhold(after) if after.sync_status is SyncStatus.SYNCHRONIZED else after
 
 
-def _active_again(repo: Repo, now: float) -> Repo:
-    """Return the row of a hidden account that is active again. Its records are no longer to be erased."""
-    after = amend(repo, active=True, hosting_status=None, withheld_since=None, erase_at=None)
-    return unparked(after, now) if repo.sync_status is SyncStatus.DESYNCHRONIZED else reactivate(after, now)
+def _active_again(repo: Repo, status: str | None, now: float) -> Repo:
+    """Return the row of an account that is active. Its records are no longer to be erased.
+
+    If it was hidden or withheld, its commits were ignored, and an export that is being fetched may be older than they
+    are. So it is desynchronized, with the back-off of a break.
+    """
+    after = amend(repo, active=True, hosting_status=status, withheld_since=None, erase_at=None)
+    if repo.sync_status is SyncStatus.DESYNCHRONIZED or (repo.active and repo.withheld_since is None):
+        return unparked(after, now)
+    return desynchronize(after, Trigger.REACTIVATED, Desync.REACTIVATED, now)
 
 
 def _erase_at(repo: Repo, event: AccountEvent, context: PlanContext) -> float | None:

@@ -6,7 +6,7 @@ The native core may have verified their commits ahead (`PreparedCommits`). The p
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
@@ -19,38 +19,23 @@ from indexer.sync.repo import Outcome, Repo, SyncStatus, Trigger, desynchronize,
 from indexer.sync.verify import VerifiedCommit, verify_commit
 
 
-class PreparedCommits:
-    """The results of the native core for some commits: a verified commit, or None if `verify_commit` has to decide."""
+class PreparedCommits(dict[int, tuple[CommitEvent, PublicKey, VerifiedCommit | None]]):
+    """The results of the native core for some commits: a verified commit, or None if `verify_commit` has to decide.
+
+    The keys are the identities of the events, because hashing an event hashes its blocks. The results refer to the
+    events, so no identity is reused.
+    """
 
     def __init__(
         self, commits: Iterable[tuple[CommitEvent, PublicKey]] = (), results: Iterable[VerifiedCommit | None] = ()
     ) -> None:
         """Take the results for these commits, in the same order."""
-        # By identity, because hashing an event hashes its blocks. The results refer to the events, so no id is reused.
-        self._prepared = {
-            id(event): (event, key, commit) for (event, key), commit in zip(commits, results, strict=True)
-        }
-
-    def __len__(self) -> int:
-        """Return the number of commits that the native core was asked for."""
-        return len(self._prepared)
-
-    def __contains__(self, event: CommitEvent) -> bool:
-        return id(event) in self._prepared
-
-    def __ior__(self, other: "PreparedCommits") -> Self:
-        """Add other results."""
-        self._prepared |= other._prepared
-        return self
-
-    def drop(self, events: Iterable[object]) -> None:
-        """Drop the results for these events, if there are any."""
-        for event in events:
-            self._prepared.pop(id(event), None)
+        for (event, key), commit in zip(commits, results, strict=True):
+            self[id(event)] = event, key, commit
 
     def accepted(self, event: CommitEvent, key: PublicKey) -> VerifiedCommit | None:
         """Return the verified commit if the native core accepted it with this key, else None."""
-        _, verified_with, commit = self._prepared.get(id(event), (event, None, None))
+        _, verified_with, commit = self.get(id(event), (event, None, None))
         return commit if verified_with is key or verified_with == key else None
 
     def has_all_of(self, event: CommitEvent, key: KeyState | None, policy: Policy) -> bool:

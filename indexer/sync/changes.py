@@ -258,30 +258,9 @@ class ChangeLogEntry(NamedTuple):
     cid: bytes | None = None
 
 
-class RepoVisibility(NamedTuple):
-    """The properties of a repo that cause entries when they change.
-
-    Attributes:
-        visible: The public views show the records (`Repo.visible`).
-        deleted: The account is deleted upstream.
-        synchronized: The stored records are complete.
-        hosting_status: "active", or why the account is not active.
-    """
-
-    visible: bool
-    deleted: bool
-    synchronized: bool
-    hosting_status: str = "active"
-
-
-def visibility_of(repo: Repo) -> RepoVisibility:
-    """Return the logged properties of the row."""
-    return RepoVisibility(
-        visible=repo.visible,
-        deleted=not repo.active and repo.hosting_status == DELETED,
-        synchronized=repo.sync_status is SyncStatus.SYNCHRONIZED,
-        hosting_status="active" if repo.active else repo.hosting_status or "inactive",
-    )
+def hosting_status_of(repo: Repo) -> str:
+    """Return "active", or why the account is not active."""
+    return "active" if repo.active else repo.hosting_status or "inactive"
 
 
 def change_log_entries(write: RepoWrite) -> Iterator[ChangeLogEntry]:
@@ -294,18 +273,19 @@ def change_log_entries(write: RepoWrite) -> Iterator[ChangeLogEntry]:
     if write.advances:
         yield from record_entries(write.repo.did, write.changes, live=write.live)
         return
-    repo, before, after = write.repo, visibility_of(write.before), visibility_of(write.repo)
+    repo, before = write.repo, write.before
+    status, status_before = hosting_status_of(repo), hosting_status_of(before)
     rev = repo.head.rev if repo.head else None
-    if after.visible and not before.visible:
+    if repo.visible and not before.visible:
         yield ChangeLogEntry(repo.did, "visible", rev, live=True)
     yield from record_entries(repo.did, write.changes, live=write.live)
-    if after.synchronized and not before.synchronized:
+    if repo.sync_status is SyncStatus.SYNCHRONIZED is not before.sync_status:
         yield ChangeLogEntry(repo.did, "completed", rev, live=False)
-    if before.visible and not after.visible:
+    if before.visible and not repo.visible:
         yield ChangeLogEntry(repo.did, "hidden", rev, live=True)
-    if after.deleted and not before.deleted:
+    if status == DELETED != status_before:
         yield ChangeLogEntry(repo.did, "deleted", rev, live=True)
-    elif after.visible == before.visible and after.hosting_status != before.hosting_status:
+    elif repo.visible == before.visible and status != status_before:
         yield ChangeLogEntry(repo.did, "identity", rev, live=True)
 
 

@@ -319,7 +319,7 @@ def desynchronize(repo: Repo, trigger: Trigger, reason: Desync, now: float) -> R
     return move(
         repo,
         trigger,
-        sync_reason=_keep_unproven(repo, reason),
+        sync_reason=repo.sync_reason if repo.sync_reason in UNPROVEN_REASONS else reason,
         attempts=recent_breaks + 1,
         next_attempt_at=now + backoff_seconds(recent_breaks, repo.did) if recent_breaks else None,
         **_NO_BUFFER,
@@ -392,14 +392,6 @@ def needs_export(repo: Repo, scope: Scope) -> bool:
     return in_doubt or repo.scope_version < scope.complete_from
 
 
-def reactivate(repo: Repo, now: float) -> Repo:
-    """Return the row of an account that became active again, desynchronized with the back-off of a break.
-
-    Its commits were ignored while it was inactive, and an export that is being fetched may be older than they are.
-    """
-    return desynchronize(repo, Trigger.REACTIVATED, Desync.REACTIVATED, now)
-
-
 def hide(repo: Repo, status: str | None, erase_at: float | None = None) -> Repo:
     """Return the row of an account that is not active. Its records are erased from `erase_at` (None: they stay)."""
     return amend(repo, active=False, hosting_status=status, withheld_since=None, erase_at=erase_at)
@@ -413,21 +405,22 @@ def withhold(repo: Repo) -> Repo:
     return move(repo, Trigger.WITHHELD, sync_reason=Desync.WITHHELD, next_attempt_at=PARKED)
 
 
-def release(repo: Repo, at: float | None = None, failure: UnavailableError | None = None) -> Repo:
-    """Return the row of a repo whose worker gives its claim back. It may be claimed again from `at` (None: now).
+def end_claim(
+    repo: Repo,
+    trigger: Trigger,
+    next_attempt_at: float | None,
+    failure: UnavailableError | None = None,
+    attempts: int | None = None,
+) -> Repo:
+    """Return the row of a repo whose worker ends its claim. It may be claimed again from `next_attempt_at` (None: now).
 
-    `failure` replaces the last one.
+    `failure` replaces the last one, and `attempts` their number.
     """
-    return _end_claim(repo, Trigger.RELEASED, next_attempt_at=at, **_noted(failure))
-
-
-def fail(repo: Repo, failure: UnavailableError, *, attempts: int, next_attempt_at: float) -> Repo:
-    """Return the row of a repo whose resync failed."""
-    return _end_claim(repo, Trigger.FAILED, attempts=attempts, next_attempt_at=next_attempt_at, **_noted(failure))
-
-
-def _noted(failure: UnavailableError | None) -> dict[str, Any]:
-    return {} if failure is None else {"last_failure": failure.reason, "last_error": str(failure)[:500]}
+    fields: dict[str, Any] = {} if attempts is None else {"attempts": attempts}
+    if failure is not None:
+        fields |= {"last_failure": failure.reason, "last_error": str(failure)[:500]}
+    reason = repo.sync_reason or Desync.REQUESTED
+    return move(repo, trigger, sync_reason=reason, next_attempt_at=next_attempt_at, **_NO_BUFFER, **fields)
 
 
 def erase(repo: Repo) -> Repo:
@@ -472,13 +465,3 @@ def unparked(repo: Repo, now: float) -> Repo:
     excess = repo.attempts - 2
     wait = backoff_seconds(excess, repo.did, maximum=MAX_UNPARK_SECONDS) if excess > 0 else 0.0
     return amend(repo, next_attempt_at=now + wait)
-
-
-def _end_claim(repo: Repo, trigger: Trigger, **fields: Any) -> Repo:
-    reason = repo.sync_reason or Desync.REQUESTED
-    return move(repo, trigger, sync_reason=reason, **_NO_BUFFER, **fields)
-
-
-def _keep_unproven(repo: Repo, reason: Desync) -> Desync:
-    """Return the new reason, unless the present one puts the records in doubt. Only a complete export settles that."""
-    return repo.sync_reason if repo.sync_reason in UNPROVEN_REASONS else reason

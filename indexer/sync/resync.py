@@ -27,7 +27,7 @@ from indexer.sync.repo import (
     SyncStatus,
     Trigger,
     desynchronize,
-    fail,
+    end_claim,
     hide,
     synchronize,
     withhold,
@@ -259,7 +259,7 @@ def plan_failure(repo: Repo, claimed: Repo, failure: UnavailableError, now: floa
         wait = 0.0
     parked = failure.reason.is_permanent and repo.version == claimed.version
     next_attempt_at = PARKED if parked else now + wait
-    after = fail(repo, failure, attempts=attempts, next_attempt_at=next_attempt_at)
+    after = end_claim(repo, Trigger.FAILED, next_attempt_at, failure, attempts)
     if not parked or not repo.active:
         return after
     if failure.reason in HOST_STATUSES:

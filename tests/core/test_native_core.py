@@ -271,7 +271,7 @@ def test_a_batch_is_planned_alike_with_and_without_the_core(steps: list[tuple[st
         assert len(prepared) <= 2
         prepared |= running.next_results()
         assert len(running.next_results(2)) == 0
-        assert all(event in prepared for event, _ in chosen)
+        assert all(id(event) in prepared for event, _ in chosen)
         assert plan_batch(batch, rows, known.get, CONTEXT, prepared) == plan_batch(batch, rows, known.get, CONTEXT)
 
 

@@ -16,7 +16,7 @@ from indexer.db.columns import storable
 from indexer.db.migrate import migrate
 from indexer.db.requirements import migrations_folder
 from indexer.db.write import write
-from indexer.sync.changes import Batch, RepoWrite, visibility_of
+from indexer.sync.changes import Batch, RepoWrite
 from indexer.sync.shard import BUCKETS, bucket_of
 from tests.cli.command_line import PROJECT
 from tests.db.change_log_helpers import connected
@@ -131,7 +131,7 @@ async def test_python_sql_and_views_agree_on_visible_repos(db: Database, sql: as
     await sql.execute("update indexer.record set original = 'abc'")
     for repo in repos:
         expected = repo.active and not repo.takedown
-        assert repo.visible is visibility_of(repo).visible is expected
+        assert repo.visible is expected
         assert await sql.fetchval("select visible from indexer.repo where did = $1", repo.did) is expected
         assert await sql.fetchval("select visible from atproto.repos where did = $1", repo.did) is expected
         assert await sql.fetchval("select count(*) from atproto.records where did = $1", repo.did) == expected

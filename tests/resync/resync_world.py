@@ -36,7 +36,7 @@ from indexer.sync.batch import ReceivedMessage, SettledMessage, plan_batch
 from indexer.sync.changes import Batch
 from indexer.sync.events import AccountEvent, CommitEvent, SyncEvent
 from indexer.sync.policy import UNAVAILABLE, KeyState, PlanContext, Policy
-from indexer.sync.repo import Outcome, Repo, SyncStatus, release
+from indexer.sync.repo import Outcome, Repo, SyncStatus, Trigger, end_claim
 from indexer.sync.resync import plan_failure
 from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metrics import Metrics
@@ -385,7 +385,7 @@ class ResyncWorld:
             self.results[result] += 1
         except PostponedError as postponed:
             self.results[postponed.result] += 1
-            await self._update_claimed(claimed, release)
+            await self._update_claimed(claimed, lambda repo: end_claim(repo, Trigger.RELEASED, None))
         except (ClaimLostError, DatabaseError):
             self.results["lost"] += 1
         except UpstreamError as error:

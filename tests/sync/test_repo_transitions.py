@@ -23,12 +23,10 @@ from indexer.sync.repo import (
     SyncStatus,
     Trigger,
     desynchronize,
+    end_claim,
     erase,
-    fail,
     move,
     needs_export,
-    reactivate,
-    release,
     synchronize,
     track_again,
     transition,
@@ -74,14 +72,14 @@ ROW_FUNCTIONS: dict[Trigger, Callable[[Repo, Trigger], Repo]] = {
     Trigger.REFUSED: lambda repo, trigger: desynchronize(repo, trigger, Desync.STORE_FAILED, NOW),
     Trigger.OVERFLOWS: lambda repo, trigger: desynchronize(repo, trigger, Desync.BUFFER_OVERFLOW, NOW),
     Trigger.COMPLETED: lambda repo, trigger: synchronize(repo, trigger, HEAD, NOW, 0),
-    Trigger.FAILED: lambda repo, _: fail(repo, SLOW, attempts=1, next_attempt_at=NOW),
-    Trigger.RELEASED: lambda repo, _: release(repo),
+    Trigger.FAILED: lambda repo, trigger: end_claim(repo, trigger, NOW, SLOW, 1),
+    Trigger.RELEASED: lambda repo, trigger: end_claim(repo, trigger, None),
     Trigger.LEASE_EXPIRED: lambda repo, trigger: desynchronize(repo, trigger, Desync.LEASE_EXPIRED, NOW),
     Trigger.BEHIND: lambda repo, trigger: desynchronize(repo, trigger, Desync.BEHIND, NOW),
     Trigger.STATUS_UNKNOWN: lambda repo, trigger: desynchronize(repo, trigger, Desync.STATUS_UNKNOWN, NOW),
     Trigger.UNPROVEN: lambda repo, trigger: desynchronize(repo, trigger, Desync.LENIENT_COMMIT, NOW),
     Trigger.VALUES_MISSING: lambda repo, trigger: desynchronize(repo, trigger, Desync.RECORD_MISSING, NOW),
-    Trigger.REACTIVATED: lambda repo, _: reactivate(repo, NOW),
+    Trigger.REACTIVATED: lambda repo, trigger: desynchronize(repo, trigger, Desync.REACTIVATED, NOW),
     Trigger.WITHHELD: lambda repo, _: withhold(repo),
     Trigger.ERASED: lambda repo, _: erase(repo),
     Trigger.WIDENED: lambda repo, _: widen(repo),
@@ -131,8 +129,9 @@ def test_the_mark_of_lenient_commits_stays_until_the_records_are_compared_or_era
     marked = row(SyncStatus.SYNCHRONIZED)._replace(unproven_since=NOW)
     waiting = desynchronize(marked, Trigger.UNPROVEN, Desync.LENIENT_COMMIT, NOW)
     claimed = move(waiting, Trigger.CLAIMED)
-    failed = fail(claimed, SLOW, attempts=1, next_attempt_at=NOW)
-    unfinished = [marked, waiting, claimed, failed, release(claimed), reactivate(claimed, NOW)]
+    failed = end_claim(claimed, Trigger.FAILED, NOW, SLOW, 1)
+    unfinished = [marked, waiting, claimed, failed, end_claim(claimed, Trigger.RELEASED, None)]
+    unfinished.append(desynchronize(claimed, Trigger.REACTIVATED, Desync.REACTIVATED, NOW))
     unfinished.append(desynchronize(claimed, Trigger.LEASE_EXPIRED, Desync.LEASE_EXPIRED, NOW))
     unfinished.append(desynchronize(marked, Trigger.BREAKS, Desync.CHAIN_BREAK, NOW))
     assert [(repo.unproven_since, needs_export(repo, Scope())) for repo in unfinished] == [(NOW, True)] * len(
@@ -177,17 +176,17 @@ def test_erased_repo_has_no_head_and_is_parked() -> None:
 def test_released_repo_waits_until_a_time_and_keeps_its_last_error_unless_there_is_another() -> None:
     claimed = worn_row(SyncStatus.IN_PROGRESS)
     released = worn_row(SyncStatus.DESYNCHRONIZED, version=8, buffered_events=0, buffered_bytes=0)
-    assert release(claimed) == released._replace(next_attempt_at=None)
+    assert end_claim(claimed, Trigger.RELEASED, None) == released._replace(next_attempt_at=None)
     busy = UnavailableError(FetchFailure.THROTTLED, "busy")
-    assert release(claimed, NOW + 1, busy) == released._replace(
+    assert end_claim(claimed, Trigger.RELEASED, NOW + 1, busy) == released._replace(
         next_attempt_at=NOW + 1, last_failure=FetchFailure.THROTTLED, last_error="throttled: busy"
     )
-    assert release(claimed._replace(sync_reason=None)).sync_reason is Desync.REQUESTED
+    assert end_claim(claimed._replace(sync_reason=None), Trigger.RELEASED, None).sync_reason is Desync.REQUESTED
 
 
 def test_last_error_of_a_failure_is_cut() -> None:
     failure = UnavailableError(FetchFailure.TIMEOUT, "x" * 501)
-    failed = fail(worn_row(SyncStatus.IN_PROGRESS), failure, attempts=4, next_attempt_at=NOW)
+    failed = end_claim(worn_row(SyncStatus.IN_PROGRESS), Trigger.FAILED, NOW, failure, 4)
     assert failed.last_error == str(failure)[:500]
 
 
