@@ -324,7 +324,7 @@ class Daemon:
         self.account_erasure = AccountErasure(
             self.db, self.identities, self.pds, settings.deletion_grace, shard, interval=tuning.erasure_interval
         )
-        self.scope_tasks = self._scope_tasks()
+        self.scope_tasks = list(self._scope_tasks())
         self.links = LinkReader(self.db, wanted=settings.links)
         self.change_log_retention = ChangeLogRetention(
             self.db,
@@ -345,39 +345,36 @@ class Daemon:
             )
             self.handle_checks = HandleChecks(self.db, handles, shard, rate=settings.handle_rate)
 
-    def _scope_tasks(self) -> dict[str, ScopeTask]:
-        """Return the tasks that delete what left the scope, and find and fetch what entered it, by name."""
+    def _scope_tasks(self) -> Iterator[ScopeTask]:
+        """Yield the tasks that delete what left the scope, and find and fetch what entered it."""
         shard, db, scope, tuning = self._shard, self.db, self.scope, self.tuning
         interval, settle, sources = tuning.scope_interval, tuning.scope_settle, self._repo_list_sources
-        tasks: dict[str, ScopeTask] = {
-            "scope narrowing": ScopeNarrowing(
-                db,
-                scope,
-                shard,
-                self.metrics,
-                interval=interval,
-                batch_size=tuning.narrowing_batch,
-                untracking_batch=tuning.untracking_batch,
-                untracking_retry=tuning.untracking_retry,
-            ),
-            "scope backfill": ScopeBackfill(
-                db,
-                self.outbound,
-                scope,
-                sources,
-                shard,
-                self.metrics,
-                interval=interval,
-                settle=settle,
-                recheck=tuning.scope_rechecks,
-                recheck_poll=tuning.scope_recheck_poll,
-            ),
-        }
+        yield ScopeNarrowing(
+            db,
+            scope,
+            shard,
+            self.metrics,
+            interval=interval,
+            batch_size=tuning.narrowing_batch,
+            untracking_batch=tuning.untracking_batch,
+            untracking_retry=tuning.untracking_retry,
+        )
+        yield ScopeBackfill(
+            db,
+            self.outbound,
+            scope,
+            sources,
+            shard,
+            self.metrics,
+            interval=interval,
+            settle=settle,
+            recheck=tuning.scope_rechecks,
+            recheck_poll=tuning.scope_recheck_poll,
+        )
         if shard.index == 0:  # the lists are of all shards
-            tasks["signal discovery"] = SignalDiscovery(
+            yield SignalDiscovery(
                 db, self.outbound, scope, sources, self._reconciled_at, interval=interval, settle=settle
             )
-        return tasks
 
     def _build_feeds(self) -> None:
         """Build what the role `feed` runs."""

@@ -16,14 +16,8 @@ from indexer.app.process_setup import collect_garbage, measure_delays
 from indexer.concurrency.stage_progress import StageProgress, Work
 from indexer.db.periodic import DatabaseAttempt, run_periodically
 from indexer.db.reports import MAX_ROWS
-from indexer.live.batch_writer import BatchWriter
-from indexer.live.firehose_consumer import FirehoseConsumer
 from indexer.live.inbox import Inbox
-from indexer.net.relay.subscription import Subscription
-from indexer.resync.pool import WorkerPool
-from indexer.resync.shares import Resync
 from indexer.serve.status_document import ReadinessReason, Row, describe_gap
-from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metrics import MAX_LISTED, Reading
 
 if TYPE_CHECKING:
@@ -90,8 +84,33 @@ def all_stages(daemon: "Daemon", others: Iterable[StageProgress]) -> list[Stage]
 
 def _common(daemon: "Daemon") -> Iterator[Stage]:
     """Yield the stages of every process."""
-    conditions, reading, hosts = daemon.conditions, daemon.status_reading, daemon.hosts
-    retention, host_states = daemon.change_log_retention, StageProgress("host states")
+    conditions, hosts = daemon.conditions, daemon.hosts
+    host_states = StageProgress("host states")
+
+    def lasting_conditions() -> Iterator[ReadinessReason]:
+        for condition in conditions.active():
+            if condition.kind.prevents_readiness:
+                seconds = seconds_since(condition.began_at)
+                value = seconds if condition.value is None else condition.value
+                yield ReadinessReason(condition.kind.name, condition.message, value)
+
+    def show_conditions() -> Row:
+        rows = [
+            {
+                "name": condition.kind.name,
+                "subject": condition.subject,
+                "message": condition.message,
+                "seconds": monotonic() - condition.began_at,
+                "count": condition.count,
+                "prevents_readiness": condition.kind.prevents_readiness,
+            }
+            for condition in conditions.active()[:MAX_ROWS]
+        ]
+        return {"conditions": rows}
+
+    async def save_hosts(_task: Task) -> None:
+        with DatabaseAttempt():
+            await daemon.save_hosts()
 
     yield Stage("database monitor", None, partial(daemon.database_monitor.run, daemon.report), [])
     yield Stage(
@@ -99,19 +118,18 @@ def _common(daemon: "Daemon") -> Iterator[Stage]:
         None,
         daemon.daemon_monitor.run,
         [],
-        not_ready=partial(active_conditions, conditions),
-        show=partial(_show_conditions, conditions),
+        not_ready=lasting_conditions,
+        show=show_conditions,
     )
     yield Stage("garbage collection", None, partial(collect_garbage, daemon.tuning.garbage_interval), [])
     yield Stage("event loop delay", None, partial(measure_delays, daemon.metrics.event_loop_delay.observe), [])
     yield Stage("status samples", None, daemon.history.run, [])
-    yield Stage("repo counts", None, reading.run, [reading.stage])
     yield Stage(
         "host states",
         None,
         lambda: run_periodically(daemon.save_hosts, daemon.tuning.host_save_interval, host_states, wait_first=True),
         [host_states],
-        drain={Drain.SAVE: partial(_save, daemon)},
+        drain={Drain.SAVE: save_hosts},
         gauges={
             "indexer_hosts_paused": lambda: len(hosts.paused()),
             "indexer_hosts_failing": lambda: len(hosts.failing()),
@@ -121,9 +139,8 @@ def _common(daemon: "Daemon") -> Iterator[Stage]:
         },
     )
     yield Stage("identity cache", None, daemon.identities.run, [])
-    yield Stage("change log retention", None, retention.run, [retention.stage])
-    yield Stage("change notifier", None, daemon.change_notifier.run, [daemon.change_notifier.stage])
-    yield Stage("scope", None, daemon.scope.run, [daemon.scope.stage])
+    for part in (daemon.status_reading, daemon.change_log_retention, daemon.change_notifier, daemon.scope):
+        yield Stage(part.stage.name, None, part.run, [part.stage])
     if (numbering := daemon.change_numbering) is not None:
         finish = {Drain.NUMBER: lambda _task: numbering.finish()}
         yield Stage("change numbering", None, numbering.run, [numbering.stage], drain=finish)
@@ -139,6 +156,14 @@ def _live(daemon: "Daemon") -> Iterator[Stage]:
     def shard_lock() -> Iterator[ReadinessReason]:
         if ownership.last_error:
             yield ReadinessReason("shard-lock", ownership.last_error, seconds_since(ownership.waits_since))
+
+    def stream_errors() -> Iterator[ReadinessReason]:
+        if subscription.connection is None:
+            error, message = subscription.last_error, "no relay is connected"
+            message = f"{message}; last error: {error}" if error else message
+            yield ReadinessReason("relay-disconnected", message, seconds_since(subscription.disconnected_since))
+        if consumer.last_error and consumer.failing_since is not None:
+            yield ReadinessReason("stream-error", consumer.last_error, seconds_since(consumer.failing_since))
 
     def show_stream() -> Row:
         """Return the state of the stream. Every message up to `seq` is stored."""
@@ -158,7 +183,13 @@ def _live(daemon: "Daemon") -> Iterator[Stage]:
     def writer_reasons() -> Iterator[ReadinessReason]:
         if daemon.database_monitor.answering_since is not None:  # else, one reason says it
             yield from retried("the last batch was not written", writer.stage)
-        yield from lag_reasons(writer)
+        settled = writer.totals.settled
+        lag = writer.lag if settled else writer.cursor_age
+        if lag is None and settled:
+            message = "the lag is unknown: no event of the relay has a possible time"
+            yield ReadinessReason("lag-unknown", message, settled)
+        elif lag is not None and lag > MAX_READY_LAG_SECONDS:
+            yield ReadinessReason("lag", f"the newest stored event is {lag:.0f} s old", round(lag, 1))
 
     yield Stage("shard ownership", "live", ownership.run, [ownership.stage], not_ready=shard_lock)
     yield Stage(
@@ -168,7 +199,7 @@ def _live(daemon: "Daemon") -> Iterator[Stage]:
         [consumer.stage],
         needs_shard=True,
         drain={Drain.RECEIVE_NO_MORE: _end},
-        not_ready=partial(stream_errors, subscription, consumer),
+        not_ready=stream_errors,
         gauges={
             "indexer_relay_connected": lambda: {
                 (relay,): float(subscription.connection is not None and subscription.connection.relay == relay)
@@ -237,13 +268,11 @@ def _gaps(daemon: "Daemon") -> Iterator[Stage]:
 
 
 def _tasks(daemon: "Daemon") -> Iterator[Stage]:
-    yield Stage("identity refresh", "live", daemon.identity_refresh.run, [daemon.identity_refresh.stage])
-    if (checks := daemon.handle_checks) is not None:
-        yield Stage("handle checks", "live", checks.run, [checks.stage], needs_shard=True)
-    yield Stage("account erasure", "live", daemon.account_erasure.run, [daemon.account_erasure.stage])
-    yield Stage("links", "live", daemon.links.run, [daemon.links.stage])
-    for name, task in daemon.scope_tasks.items():
-        yield Stage(name, "live", task.run, [task.stage], needs_shard=True)
+    for part in (daemon.identity_refresh, daemon.account_erasure, daemon.links):
+        yield Stage(part.stage.name, "live", part.run, [part.stage])
+    handle_checks = () if daemon.handle_checks is None else (daemon.handle_checks,)
+    for task in (*handle_checks, *daemon.scope_tasks):
+        yield Stage(task.stage.name, "live", task.run, [task.stage], needs_shard=True)
 
 
 def _resync(daemon: "Daemon") -> Iterator[Stage]:
@@ -253,6 +282,25 @@ def _resync(daemon: "Daemon") -> Iterator[Stage]:
     def claim_errors() -> Iterable[ReadinessReason]:
         answers = daemon.database_monitor.answering_since is not None
         return retried("the last claim of repos failed", pool.claims) if answers else ()
+
+    def show_resyncs() -> Row:
+        """Return the state of the pool, with the resyncs that run longest."""
+        longest, now = sorted(pool.running, key=lambda resync: resync.started_at), time()
+        rows = [
+            {
+                "did": resync.claimed.did,
+                "host": resync.host,  # "" if it is not known yet
+                "phase": resync.phase,
+                "phase_seconds": max(0.0, now - resync.phase_since),
+                "seconds": max(0.0, now - resync.started_at),
+                "received_bytes": resync.download and resync.download.received,
+                "bytes_per_second": resync.download and round(resync.download.rate, 1),
+                "slot": "large" if resync.large else "worker",
+            }
+            for resync in longest[:MAX_ROWS]
+        ]
+        free = pool.free_workers if "resync" in daemon.settings.roles else None
+        return {"resyncs": {"workers_free": free, "running": len(longest), "longest": rows}}
 
     yield Stage(
         "resync pool",
@@ -266,7 +314,7 @@ def _resync(daemon: "Daemon") -> Iterator[Stage]:
         },
         not_ready=claim_errors,
         gauges={"indexer_resync_running": lambda: len(pool.running)},
-        show=partial(show_resyncs, pool, runs="resync" in daemon.settings.roles),
+        show=show_resyncs,
     )
     yield Stage("queue maintenance", "resync", maintenance.run, progress)
 
@@ -299,15 +347,6 @@ def _feed(daemon: "Daemon") -> Iterator[Stage]:
         yield Stage("webhook", "feed", webhook.run, [webhook.stage])
 
 
-def active_conditions(conditions: Conditions) -> Iterator[ReadinessReason]:
-    """Yield the conditions that prevent readiness."""
-    for condition in conditions.active():
-        if condition.kind.prevents_readiness:
-            seconds = seconds_since(condition.began_at)
-            value = seconds if condition.value is None else condition.value
-            yield ReadinessReason(condition.kind.name, condition.message, value)
-
-
 def retried(what: str, work: Work) -> Iterator[ReadinessReason]:
     """Yield a reason if the last attempt of `work` failed."""
     if work.failing_since is not None:
@@ -315,67 +354,9 @@ def retried(what: str, work: Work) -> Iterator[ReadinessReason]:
         yield ReadinessReason("database-errors", message, seconds_since(work.failing_since))
 
 
-def stream_errors(subscription: Subscription, consumer: FirehoseConsumer) -> Iterator[ReadinessReason]:
-    """Yield why no messages arrive."""
-    if subscription.connection is None:
-        error, message = subscription.last_error, "no relay is connected"
-        message = f"{message}; last error: {error}" if error else message
-        yield ReadinessReason("relay-disconnected", message, seconds_since(subscription.disconnected_since))
-    if consumer.last_error and consumer.failing_since is not None:
-        yield ReadinessReason("stream-error", consumer.last_error, seconds_since(consumer.failing_since))
-
-
-def lag_reasons(writer: BatchWriter) -> Iterator[ReadinessReason]:
-    """Yield a reason if the lag is too high or not known."""
-    settled = writer.totals.settled
-    lag = writer.lag if settled else writer.cursor_age
-    if lag is None and settled:
-        yield ReadinessReason("lag-unknown", "the lag is unknown: no event of the relay has a possible time", settled)
-    elif lag is not None and lag > MAX_READY_LAG_SECONDS:
-        yield ReadinessReason("lag", f"the newest stored event is {lag:.0f} s old", round(lag, 1))
-
-
 def seconds_since(moment: float) -> float:
     """Return the time since a moment in monotonic seconds."""
     return round(monotonic() - moment, 1)
-
-
-def show_resyncs(pool: WorkerPool, *, runs: bool) -> Row:
-    """Return the state of the pool, with the resyncs that run longest. `workers_free` is None if it does not run."""
-    longest, now = sorted(pool.running, key=lambda resync: resync.started_at), time()
-    rows = [_resync_row(resync, now) for resync in longest[:MAX_ROWS]]
-    free = pool.free_workers if runs else None
-    return {"resyncs": {"workers_free": free, "running": len(longest), "longest": rows}}
-
-
-def _resync_row(resync: Resync, now: float) -> Row:
-    """Return a resync. Its host is "" if it is not known yet. `received_bytes` is None before the response."""
-    download = resync.download
-    return {
-        "did": resync.claimed.did,
-        "host": resync.host,
-        "phase": resync.phase,
-        "phase_seconds": max(0.0, now - resync.phase_since),
-        "seconds": max(0.0, now - resync.started_at),
-        "received_bytes": None if download is None else download.received,
-        "bytes_per_second": None if download is None else round(download.rate, 1),
-        "slot": "large" if resync.large else "worker",
-    }
-
-
-def _show_conditions(conditions: Conditions) -> Row:
-    rows = [
-        {
-            "name": condition.kind.name,
-            "subject": condition.subject,
-            "message": condition.message,
-            "seconds": monotonic() - condition.began_at,
-            "count": condition.count,
-            "prevents_readiness": condition.kind.prevents_readiness,
-        }
-        for condition in conditions.active()[:MAX_ROWS]
-    ]
-    return {"conditions": rows}
 
 
 async def _settle(inbox: Inbox, seconds: float, task: Task) -> None:
@@ -383,11 +364,6 @@ async def _settle(inbox: Inbox, seconds: float, task: Task) -> None:
     settled = asyncio.create_task(inbox.wait_until_settled())
     await asyncio.wait([task, settled], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     settled.cancel()
-
-
-async def _save(daemon: "Daemon", _task: Task) -> None:
-    with DatabaseAttempt():
-        await daemon.save_hosts()
 
 
 def _or_nan(value: float | None) -> float:

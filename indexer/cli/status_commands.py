@@ -68,7 +68,7 @@ async def repo_command(settings: Settings, *, account: str, as_json: bool) -> in
         report = await db.reports.repo(did) if did else None
     if report is None:
         return report_error(f"{account} is not in the database", ExitCode.UNKNOWN)
-    summary = account_summary(report, datetime.now(UTC))
+    summary = list(account_summary(report, datetime.now(UTC)))
     if as_json:
         click.echo(to_json({"summary": summary, **report}))
         return ExitCode.OK
@@ -138,60 +138,31 @@ def status_tables(document: StatusDocument) -> Group:
 
 
 TABLES = {
-    "stream": ("cursors", {"relay": "relay", "shard": "shard", "cursor": "seq", "lag": "lag_seconds"}),
-    "daemons": (
-        "daemons",
-        {"shard": "shard", "state": "state", "from": "client", "session": "pid", "running for": "seconds"},
-    ),
-    "open gaps": (
-        "gaps",
-        {
-            "relay": "relay",
-            "shard": "shard",
-            "reason": "reason",
-            "first seq": "first_seq",
-            "last seq": "last_seq",
-            "open for": "open_seconds",
-        },
-    ),
+    "stream": ("cursors", "relay, shard, cursor: seq, lag: lag_seconds"),
+    "daemons": ("daemons", "shard, state, from: client, session: pid, running for: seconds"),
+    "open gaps": ("gaps", "relay, shard, reason, first_seq, last_seq, open for: open_seconds"),
     "consumers of the change log": (
         "consumers",
-        {
-            "consumer": "name",
-            "position": "seq",
-            "changes behind": "behind",
-            "lag": "lag_seconds",
-            "silent for": "silent_seconds",
-            "disconnected": "cut_off",
-        },
+        (
+            "consumer: name, position: seq, changes behind: behind, lag: lag_seconds, silent for: silent_seconds, "
+            "disconnected: cut_off"
+        ),
     ),
-    "dead letters": (
-        "rejections",
-        {"reason": "reason", "last hour": "last_hour", "stored": "stored", "age of the newest": "newest_seconds_ago"},
-    ),
-    "paused hosts": (
-        "hosts",
-        {
-            "host": "host",
-            "paused for": "seconds_left",
-            "reason": "reason",
-            "failures in a row": "failures_in_a_row",
-            "last error": "last_error",
-        },
-    ),
+    "dead letters": ("rejections", "reason, last_hour, stored, age of the newest: newest_seconds_ago"),
+    "paused hosts": ("hosts", "host, paused for: seconds_left, reason, failures_in_a_row, last_error"),
 }
-"""The tables by title: the list of the document, and the field of each column. Fields named `…seconds…` are times."""
+"""The tables by title: the list of the document, and the columns. A column has the name of its field, or its own name
+before that. Fields named `…seconds…` are times."""
 
 
 def _rows(document: StatusDocument) -> dict[str, list[dict[str, str]]]:
     """Return the rows of each table by its title. A row has the cells by the names of the columns."""
-    rows = {"repos": [] if document.repos is None else _repo_rows(document.repos)}
-    return rows | {
-        title: [
-            {column: _cell(field, row[field]) for column, field in columns.items()} for row in getattr(document, name)
-        ]
-        for title, (name, columns) in TABLES.items()
-    }
+    tables = {"repos": [] if document.repos is None else _repo_rows(document.repos)}
+    for title, (name, columns) in TABLES.items():
+        fields = {column.split(": ")[0]: column.split(": ")[-1] for column in columns.split(", ")}
+        rows: list[Row] = getattr(document, name)
+        tables[title] = [{column: _cell(field, row[field]) for column, field in fields.items()} for row in rows]
+    return tables
 
 
 def _cell(field: str, value: Any) -> str:

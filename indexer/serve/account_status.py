@@ -23,7 +23,7 @@ def account_status(report: Mapping[str, Any], now: datetime) -> dict[str, Any]:
     waits = report["sync_status"] == SyncStatus.DESYNCHRONIZED and next_at is not None
     same = ("did", "handle", "pds", "sync_status", "sync_reason", "hosting_status", "visible", "rev", "last_error")
     return {
-        "summary": account_summary(report, now),
+        "summary": list(account_summary(report, now)),
         **{name: report[name] for name in same},
         "attempts": report["resync_attempts"],
         "records": min(report["records"], MAX_COUNTED_RECORDS),
@@ -33,12 +33,8 @@ def account_status(report: Mapping[str, Any], now: datetime) -> dict[str, Any]:
     }
 
 
-def account_summary(report: Mapping[str, Any], now: datetime) -> list[str]:
-    """Return sentences that say what the state of a repo is, why, and what happens next."""
-    return list(_sentences(report, now))
-
-
-def _sentences(row: Mapping[str, Any], now: datetime) -> Iterator[str]:
+def account_summary(row: Mapping[str, Any], now: datetime) -> Iterator[str]:
+    """Yield sentences that say what the state of a repo is, why, and what happens next."""
     match row["sync_status"]:
         case SyncStatus.SYNCHRONIZED:
             yield f"The repo is synchronized: the stored records are those of rev {row['rev']}."
@@ -54,7 +50,18 @@ def _sentences(row: Mapping[str, Any], now: datetime) -> Iterator[str]:
             yield f"The last attempt failed: {failure}. {_FAILURE_TEXTS.get(failure, '')}".rstrip()
     if row["sync_status"] == SyncStatus.DESYNCHRONIZED:
         yield _next_step(row, now)
-    yield from _visibility(row, now)
+    if row["takedown"]:
+        yield "An operator has taken the account down here, so the public views hide its records."
+    if not row["tracked"]:
+        yield "It is untracked: its records are erased, and its messages are ignored, until `indexer add`."
+    elif row["active"] and row["withheld_since"] is not None:
+        withheld = _duration((now - row["withheld_since"]).total_seconds())
+        yield (
+            f"The relay has withheld the account for {withheld}, with the status "
+            f"{row['hosting_status']}: its latest changes may be missing. The records stay visible."
+        )
+    elif not row["active"]:
+        yield f"Its hosting status is {row['hosting_status']}, so the public views hide its records."
 
 
 def _next_step(row: Mapping[str, Any], now: datetime) -> str:
@@ -68,21 +75,6 @@ def _next_step(row: Mapping[str, Any], now: datetime) -> str:
     if seconds <= 0:
         return "It waits in the resync queue; the next attempt starts when a worker is free."
     return f"The next attempt starts in {_duration(seconds)} at the earliest."
-
-
-def _visibility(row: Mapping[str, Any], now: datetime) -> Iterator[str]:
-    if row["takedown"]:
-        yield "An operator has taken the account down here, so the public views hide its records."
-    if not row["tracked"]:
-        yield "It is untracked: its records are erased, and its messages are ignored, until `indexer add`."
-    elif row["active"] and row["withheld_since"] is not None:
-        withheld = _duration((now - row["withheld_since"]).total_seconds())
-        yield (
-            f"The relay has withheld the account for {withheld}, with the status "
-            f"{row['hosting_status']}: its latest changes may be missing. The records stay visible."
-        )
-    elif not row["active"]:
-        yield f"Its hosting status is {row['hosting_status']}, so the public views hide its records."
 
 
 def _duration(seconds: float) -> str:

@@ -56,73 +56,55 @@ Account = Callable[[str], Awaitable[Mapping[str, Any] | None]]
 
 
 def status_routes(document: Document, account: Account) -> Sequence[web.RouteDef]:
-    """Return the routes of the page."""
-    static = [web.get(path, _StaticFile(*file).respond) for path, file in STATIC_FILES.items()]
-    return [
-        *static,
-        web.get("/status.json", _DocumentResponse(document).respond),
-        web.get("/account.json", _Lookups(account).respond),
-    ]
+    """Return the routes of the page.
 
+    The document is computed and compressed at most once per `DOCUMENT_SECONDS`. The number of lookups of accounts is
+    limited for all clients together.
+    """
+    computed_at, body, compressed = -inf, b"", b""
+    rate, slots = AsyncLimiter(2 * LOOKUPS_PER_SECOND, 2.0), asyncio.Semaphore(MAX_LOOKUPS)
 
-class _StaticFile:
-    """Serves a file of the package, which is read once."""
-
-    def __init__(self, name: str, content_type: str) -> None:
-        self._body = files("indexer.serve").joinpath("page", *name.split("/")).read_bytes()
-        self._content_type = content_type
-
-    async def respond(self, _: web.Request) -> web.Response:
-        return web.Response(body=self._body, content_type=self._content_type, charset="utf-8", headers=_HEADERS)
-
-
-class _DocumentResponse:
-    """Serves the document, computed and compressed at most once per `DOCUMENT_SECONDS`."""
-
-    def __init__(self, document: Document) -> None:
-        self._document = document
-        self._computed_at = -inf
-        self._body = self._compressed = b""
-
-    async def respond(self, request: web.Request) -> web.Response:
-        if monotonic() - self._computed_at >= DOCUMENT_SECONDS:
-            self._body = orjson.dumps(self._document().to_json())
-            self._compressed = gzip.compress(self._body)
-            self._computed_at = monotonic()
+    async def show_document(request: web.Request) -> web.Response:
+        nonlocal computed_at, body, compressed
+        if monotonic() - computed_at >= DOCUMENT_SECONDS:
+            body = orjson.dumps(document().to_json())
+            compressed = gzip.compress(body)
+            computed_at = monotonic()
         if "gzip" in request.headers.get(hdrs.ACCEPT_ENCODING, ""):
-            return _json_response(self._compressed, headers={hdrs.CONTENT_ENCODING: "gzip"})
-        return _json_response(self._body)
+            return _json_response(compressed, headers={hdrs.CONTENT_ENCODING: "gzip"})
+        return _json_response(body)
 
-
-class _Lookups:
-    """Serves the state of one account. The number of lookups is limited for all clients together."""
-
-    def __init__(self, account: Account) -> None:
-        self._account = account
-        self._rate = AsyncLimiter(2 * LOOKUPS_PER_SECOND, 2.0)
-        self._running = 0
-
-    async def respond(self, request: web.Request) -> web.Response:
+    async def look_up(request: web.Request) -> web.Response:
         text = request.query.get("account", "").strip()
-        account = normalize_account(text)
-        if account is None:
+        name = normalize_account(text)
+        if name is None:
             return _error(400, f"{text[:80]!r} is neither a DID nor a handle")
-        if self._running >= MAX_LOOKUPS or not self._rate.has_capacity():
+        if slots.locked() or not rate.has_capacity():
             return _error(429, "too many lookups; try again in a second", {hdrs.RETRY_AFTER: "1"})
-        self._running += 1
         try:
-            await self._rate.acquire()
-            async with asyncio.timeout(LOOKUP_TIMEOUT):
-                found = await self._account(account)
+            async with slots, asyncio.timeout(LOOKUP_TIMEOUT):
+                await rate.acquire()
+                found = await account(name)
         except (DatabaseError, TimeoutError):
             return _error(503, "the database does not answer; try again later")
-        finally:
-            self._running -= 1
         if found is not None:
             return _json_response(orjson.dumps({"found": True, **found}))
-        hint = "" if account.startswith("did:") else " A handle is found only after it was verified; try the DID."
-        answer = {"found": False, "summary": [f"{account} is not in the database.{hint}"]}  # an answer, not an error
+        hint = "" if name.startswith("did:") else " A handle is found only after it was verified; try the DID."
+        answer = {"found": False, "summary": [f"{name} is not in the database.{hint}"]}  # an answer, not an error
         return _json_response(orjson.dumps(answer))
+
+    static = [web.get(path, _serve_file(*file)) for path, file in STATIC_FILES.items()]
+    return [*static, web.get("/status.json", show_document), web.get("/account.json", look_up)]
+
+
+def _serve_file(name: str, content_type: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Return a handler that serves a file of the package, which is read once."""
+    body = files("indexer.serve").joinpath("page", *name.split("/")).read_bytes()
+
+    async def respond(_: web.Request) -> web.Response:
+        return web.Response(body=body, content_type=content_type, charset="utf-8", headers=_HEADERS)
+
+    return respond
 
 
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:

@@ -42,7 +42,7 @@ def fake_daemon(roles: Sequence[str], **stages: Any) -> Any:
     daemon = MagicMock()
     daemon.settings.roles, daemon.settings.relays, daemon.settings.stop_timeout = roles, ("wss://one.example",), 60.0
     daemon.change_numbering = daemon.handle_checks = None
-    daemon.scope_tasks, daemon.started_at = {}, monotonic() - 1_000
+    daemon.scope_tasks, daemon.started_at = [], monotonic() - 1_000
     for name, values in attributes.items():
         for attribute, value in (values | stages.get(name, {})).items():
             setattr(getattr(daemon, name), attribute, value)
