@@ -32,7 +32,7 @@ import stat
 import sys
 import tempfile
 from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -99,28 +99,20 @@ class Cluster:
 
     def has_ended(self) -> bool:
         """Return True if there is no parent of a server, and no process that starts one."""
-        lock = self._open_lock()
-        try:
+        with self._lock_file() as lock:
             return _lock(lock, fcntl.LOCK_SH)
-        finally:
-            os.close(lock)
 
     async def wait_until_ended(self) -> None:
         """Wait for the end of the server, or of its parent."""
-        lock = self._open_lock()
-        try:
-            while not _lock(lock, fcntl.LOCK_SH):  # noqa: ASYNC110 - there is no event for a file lock
-                await asyncio.sleep(POLL_SECONDS)
-        finally:
-            os.close(lock)
+        while not self.has_ended():  # noqa: ASYNC110 - there is no event for a file lock
+            await asyncio.sleep(POLL_SECONDS)
 
     async def start(self, options: Iterable[str]) -> bool:
         """Start a server with the command line options; return False if one runs, starts or stops at this time.
 
         Creates the cluster if necessary. The server may end soon.
         """
-        lock = self._open_lock()
-        try:
+        with self._lock_file() as lock:  # the parent inherits the lock
             if not _lock(lock, fcntl.LOCK_EX):
                 return False
             async with self._opened():
@@ -135,12 +127,15 @@ class Cluster:
                     await self._create(binaries)
                 arguments = "-D", self._path_of(self._data.name), "-k", self._path_of("socket"), *options
                 await self._start_parent([str(binaries / "postgres"), *arguments], lock)
-        finally:
-            os.close(lock)  # the parent has inherited the lock
         return True
 
-    def _open_lock(self) -> int:
-        return os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    @contextlib.contextmanager
+    def _lock_file(self) -> Iterator[int]:
+        lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            yield lock
+        finally:
+            os.close(lock)
 
     @contextlib.asynccontextmanager
     async def _opened(self) -> AsyncIterator[None]:
@@ -224,7 +219,7 @@ class Cluster:
         with contextlib.suppress(PermissionError, UnavailableError):
             await self._output_of(binaries / "postgres", "--version")
             return binaries
-        return await asyncio.to_thread(_copy_once, binaries)
+        return await asyncio.to_thread(copy_once, binaries)
 
     async def _check_version(self, binaries: Path) -> None:
         output = await self._output_of(binaries / "postgres", "--version")
@@ -326,17 +321,17 @@ def copy_binaries(binaries: Path, directory: Path) -> Path:
     return copies / binaries.name
 
 
-def _copy_once(binaries: Path) -> Path:
+def copy_once(binaries: Path) -> Path:
     """Copy an installation to `COPIES`, unless it has been copied; return the directory of the copied binaries."""
     installed = f"{binaries} {(binaries / 'postgres').stat().st_mtime_ns}"
     copies = COPIES / sha256(installed.encode()).hexdigest()[:16]
     if not copies.exists():
         COPIES.mkdir(parents=True, exist_ok=True)
-        incomplete = Path(tempfile.mkdtemp(dir=COPIES))
-        copy_binaries(binaries, incomplete)
-        incomplete.chmod(0o755)
-        with contextlib.suppress(OSError):  # another cluster has copied it at the same time
-            incomplete.rename(copies)
+        with tempfile.TemporaryDirectory(dir=COPIES) as incomplete:
+            copy_binaries(binaries, Path(incomplete))
+            Path(incomplete).chmod(0o755)
+            with contextlib.suppress(OSError):  # another cluster has copied it at the same time
+                Path(incomplete).rename(copies)
     return copies / COPIED / binaries.name
 
 

@@ -5,7 +5,7 @@ import errno
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from itertools import count
+from itertools import chain, repeat
 from pathlib import Path
 from urllib.parse import quote
 
@@ -140,19 +140,15 @@ class EmbeddedPostgres:
             await self._cluster.wait_until_ended()
             log.error("postgres.ended", log=str(self._cluster.log))
             with self._stage.busy():
-                await self._restart()
-
-    async def _restart(self) -> None:
-        for failures in count():
-            await asyncio.sleep(RESTART_PAUSE_SECONDS[min(failures, len(RESTART_PAUSE_SECONDS) - 1)])
-            try:
-                await self.start()
-            except (OSError, UnavailableError, SettingsError) as error:
-                log.error("postgres.not-restarted", error=str(error))  # noqa: TRY400 - the traceback adds nothing
-            else:
-                log.info("postgres.restarted")
-                self._on_restart()
-                return
+                for pause in chain(RESTART_PAUSE_SECONDS, repeat(RESTART_PAUSE_SECONDS[-1])):
+                    await asyncio.sleep(pause)
+                    try:
+                        await self.start()
+                        break
+                    except (OSError, UnavailableError, SettingsError) as error:
+                        log.error("postgres.not-restarted", error=str(error))  # noqa: TRY400 - no traceback
+            log.info("postgres.restarted")
+            self._on_restart()
 
     async def _use(self) -> bool:
         """Use a server that accepts connections; return False if another process starts or stops one."""

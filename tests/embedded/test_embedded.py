@@ -374,6 +374,23 @@ async def test_as_root_inaccessible_binaries_are_copied(
     assert closed.stat().st_mode & 0o777 == 0o700
 
 
+def test_a_copy_that_another_cluster_has_completed_first_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = cluster.copy_binaries
+
+    def copied_twice(binaries: Path, directory: Path) -> Path:
+        monkeypatch.setattr(cluster, "copy_binaries", copy)
+        cluster.copy_once(binaries)
+        return copy(binaries, directory)
+
+    monkeypatch.setattr(cluster, "COPIES", tmp_path)
+    monkeypatch.setattr(cluster, "copy_binaries", copied_twice)
+    binaries = cluster.copy_once(cluster.find_binaries())
+    assert (binaries / "postgres").exists()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 @pytest.mark.proof("deploy")
 @as_root
 @pytest.mark.skipif(not Path(PYTHON_FOR_ALL).exists(), reason="the test's own Python may be inaccessible to nobody")
