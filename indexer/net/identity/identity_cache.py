@@ -1,12 +1,10 @@
 """Cache of identities: in memory with parsed keys, then in the database, then from the network.
 
-An identity that reached its maximum age is still used while a newer one is fetched, so that no stream waits for a
-directory. If it is outdated, a signature fails to verify, and that requests a refresh. An identity that is known to
-have changed is looked up first (docs/protocol.md#identity).
+An identity that reached its maximum age is used while a newer one is fetched, so that no stream waits for a directory.
+One that is known to have changed is looked up first (docs/protocol.md#identity).
 
-Attackers can cause lookups with forged messages and with announced changes. So refreshes of known identities have an
-interval per DID, and a budget in total, of which a host or a registered domain gets only a share. The rest of the
-directory's rate limit remains for new DIDs.
+Attackers can cause lookups with forged messages and announced changes. So refreshes of known identities have an
+interval per DID, and a budget, of which a host or a registered domain gets only a share.
 """
 
 import asyncio
@@ -158,23 +156,19 @@ class RefreshBudget:
     """
 
     rate: float
-    _full_at: dict[str, float] = field(default_factory=dict)  # when the unused share is complete again
+    full_at: dict[str, float] = field(default_factory=dict)  # when the unused share is complete again
 
     def spend(self, host: str, domain: str, now: float) -> bool:
         """Count one action for a host at `now` (seconds) and return True; return False if the budget is spent."""
         share = self.rate / SHARES
         rates = {"total": self.rate, f"host {host}": share, f"domain {domain}": share * SHARES_OF_DOMAIN}
-        full_at = {name: _after_spending(self._full_at.get(name, 0.0), rate, now) for name, rate in rates.items()}
+        full_at = {name: _after_spending(self.full_at.get(name, 0.0), rate, now) for name, rate in rates.items()}
         if inf in full_at.values():
             return False
-        self._full_at |= full_at
-        if len(self._full_at) > MAX_IDLE_USERS:
-            self._full_at = {name: at for name, at in self._full_at.items() if at > now}
+        self.full_at |= full_at
+        if len(self.full_at) > MAX_IDLE_USERS:
+            self.full_at = {name: at for name, at in self.full_at.items() if at > now}
         return True
-
-    def __len__(self) -> int:
-        """Return the number of hosts and domains in memory."""
-        return len(self._full_at)
 
 
 def _after_spending(full_at: float, rate: float, now: float) -> float:
@@ -222,7 +216,7 @@ class IdentityCache:
         await self._tasks.close()
 
     def peek(self, did: str) -> CachedIdentity | None:
-        """Return the identity in memory; None if there is none or if it must be looked up first."""
+        """Return the identity in memory; None if there is none or it must be looked up first."""
         entry = self._memory.get(did)
         return None if entry is None or self._cause(entry) else entry.identity
 
@@ -355,7 +349,7 @@ class IdentityCache:
 
     def _refresh_in_background(self, did: str, entry: _Entry) -> None:
         """Look up an identity that reached its maximum age or was not saved, if few other lookups are in flight."""
-        in_flight = sum(self._in_flight_of(method_of(did), known=known) for known in (True, False))
+        in_flight = sum(method_of(other) == method_of(did) for other in self._in_flight)
         if self._wait(entry) or did in self._in_flight or in_flight >= MAX_LOOKUPS_IN_BACKGROUND:
             return
         if _spend(self._background_budget, entry.identity, self.clock()):
@@ -366,17 +360,13 @@ class IdentityCache:
         """Return the in-flight lookup of this DID, or a new one; None if there are too many others of its kind."""
         if (lookup := self._in_flight.get(did)) is not None:
             return lookup.task
-        known = self.knows(did)
-        if self._in_flight_of(method_of(did), known=known) >= MAX_LOOKUPS:
+        known, lookups = self.knows(did), self._in_flight.items()
+        if sum(one.known is known and method_of(other) == method_of(did) for other, one in lookups) >= MAX_LOOKUPS:
             return None
         task = self._tasks.start(self._fetch(did, known=known), f"identity of {did}")
         self._in_flight[did] = _Lookup(task, known)
         task.add_done_callback(lambda _done: self._in_flight.pop(did))
         return task
-
-    def _in_flight_of(self, method: Method, *, known: bool) -> int:
-        lookups = self._in_flight.items()
-        return sum(lookup.known is known and method_of(did) == method for did, lookup in lookups)
 
     async def _fetch(self, did: str, *, known: bool) -> CachedIdentity | UnavailableError:
         totals, lookups = self.lookups[method_of(did)], self.metrics.identity_lookups

@@ -49,4 +49,4 @@ def test_users_without_recent_actions_are_forgotten() -> None:
     budget = RefreshBudget(1e6)
     for number in range(50_000):
         assert budget.spend(str(number), str(number), number * 10.0)
-    assert len(budget) <= MAX_IDLE_USERS
+    assert len(budget.full_at) <= MAX_IDLE_USERS
