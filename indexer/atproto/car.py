@@ -4,9 +4,9 @@ A CAR file has no end mark. A file that was cut between two blocks is well-forme
 that an export is complete. The order of the blocks means nothing.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from hashlib import sha256
-from typing import Any, Self
+from typing import Any
 
 from indexer.atproto.cbor import CborError, Link, decode_canonical
 from indexer.atproto.cid import CID_BYTES, DAG_CBOR, RAW, is_cid, link_size
@@ -48,22 +48,13 @@ class CarReader:
         roots: The roots of the file; empty until the header has arrived.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, roots: Sequence[bytes] = (), offset: int = 0, blocks: int = 0) -> None:
+        """Read a file, or the rest of one of which `offset` bytes with its header and so many blocks have been read."""
         self._limits = limits
         self._buffer = bytearray()  # the first bytes of a section whose end has not arrived
-        self._position = 0  # of the buffer in the file
-        self._block_count = 0
-        self.roots: list[bytes] = []
-
-    @classmethod
-    def resumed(cls, limits: Limits, roots: list[bytes], offset: int, blocks: int) -> Self:
-        """Return a reader of the rest of a file, of which `offset` bytes with so many blocks have been read.
-
-        `roots` is empty if the rest begins with the header.
-        """
-        reader = cls(limits)
-        reader.roots, reader._position, reader._block_count = roots, offset, blocks
-        return reader
+        self._position = offset  # of the buffer in the file
+        self._block_count = blocks
+        self.roots = list(roots)
 
     def feed(self, chunk: bytes) -> Iterator[tuple[bytes, bytes]]:
         """Yield the CID and the bytes of each block that ends in this chunk.

@@ -59,20 +59,12 @@ _KINDS = {
     "array": FieldKind.ARRAY,
     "blob": FieldKind.BLOB,
     "boolean": FieldKind.BOOLEAN,
-    "bytes": FieldKind.OBJECT,
     "cid-link": FieldKind.LINK,
     "integer": FieldKind.BIGINT,
-    "null": FieldKind.ANY,
-    "object": FieldKind.OBJECT,
-    "record": FieldKind.OBJECT,
-    "ref": FieldKind.ANY,
-    "string": FieldKind.TEXT,
-    "token": FieldKind.TEXT,
-    "union": FieldKind.OBJECT,
-    "unknown": FieldKind.OBJECT,
+    **dict.fromkeys(("null", "ref"), FieldKind.ANY),
+    **dict.fromkeys(("bytes", "object", "record", "union", "unknown"), FieldKind.OBJECT),
+    **dict.fromkeys(("string", "token"), FieldKind.TEXT),
 }
-
-
 _MAIN_TYPES = {*_KINDS, "params", "permission", "permission-set", "procedure", "query", "subscription"}
 """All types of definitions: https://atproto.com/specs/lexicon."""
 
@@ -81,10 +73,7 @@ class RecordField(NamedTuple):
     """A field of a record.
 
     Attributes:
-        name: The name in the record.
         kind: The type. `ANY` if it is not known, or refers to a definition that is not known.
-        required: True if the lexicon requires the field.
-        nullable: True if the lexicon allows null.
         max_bytes: The maximum bytes of a string, or of each string of an array.
         description: The description in the lexicon; empty if there is none.
     """
@@ -102,7 +91,6 @@ class Lexicon:
     """A lexicon.
 
     Attributes:
-        nsid: Its NSID.
         text: The whole document as JSON.
         defs: The definitions by name.
         record: The object that describes the records; None if the lexicon has no record type.
@@ -175,8 +163,7 @@ def record_fields(lexicon: Lexicon, known: Mapping[str, Lexicon]) -> tuple[Recor
 
 def references(lexicon: Lexicon, known: Mapping[str, Lexicon]) -> set[str]:
     """Return the NSIDs of the other lexicons that the types of the record's fields depend on, known or not."""
-    found: set[str] = set()
-    known = {**known, lexicon.nsid: lexicon}
+    found, known = set[str](), {**known, lexicon.nsid: lexicon}
     for schema in _schemas(lexicon).values():
         nsid = lexicon.nsid
         for owner, step in _steps(schema, nsid, known):

@@ -143,7 +143,7 @@ class NativeReader:
         elif not self._feed(chunk):
             rest, offset, blocks = self._export.take_rest()
             roots = [] if self._export.root is None else [self._export.root]
-            self.rest = CarReader.resumed(self._limits, roots, offset, blocks)
+            self.rest = CarReader(self._limits, roots, offset, blocks)
             self._read_rest(self.rest, rest)
 
     def finish(self) -> None:

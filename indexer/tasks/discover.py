@@ -77,7 +77,7 @@ class Discovery:
         """
         source, collection, cursor = progress.source, progress.collection, progress.cursor
         async for page in repo_list_pages(self.outbound, source, collection, cursor, self._requests):
-            self.invalid_entries += page.invalid_entries
+            self.invalid_entries += len(page.invalid)
             dids = [account.did for account in page.accounts if account.active or not hides(account.status)]
             with self.stage.busy():
                 after_page = progress.after_page(page.cursor, len(page.accounts), 0, time())

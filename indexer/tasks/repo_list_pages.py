@@ -47,7 +47,7 @@ async def repo_list_pages(
                         raise
             if page.cursor is not None and page.cursor == earlier:
                 raise UnavailableError(FetchFailure.BAD_ANSWER, f"the cursors lead in a circle: {page.cursor!r:.100}")
-            invalid, first = invalid + page.invalid_entries, first or page.first_invalid
+            invalid, first = invalid + len(page.invalid), first or next(iter(page.invalid), "")
             yield page
             cursor, pages = page.cursor, pages + 1
             if cursor is None:

@@ -197,13 +197,13 @@ def test_resumed_reader_continues_with_sizes_and_counts() -> None:
     position = file.index(b"first") + 5
     [(cid, _)] = begun.feed(file[:position])
     limits = Limits(repo_bytes=len(file), repo_blocks=3)
-    resumed = CarReader.resumed(limits, begun.roots, position, 1)
+    resumed = CarReader(limits, begun.roots, position, 1)
     assert [block for _, block in resumed.feed(file[position:])] == [b"second", b"third"]
     assert resumed.roots == [cid]
     resumed.close()
     for limits in (Limits(repo_bytes=len(file) - 1), Limits(repo_blocks=2)):
         with pytest.raises(UpstreamError):
-            list(CarReader.resumed(limits, [cid], position, 1).feed(file[position:]))
+            list(CarReader(limits, [cid], position, 1).feed(file[position:]))
 
 
 def test_bounds_on_sizes_and_counts_are_exact() -> None:

@@ -276,10 +276,10 @@ class ResponseStream:
 
     Attributes:
         url: The URL after all redirects.
-        response: Its headers have case-insensitive names.
         deadline: When the whole body must have arrived, in the time of the event loop.
         max_bytes: The limit of the decompressed body of a successful response. Other bodies have a small limit.
         min_rate: Bytes per second, for the body of a successful response.
+        server: The network address and port that sends the response, see `server_of`.
     """
 
     url: URL
@@ -292,16 +292,12 @@ class ResponseStream:
 
     def __post_init__(self) -> None:
         self.status, self.headers = self.response.status, self.response.headers
+        self.server: str | None = getattr(self.response, "server", None)
         self._success = HTTPStatus.OK <= self.status < HTTPStatus.MULTIPLE_CHOICES
         if not self._success:
             self.max_bytes, self.min_rate = _MAX_ERROR_BYTES, 0.0
         self._received = 0
         self._waited = 0.0
-
-    @property
-    def server(self) -> str | None:
-        """The network address and port that sends the response, see `server_of`."""
-        return self.response.server if isinstance(self.response, _ResponseWithPeer) else None
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Yield the decompressed body, at most 64 KiB at a time.

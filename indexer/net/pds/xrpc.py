@@ -178,16 +178,14 @@ class RepoListPage:
     """A page of a repo list, in the order of the host.
 
     Attributes:
-        invalid_entries: Number of entries that are no account, or have a field that is not valid. Of the latter, the
+        invalid: What is wrong with each entry that is no account, or has a field that is not valid. Of the latter, the
             DID and the other fields are used.
         cursor: Position of the next page; None on the last page.
-        first_invalid: What is wrong with the first of these entries; empty if there is none.
     """
 
     accounts: tuple[ListedAccount, ...]
-    invalid_entries: int
+    invalid: tuple[str, ...]
     cursor: str | None
-    first_invalid: str = ""
 
 
 class RepoStatus(NamedTuple):
@@ -228,7 +226,7 @@ async def list_repos(outbound: OutboundClient, host: str, collection: str, curso
         account, problem = _account(entry)
         accounts += [account] if account else []
         invalid += [problem] if problem else []
-    return RepoListPage(tuple(accounts), len(invalid), next_cursor or None, next(iter(invalid), ""))
+    return RepoListPage(tuple(accounts), tuple(invalid), next_cursor or None)
 
 
 async def fetch_repo_status(outbound: OutboundClient, host: str, did: str) -> RepoStatus:

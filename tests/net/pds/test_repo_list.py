@@ -22,14 +22,14 @@ async def test_list_of_all_accounts_of_a_relay_and_of_a_pds(net: FaultyNetwork, 
     bob.deactivate()
     page = await list_repos(outbound, net.relay.url, "", None)
     assert page.accounts == (ListedAccount(ada.did, ada.rev),)
-    assert (page.invalid_entries, page.cursor) == (0, None)
+    assert (len(page.invalid), page.cursor) == (0, None)
     page = await list_repos(outbound, ada.pds.url, "", None)
     assert set(page.accounts) == {
         ListedAccount(ada.did, ada.rev),
         ListedAccount(bob.did, bob.rev, active=False, status="deactivated"),
     }
     assert page.cursor is not None
-    assert await list_repos(outbound, ada.pds.url, "", page.cursor) == type(page)((), 0, None)
+    assert await list_repos(outbound, ada.pds.url, "", page.cursor) == type(page)((), (), None)
 
 
 async def test_list_of_the_accounts_of_a_collection(net: FaultyNetwork, outbound: OutboundClient) -> None:
@@ -105,8 +105,8 @@ async def test_odd_entries_are_counted_and_what_is_valid_of_them_is_used(
     host.pages[ALL] = http_response(orjson.dumps({"repos": [*(entry for entry, _ in odd), *skipped, *valid]}))
     page = await list_repos(outbound, host.url, "", None)
     assert page.accounts == (*(account for _, account in odd), ListedAccount(DID, REV), ListedAccount(DID, None))
-    assert page.invalid_entries == len(odd) + len(skipped)
-    assert page.first_invalid == f"{DID}: rev is 'now'"
+    assert len(page.invalid) == len(odd) + len(skipped)
+    assert page.invalid[0] == f"{DID}: rev is 'now'"
 
 
 async def test_bytes_that_are_not_utf8_hide_no_account(host: ScriptedHost, outbound: OutboundClient) -> None:
