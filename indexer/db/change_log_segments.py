@@ -33,8 +33,7 @@ class RetentionPolicy:
 
     A change that a registered consumer has not received is retained beyond these limits. The consumer is disconnected
     when its lag exceeds `max_consumer_lag` (seconds), or when the log reaches twice `max_bytes`. For times, 0 means no
-    limit. A trim leaves a reserve of `segment_bytes` for what is written until the next one, which follows when half of
-    the reserve is used.
+    limit. A trim leaves a reserve of `segment_bytes` for what is written until the next one.
     """
 
     max_age: float
@@ -48,7 +47,7 @@ class RetentionPolicy:
 
     @property
     def check_seconds(self) -> float:
-        """The interval at which the size is checked, so that the log does not use up the reserve in between."""
+        """The interval of trims, so that the log does not use up the reserve in between."""
         return min(max(self.segment_bytes / 2 / MAX_GROWTH_RATE, MIN_CHECK_SECONDS), MAX_CHECK_SECONDS)
 
     def is_overfull(self, size: int) -> bool:
@@ -184,8 +183,6 @@ _CONSUMERS = f"""
     from atproto.readers order by name
 """
 
-_SIZE = f"select sum({_BYTES})::bigint from generate_series(0, $1::integer - 1) as s(number)"
-
 # Consumers lock their own rows for as long as they like, so disconnecting them does not write these.
 _DISCONNECT = """
     with disconnected as (
@@ -240,10 +237,6 @@ class ChangeLogSegments(Area):
             log = await load_state(connection)
             plan = plan_trim(log, policy, now)
             return log, await trim(connection, plan)
-
-    async def size(self) -> int:
-        """Return the bytes of all segments."""
-        return int(await self._fetchval(_SIZE, SEGMENTS))
 
 
 async def trim(connection: Connection, plan: TrimPlan) -> TrimPlan:

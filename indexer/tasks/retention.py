@@ -4,15 +4,14 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nlargest
-from math import inf
-from time import monotonic, time
+from time import time
 from typing import NoReturn
 
 import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Database
-from indexer.db.change_log_segments import ChangeLogState, ConsumerState, RetentionPolicy, TrimPlan
+from indexer.db.change_log_segments import ChangeLogState, ConsumerState, RetentionPolicy, Segment
 from indexer.db.periodic import DatabaseAttempt
 from indexer.telemetry.metrics import MAX_LISTED, Metrics
 
@@ -23,30 +22,24 @@ log = structlog.get_logger(__name__)
 class ChangeLogRetention:
     """Applies the retention policy. All processes do this; the work is done only once.
 
-    The log is trimmed and reported every `interval` seconds. In between, its size is checked, and the log is trimmed
-    when it has used half of the reserve that the policy leaves, and every `retry` seconds while it is above its limit:
-    a trim frees nothing if a writer or a consumer holds what it needs, or if it only opens a new segment. A registered
-    consumer is logged when it begins to lag by more than `lag_alarm` seconds, and when it no longer does. If the log
-    reaches twice its size, sessions of consumers are ended whose transactions prevent trimming and have been open for
-    `max_transaction_seconds`.
+    A registered consumer is logged when it begins to lag by more than `lag_alarm` seconds, and when it no longer does.
+    If the log reaches twice its size, sessions of consumers are ended whose transactions prevent trimming and have been
+    open for `max_transaction_seconds`.
 
     Attributes:
+        retry: Pause before segments are tried again that a transaction has locked, in seconds.
         stage: Its progress. Each check of the change log is work.
-        lagging: The names of the consumers that lagged at the last report.
+        lagging: The names of the consumers that lagged at the last check.
     """
 
     db: Database
     policy: RetentionPolicy
     metrics: Metrics
     lag_alarm: float = 3_600.0
-    interval: float = 60.0
     retry: float = 5.0
     max_transaction_seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        self._next_report = self._next_retry = -inf
-        self._trimmed_size = 0
-        self._removed_age: float | None = None
         self.stage = StageProgress("change log retention")
         self._blocked = set[int]()
         self.lagging: list[str] = []
@@ -54,25 +47,43 @@ class ChangeLogRetention:
     async def run(self) -> NoReturn:
         """Apply the retention policy forever. Only an exception that is a bug ends it."""
         while True:
+            locked: Sequence[int] = ()
             with DatabaseAttempt(self.stage) as attempt:
-                await self._trim_if_due()
-            await asyncio.sleep(self.retry if attempt.error else self.policy.check_seconds)
+                locked = await self.trim()
+            await asyncio.sleep(self.retry if attempt.error or locked else self.policy.check_seconds)
 
-    async def trim(self) -> None:
+    async def trim(self) -> Sequence[int]:
         """Apply the retention policy once, report its result, and update the metrics.
+
+        Returns:
+            Numbers of the segments that were not truncated because a transaction has locked them.
 
         Raises:
             DatabaseError: The database is unavailable.
         """
         now = time()
-        before, plan = await self._trim(now)
+        before, plan = await self.db.segments.trim(self.policy, now)
+        for consumer in before.consumers:
+            if consumer.name in plan.disconnect:
+                log.error("consumer.disconnected", reader=consumer.name, seq=consumer.seq, behind=consumer.behind)
+        self._report_trimmed([segment for segment in before.segments if segment.number in plan.truncate], now)
+        if plan.locked and self.policy.is_overfull(before.bytes):
+            await self._end_blocking_sessions(plan.locked)
         following = [
             consumer for consumer in before.consumers if not consumer.cut_off and consumer.name not in plan.disconnect
         ]
         self._report_lagging(following, now)
-        self._report_size_limit()
         self._measure(before, following, now)
-        self._next_report = monotonic() + self.interval
+        return plan.locked
+
+    def _report_trimmed(self, segments: Sequence[Segment], now: float) -> None:
+        """Log what was trimmed, and warn if changes were trimmed before their time, because of the size of the log."""
+        ages = [now - segment.last_time for segment in segments if segment.last_time is not None]
+        for segment in segments:
+            log.info("change-log.trimmed", seq=segment.last_seq, bytes=segment.bytes)
+        if ages and min(ages) < self.policy.max_age:
+            limit, retention = self.policy.max_bytes, round(self.policy.max_age)
+            log.warning("change-log.size-limit", seconds=round(min(ages)), retention=retention, limit=limit)
 
     def _measure(self, state: ChangeLogState, following: Sequence[ConsumerState], now: float) -> None:
         """Set the gauges. `following` are the consumers that were not disconnected."""
@@ -86,33 +97,6 @@ class ChangeLogRetention:
         for consumer in nlargest(MAX_LISTED, following, key=lags.__getitem__):
             metrics.consumer_behind_seconds.labels(consumer.name).set(lags[consumer])
             metrics.consumer_behind_changes.labels(consumer.name).set(consumer.behind)
-
-    async def _trim_if_due(self) -> None:
-        size = await self.db.segments.size()
-        self._trimmed_size = min(self._trimmed_size, size)  # another process may have trimmed the log
-        if monotonic() >= self._next_report:
-            await self.trim()
-            return
-        is_over_limit = size > self.policy.max_bytes and monotonic() >= self._next_retry
-        if is_over_limit or size - self._trimmed_size >= self.policy.segment_bytes / 2:
-            await self._trim(time())
-
-    async def _trim(self, now: float) -> tuple[ChangeLogState, TrimPlan]:
-        self._next_retry = monotonic() + self.retry
-        before, plan = await self.db.segments.trim(self.policy, now)
-        for consumer in before.consumers:
-            if consumer.name in plan.disconnect:
-                log.error("consumer.disconnected", reader=consumer.name, seq=consumer.seq, behind=consumer.behind)
-        for segment in before.segments:
-            if segment.number in plan.truncate and segment.last_time is not None:
-                log.info("change-log.trimmed", seq=segment.last_seq, bytes=segment.bytes)
-                age = now - segment.last_time
-                self._removed_age = age if self._removed_age is None else min(self._removed_age, age)
-        if plan.locked and self.policy.is_overfull(before.bytes):
-            await self._end_blocking_sessions(plan.locked)
-        # A segment that was locked is tried again at the next check.
-        self._trimmed_size = 0 if plan.locked else await self.db.segments.size()
-        return before, plan
 
     async def _end_blocking_sessions(self, segments: tuple[int, ...]) -> None:
         sessions = await self.db.blocking_sessions.end_users_of_segments(segments, self.max_transaction_seconds)
@@ -133,15 +117,4 @@ class ChangeLogRetention:
             seconds = round(consumer.lag(now))
             log.warning(
                 "consumer.lagging", reader=consumer.name, behind=consumer.behind, seconds=seconds, seq=consumer.seq
-            )
-
-    def _report_size_limit(self) -> None:
-        """Warn if changes were trimmed since the last report because of the size of the log, before their time."""
-        age, self._removed_age = self._removed_age, None
-        if age is not None and age < self.policy.max_age:
-            log.warning(
-                "change-log.size-limit",
-                seconds=round(age),
-                retention=round(self.policy.max_age),
-                limit=self.policy.max_bytes,
             )

@@ -1,7 +1,6 @@
 """Conditions: states that last and that an operator should know of, such as a database that does not answer.
 
-A condition is logged when it begins, at growing intervals while it lasts, and when it is over, however often it is
-reported in between.
+A condition is logged when it begins, and when it is over, however often it is reported in between.
 """
 
 import math
@@ -11,9 +10,6 @@ from time import monotonic
 
 import structlog
 
-FIRST_SUMMARY_SECONDS = 60.0
-"""Seconds from the first log line of a condition to its first summary. The interval doubles with each summary."""
-MAX_SUMMARY_SECONDS = 3_600.0
 MAX_SUBJECTS = 20
 """Active conditions of one kind with a subject of their own. Further subjects share one condition, `OTHERS`."""
 OTHERS = "others"
@@ -97,9 +93,6 @@ class Condition:
     began_at: float
     reported_at: float
     count: int
-    logged_at: float
-    logged_count: int
-    summary_seconds: float = FIRST_SUMMARY_SECONDS
 
 
 class Conditions:
@@ -124,13 +117,18 @@ class Conditions:
         now, message = self._clock(), message[:MAX_MESSAGE_LENGTH]
         # A condition that only `end` ends keeps its subject: it would not be ended under another one.
         is_bounded = math.isfinite(kind.quiet_seconds)
-        if is_bounded and (kind, subject) not in self._active and self._number_of(kind) >= MAX_SUBJECTS:
+        if (
+            is_bounded
+            and (kind, subject) not in self._active
+            and sum(active is kind for active, _ in self._active) >= MAX_SUBJECTS
+        ):
             subject = OTHERS
         condition = self._active.get((kind, subject))
         if condition is None:
-            condition = Condition(kind, subject, message, value, now, now, count, now, count)
+            condition = Condition(kind, subject, message, value, now, now, count)
             self._active[kind, subject] = condition
-            _log_began(condition)
+            began = log.warning if kind.prevents_readiness else log.info
+            began("condition.began", condition=kind.name, subject=subject, message=message)
             return
         condition.message, condition.value, condition.reported_at = message, value, now
         condition.count += count
@@ -143,33 +141,7 @@ class Conditions:
             log.info("condition.ended", condition=kind.name, subject=subject, seconds=seconds, count=condition.count)
 
     def update(self) -> None:
-        """End the conditions that were not reported for a while, and log the summaries that are due."""
-        now = self._clock()
+        """End the conditions that were not reported for a while."""
         for condition in self.active():
-            if now - condition.reported_at > condition.kind.quiet_seconds:
+            if self._clock() - condition.reported_at > condition.kind.quiet_seconds:
                 self.end(condition.kind, condition.subject)
-            elif now - condition.logged_at >= condition.summary_seconds and condition.count > condition.logged_count:
-                self._log_summary(condition, now)
-
-    def _number_of(self, kind: ConditionKind) -> int:
-        return sum(condition.kind is kind for condition in self._active.values())
-
-    def _log_summary(self, condition: Condition, now: float) -> None:
-        log.info(
-            "condition.continues",
-            condition=condition.kind.name,
-            subject=condition.subject,
-            message=condition.message,
-            seconds=round(now - condition.began_at),
-            count=condition.count,
-        )
-        condition.logged_at, condition.logged_count = now, condition.count
-        condition.summary_seconds = min(2 * condition.summary_seconds, MAX_SUMMARY_SECONDS)
-
-
-def _log_began(condition: Condition) -> None:
-    name, subject, message = condition.kind.name, condition.subject, condition.message
-    if condition.kind.prevents_readiness:
-        log.warning("condition.began", condition=name, subject=subject, message=message)
-    else:
-        log.info("condition.began", condition=name, subject=subject, message=message)

@@ -60,24 +60,6 @@ def test_condition_is_logged_once_when_it_begins_and_once_when_it_ends(
     ]
 
 
-def test_summaries_are_logged_at_growing_intervals(
-    conditions: Conditions, clock: Clock, lines: list[MutableMapping[str, Any]]
-) -> None:
-    conditions.report(DATABASE_UNAVAILABLE, message="refused")
-    clock.now += 1_000
-    conditions.update()
-    assert len(lines) == 1, "a summary needs a new occurrence"
-    conditions.end(DATABASE_UNAVAILABLE)
-    lines.clear()
-    for _ in range(24 * 3_600):
-        conditions.report(DATABASE_UNAVAILABLE, message="refused")
-        conditions.update()
-        clock.now += 1
-    summaries = [line for line in lines if line["event"] == "condition.continues"]
-    assert [line["seconds"] for line in summaries[:7]] == [60, 180, 420, 900, 1_860, 3_780, 7_380]
-    assert len(lines) == 1 + len(summaries) == 1 + 6 + 22
-
-
 def test_condition_that_is_not_reported_for_a_while_is_over(
     conditions: Conditions, clock: Clock, lines: list[MutableMapping[str, Any]]
 ) -> None:
@@ -92,7 +74,6 @@ def test_condition_that_is_not_reported_for_a_while_is_over(
     assert conditions.active() == []
     assert [(line["event"], line["subject"]) for line in lines] == [
         ("condition.began", "timeout at one.example"),
-        ("condition.continues", "timeout at one.example"),
         ("condition.ended", "timeout at one.example"),
     ]
 
