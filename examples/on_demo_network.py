@@ -34,7 +34,7 @@ HOST = "127.0.0.1"
 PORTS = 6  # relay, PLC directory, two PDSes, indexer, AppView
 COLLECTION = "xyz.statusphere.status"
 INDEXER = (sys.executable, "-m", "indexer")
-LAST_VARIABLE = "INDEXER_DNS_SERVERS"  # the last setting that `indexer demo --serve` prints
+LAST_VARIABLE = "INDEXER_DNS_SERVERS"  # the last setting that the network prints
 RESTART_SECONDS = 2.0
 STOP_SECONDS = 30.0
 
@@ -97,7 +97,7 @@ def check_ports(first: int) -> None:
 @asynccontextmanager
 async def network(port: int, seconds: float, environment: Environment) -> AsyncIterator[dict[str, str]]:
     """Serve the network during the block; yield the settings that an indexer needs."""
-    command = (*INDEXER, "demo", "--serve", f"{HOST}:{port}", "--seconds", str(seconds))
+    command = (sys.executable, str(Path(__file__).with_name("statusphere_network.py")), HOST, str(port), str(seconds))
     async with process(*command, environment=environment, stdout=PIPE) as served:
         assert served.stdout is not None  # noqa: S101 - it is a pipe
         settings: dict[str, str] = {}

@@ -9,7 +9,6 @@ import asyncio
 import tempfile
 from collections import Counter
 from contextlib import AsyncExitStack, suppress
-from ipaddress import ip_address
 from itertools import count
 from pathlib import Path
 from time import monotonic
@@ -27,8 +26,7 @@ from indexer.cli.output import fact_table
 from indexer.db import Database
 from indexer.db.migrate import migrate
 from indexer.demo.local_network import LocalNetwork
-from indexer.demo.local_plc import LocalDns
-from indexer.demo.scenario import Scenario, StatusActivity
+from indexer.demo.scenario import Scenario
 from indexer.embedded import database
 from indexer.telemetry.log import configure_logging
 
@@ -37,7 +35,6 @@ KEPT_COMMITS_PER_SECOND = 4.0
 """Rate of commits after the comparison, with `--keep`."""
 SERVED_COMMITS_PER_SECOND = 5.0
 """With `--serve`: so slow that an hour of activity stays in the memory of the relay, which keeps every message."""
-STATUSES_PER_SECOND = 1.0
 SETTLE_SECONDS = 30.0
 """Maximum time, after the activity, until the database equals the network."""
 REFRESH_SECONDS = 0.25
@@ -60,7 +57,7 @@ MAX_LISTED_DIFFERENCES = 10
     type=parse_listen_address,
     metavar="HOST:PORT",
     help="Run no daemon: serve the network at this address and the next three ports until SIGTERM or SIGINT. "
-    "Its accounts also write statuses of the example app Statusphere, and its PDSes accept records from everybody.",
+    "Its PDSes accept records from everybody.",
 )
 async def demo_command(settings: Settings, *, seconds: float, keep: bool, serve: tuple[str, int] | None) -> int:
     """Run the daemon against a small local network.
@@ -228,48 +225,26 @@ async def serve_network(host: str, port: int, seconds: float) -> int:
     """Serve the network until a signal arrives. Accounts are active for `seconds`, and then the network is quiet."""
     stop = StopRequest()
     with stop_on_signals(stop, STOP_SECONDS):
-        async with (
-            LocalNetwork(host=host, first_port=port) as network,
-            LocalDns(network.plc, host, network.plc.port),
-        ):
+        async with LocalNetwork(host=host, first_port=port) as network:
             for name, value in daemon_variables(network).items():
                 click.echo(f"{name}={value}")
-            active = asyncio.create_task(_act(network, seconds))
+            active = asyncio.create_task(Scenario(network).run(seconds, SERVED_COMMITS_PER_SECOND))
             stopped = asyncio.create_task(stop.wait())
             await asyncio.wait([active, stopped], return_when=asyncio.FIRST_COMPLETED)
             if not stopped.done():
-                click.echo(f"The activity has ended after {active.result()} commits. The network is quiet.")
+                commits = sum(active.result().commits.values())
+                click.echo(f"The activity has ended after {commits} commits. The network is quiet.")
                 await stopped
             active.cancel()
-            await asyncio.gather(active, return_exceptions=True)
     return ExitCode.OK
 
 
-async def _act(network: LocalNetwork, seconds: float) -> int:
-    """Let the accounts act; return the number of their commits, without those of statuses."""
-    async with asyncio.TaskGroup() as group:
-        scenario = group.create_task(Scenario(network).run(seconds, SERVED_COMMITS_PER_SECOND))
-        group.create_task(StatusActivity(network).run(seconds, STATUSES_PER_SECOND))
-    return sum(scenario.result().commits.values())
-
-
 def daemon_variables(network: LocalNetwork) -> dict[str, str]:
-    """Return the settings that a daemon needs to index this network, as environment variables.
-
-    A network at an IP address has a DNS server for its handles, which are not in any other DNS. The address of a DNS
-    server cannot be a host name, so the handles of a network at a host name are not verified.
-    """
-    try:
-        address = ip_address(network.plc.host)
-    except ValueError:
-        handles = {"INDEXER_HANDLE_RATE": "0"}
-    else:
-        host = f"[{address}]" if ":" in str(address) else str(address)
-        handles = {"INDEXER_DNS_SERVERS": f"{host}:{network.plc.port}"}
+    """Return the settings that a daemon needs to index this network, as environment variables."""
     return {
         "INDEXER_RELAYS": network.relay_url,
         "INDEXER_PLC_URL": network.plc_url,
         "INDEXER_START": "oldest",
         "INDEXER_ALLOW_PRIVATE_HOSTS": "true",
-        **handles,
+        "INDEXER_HANDLE_RATE": "0",  # its handles are in no DNS
     }

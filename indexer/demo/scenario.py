@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
@@ -32,20 +31,6 @@ FOLLOW = "app.bsky.graph.follow"
 NOTE = "com.example.note"
 DRAFT = "com.example.note.draft"
 """Its name sorts after NOTE, but its paths sort before those of NOTE."""
-STATUS = "xyz.statusphere.status"
-_STATUS_NAMES = ("alice", "bob", "carol", "dan", "erin", "frank")
-_EMOJI = ("👍", "💙", "🥹", "😤", "🙃", "🚀", "🦋", "🤔")
-_STATUS_ACTIONS = {
-    "create": 55, "put self": 15, "update": 10, "delete": 10, "create unusual": 4, "rename": 3, "deactivate": 3
-}  # fmt: skip
-_UNUSUAL: tuple[dict[str, Any], ...] = (
-    {"status": 7},
-    {"status": "too long to be a status, in bytes and in graphemes"},
-    {"createdAt": "yesterday"},
-    {"createdAt": None},
-)
-"""Fields that do not fit the lexicon."""
-
 
 _ACCOUNT_EVENTS = ("rotate key", "lose commit", "deactivate", "delete account")
 
@@ -99,8 +84,11 @@ class Scenario:
 
     async def run(self, seconds: float, rate: float) -> ScenarioReport:
         """Perform `seconds * rate` steps, at `rate` steps per second if the machine is fast enough."""
-        steps = round(seconds * rate)
-        await _perform_steps(lambda step: self.perform(step, steps), steps, rate)
+        steps, clock = round(seconds * rate), asyncio.get_running_loop().time
+        began = clock()
+        for step in range(steps):
+            self.perform(step, steps)
+            await asyncio.sleep(max(0.0, began + (step + 1) / rate - clock()))
         return self.report
 
     def perform(self, step: int, steps: int) -> None:
@@ -227,62 +215,3 @@ class Scenario:
 
     def _text(self, words: int) -> str:
         return " ".join(self._random.choices(_WORDS, k=self._random.randint(1, words)))
-
-
-class StatusActivity:
-    """Accounts that write, change and delete statuses of Statusphere, the example app, for the AppViews in `examples/`.
-
-    They also change their handles and hosting statuses. Some records do not fit the lexicon: no AppView may show them,
-    and none may fail on them.
-    """
-
-    def __init__(self, network: LocalNetwork) -> None:
-        self._random = Random(0)
-        self._clock = network.clock
-        self._accounts = [network.create_account(f"{name}.test") for name in _STATUS_NAMES]
-        self._renamed = 0
-
-    async def run(self, seconds: float, rate: float) -> None:
-        """Perform `seconds * rate` steps, at `rate` steps per second if the machine is fast enough."""
-        for account in self._accounts:
-            account.create(STATUS, self._status())
-        await _perform_steps(lambda _step: self._perform(), round(seconds * rate), rate)
-
-    def _perform(self) -> None:
-        """Let one account do one thing. A deactivated account comes back."""
-        account = self._random.choice(self._accounts)
-        if account.status is not None:
-            account.activate()
-            return
-        (action,) = self._random.choices(tuple(_STATUS_ACTIONS), tuple(_STATUS_ACTIONS.values()))
-        own = [path for path in account.records if path.startswith(f"{STATUS}/")]
-        match action:
-            case "rename":
-                self._renamed += 1
-                account.set_handle(f"{account.handle.split('.')[0].rstrip('0123456789')}{self._renamed}.test")
-            case "deactivate":
-                account.set_status("deactivated")
-            case "update" if own:
-                account.update(self._random.choice(own), self._status())
-            case "delete" if own:
-                account.delete(self._random.choice(own))
-            case "put self" if f"{STATUS}/self" in own:
-                account.update(f"{STATUS}/self", self._status())
-            case "put self":
-                account.create(STATUS, self._status(), "self")
-            case "create unusual":
-                account.create(STATUS, self._status() | self._random.choice(_UNUSUAL))
-            case _:
-                account.create(STATUS, self._status())
-
-    def _status(self) -> dict[str, Any]:
-        return {"$type": STATUS, "status": self._random.choice(_EMOJI), "createdAt": self._clock.now()}
-
-
-async def _perform_steps(perform: Callable[[int], None], steps: int, rate: float) -> None:
-    """Perform steps, counted from 0, at `rate` steps per second if the machine is fast enough."""
-    clock = asyncio.get_running_loop().time
-    began = clock()
-    for step in range(steps):
-        perform(step)
-        await asyncio.sleep(max(0.0, began + (step + 1) / rate - clock()))

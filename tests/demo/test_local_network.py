@@ -1,4 +1,4 @@
-"""The local network as a client of other libraries sees it: frames, exports, records and handles."""
+"""The local network as a client of other libraries sees it: frames, exports and records."""
 
 from typing import Any
 
@@ -6,14 +6,8 @@ import httpx
 from websockets.asyncio.client import connect
 
 from indexer.demo.local_network import LocalNetwork
-from indexer.demo.local_plc import LocalDns
 from indexer.demo.local_relay import SUBSCRIBE_REPOS
-from indexer.errors import UnavailableError
-from indexer.net.http.http_client import OutboundClient
-from indexer.net.identity.handle_verifier import HandleVerifier
-from indexer.reasons import FetchFailure
 from tests.demo.independent_decoder import decode_all, decode_car, decode_frame, decode_records
-from tests.free_ports import free_ports
 
 NOTE = "com.example.note"
 HEADERS = [  # the map {t, op}, in canonical order
@@ -52,21 +46,3 @@ async def test_frames_and_exports_have_the_form_of_the_reference_pds() -> None:
     root, blocks = decode_car(answer.content)
     assert root == account.repo.head.cid
     assert decode_records(blocks, decode_all(blocks[root])[0]["data"]) == {path: op["cid"]}
-
-
-class NoHttp(OutboundClient):
-    def __init__(self) -> None:
-        """Need no session."""
-
-    async def get(self, url: str, **_: Any) -> Any:
-        raise UnavailableError(FetchFailure.NO_SUCH_HOST, url)
-
-
-async def test_handles_resolve_by_dns_to_their_accounts() -> None:
-    async with LocalNetwork() as net:
-        port = free_ports(1)
-        account, other = net.create_account("ada.test"), net.create_account("bob.test")
-        async with LocalDns(net.plc, "127.0.0.1", port):
-            verifier = HandleVerifier(NoHttp(), [("127.0.0.1", port)], allow_private_hosts=True)
-            assert await verifier.verify_handle(account.did, "ada.test") == "ada.test"
-            assert await verifier.verify_handle(other.did, "ada.test") == "handle.invalid"
