@@ -5,8 +5,7 @@ docs/sql.md#typed-views
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -30,8 +29,6 @@ from indexer.telemetry.log import printable
 
 MAX_FILE_BYTES = 1_048_576
 """Maximum size of a lexicon: a published one is a record."""
-MAX_NAMED = 10
-"""Lexicons that a notice names."""
 
 
 @click.group("lexicon")
@@ -58,8 +55,10 @@ async def add_command(settings: Settings, *, names: tuple[str, ...], as_json: bo
     async with connect_database(settings, connections=2) as db:
         if nsids:
             known = {nsid: one.lexicon for nsid, one in ((await db.lexicons.load()) | given).items()}
-            async with open_resolver(settings) as resolver:
-                found, missing = await resolve_all(resolver, nsids, known)
+            async with open_outbound_client(settings) as outbound:
+                dns, dids = DnsResolver(settings.dns_servers), make_did_resolver(settings, outbound)
+                pds = await asyncio.to_thread(make_pds_client, settings, outbound)
+                found, missing = await resolve_all(LexiconResolver(dns, dids, pds, settings.limits), nsids, known)
             for problem in missing:
                 click.echo(printable(f"a lexicon that another one refers to is missing: {problem}"), err=True)
             given |= found
@@ -72,7 +71,11 @@ async def add_command(settings: Settings, *, names: tuple[str, ...], as_json: bo
                 view = f'view lexicon."{result.view}"' if result.view else "no view, other lexicons refer to it"
                 echo_result(result._asdict(), f"{result.nsid}: {result.state}, {view}", as_json=as_json)
         scope = (await stored_policy(settings, db)).scope
-        _print_notices(scope, [result for result in results if result.nsid in given], given)
+        if skipped := [result.nsid for result in results if result.state is AddedState.SKIPPED]:
+            click.echo(f"lexicons without a record type, skipped: {', '.join(skipped)}", err=True)
+        for result in results:
+            if result.nsid in given:
+                _print_notices(scope, result, given[result.nsid])
         _print_dropped(await db.lexicon_indexes.drop_outdated())
     return ExitCode.OK
 
@@ -199,43 +202,19 @@ def _read_json(path: Path) -> Any:
         raise LexiconError(f"{path} is not a lexicon: it is not JSON: {error}") from None
 
 
-@asynccontextmanager
-async def open_resolver(settings: Settings) -> AsyncIterator[LexiconResolver]:
-    """Open a resolver with the clients that the settings describe."""
-    async with open_outbound_client(settings) as outbound:
-        yield LexiconResolver(
-            DnsResolver(settings.dns_servers),
-            make_did_resolver(settings, outbound),
-            await asyncio.to_thread(make_pds_client, settings, outbound),
-            settings.limits,
-        )
-
-
-def _print_notices(scope: Scope, results: Sequence[AddedLexicon], given: Mapping[str, SourcedLexicon]) -> None:
-    skipped = [result.nsid for result in results if result.state is AddedState.SKIPPED]
-    if skipped:
-        click.echo(f"lexicons without a record type, skipped: {_named(skipped)}", err=True)
-    for result in results:
-        for problem in given[result.nsid].lexicon.problems:
-            click.echo(printable(f"{result.nsid}: {problem}"), err=True)
-        if result.unknown:
-            missing = ", ".join(result.unknown)
-            text = f"fields that refer to {missing} have the type jsonb until it is added"
-            click.echo(printable(f"{result.nsid}: {text}"), err=True)
-        if result.view and not scope.collections.matches(result.nsid):
-            text = "the scope does not select this collection, so the view has no records; see indexer scope show"
-            click.echo(f"{result.nsid}: {text}", err=True)
+def _print_notices(scope: Scope, result: AddedLexicon, given: SourcedLexicon) -> None:
+    notices = list(given.lexicon.problems)
+    if result.unknown:
+        notices.append(f"fields that refer to {', '.join(result.unknown)} have the type jsonb until it is added")
+    if result.view and not scope.collections.matches(result.nsid):
+        notices.append("the scope does not select this collection, so the view has no records; see indexer scope show")
+    for notice in notices:
+        click.echo(printable(f"{result.nsid}: {notice}"), err=True)
 
 
 def _print_dropped(dropped: Sequence[LexiconIndex]) -> None:
     for index in dropped:
         click.echo(f"{index.nsid} ({index.columns}): dropped an index that no view uses any more", err=True)
-
-
-def _named(names: Any) -> str:
-    every = list(names)
-    more = f" and {len(every) - MAX_NAMED} more" if len(every) > MAX_NAMED else ""
-    return ", ".join(every[:MAX_NAMED]) + more
 
 
 def _unknown(nsids: Sequence[str], stored: Mapping[str, StoredLexicon]) -> str | None:

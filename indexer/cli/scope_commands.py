@@ -1,6 +1,5 @@
 """The command `scope` and its subcommands `show`, `set` and `untrack`."""
 
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -67,8 +66,8 @@ async def set_command(
     that the stream or the relay's repo list shows, `listed` only repos that are added, `signal` also repos with a
     record of a signal collection. Repos that the new scope does not want are untracked, and their records deleted.
 
-    The command asks for confirmation if stored records would be deleted, and needs --yes if there is no terminal. It
-    prints the command that returns to the scope before: then what was deleted is fetched again.
+    The command asks for confirmation if stored records would be deleted, and needs --yes if there is no terminal. After
+    a return to the scope before, what was deleted is fetched again.
     """
     if track is None and collections is None and signal_collections is None:
         raise click.UsageError("Give --track, --collections or --signal-collections.")
@@ -86,12 +85,6 @@ async def set_command(
             raise click.UsageError(str(error)) from error
         progress = await db.scope.progress()
     _print(scope, progress, as_json=as_json)
-    if question:
-        options = ["--track", before.track.value, "--collections", str(before.collections)]
-        if before.signal_patterns:
-            options += ["--signal-collections", ",".join(before.signal_patterns)]
-        command_before = shlex.join(["indexer", "scope", "set", *options])
-        click.echo(f"to return to the scope before: {command_before}", err=True)
     return ExitCode.OK
 
 

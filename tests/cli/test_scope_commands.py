@@ -57,9 +57,7 @@ def test_typo_deletes_nothing(session: Session) -> None:
         "indexer: Delete the records of 1 collections (com.example.note)? There is no terminal"
     )
     assert shown(session)["collections"] == ["*"]
-    result = session("scope", "set", "--collections", "com.example.other.*", "--yes")
-    assert result.returncode == 0
-    assert result.stderr == "to return to the scope before: indexer scope set --track all --collections '*'\n"
+    assert session("scope", "set", "--collections", "com.example.other.*", "--yes").returncode == 0
     assert session("scope", "set", "--track", "all", "--collections", "*").stderr == "", "nothing is lost"
     assert session("scope", "set", "--collections", "com.example.*").stderr == "", "it selects all stored records"
 
