@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from enum import IntEnum
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self
 
 import click
 
@@ -22,31 +22,23 @@ Implementation = Callable[Concatenate["Settings", P], Coroutine[Any, Any, int]]
 
 
 class ExitCode(IntEnum):
-    """The exit codes of all commands. Scripts may depend on them."""
+    """The exit codes of all commands, each with its meaning as a sentence. Scripts may depend on them."""
 
-    OK = 0
-    FAILED = 1
-    BAD_ARGUMENT = 2
-    NOT_READY = 3
-    UNKNOWN = 4
-    DIFFERENT = 5
-    INTERRUPTED = 130
+    text: str
 
-    @property
-    def text(self) -> str:
-        """The meaning of the exit code, as a sentence."""
-        return _MEANINGS[self]
+    OK = 0, "The command did what it was asked for."
+    FAILED = 1, "The database or a host is unavailable, a check failed, or something remains to be done."
+    BAD_ARGUMENT = 2, "An argument or a setting is wrong, or the operator has to correct the database first."
+    NOT_READY = 3, "`status`: the indexer is not ready."
+    UNKNOWN = 4, "The DID, handle, record, relay, lexicon or ID is not in the database."
+    DIFFERENT = 5, "`audit`: database and network differ."
+    INTERRUPTED = 130, "The command was interrupted (Ctrl-C), or a question was not answered with yes."
 
-
-_MEANINGS = {
-    ExitCode.OK: "The command did what it was asked for.",
-    ExitCode.FAILED: "The database or a host is unavailable, a check failed, or something remains to be done.",
-    ExitCode.BAD_ARGUMENT: "An argument or a setting is wrong, or the operator has to correct the database first.",
-    ExitCode.NOT_READY: "`status`: the indexer is not ready.",
-    ExitCode.UNKNOWN: "The DID, handle, record, relay, lexicon or ID is not in the database.",
-    ExitCode.DIFFERENT: "`audit`: database and network differ.",
-    ExitCode.INTERRUPTED: "The command was interrupted (Ctrl-C), or a question was not answered with yes.",
-}
+    def __new__(cls, value: int, text: str) -> Self:
+        """Make a member that equals its number."""
+        member = int.__new__(cls, value)
+        member._value_, member.text = value, text
+        return member
 
 
 config_option = click.option(

@@ -57,14 +57,12 @@ REPLACED = {
 """The replacements of removed commands."""
 
 
-def _print_versions(context: click.Context) -> None:
-    """Print the versions of this program and of the native core, from the metadata of the installed packages."""
+def _native_core() -> str:
+    """Return what is installed of the native core, from the metadata of the packages."""
     try:
-        native = f"version {version(NATIVE_CORE)}, used unless INDEXER_CORE is python"
+        return f"version {version(NATIVE_CORE)}, used unless INDEXER_CORE is python"
     except PackageNotFoundError:
-        native = "not installed, so the Python code verifies"
-    click.echo(f"indexer, version {__version__}\nnative core: {native}")
-    context.exit()
+        return "not installed, so the Python code verifies"
 
 
 class CommandGroup(click.Group):
@@ -107,12 +105,9 @@ def load_command(name: str) -> click.Command:
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=lambda context, _, asked: _print_versions(context) if asked else None,
+@click.version_option(
+    __version__,
+    message=f"%(prog)s, version %(version)s\nnative core: {_native_core()}",
     help="Show the versions of this program and of the native core, and exit.",
 )
 @config_option
