@@ -45,10 +45,9 @@ from indexer.db.process_reports import DatabaseCheck, ProcessReport
 from indexer.db.scope import CurrentScope
 from indexer.live.account_limits import AccountLimits
 from indexer.live.batch_writer import BATCH_SIZE, BatchWriter
-from indexer.live.firehose_consumer import FirehoseConsumer
+from indexer.live.firehose_consumer import FirehoseConsumer, StreamContinuity
 from indexer.live.inbox import Inbox, StreamPosition
 from indexer.live.key_lookups import KeyLookups
-from indexer.live.stream_continuity import StreamContinuity
 from indexer.net.http.http_client import OutboundClient
 from indexer.net.identity.handle_verifier import HandleVerifier
 from indexer.net.identity.identity_cache import IdentityCache

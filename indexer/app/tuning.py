@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from indexer.app.clients import KEY_LOOKUP_TIMEOUT
 from indexer.db.gaps import REFRESH_SECONDS
 from indexer.live.batch_writer import WriterSettings
-from indexer.live.stream_continuity import PROOF_TIMEOUT
+from indexer.live.firehose_consumer import PROOF_TIMEOUT
 from indexer.net.http.host_limits import HostPauses
 from indexer.net.http.http_client import Timeouts
 from indexer.net.identity.identity_cache import IdentityLifetimes

@@ -15,9 +15,10 @@ from indexer.cli.output import echo_result, fact_table, result_console, to_json,
 from indexer.db.dead_letters import StoredDeadLetter
 from indexer.db.tap_feed import SetAside
 from indexer.errors import UpstreamError
-from indexer.live.dead_letter_replay import ReplayResult
+from indexer.live.dead_letter_replay import UNKNOWN, UNTRIED, ReplayResult
 from indexer.reasons import Rejection
 from indexer.sync.events import frame_for_display
+from indexer.sync.repo import Outcome
 from indexer.telemetry.log import printable
 
 MAX_DETAIL_CHARACTERS = 160
@@ -206,8 +207,8 @@ async def replay_command(
         for number in sorted(set(numbers)) if reason is None else await db.dead_letters.ids(reason):
             result = await replay.replay(number)
             echo_result(asdict(result), replay_line(result), as_json=as_json)
-            remaining += result.remains
-            unknown += not result.exists
+            remaining += result.outcome in {Outcome.REJECTED, UNTRIED}
+            unknown += result.outcome == UNKNOWN
     if unknown and numbers:
         return report_error(f"IDs that do not exist: {unknown}", ExitCode.UNKNOWN)
     return report_error(f"dead letters that remain: {remaining}", ExitCode.FAILED) if remaining else ExitCode.OK

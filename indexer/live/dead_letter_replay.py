@@ -48,16 +48,6 @@ class ReplayResult:
     detail: str = ""
     previous_reason: Rejection | None = None
 
-    @property
-    def remains(self) -> bool:
-        """True if the dead letter stays in the database."""
-        return self.outcome in {Outcome.REJECTED, UNTRIED}
-
-    @property
-    def exists(self) -> bool:
-        """True if there was such a dead letter."""
-        return self.outcome != UNKNOWN
-
 
 @dataclass(eq=False)
 class DeadLetterReplay:

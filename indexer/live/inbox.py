@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
 from time import monotonic
@@ -133,6 +134,7 @@ class Inbox:
         await self._all_settled.wait()
 
 
+@dataclass(eq=False)
 class StreamPosition:
     """The position in the stream of the connected relay.
 
@@ -141,23 +143,22 @@ class StreamPosition:
     Attributes:
         is_known: Return True while the stream is connected, and it is known whether messages before it are missing.
         relay: The URL of the relay; "" before the first connection.
-        host: The host of the stream if the upstream is a PDS, else None.
     """
 
-    def __init__(self, is_known: Callable[[], bool], *, upstream_is_pds: bool = False) -> None:
-        self.is_known = is_known
-        self.relay = ""
-        self.epoch = 0
-        self.host: str | None = None
-        self.watermark = Watermark()
-        self._upstream_is_pds = upstream_is_pds
+    is_known: Callable[[], bool]
+    upstream_is_pds: bool = field(default=False, kw_only=True)
+    relay: str = field(default="", init=False)
+    epoch: int = field(default=0, init=False)
+    watermark: Watermark = field(default_factory=Watermark, init=False)
+
+    @property
+    def host(self) -> str | None:
+        """The host of the stream if the upstream is a PDS, else None."""
+        return host_of(self.relay) if self.upstream_is_pds else None
 
     def begin(self, relay: str, epoch: int, watermark: Watermark) -> None:
         """Start again in the stream of `relay`; all messages of the previous connection must be done."""
-        self.relay = relay
-        self.epoch = epoch
-        self.host = host_of(relay) if self._upstream_is_pds else None
-        self.watermark = watermark
+        self.relay, self.epoch, self.watermark = relay, epoch, watermark
 
     def last_stored(self) -> StreamPoint | None:
         """Return the message at the position of the cursor; None if it is not known."""

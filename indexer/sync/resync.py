@@ -124,17 +124,8 @@ class Completion:
         stuck: True if the next event ends the chain, which is only possible after `lock`.
     """
 
-    def __init__(
-        self,
-        claimed: Repo,
-        head: Head,
-        key: KeyState,
-        context: PlanContext,
-        slice_bytes: int = SLICE_BYTES,
-        slice_changes: int = MAX_BATCH_CHANGES,
-    ) -> None:
+    def __init__(self, claimed: Repo, head: Head, key: KeyState, context: PlanContext) -> None:
         """Begin with the row as the worker claimed it, and with the head of the stored records."""
-        self._slice_bytes, self._slice_changes = slice_bytes, slice_changes
         self._locked: Repo | None = None
         self._scope_version = context.policy.scope.version
         self._repo = synchronize(claimed, Trigger.COMPLETED, head, context.now, self._scope_version)
@@ -179,7 +170,7 @@ class Completion:
             self.changes += plan.changes
             self._dead_letters += [dead_letter] if dead_letter else []
             size += len(event.frame) + sum([change.size for change in plan.changes])
-            if size > self._slice_bytes or len(self.changes) > self._slice_changes:
+            if size > SLICE_BYTES or len(self.changes) > MAX_BATCH_CHANGES:
                 return True
         return False
 

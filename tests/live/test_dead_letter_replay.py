@@ -181,7 +181,7 @@ async def test_commit_is_applied_once_the_directory_has_its_key(scenario: Replay
     scenario.owner.swap_key()
     dead_letter_id = await scenario.reject_event("commit", scenario.owner.commit(Write.create(PATH, RECORD)))
     result = await scenario.replay(dead_letter_id)
-    assert (result.outcome, result.reason, result.remains) == (Outcome.REJECTED, Rejection.SIGNATURE_INVALID, True)
+    assert (result.outcome, result.reason) == (Outcome.REJECTED, Rejection.SIGNATURE_INVALID)
 
     scenario.directory.key = None
     result = await scenario.replay(dead_letter_id)
@@ -207,7 +207,7 @@ async def test_without_a_directory_the_dead_letter_stays_untried(
     dead_letter_id = await scenario.reject_event("commit", scenario.owner.commit(Write.create(PATH, RECORD)))
     scenario.directory.error = UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, "502")
     result = await scenario.replay(dead_letter_id)
-    assert (result.outcome, result.remains) == (UNTRIED, True)
+    assert result.outcome == UNTRIED
     assert result.detail.startswith("identity-unavailable: ")
     assert (await scenario.repo(), await scenario.remaining()) == (before, [(dead_letter_id, "signature-invalid")])
     assert await scenario.sql.fetchval("select count(*) from indexer.buffered_event") == 0
@@ -216,7 +216,7 @@ async def test_without_a_directory_the_dead_letter_stays_untried(
 async def test_incomplete_frame_is_not_replayed(scenario: ReplayScenario) -> None:
     dead_letter_id = await scenario.insert_dead_letter(bytes(DEAD_LETTER_BYTES), reason=Rejection.SIGNATURE_INVALID)
     result = await scenario.replay(dead_letter_id)
-    assert (result.outcome, result.remains) == (UNTRIED, True)
+    assert result.outcome == UNTRIED
     assert "incomplete" in result.detail
     assert await scenario.remaining() == [(dead_letter_id, Rejection.SIGNATURE_INVALID)]
     assert scenario.directory.lookups == []
@@ -316,7 +316,7 @@ async def test_concurrent_replays_resolve_a_dead_letter_once(
         observer = await asyncpg.connect(database)
         await until(lambda: waiting_for_locks(observer, 2))
         await observer.close()
-    first, second = sorted(await replays, key=lambda result: not result.exists)
+    first, second = sorted(await replays, key=lambda result: result.outcome == UNKNOWN)
     assert first.outcome is (Outcome.BUFFERED if kind == "commit" else Outcome.IGNORED)
     assert second == ReplayResult(dead_letter_id, UNKNOWN)
     repo = await scenario.repo()

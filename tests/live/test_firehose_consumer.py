@@ -9,9 +9,8 @@ from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.core import PYTHON_CORE, Core
 from indexer.db.gaps import OpenGaps
 from indexer.demo.local_relay import message_frame
-from indexer.live.firehose_consumer import FirehoseConsumer
+from indexer.live.firehose_consumer import PROOF_TIMEOUT, FirehoseConsumer, StreamContinuity
 from indexer.live.inbox import Inbox, StreamPosition
-from indexer.live.stream_continuity import PROOF_TIMEOUT, StreamContinuity
 from indexer.net.relay.subscription import Connection, Subscription
 from indexer.reasons import GapReason
 from indexer.sync.events import MAX_SEQ, IdentityEvent, MalformedEvent

@@ -4,7 +4,7 @@ import pytest
 
 from indexer.db import Database
 from indexer.db.gaps import OpenGaps
-from indexer.live.stream_continuity import Start, StreamContinuity, StreamEntry
+from indexer.live.firehose_consumer import Start, StreamContinuity, StreamEntry
 from indexer.net.relay.subscription import Subscription
 from indexer.reasons import GapReason, Rejection
 from indexer.sync.changes import Batch

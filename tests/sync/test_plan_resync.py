@@ -302,15 +302,16 @@ def test_throttling_does_not_count_as_attempt_and_waits_for_retry_after() -> Non
 
 
 @pytest.mark.parametrize("limit", ["bytes", "changes"])
-def test_a_slice_ends_with_the_event_that_exceeds_its_limit(limit: str) -> None:
+def test_a_slice_ends_with_the_event_that_exceeds_its_limit(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     alice = SigningAccount()
     head = alice.head
     events = buffered(alice, *[alice.commit_post(f"{number}") for number in range(6)])
     alone = Completion(claimed(alice), head, alice.key_state, CONTEXT)
     alone.add(events[:3])
     size = sum(change.size for change in plan_slices(alone)) + sum(len(event.frame) for event in events[:3])
-    limits = {"slice_bytes": size} if limit == "bytes" else {"slice_changes": 3}
-    completion = Completion(claimed(alice), head, alice.key_state, CONTEXT, **limits)
+    name, value = ("SLICE_BYTES", size) if limit == "bytes" else ("MAX_BATCH_CHANGES", 3)
+    monkeypatch.setattr(f"indexer.sync.resync.{name}", value)
+    completion = Completion(claimed(alice), head, alice.key_state, CONTEXT)
     completion.add(events)
     assert completion.plan_slice()
     assert [change.rkey for change in completion.changes] == ["0", "1", "2", "3"]
