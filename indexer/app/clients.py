@@ -41,10 +41,19 @@ async def open_outbound_client(
 
     `timeouts` are those of a request, `pauses` those of a host whose requests fail. Default: those of the classes.
     """
+    relays = {host_of(http_origin(relay)): settings.host_rate for relay in settings.relays}
+    rates = RateLimits(
+        host=settings.host_rate,
+        host_concurrency=settings.host_concurrency,
+        total=settings.outbound_rate,
+        total_concurrency=settings.resync_workers + LOOKUP_CONCURRENCY,
+        configured_hosts=relays | {host_of(url): settings.plc_rate for url in settings.plc_url},
+        pauses=pauses or HostPauses(),
+    )
     outbound_settings = OutboundSettings(
         settings.user_agent,
         allow_private_hosts=settings.allow_private_hosts,
-        rates=_rate_limits(settings, pauses or HostPauses()),
+        rates=rates,
         timeouts=timeouts or Timeouts(),
         dns_servers=settings.dns_servers,
     )
@@ -150,23 +159,6 @@ def make_pds_client(settings: Settings, outbound: OutboundClient, core: Core = P
 def http_origin(relay: str) -> str:
     """Return the HTTP base URL of a relay from the URL of its stream."""
     return relay.replace("ws", "http", 1)
-
-
-def _rate_limits(settings: Settings, pauses: HostPauses) -> RateLimits:
-    return RateLimits(
-        host=settings.host_rate,
-        host_concurrency=settings.host_concurrency,
-        total=settings.outbound_rate,
-        total_concurrency=outbound_concurrency(settings),
-        configured_hosts={host_of(http_origin(relay)): settings.host_rate for relay in settings.relays}
-        | {host_of(url): settings.plc_rate for url in settings.plc_url},
-        pauses=pauses,
-    )
-
-
-def outbound_concurrency(settings: Settings) -> int:
-    """Return the maximum number of concurrent requests to all hosts: one for each resync, and those of lookups."""
-    return settings.resync_workers + LOOKUP_CONCURRENCY
 
 
 async def stored_policy(settings: Settings, db: Database) -> Policy:

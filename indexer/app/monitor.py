@@ -2,16 +2,15 @@
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic
-from typing import Generic, NoReturn, TypeVar
+from typing import NoReturn
 
 from indexer.live.batch_writer import SettledTotals
 from indexer.net.http.host_limits import HostLimits
 from indexer.net.identity.did_resolver import Method
 from indexer.net.identity.identity_cache import LookupTotals
-from indexer.reasons import Rejection
 from indexer.telemetry.conditions import (
     HOST_FAILING,
     IDENTITY_LOOKUPS_FAILING,
@@ -28,16 +27,13 @@ MIN_LOOKUPS = 5
 """Identity lookups within a minute that are enough to judge the share of failures."""
 
 
-K = TypeVar("K", bound=Hashable)
-
-
-class RecentTotals(Generic[K]):
+class RecentTotals:
     """Compares samples of counters that only grow. Counters are zero before the first sample."""
 
     def __init__(self, began_at: float) -> None:
-        self._samples: deque[tuple[float, Counter[K]]] = deque([(began_at, Counter())])
+        self._samples: deque[tuple[float, Counter[str]]] = deque([(began_at, Counter())])
 
-    def add(self, now: float, totals: Mapping[K, int]) -> Counter[K]:
+    def add(self, now: float, totals: Mapping[str, int]) -> Counter[str]:
         """Add a sample; return how much each counter grew within the window."""
         newest = Counter(totals)
         self._samples.append((now, newest))
@@ -57,9 +53,8 @@ class DaemonMonitor:
     clock: Callable[[], float] = monotonic
 
     def __post_init__(self) -> None:
-        """Begin with the present totals."""
-        self._recent_messages = RecentTotals[Rejection | None](self.clock())
-        self._recent_lookups = RecentTotals[bool](self.clock())
+        """Begin with the present time."""
+        self._recent = RecentTotals(self.clock())
 
     async def run(self) -> NoReturn:
         """Check forever."""
@@ -69,32 +64,27 @@ class DaemonMonitor:
 
     def check(self) -> None:
         """Report the conditions that hold now, and end those that are over."""
-        self._check_rejections()
-        self._check_lookups()
-        self._check_hosts()
-        self.conditions.update()
-
-    def _check_rejections(self) -> None:
-        totals = Counter[Rejection | None](self.settled.rejected)
-        totals[None] = self.settled.settled
-        recent = self._recent_messages.add(self.clock(), totals)
-        settled = recent[None]
+        directory = self.lookups["plc"]  # any host can serve a did:web, so its failures say nothing about this daemon
+        counted = {"settled": self.settled.settled, "failed": directory.failed, "answered": directory.answered}
+        recent = self._recent.add(
+            self.clock(), counted | {str(reason): count for reason, count in self.settled.rejected.items()}
+        )
+        settled, lookups = recent["settled"], recent["failed"] + recent["answered"]
         for reason in self.settled.rejected:
             message = (
                 f"{reason} rejects {recent[reason] / max(settled, 1):.0%} of {settled} messages of the last minute; "
                 f"example: {self.settled.examples.get(reason, '-')}"
             )
             self._judge(MESSAGES_REJECTED, reason, recent[reason], settled, MIN_MESSAGES, message)
-
-    def _check_lookups(self) -> None:
-        directory = self.lookups["plc"]  # any host can serve a did:web, so its failures say nothing about this daemon
-        recent = self._recent_lookups.add(self.clock(), {False: directory.failed, True: directory.answered})
-        lookups = recent.total()
         message = (
-            f"identity lookups fail: {recent[False] / max(lookups, 1):.0%} of {lookups} in the last minute; "
+            f"identity lookups fail: {recent['failed'] / max(lookups, 1):.0%} of {lookups} in the last minute; "
             f"last error: {directory.last_error}; affected repos stay desynchronized and are retried"
         )
-        self._judge(IDENTITY_LOOKUPS_FAILING, "", recent[False], lookups, MIN_LOOKUPS, message)
+        self._judge(IDENTITY_LOOKUPS_FAILING, "", recent["failed"], lookups, MIN_LOOKUPS, message)
+        for state in self.hosts.failing():
+            message = f"requests to {state.host} fail: {state.last_error}; it is asked again after growing pauses"
+            self.conditions.report(HOST_FAILING, state.host, message=message, count=0)
+        self.conditions.update()
 
     def _judge(self, kind: ConditionKind, subject: str, part: int, total: int, minimum: int, message: str) -> None:
         """Begin a condition if `part` is most of at least `minimum`, and end it when it is no longer most of them.
@@ -106,8 +96,3 @@ class DaemonMonitor:
             self.conditions.report(kind, subject, message=message, value=round(part / total, 4), count=0)
         elif total and not is_most:
             self.conditions.end(kind, subject)
-
-    def _check_hosts(self) -> None:
-        for state in self.hosts.failing():
-            message = f"requests to {state.host} fail: {state.last_error}; it is asked again after growing pauses"
-            self.conditions.report(HOST_FAILING, state.host, message=message, count=0)

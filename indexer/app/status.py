@@ -1,7 +1,7 @@
 """The state of the running daemon, read from its stages: for the health checks, the metrics and the status page."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from time import monotonic, time
@@ -54,13 +54,12 @@ class DaemonProbe:
         No stage counts as stalled because of a database that does not answer, or because another process owns the
         shard: a restart of this process would not help.
         """
-        return [reason for stage in self.stages.values() for reason in self._stall(stage)]
-
-    def _stall(self, stage: StageProgress) -> Iterator[ReadinessReason]:
-        seconds = self._seconds_without_progress(stage)
-        if seconds > stage.limit:
-            message = f"{stage.name} stalled: it has work and made no progress for {seconds:.0f} s"
-            yield ReadinessReason("stage-stalled", message, round(seconds, 1))
+        message = "{} stalled: it has work and made no progress for {:.0f} s"
+        return [
+            ReadinessReason("stage-stalled", message.format(stage.name, seconds), round(seconds, 1))
+            for stage in self.stages.values()
+            if (seconds := self._seconds_without_progress(stage)) > stage.limit
+        ]
 
     def _seconds_without_progress(self, stage: StageProgress) -> float:
         """Return for how long the stage has made no progress although it has work and is able to work, else 0."""

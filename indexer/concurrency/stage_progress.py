@@ -18,27 +18,28 @@ class Work:
     """One activity of a stage: its loop, or one of several concurrent tasks.
 
     Attributes:
+        waits_since: When the last progress was made, or work arrived (monotonic seconds); None if there is no work.
         last_error: The database error of its last attempt; None if that succeeded.
         failing_since: Since when all its attempts have failed (monotonic seconds); None if the last one succeeded.
     """
 
     def __init__(self) -> None:
-        self._waits_since: float | None = None
+        self.waits_since: float | None = None
         self.last_error: str | None = None
         self.failing_since: float | None = None
 
     def begin(self) -> None:
         """Report that there is work. If there was work before, nothing changes."""
-        if self._waits_since is None:
-            self._waits_since = monotonic()
+        if self.waits_since is None:
+            self.waits_since = monotonic()
 
     def moved(self) -> None:
         """Report that there is work, and that it made progress just now."""
-        self._waits_since = monotonic()
+        self.waits_since = monotonic()
 
     def idle(self) -> None:
         """Report that there is no work."""
-        self._waits_since = None
+        self.waits_since = None
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -56,11 +57,6 @@ class Work:
             self.failing_since = None
         elif self.failing_since is None:
             self.failing_since = monotonic()
-
-    @property
-    def waits_since(self) -> float | None:
-        """When the last progress was made, or work arrived (monotonic seconds); None if there is no work."""
-        return self._waits_since
 
 
 class StageProgress(Work):

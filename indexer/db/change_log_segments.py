@@ -216,16 +216,12 @@ _NEEDED = """
 """
 
 
-async def load_consumers(connection: Connection) -> list[ConsumerState]:
-    """Return the registered consumers, ordered by name."""
-    return [ConsumerState(**row) for row in await connection.fetch(_CONSUMERS, time())]
-
-
 async def load_state(connection: Connection) -> ChangeLogState:
     """Return the state of the change log."""
     [(current, opened_at)] = await connection.fetch(_CURRENT, time())
     segments = [Segment(**row) for row in await connection.fetch(_SEGMENTS, time(), SEGMENTS)]
-    return ChangeLogState(current, opened_at, segments, await load_consumers(connection))
+    consumers = [ConsumerState(**row) for row in await connection.fetch(_CONSUMERS, time())]
+    return ChangeLogState(current, opened_at, segments, consumers)
 
 
 class ChangeLogSegments(Area):

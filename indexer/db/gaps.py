@@ -127,21 +127,15 @@ class Gaps(Area):
 
     async def load_open(self) -> list[OpenGap]:
         """Return the open gaps of all shards, oldest first."""
-        async with self._pool.connection() as connection:
-            return await load_open(connection)
-
-
-async def load_open(connection: Connection) -> list[OpenGap]:
-    """Return the open gaps of all shards, oldest first."""
-    return [
-        OpenGap(
-            id_,
-            Gap(relay, shard, _REASONS[reason], first_seq, last_seq),
-            opened_at,
-            frozenset(position for part in reconciled for position in range(part.lower, part.upper)),
-        )
-        for id_, relay, shard, reason, first_seq, last_seq, opened_at, reconciled in await connection.fetch(_LOAD_OPEN)
-    ]
+        return [
+            OpenGap(
+                id_,
+                Gap(relay, shard, _REASONS[reason], first_seq, last_seq),
+                opened_at,
+                frozenset(position for part in reconciled for position in range(part.lower, part.upper)),
+            )
+            for id_, relay, shard, reason, first_seq, last_seq, opened_at, reconciled in await self._fetch(_LOAD_OPEN)
+        ]
 
 
 async def close_gaps(connection: Connection, positions: range, last_gap: int, closed_by: str) -> None:

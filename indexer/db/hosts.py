@@ -7,8 +7,6 @@ are times of the clocks of these processes, not of the database's.
 from collections.abc import Sequence
 from time import time
 
-import asyncpg
-
 from indexer.crash_points import crash_point
 from indexer.db.columns import columns_of, typed, unnest, values_of
 from indexer.db.connections import Area
@@ -58,7 +56,8 @@ class Hosts(Area):
 
     async def load(self) -> list[HostState]:
         """Return the hosts that are paused, or whose last request failed less than a day ago."""
-        return [_state(row) for row in await self._fetch(_LOAD, _FAILURES_EXPIRE_SECONDS, time())]
+        rows = await self._fetch(_LOAD, _FAILURES_EXPIRE_SECONDS, time())
+        return [HostState(**{**row, "pause_reason": _REASONS.get(row["pause_reason"])}) for row in rows]
 
     async def save(self, states: Sequence[HostState]) -> None:
         """Add requests and failures to the stored counts, and store the rest. Limits the number of rows."""
@@ -68,8 +67,3 @@ class Hosts(Area):
             if any(row["inserted"] for row in saved):
                 await connection.execute(_TRIM, MAX_HOSTS)
             crash_point("hosts.saved")
-
-
-def _state(row: asyncpg.Record) -> HostState:
-    reason = row["pause_reason"]
-    return HostState(**{**row, "pause_reason": None if reason is None else _REASONS[reason]})

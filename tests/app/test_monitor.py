@@ -104,7 +104,7 @@ async def test_host_is_failing_until_it_responds(monitored: Monitored) -> None:
 
 
 def test_growth_is_counted_within_the_window() -> None:
-    recent = RecentTotals[str](0.0)
+    recent = RecentTotals(0.0)
     assert recent.add(2.0, {"a": 3, "b": 1}) == Counter(a=3, b=1)
     assert recent.add(30.0, {"a": 5, "b": 1}) == Counter(a=5, b=1)
     assert recent.add(2.0 + WINDOW_SECONDS, {"a": 6, "b": 1}) == Counter(a=3)
