@@ -11,8 +11,7 @@ import pytest
 
 from indexer.db import Database
 from indexer.db.tap_feed import SNAPSHOT_BEGIN, DeliveryProgress
-from indexer.readers.jetstream.events import LogPosition, encode_page
-from indexer.readers.jetstream.options import EventFilter
+from indexer.readers.jetstream.events import EventFilter, LogPosition, encode_page
 from indexer.readers.tap.deliveries import Deliveries, RefusalLimits
 from indexer.sync.changes import Batch, RepoWrite
 from indexer.telemetry.metrics import FEED_KINDS

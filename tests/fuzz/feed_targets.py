@@ -14,12 +14,11 @@ from aiohttp import web
 from indexer.db.change_log_reads import LoggedChange
 from indexer.db.tap_feed import DeliveryProgress
 from indexer.readers.access import Access
-from indexer.readers.jetstream.options import (
-    ALL_EVENTS,
+from indexer.readers.jetstream.events import ALL_EVENTS, EventFilter
+from indexer.readers.jetstream.subscriber import (
     MAX_COLLECTIONS,
     MAX_DIDS,
     BadOptionsError,
-    EventFilter,
     parse_message,
     parse_query,
 )

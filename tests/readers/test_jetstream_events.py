@@ -14,8 +14,14 @@ from indexer.atproto.cid import cid_of, cid_text
 from indexer.atproto.syntax import CollectionFilter
 from indexer.db.change_log_reads import FeedPage, LoggedBatch, LoggedChange, StoredAccount, StoredRecord
 from indexer.readers.jetstream import events
-from indexer.readers.jetstream.events import EventChunk, LogPosition, encode_page, position_before
-from indexer.readers.jetstream.options import ALL_EVENTS, EventFilter
+from indexer.readers.jetstream.events import (
+    ALL_EVENTS,
+    EventChunk,
+    EventFilter,
+    LogPosition,
+    encode_page,
+    position_before,
+)
 
 ADA, BOB = "did:plc:ada", "did:plc:bob"
 POST, LIKE = "app.bsky.feed.post", "app.bsky.feed.like"

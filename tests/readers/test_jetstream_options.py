@@ -5,12 +5,11 @@ from urllib.parse import urlencode
 import orjson
 import pytest
 
-from indexer.readers.jetstream.options import (
-    ALL_EVENTS,
+from indexer.readers.jetstream.events import ALL_EVENTS, EventFilter
+from indexer.readers.jetstream.subscriber import (
     MAX_COLLECTIONS,
     MAX_DIDS,
     BadOptionsError,
-    EventFilter,
     parse_message,
     parse_query,
 )

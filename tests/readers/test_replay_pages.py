@@ -6,9 +6,8 @@ from typing import cast
 
 from indexer.db import Database
 from indexer.db.change_log_reads import FeedPage, LoggedChange
-from indexer.readers.jetstream.events import LogPosition
+from indexer.readers.jetstream.events import ALL_EVENTS, EventFilter, LogPosition
 from indexer.readers.jetstream.log_reading import PAGE_CHANGES, ReplayPages
-from indexer.readers.jetstream.options import ALL_EVENTS, EventFilter
 from tests.readers.test_jetstream_events import ADA, record_change, value
 
 NOTHING = EventFilter(dids=frozenset({"did:plc:nobody"}))

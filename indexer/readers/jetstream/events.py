@@ -4,6 +4,7 @@ An event is stored as a complete websocket frame: a server does not mask its fra
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache, cached_property
 from importlib.resources import files
@@ -15,8 +16,8 @@ import orjson
 from backports.zstd import ZstdCompressor, ZstdDict
 
 from indexer.atproto.cid import cid_text
+from indexer.atproto.syntax import CollectionFilter
 from indexer.db.change_log_reads import FeedPage, LoggedBatch, LoggedChange, StoredAccount, StoredRecord
-from indexer.readers.jetstream.options import EventFilter
 from indexer.sync.repo import DELETED, OUT_OF_SCOPE
 
 _TEXT_FRAME, _BINARY_FRAME = 0x81, 0x82
@@ -61,6 +62,39 @@ def position_before(cursor: int, batch: LoggedBatch) -> LogPosition:
     """
     passed = min(cursor - batch.time, batch.size)
     return LogPosition(batch.first_seq + passed - 1, batch.first_seq, batch.time)
+
+
+@dataclass(frozen=True, slots=True)
+class EventFilter:
+    """Selects the events that a subscriber receives.
+
+    Attributes:
+        collections: The collections of commit events; None selects all. Other events have no collection.
+        dids: The accounts; an empty set selects all.
+        max_bytes: Events with longer JSON are left out; 0 means no limit.
+        live_only: Leave out differences that a resync found.
+    """
+
+    collections: CollectionFilter | None = None
+    dids: frozenset[str] = frozenset()
+    max_bytes: int = 0
+    live_only: bool = False
+
+    def selects(self, change: LoggedChange) -> bool:
+        """Return True if the event of a change is sent, unless it is too long."""
+        return (
+            (not self.dids or change.did in self.dids)
+            and (self.collections is None or change.collection is None or self.collections.matches(change.collection))
+            and (change.live or not self.live_only)
+        )
+
+    @property
+    def selects_all(self) -> bool:
+        """True if no event is left out."""
+        return self == ALL_EVENTS
+
+
+ALL_EVENTS = EventFilter()
 
 
 class Frames(NamedTuple):

@@ -16,8 +16,14 @@ from indexer.concurrency.turns import Turns
 from indexer.db import Database
 from indexer.db.change_log_reads import ChangeSignal, LogTrimmedError
 from indexer.db.periodic import DatabaseAttempt
-from indexer.readers.jetstream.events import EventChunk, LogPosition, encode_page, position_before
-from indexer.readers.jetstream.options import ALL_EVENTS, EventFilter
+from indexer.readers.jetstream.events import (
+    ALL_EVENTS,
+    EventChunk,
+    EventFilter,
+    LogPosition,
+    encode_page,
+    position_before,
+)
 
 WINDOW_BYTES = 32 << 20
 WINDOW_SECONDS = 60.0

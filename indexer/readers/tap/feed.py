@@ -5,7 +5,7 @@ if no client uses the feed. If changes were trimmed before, the first client get
 
 One process serves the feed at a time; the others wait. The clients share the work: see `delivery_window` for the order.
 What a client does not acknowledge is delivered again, to any client. Records of hidden repos, and events that clients
-refuse for too long, are set aside: see `set_aside`.
+refuse for too long, are set aside: see `deliveries`.
 
 The window of unacknowledged changes is bounded. While it is full, nothing more is read, and the change log retains the
 rest. A repo has a share of the window, and is read again from the log beyond it.
