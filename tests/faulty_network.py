@@ -19,6 +19,7 @@ from indexer.demo.http_server import HttpServer, XrpcError
 from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_pds import (
+    CAR_TYPE,
     GET_LATEST_COMMIT,
     GET_REPO_STATUS,
     HostedRepo,
@@ -28,7 +29,9 @@ from indexer.demo.local_pds import (
 )
 from indexer.demo.local_plc import LocalPlc
 from indexer.demo.local_relay import MAX_BY_COLLECTION, SUBSCRIBE_REPOS, LocalRelay, SentMessage, message_frame
+from tests.record_proof import record_proof
 
+GET_RECORD = "/xrpc/com.atproto.sync.getRecord"
 CHUNK_BYTES = 1 << 16
 SLOW_WRITES_PER_SECOND = 20
 ACCEPT_CYCLES = 10
@@ -202,7 +205,16 @@ class FaultyPlc(FaultyServer, LocalPlc):
 
 
 class FaultyPds(FaultyServer, LocalPds):
-    """A PDS."""
+    """A PDS, which also serves proofs of records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.route(GET_RECORD, self._get_record)
+
+    async def _get_record(self, request: web.Request) -> web.Response:
+        path = f"{request.query.get('collection', '')}/{request.query.get('rkey', '')}"
+        proof = record_proof(self._active(request.query.get("did")).repo, path)
+        return web.Response(body=proof, content_type=CAR_TYPE)
 
 
 class FaultyRelay(FaultyServer, LocalRelay):

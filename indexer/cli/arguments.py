@@ -11,7 +11,6 @@ from indexer.atproto.crypto import PublicKey, parse_did_key
 from indexer.atproto.syntax import AtUri, is_account_did, is_did, is_nsid, normalize_account, normalize_nsid
 from indexer.errors import UpstreamError
 from indexer.net.relay.stream_socket import STREAM_PATH
-from indexer.reasons import Rejection
 from indexer.sync.events import MAX_SEQ
 
 STDIN = "-"
@@ -96,14 +95,6 @@ def parse_listen_address(text: str) -> tuple[str, int]:
     return match[1], int(match[2])
 
 
-def parse_reason(text: str) -> Rejection:
-    """Return the reason of a rejection; raise `BadParameter` if there is none with this name."""
-    reason = next((reason for reason in Rejection if reason == text), None)
-    if reason is None:
-        raise wrong(text, f"is not one of {', '.join(Rejection)}")
-    return reason
-
-
 def parse_position(text: str) -> Literal["live", "oldest"] | int:
     """Return a position in the stream of a relay; raise `BadParameter` if the text is not one."""
     if text == "live":
@@ -113,9 +104,6 @@ def parse_position(text: str) -> Literal["live", "oldest"] | int:
     if not (text.isascii() and text.isdigit() and len(text) <= len(str(MAX_SEQ))) or int(text) > MAX_SEQ:
         raise wrong(text, "is not a sequence number, live or oldest")
     return int(text)
-
-
-DEAD_LETTER_ID = click.IntRange(1, 2**63 - 1)
 
 
 def given_dids(dids: tuple[str, ...], file: IO[str] | None, parse: Callable[[str], str]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import IO, Any
 import click
 
 from indexer.app.settings import Settings
-from indexer.cli.arguments import DEAD_LETTER_ID, parse_did, parse_reason
+from indexer.cli.arguments import parse_did
 from indexer.cli.command import ExitCode, command, config_option, json_lines_option, json_option, report_error
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result, fact_table, result_console, to_json, to_readable_json
@@ -21,6 +21,8 @@ from indexer.sync.events import frame_for_display
 from indexer.sync.repo import Outcome
 from indexer.telemetry.log import printable
 
+DEAD_LETTER_ID = click.IntRange(1, 2**63 - 1)
+REASONS = {reason.value: reason for reason in Rejection}
 MAX_DETAIL_CHARACTERS = 160
 
 
@@ -95,7 +97,7 @@ def rejected_command(config: Path | None) -> None:
 @click.option(
     "--reason",
     metavar="REASON",
-    type=parse_reason,
+    type=click.Choice([*REASONS]),
     help="List only messages rejected for this reason (docs/reasons.md).",
 )
 @click.option("--did", metavar="DID", type=parse_did, help="List only messages that name this DID.")
@@ -105,7 +107,7 @@ def rejected_command(config: Path | None) -> None:
 @click.option("--feed", is_flag=True, help="List events that clients of the feed refused and that were set aside.")
 @json_lines_option
 async def list_command(
-    settings: Settings, *, reason: Rejection | None, did: str | None, limit: int, feed: bool, as_json: bool
+    settings: Settings, *, reason: str | None, did: str | None, limit: int, feed: bool, as_json: bool
 ) -> int:
     """List dead letters, newest first.
 
@@ -119,7 +121,7 @@ async def list_command(
             events = [set_aside_dict(event) for event in await db.feed.set_aside(did, limit)]
             found = [(event, set_aside_lines(event)) for event in events]
         else:
-            letters = await db.dead_letters.newest(reason, did, limit=limit)
+            letters = await db.dead_letters.newest(REASONS[reason] if reason else None, did, limit=limit)
             found = [(dead_letter_dict(letter), dead_letter_lines(letter)) for letter in letters]
     for result, lines in found:
         echo_result(result, lines, as_json=as_json)
@@ -168,7 +170,9 @@ async def show_command(settings: Settings, *, number: int, as_json: bool, frame:
 
 @command("replay", rejected_command)
 @click.argument("numbers", nargs=-1, metavar="ID…", type=DEAD_LETTER_ID)
-@click.option("--reason", metavar="REASON", type=parse_reason, help="Replay every message rejected for this reason.")
+@click.option(
+    "--reason", metavar="REASON", type=click.Choice([*REASONS]), help="Replay every message rejected for this reason."
+)
 @click.option("--feed", is_flag=True, help="Send the events again that clients of the feed refused.")
 @click.option("--did", metavar="DID", type=parse_did, help="With --feed: only events of this repo.")
 @json_lines_option
@@ -176,7 +180,7 @@ async def replay_command(
     settings: Settings,
     *,
     numbers: tuple[int, ...],
-    reason: Rejection | None,
+    reason: str | None,
     feed: bool,
     did: str | None,
     as_json: bool,
@@ -204,7 +208,7 @@ async def replay_command(
         return ExitCode.OK
     remaining = unknown = 0
     async with connect_database(settings) as db, open_replay(settings, db) as replay:
-        for number in sorted(set(numbers)) if reason is None else await db.dead_letters.ids(reason):
+        for number in sorted(set(numbers)) if reason is None else await db.dead_letters.ids(REASONS[reason]):
             result = await replay.replay(number)
             echo_result(asdict(result), replay_line(result), as_json=as_json)
             remaining += result.outcome in {Outcome.REJECTED, UNTRIED}

@@ -27,22 +27,11 @@ async def migrate_command(settings: Settings, *, as_json: bool) -> int:
     return ExitCode.OK
 
 
-def parse_shards(_context: click.Context, _parameter: click.Parameter, value: int | None) -> int | None:
-    """Return the number of shards.
-
-    Raises:
-        BadParameter: The buckets cannot be divided equally.
-    """
-    if value is not None and BUCKETS % value:
-        raise click.BadParameter(f"{value} is not a power of two: each shard has equally many of {BUCKETS} buckets")
-    return value
-
-
 @command("distribute")
 @click.option(
     "--shards",
-    type=click.IntRange(1, BUCKETS),
-    callback=parse_shards,
+    type=click.Choice([1 << bit for bit in range(BUCKETS.bit_length())]),
+    metavar="N",
     help="Number of shards of each table, a power of two. At most as many nodes can share the rows. A larger number "
     "than before splits the shards. Default: at least two for each node.",
 )

@@ -14,7 +14,6 @@ from indexer.demo.local_repo import LocalChange, LocalRepo, TidClock, Write
 
 CAR_TYPE = "application/vnd.ipld.car"
 GET_REPO = "/xrpc/com.atproto.sync.getRepo"
-GET_RECORD = "/xrpc/com.atproto.sync.getRecord"
 GET_LATEST_COMMIT = "/xrpc/com.atproto.sync.getLatestCommit"
 GET_REPO_STATUS = "/xrpc/com.atproto.sync.getRepoStatus"
 LIST_REPOS = "/xrpc/com.atproto.sync.listRepos"
@@ -50,7 +49,6 @@ class LocalPds(HttpServer):
         self.listeners: list[Callable[[LocalPds, str, str, dict[str, Any]], None]] = []
         self._rkeys = TidClock()
         self.route(GET_REPO, self._get_repo)
-        self.route(GET_RECORD, self._get_record)
         self.route(GET_LATEST_COMMIT, self._get_latest_commit)
         self.route(GET_REPO_STATUS, self._get_repo_status)
         self.route(LIST_REPOS, self._list_repos)
@@ -65,11 +63,6 @@ class LocalPds(HttpServer):
 
     async def _get_repo(self, request: web.Request) -> web.Response:
         return web.Response(body=b"".join(self._active(request.query.get("did")).repo.export()), content_type=CAR_TYPE)
-
-    async def _get_record(self, request: web.Request) -> web.Response:
-        path = f"{request.query.get('collection', '')}/{request.query.get('rkey', '')}"
-        proof = self._active(request.query.get("did")).repo.record_proof(path)
-        return web.Response(body=proof, content_type=CAR_TYPE)
 
     async def _get_latest_commit(self, request: web.Request) -> web.Response:
         head = self._active(request.query.get("did")).repo.head

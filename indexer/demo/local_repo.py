@@ -134,13 +134,6 @@ class LocalRepo:
         block = dag_cbor.encode(fields | {"sig": key.sign(dag_cbor.encode(fields))})
         self.head = LocalCommit(rev, self.tree.data, cid.cid_of(block), block)
 
-    def record_proof(self, path: str) -> bytes:
-        """Return the CAR of a proof that the record at a path exists, or that it does not."""
-        blocks = {self.head.cid: self.head.block, **self.tree.proof(path)}
-        if path in self.records:
-            blocks[self._cids[path]] = self.records[path]
-        return car(blocks)
-
     def sync(self) -> bytes:
         """Return the CAR of a `#sync` event: only the latest commit."""
         return car({self.head.cid: self.head.block})

@@ -18,6 +18,7 @@ from indexer.reasons import FetchFailure, Rejection
 from indexer.sync.export import verify_snapshot
 from indexer.sync.verify import verify_record
 from tests.faulty_network import Fault, FaultyAccount, FaultyNetwork
+from tests.record_proof import record_proof
 
 GET_REPO = "com.atproto.sync.getRepo"
 CAR = {"Content-Type": "application/vnd.ipld.car"}
@@ -236,7 +237,7 @@ async def test_invalid_latest_commit_is_refused(account: FaultyAccount, pds: Pds
 async def test_record_with_its_proof(account: FaultyAccount, pds: PdsClient) -> None:
     path = "com.example.note/7"
     proof = await pds.fetch_record_proof(account.did, path, account.pds.url)
-    assert proof == account.repo.record_proof(path)
+    assert proof == record_proof(account.repo, path)
     block = verify_record(account.did, path, proof, account.key.public, DEFAULT_LIMITS)
     assert block == account.records[path]
     account.set_status("takendown")
