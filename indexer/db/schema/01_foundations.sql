@@ -91,27 +91,11 @@ begin
     return exists (select from pg_dist_partition p where p.logicalrelid = relation and p.partmethod = 'h');
 end $$;
 
--- The buckets in the order of their hashes in Citus. On a distributed database, shards are ranges of this order.
+-- The buckets in the order of their hashes in Citus, which uses the hash function of Postgres for smallint. On a
+-- distributed database, shards are ranges of this order.
 create function indexer.hash_order() returns smallint[]
 language sql immutable parallel safe
-return array[
-    60, 146, 139, 8, 132, 138, 20, 230, 218, 82, 118, 248, 220, 205, 210, 63,
-    1, 15, 25, 155, 145, 31, 255, 119, 137, 88, 148, 216, 79, 87, 201, 94,
-    26, 33, 176, 231, 24, 35, 157, 245, 10, 115, 129, 223, 92, 151, 104, 105,
-    198, 48, 183, 109, 234, 5, 163, 53, 208, 112, 211, 196, 50, 77, 200, 166,
-    178, 244, 120, 247, 61, 93, 214, 14, 54, 212, 4, 130, 209, 141, 7, 182,
-    215, 228, 250, 17, 51, 236, 172, 133, 162, 16, 187, 189, 111, 96, 143, 170,
-    229, 217, 85, 98, 171, 164, 84, 36, 202, 191, 246, 89, 110, 226, 174, 19,
-    106, 55, 64, 0, 37, 213, 147, 74, 40, 175, 123, 65, 127, 45, 103, 181,
-    158, 101, 156, 117, 188, 121, 91, 3, 142, 161, 232, 113, 108, 57, 100, 52,
-    160, 62, 99, 252, 165, 241, 136, 168, 102, 97, 46, 253, 140, 197, 180, 28,
-    186, 243, 154, 86, 150, 221, 38, 122, 6, 239, 237, 254, 73, 192, 225, 144,
-    66, 71, 70, 184, 21, 125, 34, 83, 194, 124, 153, 49, 39, 43, 56, 235,
-    242, 167, 249, 126, 251, 13, 47, 159, 227, 32, 2, 27, 199, 95, 114, 134,
-    58, 152, 149, 41, 42, 219, 224, 179, 185, 173, 131, 76, 30, 23, 9, 177,
-    116, 80, 81, 207, 90, 135, 204, 59, 238, 72, 128, 190, 22, 233, 69, 203,
-    29, 12, 193, 78, 195, 11, 68, 67, 206, 169, 44, 240, 107, 222, 75, 18
-]::smallint[];
+return array(select b::smallint from generate_series(0, 255) b order by hashint2(b::smallint));
 
 -- The role of the caller of a function of schema atproto, as set by SET ROLE.
 -- `current_user` is the owner of the calling function. SET ROLE is visible only in the setting.
