@@ -1,1 +1,0 @@
-"""The migrations of the database schema, for Alembic. `indexer.db.migrate` runs them."""

@@ -1,1 +1,0 @@
-"""The migrations, in order of their revision numbers."""
