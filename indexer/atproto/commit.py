@@ -19,20 +19,14 @@ _MAP_OF_23 = 0xB7  # the largest map whose size is in the first byte
 
 
 class Commit(NamedTuple):
-    """A decoded commit.
-
-    Attributes:
-        data: The CID of the tree's root.
-        unsigned: The original bytes without the entry `sig`: the message that `sig` signs.
-        cid: The CID of the commit block.
-    """
+    """A decoded commit."""
 
     did: str
     rev: str
-    data: bytes
+    data: bytes  # the CID of the tree's root
     sig: bytes
-    unsigned: bytes
-    cid: bytes
+    unsigned: bytes  # the original bytes without the entry `sig`: the message that `sig` signs
+    cid: bytes  # of the commit block
 
 
 def decode_commit(block: bytes, cid: bytes) -> Commit:

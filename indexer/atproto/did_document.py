@@ -28,17 +28,11 @@ _BASE_URL = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class DidDocument:
-    """The parts of a DID document that the protocol uses. A part that is absent or unusable is None.
-
-    Attributes:
-        handle: The claimed handle in lower case. It is not verified.
-        pds: The base URL of the PDS: scheme, host and, if given, port.
-        signing_key: The key that verifies the commits of the account.
-    """
+    """The parts of a DID document that the protocol uses. A part that is absent or unusable is None."""
 
     did: str
-    handle: str | None
-    pds: str | None
+    handle: str | None  # the claimed handle in lower case, not verified
+    pds: str | None  # the base URL of the PDS: scheme, host and, if given, port
     signing_key: PublicKey | None
 
 

@@ -41,17 +41,11 @@ from indexer.atproto.mst import (
 
 
 class NetOp(NamedTuple):
-    """The net operation of a commit on one key.
+    """The net operation of a commit on one key."""
 
-    Attributes:
-        key: The path of the record.
-        old: The CID of the record before the commit; None for a create.
-        new: The CID of the record after the commit; None for a delete.
-    """
-
-    key: bytes
-    old: bytes | None
-    new: bytes | None
+    key: bytes  # the path of the record
+    old: bytes | None  # the CID of the record before the commit; None for a create
+    new: bytes | None  # the CID of the record after the commit; None for a delete
 
     @property
     def action(self) -> Literal["create", "update", "delete"]:
@@ -75,18 +69,12 @@ class Verdict(Enum):
 
 
 class Inversion(NamedTuple):
-    """A verdict with its details.
-
-    Attributes:
-        root: The root of the tree before the operations; None if it is unknown.
-        ops_hold: True if the new tree shows the effect of every operation. Verdict UNDECIDABLE does not imply this.
-        detail: More about this case, for people.
-    """
+    """A verdict with its details."""
 
     verdict: Verdict
-    root: bytes | None
-    ops_hold: bool
-    detail: str = ""
+    root: bytes | None  # of the tree before the operations; None if it is unknown
+    ops_hold: bool  # the new tree shows the effect of every operation; UNDECIDABLE does not imply this
+    detail: str = ""  # for people
 
 
 def invert(

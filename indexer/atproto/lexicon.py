@@ -70,38 +70,25 @@ _MAIN_TYPES = {*_KINDS, "params", "permission", "permission-set", "procedure", "
 
 
 class RecordField(NamedTuple):
-    """A field of a record.
-
-    Attributes:
-        kind: The type. `ANY` if it is not known, or refers to a definition that is not known.
-        max_bytes: The maximum bytes of a string, or of each string of an array.
-        description: The description in the lexicon; empty if there is none.
-    """
+    """A field of a record."""
 
     name: str
-    kind: FieldKind
+    kind: FieldKind  # `ANY` if it is not known, or refers to a definition that is not known
     required: bool
     nullable: bool
-    max_bytes: int
-    description: str
+    max_bytes: int  # of a string, or of each string of an array
+    description: str  # that of the lexicon, or empty
 
 
 @dataclass(frozen=True, slots=True)
 class Lexicon:
-    """A lexicon.
-
-    Attributes:
-        text: The whole document as JSON.
-        defs: The definitions by name.
-        record: The object that describes the records; None if the lexicon has no record type.
-        problems: The parts that cannot be read, each with the reason.
-    """
+    """A lexicon."""
 
     nsid: str
-    text: str
-    defs: Mapping[str, Mapping[str, Any]]
-    record: Mapping[str, Any] | None
-    problems: tuple[str, ...] = ()
+    text: str  # the whole document as JSON
+    defs: Mapping[str, Mapping[str, Any]]  # the definitions by name
+    record: Mapping[str, Any] | None  # the object that describes the records; None if there is no record type
+    problems: tuple[str, ...] = ()  # the parts that cannot be read, each with the reason
 
 
 def parse_lexicon(document: Any) -> Lexicon:

@@ -19,6 +19,7 @@ Links to nodes always have the form of the protocol. The CID of a record may hav
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import sha256
 from typing import Any, NoReturn
 
@@ -41,25 +42,18 @@ _FIRST_TEXT_BYTE = 0x20  # above the first byte of any CID
 # below 24; otherwise they say how many bytes of argument follow.
 _UNSIGNED, _BYTES, _LIST = 0x00, 0x40, 0x80
 _ONE_BYTE, _TWO_BYTES = 24, 25
+_NULL, _LINK_START = b"\xf6", b"\xd8\x2a\x58\x25\x00"  # 36 bytes of a CID follow
 
 
 @dataclass(slots=True)
 class Node:
-    """A decoded node. The lists `keys`, `values` and `trees` have one item for each entry.
+    """A decoded node. The lists have one item for each entry."""
 
-    Attributes:
-        left: The CID of the subtree before the first key.
-        height: The height of the keys; None without keys.
-        keys: The whole keys, ascending.
-        values: The CIDs of the records.
-        trees: The CIDs of the subtrees; `trees[i]` is the one after `keys[i]`.
-    """
-
-    left: bytes | None = None
-    height: int | None = None
-    keys: list[bytes] = field(default_factory=list)
-    values: list[bytes] = field(default_factory=list)
-    trees: list[bytes | None] = field(default_factory=list)
+    left: bytes | None = None  # the CID of the subtree before the first key
+    height: int | None = None  # of the keys; None without keys
+    keys: list[bytes] = field(default_factory=list)  # ascending
+    values: list[bytes] = field(default_factory=list)  # the CIDs of the records
+    trees: list[bytes | None] = field(default_factory=list)  # the CIDs of the subtrees after the keys
 
     def subtree_before(self, index: int) -> bytes | None:
         """Return the CID of the subtree before the entry at `index`; with the number of entries, after the last one."""
@@ -201,21 +195,18 @@ def encode_node(
     for key, value, tree in zip(keys, values, trees, strict=True):
         shared = common_prefix(previous, key)
         suffix = key[shared:]
-        k = _BYTES_HEADS.get(len(suffix)) or _encode_head(_BYTES, len(suffix))
-        p = _UNSIGNED_HEADS.get(shared) or _encode_head(_UNSIGNED, shared)
+        k, p = _encode_head(_BYTES, len(suffix)), _encode_head(_UNSIGNED, shared)
         t = _NULL if tree is None else _LINK_START + tree
-        v = _LINK_START + value if len(value) == CID_BYTES else _encode_unusual(value)
+        v = _LINK_START + value
+        if len(value) != CID_BYTES:  # the record has a CID of another form
+            v = b"\xd8\x2a" + _encode_head(_BYTES, len(value) + 1) + b"\x00" + value
         parts += b"\xa4\x61k", k, suffix, b"\x61p", p, b"\x61t", t, b"\x61v", v
         previous = key
     parts += b"\x61l", _NULL if left is None else _LINK_START + left
     return b"".join(parts)
 
 
-def _encode_unusual(cid: bytes) -> bytes:
-    """Return the link of a record whose CID has another size than those of the protocol."""
-    return b"\xd8\x2a" + _encode_head(_BYTES, len(cid) + 1) + b"\x00" + cid
-
-
+@lru_cache(maxsize=4_096)
 def _encode_head(major_type: int, argument: int) -> bytes:
     if argument < _ONE_BYTE:
         return bytes((major_type | argument,))
@@ -224,10 +215,6 @@ def _encode_head(major_type: int, argument: int) -> bytes:
     return bytes((major_type | _TWO_BYTES, *argument.to_bytes(2, "big")))
 
 
-_NULL, _LINK_START = b"\xf6", b"\xd8\x2a\x58\x25\x00"  # 36 bytes of a CID follow
-_BYTES_HEADS, _UNSIGNED_HEADS = (
-    {size: _encode_head(major_type, size) for size in range(MAX_KEY_BYTES)} for major_type in (_BYTES, _UNSIGNED)
-)
 EMPTY_NODE = encode_node([], [], None, [])
 """The block of the only node of the empty tree."""
 EMPTY_TREE = cid_of(EMPTY_NODE)

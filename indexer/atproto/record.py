@@ -57,31 +57,19 @@ class Problem(DescribedEnum):
 
 
 class Value(NamedTuple):
-    """The value of a record, as it is stored.
+    """The value of a record, as it is stored."""
 
-    Attributes:
-        json: AT Protocol JSON as text; None if JSON or `jsonb` cannot represent the record.
-        problem: What is unusual about the record.
-        original: The DAG-CBOR of the record, if `json` does not represent all of it.
-    """
-
-    json: str | None
-    problem: Problem | None
-    original: bytes | None
+    json: str | None  # AT Protocol JSON; None if JSON or `jsonb` cannot represent the record
+    problem: Problem | None  # what is unusual about the record
+    original: bytes | None  # the DAG-CBOR of the record, if `json` does not represent all of it
 
 
 class ConvertedRecord(NamedTuple):
-    """A record that the native core has converted. It has no problem except that of its shape.
+    """A record that the native core has converted. It has no problem except that of its shape."""
 
-    Attributes:
-        json: AT Protocol JSON as text, within `Limits.record_json_bytes`.
-        items: The number of items, as `count_items` counts them.
-        problem: The problem of its shape, if there is one: `NOT_A_MAP`, `NO_TYPE` or `OTHER_TYPE`.
-    """
-
-    json: str
-    items: int
-    problem: Problem | None
+    json: str  # AT Protocol JSON, within `Limits.record_json_bytes`
+    items: int  # as `count_items` counts them
+    problem: Problem | None  # `NOT_A_MAP`, `NO_TYPE`, `OTHER_TYPE` or None
 
 
 class ItemBudget:
@@ -107,7 +95,7 @@ class ItemBudget:
 
         `known` is the number of its items, if the record was counted before and has at most `MAX_LEVELS` levels.
         """
-        allowed = min(max_items, max(0, self._left // cost))
+        allowed = min(max_items, self.left // cost)
         if known is None:
             items, too_deep = count_items(block, allowed, MAX_LEVELS)
         else:
@@ -127,12 +115,8 @@ def decode_record(
 ) -> Value:
     """Return the value to store for a record of `collection`. No bytes cause an error.
 
-    Args:
-        block: The record.
-        collection: The collection, with which its `$type` is compared.
-        limits: The limits.
-        budget: The budget of its commit or export; None if the record is alone.
-        converted: The result of the native core, which is then not computed again.
+    `budget` is that of its commit or export; None if the record is alone. A result of the native core (`converted`) is
+    not computed again.
     """
     if len(block) > limits.record_bytes:
         return Value(None, Problem.TOO_LARGE, block)

@@ -55,20 +55,13 @@ _HOST_FAILURES = frozenset({FetchFailure.UNREACHABLE, FetchFailure.NO_SUCH_HOST,
 
 @dataclass(slots=True)
 class RequestSlot:
-    """The permission to send one request, and the result of the request.
+    """The permission to send one request, and the result of the request."""
 
-    Attributes:
-        may_fail: A failure counts as one of the host. It does not if another host redirected to this one.
-        may_pause: The host may ask for a pause. It may not if a host that is not configured redirected to it.
-        error: The failure, if it is the host's fault.
-        pause: Seconds for which the host asked to receive no requests.
-    """
-
-    may_fail: bool = True
-    may_pause: bool = True
+    may_fail: bool = True  # a failure counts as one of the host; not if another host redirected to it
+    may_pause: bool = True  # the host may ask for a pause; not if a host that is not configured redirected to it
     result: str = _GIVEN_UP
-    error: str | None = None
-    pause: float | None = None
+    error: str | None = None  # the failure, if it is the host's fault
+    pause: float | None = None  # seconds for which the host asked to receive no requests
     server: str | None = None
 
     def record_response(self, status: int, pause: float | None) -> None:
@@ -106,21 +99,15 @@ class _Limit:
 
 @dataclass(slots=True)
 class _Host:
-    """A host in memory.
+    """A host in memory."""
 
-    Attributes:
-        state: Its requests and failures are those since the state was last saved.
-        users: The number of requests that wait or run.
-        answers_from: The network address and port of its last successful answer.
-    """
-
-    state: HostState
+    state: HostState  # its requests and failures are those since the state was last saved
     limit: _Limit
     first_pause: float
     max_pause: float
-    users: int = 0
+    users: int = 0  # requests that wait or run
     probing: bool = False
-    answers_from: str | None = None
+    answers_from: str | None = None  # the network address and port of its last successful answer
 
     def pause_left(self, now: float) -> float:
         """Return the seconds until the pause ends; zero or less without a pause."""
@@ -159,26 +146,19 @@ class _Host:
 
 @dataclass(frozen=True, slots=True)
 class HostPauses:
-    """Pauses of hosts whose requests fail, in seconds.
+    """Pauses of hosts whose requests fail, in seconds."""
 
-    Attributes:
-        first: The first pause. Each failure doubles it.
-        max_configured: The longest pause of hosts in the settings, because all work depends on them.
-    """
-
-    first: float = FIRST_PAUSE
+    first: float = FIRST_PAUSE  # each failure doubles it
     maximum: float = MAX_PAUSE
-    max_configured: float = MAX_PAUSE_CONFIGURED
+    max_configured: float = MAX_PAUSE_CONFIGURED  # of hosts in the settings, because all work depends on them
 
 
 @dataclass(frozen=True, slots=True)
 class RateLimits:
     """Limits of outbound requests: requests per second, and concurrent requests.
 
-    Attributes:
-        host: To one host, and to all names of one network address or registered domain, see above.
-        total: To all hosts.
-        configured_hosts: Requests per second to each host in the settings, by `host_of`. They share no limits.
+    The limits of a host also hold for all names of one network address or registered domain. The hosts in the settings,
+    by `host_of`, have rates of their own, and share no limits.
     """
 
     host: float = 10.0

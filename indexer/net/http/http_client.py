@@ -43,17 +43,11 @@ _HOST = re.compile(r"[a-z0-9._:-]{1,253}").fullmatch
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Timeouts of one request, in seconds.
+    """Timeouts of one request, in seconds."""
 
-    Attributes:
-        connect: To resolve a name, to connect, and once more for TLS.
-        read: To wait for the next bytes.
-        rate_grace: To wait for a body in total before its minimum rate is enforced.
-    """
-
-    connect: float = 10.0
-    read: float = 60.0
-    rate_grace: float = 30.0
+    connect: float = 10.0  # to resolve a name, to connect, and once more for TLS
+    read: float = 60.0  # to wait for the next bytes
+    rate_grace: float = 30.0  # to wait for a body in total before its minimum rate is enforced
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +55,6 @@ class OutboundSettings:
     """The settings of an `OutboundClient`.
 
     Attributes:
-        user_agent: The value of the `User-Agent` header. It should contain an address to write to.
         allow_private_hosts: Allow http, every port and every address; for local networks.
         dns_servers: IP addresses and ports; the system's servers if empty. With `allow_private_hosts` they are not
             used: the system resolves the names.
@@ -76,15 +69,11 @@ class OutboundSettings:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A complete response. The names of its headers are case-insensitive.
-
-    Attributes:
-        body: Truncated to 16 KiB if the status is not a success.
-    """
+    """A complete response. The names of its headers are case-insensitive."""
 
     status: int
     headers: Mapping[str, str]
-    body: bytes
+    body: bytes  # truncated to 16 KiB if the status is not a success
 
 
 class OutboundClient:

@@ -49,19 +49,14 @@ def web_host(did: str) -> str | None:
 
 @dataclass(eq=False)
 class DidResolver:
-    """Fetches DID documents. The `plc_urls` are tried in order until one responds.
-
-    Attributes:
-        plc_rate: Maximum requests per second to directories.
-        clock: Returns Unix seconds.
-    """
+    """Fetches DID documents. The `plc_urls` are tried in order until one responds."""
 
     outbound: OutboundClient
     plc_urls: Sequence[str]
     _: KW_ONLY
-    plc_rate: float
+    plc_rate: float  # maximum requests per second to directories
     allow_private_hosts: bool
-    clock: Callable[[], float]
+    clock: Callable[[], float]  # returns Unix seconds
     request_timeout: float = REQUEST_TIMEOUT
 
     def __post_init__(self) -> None:

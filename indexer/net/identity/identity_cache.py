@@ -51,24 +51,15 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CachedIdentity:
-    """An identity with its key parsed.
+    """An identity with its key parsed. `problem` says why it has no key or no PDS."""
 
-    Attributes:
-        key: None if the identity definitely has no key, or the directory denies the DID; `problem` says why.
-        pds: The base URL of the PDS; None if the identity definitely has none.
-        fetched_at: Unix seconds.
-        stale: True if the identity is known to have changed, or a refresh failed.
-        denied: True if the directory denies the DID.
-        gone: True if it has denied the DID often enough to be certain (`identity.CERTAIN_DENIALS`).
-    """
-
-    key: PublicKey | None
-    pds: str | None
+    key: PublicKey | None  # None if the identity definitely has no key, or the directory denies the DID
+    pds: str | None  # the base URL; None if the identity definitely has none
     problem: str | None
-    fetched_at: float
-    stale: bool
-    denied: bool = False
-    gone: bool = False
+    fetched_at: float  # Unix seconds
+    stale: bool  # the identity is known to have changed, or a refresh failed
+    denied: bool = False  # the directory denies the DID
+    gone: bool = False  # it has denied the DID often enough to be certain (`identity.CERTAIN_DENIALS`)
 
     @property
     def doubtful(self) -> bool:
@@ -99,21 +90,13 @@ class IdentityTable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class IdentityLifetimes:
-    """Ages and intervals of identities, in seconds.
+    """Ages and intervals of identities, in seconds."""
 
-    Attributes:
-        max_age: Age from which an identity is refreshed in the background.
-        missing_max_age: Age from which an identity without key or PDS is looked up again.
-        refresh_interval: Time from one lookup of a DID to the next.
-        changed_interval: The same after an announced change.
-        timeout: Time to wait for a lookup if an older identity is known.
-    """
-
-    max_age: float = 86_400.0
-    missing_max_age: float = 120.0
-    refresh_interval: float = 60.0
-    changed_interval: float = 5.0
-    timeout: float = 5.0
+    max_age: float = 86_400.0  # from which an identity is refreshed in the background
+    missing_max_age: float = 120.0  # from which an identity without key or PDS is looked up again
+    refresh_interval: float = 60.0  # from one lookup of a DID to the next
+    changed_interval: float = 5.0  # the same after an announced change
+    timeout: float = 5.0  # to wait for a lookup if an older identity is known
 
 
 @dataclass(slots=True)
@@ -127,16 +110,11 @@ class LookupTotals:
 
 @dataclass(slots=True)
 class _Lookup:
-    """A lookup in flight.
-
-    Attributes:
-        known: The identity was known when the lookup began.
-        changed: A change was announced since then, so the result may be from before the change.
-    """
+    """A lookup in flight."""
 
     task: asyncio.Task[CachedIdentity | UnavailableError]
-    known: bool
-    changed: bool = False
+    known: bool  # the identity was known when the lookup began
+    changed: bool = False  # a change was announced since then, so the result may be from before the change
 
 
 @dataclass(slots=True)

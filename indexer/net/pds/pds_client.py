@@ -31,20 +31,14 @@ ReaderFactory = Callable[[Path, Limits], ExportReader]
 
 @dataclass(slots=True)
 class ExportDownload:
-    """An export whose body is read on demand, so that the caller decides whether a large one goes on.
+    """An export whose body is read on demand, so that the caller decides whether a large one goes on."""
 
-    Attributes:
-        reader: Every block received so far, hashed. Nothing in it is proven yet.
-        server: The network address that sends the export; None if it is unknown.
-        received: Bytes received so far.
-    """
-
-    reader: ExportReader
+    reader: ExportReader  # every block received so far, hashed; nothing in it is proven yet
     _chunks: AsyncIterator[bytes]
     _connection: AsyncExitStack
-    server: str | None = None
+    server: str | None = None  # the network address that sends the export, if it is known
     content_type: str = CAR_TYPE
-    received: int = field(default=0, init=False)
+    received: int = field(default=0, init=False)  # bytes
     _opened_at: float = field(default_factory=monotonic, init=False)
     _completed_at: float | None = field(default=None, init=False)
 
@@ -102,19 +96,14 @@ class PdsClient:
 
     `host` is a base URL of which only the origin is used. All failures of a request are `UnavailableError`: as
     `OutboundClient` raises it, from an XRPC error, or BAD_ANSWER.
-
-    Attributes:
-        spool_directory: Exports are written to files in it. It is created if it is missing.
-        export_timeout: Seconds within which an export must arrive.
-        export_min_rate: Bytes per second.
     """
 
     outbound: OutboundClient
     limits: Limits
-    spool_directory: Path
+    spool_directory: Path  # exports are written to files in it; it is created if it is missing
     reader: ReaderFactory
-    export_timeout: float = 600.0
-    export_min_rate: float = 1_024.0
+    export_timeout: float = 600.0  # seconds within which an export must arrive
+    export_min_rate: float = 1_024.0  # bytes per second
 
     def __post_init__(self) -> None:
         self.spool_directory.mkdir(mode=0o700, parents=True, exist_ok=True)

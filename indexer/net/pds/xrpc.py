@@ -158,34 +158,28 @@ def _name_and_message(body: bytes) -> tuple[str, str]:
 
 
 class ListedAccount(NamedTuple):
-    """An entry of a repo list.
+    """An entry of a repo list. The list of a collection has only the DIDs.
 
-    Attributes:
-        rev: None in the list of a collection, and if the host does not know it. A relay does not know it of accounts
-            whose commits it has never received: the relay of Bluesky lists these with an empty rev.
-        active: Always True in the list of a collection, which does not contain the hosting status.
-        status: Why the account is not active, as in `RepoStatus`.
+    The relay of Bluesky lists accounts whose commits it has never received with an empty rev.
     """
 
     did: str
-    rev: str | None = None
+    rev: str | None = None  # None if the host does not know it
     active: bool = True
-    status: str | None = None
+    status: str | None = None  # why the account is not active, as in `RepoStatus`
 
 
 @dataclass(frozen=True, slots=True)
 class RepoListPage:
     """A page of a repo list, in the order of the host.
 
-    Attributes:
-        invalid: What is wrong with each entry that is no account, or has a field that is not valid. Of the latter, the
-            DID and the other fields are used.
-        cursor: Position of the next page; None on the last page.
+    `invalid` says what is wrong with each entry that is no account, or has a field that is not valid. Of the latter,
+    the DID and the other fields are used.
     """
 
     accounts: tuple[ListedAccount, ...]
     invalid: tuple[str, ...]
-    cursor: str | None
+    cursor: str | None  # of the next page; None on the last page
 
 
 class RepoStatus(NamedTuple):

@@ -4,10 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from enum import Enum
 from http import HTTPStatus
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 from aiohttp import WSCloseCode, WSMsgType
@@ -29,42 +28,33 @@ class ConnectionSettings:
     """Timeouts and delays of the connection, in seconds.
 
     Attributes:
-        connect_timeout: For the TCP connection and the handshakes.
         read_interval: From one read of the socket to the next, unless many bytes arrive: each read costs a turn of
             the event loop. 0: messages are read when they arrive.
         ping_interval: Without any bytes, before a ping is sent. If nothing arrives in half of that time after the ping,
             the connection is closed.
-        message_timeout: Without any message, before the connection is closed.
-        first_delay: Before the first reconnection. The delay doubles each time.
-        max_delay: The upper bound of the delay, before the jitter of 25 %.
         stable_after: A connection that lasted this long, and was not silent at its end, resets the delay, and the next
             one is to the first relay.
         switch_after: Without a stable connection, before the next relay is tried: without a cursor of it, all repos
             would be compared with its list.
     """
 
-    connect_timeout: float = 15.0
+    connect_timeout: float = 15.0  # for the TCP connection and the handshakes
     read_interval: float = 0.0
     ping_interval: float = 30.0
-    message_timeout: float = 90.0
-    first_delay: float = 1.0
-    max_delay: float = 12.0
+    message_timeout: float = 90.0  # without any message, before the connection is closed
+    first_delay: float = 1.0  # before the first reconnection; it doubles each time
+    max_delay: float = 12.0  # before the jitter of 25 %
     stable_after: float = 60.0
     switch_after: float = 60.0
 
 
-class Ending(Enum):
-    """Why a connection ended."""
-
-    LOST = "lost"
-    CLOSED_HERE = "closed by this side"
-    TOO_LARGE = "message over the size limit"
+Ending = Literal["lost", "closed by this side", "message over the size limit"]
 
 
 class StreamSocketError(ConnectionError):
     """The connection ended, or could not be opened."""
 
-    def __init__(self, detail: str, ending: Ending = Ending.LOST) -> None:
+    def __init__(self, detail: str, ending: Ending = "lost") -> None:
         super().__init__(detail)
         self.ending = ending
 
@@ -145,7 +135,7 @@ class StreamSocket:
 
         The answer is not awaited: a relay that sends its window would not answer before it has sent all of it.
         """
-        self._closed_here = self._closed_here or StreamSocketError(reason, Ending.CLOSED_HERE)
+        self._closed_here = self._closed_here or StreamSocketError(reason, "closed by this side")
         with suppress(ConnectionError, TimeoutError):  # it has ended already, or the relay does not read
             async with asyncio.timeout(_SEND_SECONDS):
                 await self._socket.send_frame(WSCloseCode.OK.to_bytes(2) + reason.encode(), WSMsgType.CLOSE)
@@ -173,7 +163,7 @@ def _end(kind: WSMsgType, data: Any, reason: str | None) -> StreamSocketError:
         return StreamSocketError(f"the relay closed the connection: code {data}, reason {reason!r}")
     if kind is WSMsgType.ERROR and not isinstance(data, TimeoutError):
         too_large = getattr(data, "code", None) == WSCloseCode.MESSAGE_TOO_BIG
-        return StreamSocketError(str(data), Ending.TOO_LARGE if too_large else Ending.LOST)
+        return StreamSocketError(str(data), "message over the size limit" if too_large else "lost")
     return StreamSocketError("no answer to a ping" if isinstance(data, TimeoutError) else _LOST)
 
 

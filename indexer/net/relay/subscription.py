@@ -15,7 +15,7 @@ from time import monotonic
 import structlog
 
 from indexer.atproto.limits import Limits
-from indexer.net.relay.stream_socket import ConnectionSettings, Ending, StreamSocket, StreamSocketError, open_stream
+from indexer.net.relay.stream_socket import ConnectionSettings, StreamSocket, StreamSocketError, open_stream
 from indexer.sync.events import Event, decode_frame
 
 log = structlog.get_logger(__name__)
@@ -23,20 +23,13 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class Connection:
-    """The open connection, for readiness and the status page.
-
-    Attributes:
-        opened_at: Monotonic seconds.
-        frames: The number of received frames.
-        reading: True while the subscription waits for a frame, False while the caller processes one.
-        processing_seconds: The time for which the caller has processed frames.
-    """
+    """The open connection, for readiness and the status page."""
 
     relay: str
-    opened_at: float = field(default_factory=monotonic)
-    frames: int = 0
-    reading: bool = True
-    processing_seconds: float = 0.0
+    opened_at: float = field(default_factory=monotonic)  # monotonic seconds
+    frames: int = 0  # received
+    reading: bool = True  # the subscription waits for a frame; otherwise the caller processes one
+    processing_seconds: float = 0.0  # for which the caller has processed frames
 
 
 @dataclass(slots=True)
@@ -44,7 +37,7 @@ class Subscription:
     """Receives frames from the first of `relays` that works.
 
     Attributes:
-        max_bytes: The size limit. A larger message is not received: it ends the connection.
+        max_bytes: A larger message is not received: it ends the connection.
         oversized: Relays whose last connection ended with a larger message. They would send it again.
         connection: None while not connected.
         disconnected_since: When the last connection ended, or this object was made (monotonic seconds).
@@ -89,8 +82,8 @@ class Subscription:
             except OSError as error:
                 self._log_lost(relay, error)
                 ending = error.ending if isinstance(error, StreamSocketError) else None
-                silent = ending is Ending.CLOSED_HERE
-                if ending is Ending.TOO_LARGE:
+                silent = ending == "closed by this side"
+                if ending == "message over the size limit":
                     self.oversized.add(relay)
             finally:
                 held_back = self._end_connection()
@@ -144,7 +137,7 @@ class Subscription:
 
     def _log_lost(self, relay: str, error: OSError) -> None:
         self.last_error = f"{type(error).__name__}: {error}"[:300]
-        if isinstance(error, StreamSocketError) and error.ending is Ending.CLOSED_HERE:
+        if isinstance(error, StreamSocketError) and error.ending == "closed by this side":
             log.info("relay.silent", relay=relay, error=self.last_error)
         elif self.connection is not None:
             log.warning("relay.lost", relay=relay, error=self.last_error)
