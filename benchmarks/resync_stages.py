@@ -11,7 +11,7 @@ from benchmarks.harness import BenchmarkError
 from benchmarks.live_stages import connect_database
 from benchmarks.stage_clock import StageClock
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.core import CoreChoice, load_core
+from indexer.core.core import CoreChoice, load_core
 from indexer.db import Database
 from indexer.db.write import ROW_LAYOUT
 from indexer.net.http.host_limits import RateLimits

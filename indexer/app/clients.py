@@ -8,7 +8,7 @@ from time import time
 
 from indexer.app.process_setup import available_cores
 from indexer.app.settings import Settings, variable
-from indexer.core import PYTHON_CORE, Core, load_core
+from indexer.core.core import PYTHON_CORE, Core, load_core
 from indexer.db import Database
 from indexer.db.write import ROW_LAYOUT
 from indexer.errors import SettingsError

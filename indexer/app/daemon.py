@@ -35,7 +35,7 @@ from indexer.app.tuning import Tuning
 from indexer.cluster import tuning as cluster
 from indexer.cluster.numbering import ChangeNumbering
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.core import Core
+from indexer.core.core import Core
 from indexer.crash_points import crash_point
 from indexer.db import Database
 from indexer.db.change_log_segments import RetentionPolicy
@@ -447,7 +447,7 @@ class Daemon:
         try:
             await asyncio.wait([*tasks.values(), stopped], return_when=asyncio.FIRST_COMPLETED)
             _raise_exceptions(tasks.values())
-            log.info("daemon.draining", messages=self.inbox.unsettled, resyncs=len(self.resync_pool.running))
+            log.info("daemon.draining", messages=self.inbox.unsettled, resyncs=len(self.resync_pool.shares.running))
             crash_point("daemon.draining")
             for step in (Drain.RECEIVE_NO_MORE, Drain.WRITE, Drain.ACKNOWLEDGE):
                 await self._drain(step, tasks, stop)

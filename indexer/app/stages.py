@@ -285,7 +285,7 @@ def _resync(daemon: "Daemon") -> Iterator[Stage]:
 
     def show_resyncs() -> Row:
         """Return the state of the pool, with the resyncs that run longest."""
-        longest, now = sorted(pool.running, key=lambda resync: resync.started_at), time()
+        longest, now = sorted(pool.shares.running, key=lambda resync: resync.started_at), time()
         rows = [
             {
                 "did": resync.claimed.did,
@@ -299,7 +299,7 @@ def _resync(daemon: "Daemon") -> Iterator[Stage]:
             }
             for resync in longest[:MAX_ROWS]
         ]
-        free = pool.free_workers if "resync" in daemon.settings.roles else None
+        free = pool.shares.free_workers if "resync" in daemon.settings.roles else None
         return {"resyncs": {"workers_free": free, "running": len(longest), "longest": rows}}
 
     yield Stage(
@@ -313,7 +313,7 @@ def _resync(daemon: "Daemon") -> Iterator[Stage]:
             Drain.CLOSE: lambda _task: pool.close(),
         },
         not_ready=claim_errors,
-        gauges={"indexer_resync_running": lambda: len(pool.running)},
+        gauges={"indexer_resync_running": lambda: len(pool.shares.running)},
         show=show_resyncs,
     )
     yield Stage("queue maintenance", "resync", maintenance.run, progress)

@@ -173,7 +173,7 @@ async def _until_equal(
                     "events stored up to": position,
                     "commits created": sum(scenario.report.commits.values()),
                     **{f"repos {name}": n for name, n in (await daemon.db.reports.counts()).statuses.items()},
-                    "running resyncs": len(daemon.resync_pool.running),
+                    "running resyncs": len(daemon.resync_pool.shares.running),
                 }
                 events = [f"{event.kind}: {event.detail}" for event in scenario.report.events]
                 live.update(Group(f"indexer demo, {phase}", fact_table(facts), *events))

@@ -23,7 +23,7 @@ from indexer.cli.output import echo_result
 from indexer.core.spool import Spool
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.reasons import FetchFailure
-from indexer.sync.verify import verify_export_commit
+from indexer.sync.verify import verify_signed
 from indexer.telemetry.log import printable
 
 _CHUNK_BYTES = 1 << 18
@@ -59,7 +59,7 @@ def open_export(file: Path, key: PublicKey | None, limits: Limits) -> Iterator[I
             while chunk := opened.read(_CHUNK_BYTES):
                 spool.write(chunk)
         spool.finish()
-        commit = verify_export_commit(spool.root, spool.block, key, did=None)
+        commit = verify_signed(spool.root, spool.block, key, did=None)
         count = 0
         for count, (path, _) in enumerate(walk(spool.block, commit.data, limits), 1):  # noqa: B007 - the last number
             split_path(path.decode(errors="replace"))

@@ -232,7 +232,7 @@ class _NativeNewRecords(NewRecords):
     def next_chunk(self) -> RecordChunk | None:
         converter = self._converter
         with _reading():
-            chunk = self._records.chunk(CHUNK_RECORDS, CHUNK_BYTES, converter.items_left, converter.bytes_left)
+            chunk = self._records.chunk(CHUNK_RECORDS, CHUNK_BYTES, converter.items.left, converter.bytes_left)
         if chunk is None:
             return super().next_chunk()
         converter.count_converted(chunk.items, chunk.size)

@@ -13,7 +13,7 @@ from time import monotonic, time
 import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.core import Core
+from indexer.core.core import Core
 from indexer.crash_points import crash_point
 from indexer.db import Database, DatabaseError
 from indexer.db.periodic import DatabaseAttempt
@@ -123,13 +123,9 @@ class EventClock:
         all_seconds = map(event_seconds, islice(reversed(dict(times).values()), CLOCK_ACCOUNTS))
         possible = [min(one, now) for one in all_seconds if one is not None and EARLIEST <= one <= now + MAX_AHEAD]
         if possible:
-            self._advance(median_low(possible), now)
+            self.advance(median_low(possible), now)
 
-    def catch_up(self, now: float) -> None:
-        """Note that everything until now is stored."""
-        self._advance(now, now)
-
-    def _advance(self, seconds: float, now: float) -> None:
+    def advance(self, seconds: float, now: float) -> None:
         """Note that everything until this time is stored. It goes back only if the clock of this machine was set back.
 
         Otherwise the lag would be 0 until that clock reaches the time that it has shown before.
@@ -257,8 +253,12 @@ class BatchWriter:
         dids = [did for did in {message.event.did for message in messages} if did]
         with self.metrics.batch_seconds["load"].time():
             cached = self._rows.rows(dids)
-            repos = cached | await self._load([did for did in dids if did not in cached])
+            others = [did for did in dids if did not in cached]
+            loaded = await self.db.repos.load(others) if others else {}
+            if self.scope.is_behind(loaded.values()):
+                await self.scope.refresh()
             await self.keys.identities.preload(dids)
+        repos = cached | loaded
         with self.metrics.batch_seconds["verify-ahead"].time():
             await self._ahead.finish()
         with self.scope.in_use() as policy:
@@ -285,15 +285,6 @@ class BatchWriter:
         if is_quick(messages, key_state_of, context.policy, prepared):
             return plan_batch(messages, repos, key_state_of, context, prepared)
         return await asyncio.to_thread(plan_batch, messages, repos, key_state_of, context, prepared)
-
-    async def _load(self, dids: Sequence[str]) -> dict[str, Repo]:
-        """Load the rows of the repos. If one is complete for a later scope, read the scope, too."""
-        if not dids:
-            return {}
-        repos = await self.db.repos.load(dids)
-        if self.scope.is_behind(repos.values()):
-            await self.scope.refresh()
-        return repos
 
     async def _reject(self, message: ReceivedMessage, detail: str) -> None:
         """Write the dead letter of a message whose effects the database cannot store, and desynchronize its repo."""
@@ -342,7 +333,7 @@ class BatchWriter:
         if position.seq is not None:
             await self.db.write(Batch(cursor=self._cursor(position, caught_up_at=now)))
             self.metrics.cursor_seq.labels(self.position.relay).set(position.seq)
-        self._clock.catch_up(now)
+        self._clock.advance(now, now)
 
     def _cursor(self, position: Position, caught_up_at: float | None = None) -> Cursor:
         return Cursor(

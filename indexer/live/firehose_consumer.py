@@ -339,7 +339,9 @@ class FirehoseConsumer:
     async def _handle_unproven(self, event: UnknownEvent | MalformedEvent, frame: bytes) -> None:
         """Process a message whose number proves nothing: the cursor passes it with the next valid message."""
         self.metrics.events_received[event.kind].inc()
-        if isinstance(event, MalformedEvent) and not self._must_record(event):
+        # All shards read the message, and one shard records its rejection.
+        recorder = self.shard.index == 0 if event.did is None else self.shard.owns(event.did)
+        if isinstance(event, MalformedEvent) and not recorder:
             self.metrics.events[event.kind, Outcome.IGNORED].inc()
         else:
             await self._put(ReceivedMessage(None, frame, event, monotonic()))
@@ -380,10 +382,6 @@ class FirehoseConsumer:
         if seq is not None:
             self.position.watermark.mark_done((seq,))
         self.metrics.events[event.kind, Outcome.IGNORED].inc()
-
-    def _must_record(self, event: MalformedEvent) -> bool:
-        """Return True if this shard records the rejection. All shards read the message, and one shard records it."""
-        return self.shard.index == 0 if event.did is None else self.shard.owns(event.did)
 
     async def _handle_info(self, event: InfoEvent) -> None:
         self.metrics.events_received[event.kind].inc()

@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from indexer.core import Core
-from indexer.core.core import CommitsBeingVerified
+from indexer.core.core import CommitsBeingVerified, Core
 from indexer.live.inbox import Inbox
 from indexer.live.repo_row_cache import RepoRowCache
 from indexer.sync.batch import MAX_BATCH_BYTES, PreparedCommits, ReceivedMessage, commits_to_verify, commits_within

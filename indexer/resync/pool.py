@@ -70,6 +70,7 @@ class WorkerPool:
     Attributes:
         stage: Its progress. While all workers are occupied, the pool has work, and moves when a resync receives a part
             of its export, or ends.
+        shares: What its resyncs occupy.
         claims: The activity that claims repos.
         ended: The number of resyncs that have ended, with whatever result.
     """
@@ -85,22 +86,12 @@ class WorkerPool:
     new_accounts: NewAccounts = field(default_factory=lambda: NewAccounts(0))
 
     def __post_init__(self) -> None:
-        self._shares = Shares(self.settings.workers, self.settings.fair_time, self.settings.large_bytes)
+        self.shares = Shares(self.settings.workers, self.settings.fair_time, self.settings.large_bytes)
         self._slot_freed = asyncio.Event()
         self._claiming: asyncio.Task[list[Repo]] | None = None
         self.stage = StageProgress("resync pool")
         self.claims = self.stage.add()
         self.ended = 0
-
-    @property
-    def free_workers(self) -> int:
-        """The number of workers without a resync."""
-        return self._shares.free_workers
-
-    @property
-    def running(self) -> Sequence[Resync]:
-        """The resyncs in progress."""
-        return self._shares.running
 
     async def run(self) -> None:
         """Claim repos and start their resyncs, as long as workers are free."""
@@ -110,7 +101,7 @@ class WorkerPool:
                 await self._wait_for_a_worker()
                 await self._gather_workers()
                 self._slot_freed.clear()
-                count = max(claim_size, self.free_workers)
+                count = max(claim_size, self.shares.free_workers)
                 claimed = await self._claim(count)
                 started = await self._start(group, claimed)
                 # If most were postponed, claim more next time: many repos of one busy host may be first in the queue.
@@ -121,8 +112,8 @@ class WorkerPool:
 
     async def give_back(self) -> None:
         """End the claims of resyncs that were cancelled or not started, so that no process waits for their leases."""
-        claimed = [resync.claimed for resync in self.running]
-        self._shares.running.clear()
+        claimed = [resync.claimed for resync in self.shares.running]
+        self.shares.running.clear()
         with DatabaseAttempt():
             for repo in claimed:
                 await self._update_claimed(repo, _released)
@@ -139,19 +130,19 @@ class WorkerPool:
     async def _wait_for_a_worker(self) -> None:
         """Wait until a worker is free. The stage has stalled if all workers are occupied and no resync moves."""
         received = -1
-        while self.free_workers <= 0:
+        while self.shares.free_workers <= 0:
             # Each resync that begins or ends changes the sum.
-            sizes = [resync.download.received for resync in self.running if resync.download is not None]
+            sizes = [resync.download.received for resync in self.shares.running if resync.download is not None]
             if received != (received := sum(sizes)):
                 self.stage.moved()
             await self._wait_for_slot(self.settings.idle_interval)
-            self._shares.make_room(time())
+            self.shares.make_room(time())
         self.stage.idle()
 
     async def _gather_workers(self) -> None:
         """Wait until all workers are free, at most for the gathering time."""
         end = monotonic() + self.settings.gathering_time
-        while self.free_workers < self.settings.workers and (left := end - monotonic()) > 0:
+        while self.shares.free_workers < self.settings.workers and (left := end - monotonic()) > 0:
             await self._wait_for_slot(left)
 
     async def _wait_for_slot(self, seconds: float | None) -> None:
@@ -191,7 +182,7 @@ class WorkerPool:
         host = identity.host if identity else None
         if host and self.new_accounts.is_limited(host, now):
             self._count_as_new(repo, host, now)
-        return self._shares.admit(repo, host or web_host(repo.did) or UNKNOWN_HOST, now)
+        return self.shares.admit(repo, host or web_host(repo.did) or UNKNOWN_HOST, now)
 
     def _count_as_new(self, repo: Repo, host: str, now: float) -> None:
         """Count a new account. Raise PostponedError if its first fetch waits, because its host has too many."""
@@ -215,9 +206,9 @@ class WorkerPool:
         except (ClaimLostError, DatabaseError) as error:
             result = "lost"  # the lease expires, and the repo is claimed again
             log.debug("resync.claim-lost", did=resync.claimed.did, error=str(error))
-        self._shares.release(resync, time())
+        self.shares.release(resync, time())
         self.ended += 1
-        if self.free_workers <= 0:  # it was large
+        if self.shares.free_workers <= 0:  # it was large
             self.stage.moved()
         self._slot_freed.set()
         self.metrics.resyncs[result].inc()
@@ -268,13 +259,19 @@ class WorkerPool:
         if identity.key is None or identity.host is None:
             raise UnavailableError(FetchFailure.IDENTITY_MISSING, identity.problem or "no key or no PDS")
         now = time()
-        self._shares.change_host(resync, identity.host, now)
+        self.shares.change_host(resync, identity.host, now)
         self._count_as_new(claimed, identity.host, now)
-        return await self.attempts.attempt(resync, self._shares, identity)
+        return await self.attempts.attempt(resync, self.shares, identity)
 
     async def _record_failure(self, claimed: Repo, failure: UnavailableError) -> str:
         crash_point("resync.failed")
-        written = await self._update_claimed(claimed, lambda repo: self._failed(repo, claimed, failure))
+
+        def failed(repo: Repo) -> Repo:
+            after = plan_failure(repo, claimed, failure, time())
+            gone = failure.reason is FetchFailure.IDENTITY_GONE
+            return plan_existence(after, time(), self.deletion_grace, exists=False) if gone else after
+
+        written = await self._update_claimed(claimed, failed)
         self._report(claimed, failure, written)
         return failure.reason
 
@@ -286,11 +283,6 @@ class WorkerPool:
         identity = self.identities.peek(claimed.did)
         subject = f"{failure.reason} at {identity.host}" if identity and identity.host else str(failure.reason)
         self.conditions.report(RESYNCS_FAILING, subject, message=f"{claimed.did}: {failure}; {_what_follows(written)}")
-
-    def _failed(self, repo: Repo, claimed: Repo, failure: UnavailableError) -> Repo:
-        after = plan_failure(repo, claimed, failure, time())
-        gone = failure.reason is FetchFailure.IDENTITY_GONE
-        return plan_existence(after, time(), self.deletion_grace, exists=False) if gone else after
 
     async def _update_claimed(self, claimed: Repo, change: Callable[[Repo], Repo]) -> Repo | None:
         """Write the changed row and return it; return None if the claim is lost."""

@@ -223,16 +223,12 @@ class Shares:
         self._keys[name] = key  # so that the least recently used one is forgotten
         return key
 
-    def _limit_keys_of(self, host: str) -> frozenset[str]:
-        """Return the limit keys of the host: the names under which its resyncs are counted."""
-        if host == UNKNOWN_HOST:
-            return frozenset({UNKNOWN_HOST})
-        known = self._keys.get(host)
-        keys = {host, f"domain {registered_domain(host)}"}
-        return frozenset(keys | {f"address {known.server}"} if known and known.server else keys)
-
     def _count_for(self, resync: Resync, host: str, now: float) -> None:
-        keys = self._limit_keys_of(host)
+        known, keys = self._keys.get(host), frozenset({host})
+        if host != UNKNOWN_HOST:
+            keys |= {f"domain {registered_domain(host)}"}
+        if known and known.server:
+            keys |= {f"address {known.server}"}
         if busy := [key for key in keys - resync.limit_keys if len(self._on_workers(key)) >= self._limit(key)]:
             raise PostponedError(max(self._schedule_retry(key, now) for key in busy))
         self._leave(resync, resync.limit_keys - keys, now)

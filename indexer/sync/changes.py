@@ -172,6 +172,7 @@ class RecordConverter:
     of the value, so that a small commit could fill the disk. Beyond `MAX_EXPANSION`, values are omitted.
 
     Attributes:
+        items: The number of items that the records may still have.
         bytes_converted: The sum of the sizes of the changes with values so far, in bytes (see `RecordChange.size`).
     """
 
@@ -180,13 +181,8 @@ class RecordConverter:
         self._rev = rev
         self._max_bytes = MIN_VALUE_BYTES + MAX_EXPANSION * source_bytes
         self.bytes_converted = 0
-        self._items = ItemBudget(source_bytes)
+        self.items = ItemBudget(source_bytes)
         self._decoded: dict[tuple[bytes, str], Value] = {}
-
-    @property
-    def items_left(self) -> int:
-        """The number of items that the records may still have."""
-        return self._items.left
 
     @property
     def bytes_left(self) -> int:
@@ -195,7 +191,7 @@ class RecordConverter:
 
     def count_converted(self, items: int, size: int) -> None:
         """Count records that were converted elsewhere, with so many items, and with changes of this size in bytes."""
-        self._items.subtract(items)
+        self.items.subtract(items)
         self.bytes_converted += size
 
     def forget_values(self) -> None:
@@ -229,7 +225,7 @@ class RecordConverter:
     def _value(self, cid: bytes, block: bytes, collection: str, converted: ConvertedRecord | None) -> Value:
         value = self._decoded.get((cid, collection))
         if value is None:
-            value = decode_record(block, collection, self._policy.limits, self._items, converted)
+            value = decode_record(block, collection, self._policy.limits, self.items, converted)
             self._decoded[cid, collection] = value
         return value
 

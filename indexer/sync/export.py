@@ -16,7 +16,7 @@ from indexer.sync.changes import RecordChange, RecordConverter
 from indexer.sync.policy import Policy
 from indexer.sync.repo import Head
 from indexer.sync.resync import Entry
-from indexer.sync.verify import BlockOf, VerifiedChange, verify_export_commit
+from indexer.sync.verify import BlockOf, VerifiedChange, verify_signed
 
 CHUNK_RECORDS = 2_000
 """Maximum number of records in a chunk."""
@@ -132,7 +132,7 @@ def verify_snapshot(did: str, root: bytes, block_of: BlockOf, key: PublicKey, li
         UpstreamError: The export breaks a rule (docs/protocol.md#exports).
         MissingNodeError: The export lacks a tree node: it was cut off, or created while the repo changed.
     """
-    commit = verify_export_commit(root, block_of, key, did)
+    commit = verify_signed(root, block_of, key, did)
     count = sum(1 for _ in walk(block_of, commit.data, limits))
     return Snapshot(did, Head(commit.rev, commit.data, root), count, block_of, size)
 

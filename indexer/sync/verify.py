@@ -157,8 +157,10 @@ def verify_sync(event: SyncEvent, key: PublicKey, limits: Limits) -> Head:
     return Head(commit.rev, commit.data, commit.cid)
 
 
-def verify_export_commit(root: bytes, block_of: BlockOf, key: PublicKey | None, did: str | None) -> Commit:
-    """Return the commit of an export. `key=None` skips the signature check, `did=None` the DID check.
+def verify_signed(
+    root: bytes, block_of: BlockOf, key: PublicKey | None, did: str | None, rev: str | None = None
+) -> Commit:
+    """Return the signed commit object. For a key, DID or rev that is None, its check is left out.
 
     Raises:
         UpstreamError: The commit is missing or malformed, or a check fails.
@@ -167,8 +169,8 @@ def verify_export_commit(root: bytes, block_of: BlockOf, key: PublicKey | None, 
     if block is None:
         raise UpstreamError(Rejection.COMMIT_MISSING)
     commit = decode_commit(block, root)
-    if did is not None and commit.did != did:
-        raise UpstreamError(Rejection.ENVELOPE_MISMATCH, f"the export is of {commit.did[:64]}")
+    if did not in {None, commit.did} or rev not in {None, commit.rev}:
+        raise UpstreamError(Rejection.ENVELOPE_MISMATCH, f"{commit.did[:64]} at {commit.rev}")
     if key is not None and not key.verify(commit.sig, commit.unsigned):
         raise UpstreamError(Rejection.SIGNATURE_INVALID)
     return commit
@@ -184,7 +186,7 @@ def verify_record(did: str, path: str, car: bytes, key: PublicKey, limits: Limit
         UnavailableError: The proof lacks a tree node or the record.
     """
     roots, blocks = split_car(car, limits, max_bytes=limits.commit_blocks_bytes)
-    commit = verify_export_commit(roots[0], blocks.get, key, did)
+    commit = verify_signed(roots[0], blocks.get, key, did)
     cid = find(lambda node: load_node(blocks.get, node, limits), commit.data, path.encode(), limits)
     if cid is None:
         return None
@@ -200,12 +202,4 @@ def _signed_commit(
     root = roots[0]
     if isinstance(event, CommitEvent) and root != event.commit:
         raise UpstreamError(Rejection.COMMIT_MISMATCH)
-    block = blocks.get(root)
-    if block is None:
-        raise UpstreamError(Rejection.COMMIT_MISSING)
-    commit = decode_commit(block, root)
-    if commit.did != event.did or commit.rev != event.rev:
-        raise UpstreamError(Rejection.ENVELOPE_MISMATCH, f"{commit.did[:64]} at {commit.rev}")
-    if not key.verify(commit.sig, commit.unsigned):
-        raise UpstreamError(Rejection.SIGNATURE_INVALID)
-    return commit, blocks
+    return verify_signed(root, blocks.get, key, event.did, event.rev), blocks

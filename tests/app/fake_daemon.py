@@ -27,7 +27,11 @@ def fake_daemon(roles: Sequence[str], **stages: Any) -> Any:
             "lag": 0.25,
             "totals": SimpleNamespace(settled=3),
         },
-        "resync_pool": {"claims": SimpleNamespace(**healthy), "free_workers": 8, "running": [], "ended": 0},
+        "resync_pool": {
+            "claims": SimpleNamespace(**healthy),
+            "shares": SimpleNamespace(free_workers=8, running=[]),
+            "ended": 0,
+        },
         "shard_ownership": {
             "last_error": None,
             "owned_since": monotonic() - 900,

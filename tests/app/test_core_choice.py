@@ -7,7 +7,7 @@ import pytest
 from indexer.app.clients import core_of
 from indexer.app.process_setup import available_cores
 from indexer.app.settings import Settings
-from indexer.core import PYTHON_CORE
+from indexer.core.core import PYTHON_CORE
 from indexer.errors import SettingsError
 from tests.native_module import native_module
 

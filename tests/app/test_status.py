@@ -109,7 +109,7 @@ def test_running_resyncs_have_their_phase_bytes_and_times() -> None:
     started, loading = Resync(Repo("did:plc:new"), now - 1), Resync(Repo("did:plc:old"), now - 60, "pds.example")
     loading.download, loading.phase, loading.phase_since = download, Phase.DOWNLOAD, now - 5
     running = [started, loading]
-    resyncs = process_of(resync_pool={"running": running, "free_workers": 6})["resyncs"]
+    resyncs = process_of(resync_pool={"shares": SimpleNamespace(running=running, free_workers=6)})["resyncs"]
     assert (resyncs["running"], resyncs["workers_free"]) == (2, 6)
     [old, new] = resyncs["longest"]
     assert 5 <= old.pop("phase_seconds") < 50 <= old.pop("seconds")
@@ -132,7 +132,7 @@ def test_document_stays_small_whatever_hosts_and_accounts_send() -> None:
     document, history = daemon_of(
         [ReadinessReason("lag", LONG, 1.0) for _ in range(1_000)],
         conditions={"active": conditions.active},
-        resync_pool={"running": running},
+        resync_pool={"shares": SimpleNamespace(running=running, free_workers=6)},
         reconciliation={"progress": LONG},
         subscription={"connection": SimpleNamespace(relay=LONG)},
     )

@@ -6,8 +6,7 @@ from unittest.mock import Mock
 import pytest
 
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.core import PYTHON_CORE, load_core
-from indexer.core.core import INTERFACE, NativeCore
+from indexer.core.core import INTERFACE, PYTHON_CORE, NativeCore, load_core
 from indexer.errors import SettingsError
 from indexer.sync.shard import Shard
 from tests.native_module import native_core

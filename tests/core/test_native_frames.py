@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from indexer.atproto.cbor import count_items
 from indexer.atproto.cid import RAW, cid_of
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
-from indexer.core import PYTHON_CORE
+from indexer.core.core import PYTHON_CORE
 from indexer.demo import dag_cbor
 from indexer.demo.local_repo import Write
 from indexer.sync.events import MAX_SEQ, CommitEvent, Event, MalformedEvent, OtherShardEvent, RepoOp, decode_frame

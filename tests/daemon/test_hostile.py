@@ -41,7 +41,7 @@ async def test_slow_exports_of_one_machine_leave_half_of_the_workers_to_others(d
                 assert (await daemon.repo_row(account))["sync_status"] == "synchronized"
             hung = [await daemon.repo_row(account) for account in drips]
             assert all(row["sync_status"] != "synchronized" and row["attempts"] == 0 for row in hung)
-            assert len(daemon.stages.resync_pool.running) == 4
+            assert len(daemon.stages.resync_pool.shares.running) == 4
 
 
 @pytest.mark.proof("daemon")

@@ -44,9 +44,9 @@ def test_clock_follows_the_accounts_and_is_never_ahead_of_this_machine() -> None
 def test_time_from_before_this_machine_set_its_clock_back_does_not_count() -> None:
     clock = EventClock()
     day_ahead = NOW + 86_400
-    clock.catch_up(day_ahead)
+    clock.advance(day_ahead, day_ahead)
     clock.observe([("did:a", RECENT)], NOW)
     assert clock.reached == NOW - 10
-    clock.catch_up(NOW)
+    clock.advance(NOW, NOW)
     clock.observe([("did:a", RECENT)], NOW - 1)
     assert clock.reached == NOW, "a clock that is corrected by a second"

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self, cast
 import pytest
 
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.core import PYTHON_CORE, Core
+from indexer.core.core import PYTHON_CORE, Core
 from indexer.db.gaps import OpenGaps
 from indexer.demo.local_relay import message_frame
 from indexer.live.firehose_consumer import PROOF_TIMEOUT, FirehoseConsumer, StreamContinuity

@@ -10,8 +10,7 @@ from time import time
 import asyncpg
 import pytest
 
-from indexer.core import PYTHON_CORE
-from indexer.core.core import NativeCore
+from indexer.core.core import PYTHON_CORE, NativeCore
 from indexer.db import Database
 from indexer.db.connections import Connections
 from indexer.db.repos import Repos

@@ -22,7 +22,7 @@ async def test_workers_that_become_free_within_the_gathering_time_share_a_claim(
             running.attempts.results[did].set_result("synchronized")
             for _ in range(20):
                 await asyncio.sleep(0)
-            assert running.pool.free_workers == free, "the pool has not waited for another worker"
+            assert running.pool.shares.free_workers == free, "the pool has not waited for another worker"
         await until(lambda: len(running.attempts.started) == 7)
         assert [size for size in running.db.claim_sizes if size] == [5, 2]
 
@@ -51,7 +51,7 @@ async def test_lost_claim_ends_its_resync() -> None:
     async with RunningPool([DID], lambda _did: "one.example", workers=2, lease=0.03) as running:
         await until(lambda: DID in running.attempts.results)
         running.db.claim_holds = False
-        await until(lambda: not running.pool.running)
+        await until(lambda: not running.pool.shares.running)
         assert running.attempts.results[DID].cancelled()
         assert not running.task.done()
 
@@ -65,7 +65,7 @@ async def test_failure_does_not_end_a_newer_claim() -> None:
         await until(lambda: DID in running.attempts.results)
         claimed = running.db.rows[DID]
         first.set_exception(UnavailableError(FetchFailure.TIMEOUT))
-        await until(lambda: len(running.pool.running) == 1)
+        await until(lambda: len(running.pool.shares.running) == 1)
         assert running.db.rows[DID] == claimed
 
 
@@ -94,7 +94,7 @@ async def test_endless_attempt_times_out() -> None:
 async def test_cancelled_resyncs_are_given_back() -> None:
     async with RunningPool([DID], lambda _did: "one.example", workers=1) as running:
         await until(lambda: DID in running.attempts.results)
-    assert [run.claimed.did for run in running.pool.running] == [DID]
+    assert [run.claimed.did for run in running.pool.shares.running] == [DID]
     await running.pool.give_back()
     row = running.db.rows[DID]
     assert (row.sync_status, row.next_attempt_at, row.attempts) == (SyncStatus.DESYNCHRONIZED, None, 0)

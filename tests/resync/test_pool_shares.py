@@ -85,7 +85,7 @@ async def test_slow_exports_of_many_names_end_for_others() -> None:
 
         def all_honest_ended() -> bool:
             nonlocal at_most
-            at_most = max(at_most, len(running.pool.running))
+            at_most = max(at_most, len(running.pool.shares.running))
             for did in running.attempts.results.keys() & set(honest):
                 if not running.attempts.results[did].done():
                     running.attempts.results[did].set_result("synchronized")
@@ -123,7 +123,7 @@ async def test_slow_export_ends_only_once_while_its_attempt_is_cleaned_up() -> N
         await until(lambda: attempts.cancelled == drips[:1])
         await asyncio.sleep(0.2)
         assert attempts.cancelled == drips[:1], "no other one ends, and the pool goes on"
-        assert len(running.pool.running) == 2
+        assert len(running.pool.shares.running) == 2
         attempts.cleaned_up.set()
         await until(lambda: len(attempts.cancelled) > 1)
         assert not running.task.done()

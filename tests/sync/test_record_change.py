@@ -69,10 +69,10 @@ def test_block_is_not_decoded_for_values_that_are_omitted_anyway() -> None:
 
 def test_records_that_were_converted_elsewhere_count() -> None:
     converter = RecordConverter(STORE_ALL, REV, 1_000)
-    items, left = converter.items_left, converter.bytes_left
+    items, left = converter.items.left, converter.bytes_left
     for size in (300, 20):
         converter.count_converted(2, size)
-    assert (converter.items_left, converter.bytes_left, converter.bytes_converted) == (items - 4, left - 320, 320)
+    assert (converter.items.left, converter.bytes_left, converter.bytes_converted) == (items - 4, left - 320, 320)
 
 
 def test_values_of_distinct_blocks_are_never_omitted() -> None:
@@ -125,9 +125,9 @@ def test_record_with_a_problem_keeps_its_bytes_unless_it_is_omitted() -> None:
 def test_items_of_records_are_counted() -> None:
     block = dag_cbor.encode({"$type": POST, "a": ["x"] * 1_000})
     converter = RecordConverter(STORE_ALL, REV, 1_000)
-    left = converter.items_left
+    left = converter.items.left
     converted(converter, create(1, block))
-    assert converter.items_left == left - 1_005
+    assert converter.items.left == left - 1_005
 
 
 def test_records_of_other_collections_are_not_converted() -> None:
