@@ -50,6 +50,8 @@ MIN_CONSUMER_LAG_LIMIT = 3_600.0
 _SECRETS = frozenset({"database_url", "webhook_url", "admin_password"})
 _SECONDS = {"": 1, "ms": 0.001, "s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _BYTES = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_CONTACT = r"^(https?://[!-'*-?A-~]{1,200}|(mailto:)?[!-'*-.0-9;-?A-~]{1,100}@[0-9A-Za-z.-]{1,100})$"
+"""It becomes part of the comment of a header, so spaces and parentheses are invalid."""
 _MAX_PORT = 65_535
 # The native core holds sizes and counts in 64 bits on 64-bit platforms, and all of these are far below.
 _MAX_WHOLE = 10**9
@@ -151,15 +153,6 @@ def _check_webhook(value: SecretStr) -> SecretStr:
     _check_url(url, "http", "https")
     if not url.isascii():
         raise ValueError("not ASCII")
-    return value
-
-
-def _check_contact(value: str) -> str:
-    """Check a contact. It becomes part of the comment of a header, so spaces and parentheses are invalid."""
-    if not re.fullmatch(
-        r"(https?://[!-'*-?A-~]{1,200})|((mailto:)?[!-'*-.0-9;-?A-~]{1,100}@[0-9A-Za-z.-]{1,100})", value
-    ):
-        raise ValueError("not a contact")
     return value
 
 
@@ -323,7 +316,7 @@ class Settings(BaseModel):
     """Maximum concurrent requests to one host. Raise it only for your own hosts."""
     outbound_rate: Rate = 100
     """Maximum requests per second to all hosts together. Raise it if a backfill of many hosts is limited by it."""
-    contact: Annotated[str, AfterValidator(_check_contact), "an http(s):// URL or an e-mail address"] | None = None
+    contact: Annotated[str, Field(pattern=_CONTACT), "an http(s):// URL or an e-mail address"] | None = None
     """Contact for operators of other hosts, sent in every User-Agent header. Set it in production."""
     deletion_grace: Seconds = 604_800
     """Time from the deletion of an account to the erasure of its records, which are hidden at once. Lower it if
