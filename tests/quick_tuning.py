@@ -9,6 +9,7 @@ from indexer.net.relay.stream_socket import ConnectionSettings
 from indexer.resync.pool import WorkerPoolSettings
 from indexer.resync.queue import MaintenanceSettings
 from indexer.tasks.reconcile import ReconciliationSettings
+from indexer.tasks.scope import ScopeSettings
 
 QUICK = Tuning(
     connection=ConnectionSettings(first_delay=0.05, max_delay=0.2, switch_after=0.0),
@@ -18,11 +19,7 @@ QUICK = Tuning(
     maintenance=MaintenanceSettings(lease_interval=0.1),
     retry=0.05,
     gap_refresh=0.1,
-    scope_interval=0.1,
-    scope_settle=0.3,
-    narrowing_batch=3,
-    untracking_batch=3,
-    untracking_retry=0.5,
+    scope=ScopeSettings(interval=0.1, settle=0.3, narrowing_batch=3, untracking_batch=3, untracking_retry=0.5),
     erasure_interval=0.1,
     count_interval=0.2,
     max_count_share=1.0,

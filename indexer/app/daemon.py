@@ -185,7 +185,7 @@ class Daemon:
         self.hosts = self.outbound.hosts
         self.conditions = Conditions()
         self.started_at = monotonic()
-        self.scope = CurrentScope(db.scope, settings.policy, poll=self.tuning.scope_interval)
+        self.scope = CurrentScope(db.scope, settings.policy, poll=self.tuning.scope.interval)
         self._build_live_stages()
         self._build_resync_stages()
         self._build_background_stages()
@@ -346,34 +346,13 @@ class Daemon:
 
     def _scope_tasks(self) -> Iterator[ScopeTask]:
         """Yield the tasks that delete what left the scope, and find and fetch what entered it."""
-        shard, db, scope, tuning = self._shard, self.db, self.scope, self.tuning
-        interval, settle, sources = tuning.scope_interval, tuning.scope_settle, self._repo_list_sources
-        yield ScopeNarrowing(
-            db,
-            scope,
-            shard,
-            self.metrics,
-            interval=interval,
-            batch_size=tuning.narrowing_batch,
-            untracking_batch=tuning.untracking_batch,
-            untracking_retry=tuning.untracking_retry,
-        )
-        yield ScopeBackfill(
-            db,
-            self.outbound,
-            scope,
-            sources,
-            shard,
-            self.metrics,
-            interval=interval,
-            settle=settle,
-            recheck=tuning.scope_rechecks,
-            recheck_poll=tuning.scope_recheck_poll,
-        )
+        db, scope, shard, settings = self.db, self.scope, self._shard, self.tuning.scope
+        outbound, sources = self.outbound, self._repo_list_sources
+        yield ScopeNarrowing(db, scope, shard, self.metrics, settings)
+        yield ScopeBackfill(db, outbound, scope, sources, shard, self.metrics, settings)
         if shard.index == 0:  # the lists are of all shards
-            yield SignalDiscovery(
-                db, self.outbound, scope, sources, self._reconciled_at, interval=interval, settle=settle
-            )
+            interval, settle = settings.interval, settings.settle
+            yield SignalDiscovery(db, outbound, scope, sources, self._reconciled_at, interval=interval, settle=settle)
 
     def _build_feeds(self) -> None:
         """Build what the role `feed` runs."""

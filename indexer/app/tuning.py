@@ -1,6 +1,5 @@
 """Intervals, timeouts and sizes of the stages of the daemon that no setting changes. Tests pass others."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from indexer.app.clients import KEY_LOOKUP_TIMEOUT
@@ -13,8 +12,8 @@ from indexer.net.identity.identity_cache import IdentityLifetimes
 from indexer.net.relay.stream_socket import ConnectionSettings
 from indexer.resync.pool import WorkerPoolSettings
 from indexer.resync.queue import MaintenanceSettings
-from indexer.tasks import scope
 from indexer.tasks.reconcile import ReconciliationSettings
+from indexer.tasks.scope import ScopeSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +34,7 @@ class Tuning:
         proof_timeout: After the connection, for the relay to send the message at the cursor again.
         gap_refresh: Between two reads of the open gaps.
         key_lookup_timeout: For a key, from the message that needs it.
-        scope_interval: Between two reads of the scope, and two checks whether a change of it left work to do.
-        scope_settle: From a change of the scope to the reading of a list.
-        scope_rechecks: From the comparison with a list to each of its repetitions.
-        scope_recheck_poll: Between two checks whether a repetition is due.
-        narrowing_batch: Records out of scope that one transaction deletes.
-        untracking_batch: Repos that one transaction looks at to find those out of scope.
-        untracking_retry: Until repos are looked at again that were not complete.
+        scope: The times of the tasks that follow a change of the scope, and the sizes of their batches.
         erasure_interval: Between two searches for accounts to erase.
         identity_refresh_interval: Between two batches of refreshes.
         count_interval: Between two counts of the repos, at least.
@@ -64,13 +57,7 @@ class Tuning:
     proof_timeout: float = PROOF_TIMEOUT
     gap_refresh: float = REFRESH_SECONDS
     key_lookup_timeout: float = KEY_LOOKUP_TIMEOUT
-    scope_interval: float = 1.0
-    scope_settle: float = scope.SETTLE_SECONDS
-    scope_rechecks: Sequence[float] = scope.RECHECK_SECONDS
-    scope_recheck_poll: float = scope.RECHECK_POLL_SECONDS
-    narrowing_batch: int = scope.NARROWING_BATCH
-    untracking_batch: int = scope.UNTRACKING_BATCH
-    untracking_retry: float = scope.UNTRACKING_RETRY_SECONDS
+    scope: ScopeSettings = field(default_factory=ScopeSettings)
     erasure_interval: float = 60.0
     identity_refresh_interval: float = 10.0
     count_interval: float = 10.0

@@ -32,30 +32,43 @@ from indexer.sync.shard import Shard
 from indexer.tasks.repo_list_pages import ListedAccounts, repo_list_pages
 from indexer.telemetry.metrics import Metrics
 
-NARROWING_BATCH = 1_000
-"""Records that one transaction deletes. The live path waits for the rows of their repos."""
 SEARCH_SECONDS = 600.0
 """Pause between two searches while the scope does not change. They should find nothing."""
-
-UNTRACKING_BATCH = 200
-"""Repos that one transaction looks at. The live path waits for those that are untracked."""
-UNTRACKING_RETRY_SECONDS = 600.0
-"""Pause before repos are looked at again that were not complete."""
-SETTLE_SECONDS = 30.0
-"""Time from a change to the reading of a list: a list may lack what the stream has delivered just before."""
-RECHECK_SECONDS = (600.0, 86_400.0)
-"""Times from the comparison with a list to its repetitions."""
-RECHECK_POLL_SECONDS = 60.0
 MAX_WAITING = 200
 """Repos of a shard that are due at a time because of an added collection."""
 PAGE_SIZE = 2_000
 MAX_SEARCH_SHARE = 0.05
 """Share of the time that the search for incomplete repos takes while it finds none. It reads those of all inactive
 accounts."""
-RETRY_SECONDS = 300.0
-"""Pause after a list could not be read."""
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeSettings:
+    """Times in seconds, and sizes, of the tasks that follow a change of the scope.
+
+    Attributes:
+        interval: Between two reads of the scope, and two checks whether a change of it left work to do.
+        narrowing_batch: Records that one transaction deletes. The live path waits for the rows of their repos.
+        untracking_batch: Repos that one transaction looks at. The live path waits for those that are untracked.
+        untracking_retry: Until repos are looked at again that were not complete.
+        settle: From a change to the reading of a list: a list may lack what the stream has delivered just before.
+        rechecks: From the comparison with a list to each of its repetitions.
+        recheck_poll: Between two checks whether a repetition is due.
+        retry: Until a list is read again that could not be read.
+        give_up: Until a list that could not be read counts as one that no relay offers: all repos are fetched.
+    """
+
+    interval: float = 1.0
+    narrowing_batch: int = 1_000
+    untracking_batch: int = 200
+    untracking_retry: float = 600.0
+    settle: float = 30.0
+    rechecks: Sequence[float] = (600.0, 86_400.0)
+    recheck_poll: float = 60.0
+    retry: float = 300.0
+    give_up: float = 86_400.0
 
 
 @dataclass(eq=False)
@@ -68,17 +81,13 @@ class ScopeNarrowing:
 
     Attributes:
         stage: Its progress. A search is work; it moves with each batch.
-        untracking_retry: Pause before repos are looked at again that were not complete, in seconds.
     """
 
     db: Database
     scope: CurrentScope
     shard: Shard
     metrics: Metrics
-    interval: float = 1.0
-    batch_size: int = NARROWING_BATCH
-    untracking_batch: int = UNTRACKING_BATCH
-    untracking_retry: float = UNTRACKING_RETRY_SECONDS
+    settings: ScopeSettings
 
     def __post_init__(self) -> None:
         self._clean_version, self._clean_since = -1, 0.0
@@ -87,7 +96,7 @@ class ScopeNarrowing:
 
     async def run(self) -> None:
         """Delete records and untrack repos forever. Only an exception that is a bug ends it."""
-        await run_periodically(self.step, self.interval, self.stage)
+        await run_periodically(self.step, self.settings.interval, self.stage)
 
     async def step(self) -> None:
         """Look for records and repos that are out of scope, unless a search has just found none.
@@ -120,7 +129,7 @@ class ScopeNarrowing:
         deleted, complete, after = 0, True, None
         while True:
             page = await self.db.scope_changes.delete_unselected(
-                scope, collection, self.shard.buckets, after, self.batch_size
+                scope, collection, self.shard.buckets, after, self.settings.narrowing_batch
             )
             if page is None:
                 return deleted, False
@@ -141,14 +150,14 @@ class ScopeNarrowing:
         if progress.finished_at is None and scope.signals and await self.db.scope_changes.unread_lists(scope):
             return
         while progress.finished_at is None:
-            page = await self.db.scope_changes.untrack_page(scope, self.shard, progress, self.untracking_batch)
+            page = await self.db.scope_changes.untrack_page(scope, self.shard, progress, self.settings.untracking_batch)
             if page is None:
                 return
             count, progress = page
             untracked += count
             self.stage.moved()
             if progress.cursor is None and progress.finished_at is None:
-                self._untracking_at = monotonic() + self.untracking_retry
+                self._untracking_at = monotonic() + self.settings.untracking_retry
                 break
         else:
             self._untracked_version = scope.version
@@ -166,8 +175,6 @@ class ScopeBackfill:
 
     Attributes:
         sources: Returns the base URLs of the relays to ask; none if no stream is open.
-        give_up: Seconds after which a list that could not be read counts as one that no relay offers: all repos are
-            fetched.
         stage: Its progress. Requests, and the comparison with lists, are work.
     """
 
@@ -177,12 +184,7 @@ class ScopeBackfill:
     sources: Callable[[], Sequence[str]]
     shard: Shard
     metrics: Metrics
-    interval: float = 1.0
-    settle: float = SETTLE_SECONDS
-    recheck: Sequence[float] = RECHECK_SECONDS
-    recheck_poll: float = RECHECK_POLL_SECONDS
-    retry: float = RETRY_SECONDS
-    give_up: float = 86_400.0
+    settings: ScopeSettings
 
     def __post_init__(self) -> None:
         self._recheck_at = self._search_at = 0.0
@@ -196,7 +198,7 @@ class ScopeBackfill:
 
     async def run(self) -> None:
         """Request resyncs forever. Only an exception that is a bug ends it."""
-        await run_periodically(self.step, self.interval, self.stage)
+        await run_periodically(self.step, self.settings.interval, self.stage)
 
     async def step(self) -> None:
         """Request the next resyncs, after the lists were read.
@@ -211,7 +213,7 @@ class ScopeBackfill:
         if is_compared and self._compared != scope.complete_from:
             self._compared, self._search_at = scope.complete_from, 0.0
         if monotonic() >= self._recheck_at:
-            self._recheck_at = monotonic() + self.recheck_poll
+            self._recheck_at = monotonic() + self.settings.recheck_poll
             await self._compare_again(scope)
         began_at = monotonic()
         if not is_compared or began_at < self._search_at:  # a search that took long has found none just before
@@ -227,7 +229,7 @@ class ScopeBackfill:
         listable = [pattern for pattern in scope.added_after(0) if is_nsid(pattern)]
         if not first or not listable:
             return True
-        if not (sources := self.sources()) or monotonic() < self.scope.changed_at + self.settle:
+        if not (sources := self.sources()) or monotonic() < self.scope.changed_at + self.settings.settle:
             return False
         if self._read[0] != scope.version:
             self._read = scope.version, time(), {}
@@ -240,7 +242,7 @@ class ScopeBackfill:
                 except DatabaseError:
                     raise
                 except UnavailableError as error:
-                    if self._note_failure(pattern, error) >= self.give_up:
+                    if self._note_failure(pattern, error) >= self.settings.give_up:
                         log.warning("scope.list-given-up", collection=pattern)
                         lists[pattern] = None
         if self.scope.scope.version != scope.version or len(lists) < len(listable):
@@ -265,7 +267,9 @@ class ScopeBackfill:
                 await self.db.crawls.save(replace(recheck, finished_at=time()))
             elif recheck.began_at > time():  # before the clock was set back
                 await self.db.crawls.save(replace(recheck, began_at=time()))
-            elif time() >= recheck.began_at + self.recheck[recheck.found] and self._may_read(recheck.collection):
+            elif time() >= recheck.began_at + self.settings.rechecks[recheck.found] and self._may_read(
+                recheck.collection
+            ):
                 collection, since = recheck.collection, recheck.began_at
                 mark = self.db.scope_changes.mark_incomplete
                 try:
@@ -278,7 +282,7 @@ class ScopeBackfill:
                     continue
                 self._failed.pop(collection, None)
                 self._search_at = 0.0
-                done, ended = recheck.found + 1, time() if recheck.found + 1 >= len(self.recheck) else None
+                done, ended = recheck.found + 1, time() if recheck.found + 1 >= len(self.settings.rechecks) else None
                 await self.db.crawls.save(replace(recheck, found=done, finished_at=ended))
                 log.info("scope.compared-again", collection=collection, incomplete=found)
 
@@ -290,8 +294,8 @@ class ScopeBackfill:
         """Note and log that the list could not be read; return for how many seconds that has been so."""
         now = monotonic()
         since, _ = self._failed.get(collection, (now, now))
-        self._failed[collection] = since, now + self.retry
-        log.warning("scope.list-failed", collection=collection, error=str(error), retry_seconds=self.retry)
+        self._failed[collection] = since, now + self.settings.retry
+        log.warning("scope.list-failed", collection=collection, error=str(error), retry_seconds=self.settings.retry)
         return now - since
 
     async def _read_list(self, sources: Sequence[str], collection: str) -> ListedAccounts | None:

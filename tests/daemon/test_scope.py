@@ -120,7 +120,7 @@ async def test_repo_that_a_lagging_list_lacked_is_fetched_when_the_list_is_compa
             assert LIKE not in {row["collection"] for row in await daemon.record_rows(lagging)}, "the list is trusted"
         network.relay.lagging.clear()
         network.collections = {POST, LIKE}
-        compares_soon = replace(QUICK, scope_rechecks=(0.0, 0.5), scope_recheck_poll=0.1)
+        compares_soon = replace(QUICK, scope=replace(QUICK.scope, rechecks=(0.0, 0.5), recheck_poll=0.1))
         with capture_logs() as lines:
             async with running_daemon(database, tmp_path / "second", network, tuning=compares_soon) as daemon:
                 await daemon.wait_until_equal()

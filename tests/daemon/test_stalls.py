@@ -33,7 +33,7 @@ ALWAYS_LOOKING = replace(
     QUICK,
     maintenance=MaintenanceSettings(search_interval=0.1, unproven_interval=0.1),
     identity_refresh_interval=0.1,
-    scope_settle=0.0,
+    scope=replace(QUICK.scope, settle=0.0),
     count_interval=0.1,
     host_save_interval=0.1,
 )

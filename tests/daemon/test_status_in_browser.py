@@ -141,7 +141,7 @@ async def test_page_shows_what_the_database_has(database: str, tmp_path: Path) -
 
 
 async def test_links_and_added_collections_are_shown_with_their_progress(database: str, tmp_path: Path) -> None:
-    tuning = replace(QUICK, scope_interval=3_600.0)
+    tuning = replace(QUICK, scope=replace(QUICK.scope, interval=3_600.0))
     async with (
         FilteredNetwork(collections=[POST]) as network,
         open_page(database, tmp_path, network, tuning=tuning, collections=POST) as page,

@@ -1,7 +1,6 @@
 """Accounts that a real relay withholds, and methods that a real PDS does not offer."""
 
 import asyncio
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from indexer.app.tuning import Tuning
 from indexer.concurrency.stage_progress import Work
 from indexer.net.pds.xrpc import MethodNotOfferedError
 from indexer.tasks.repo_list_pages import repo_list_pages
+from indexer.tasks.scope import ScopeSettings
 from tests.daemon_harness import run_daemon, settings_for
 from tests.realnet.compare_with_pdses import records_of, visible_repos, wait_until_equal
 from tests.realnet.real_network import real_network
@@ -94,7 +94,7 @@ async def test_collection_is_added_although_bluesky_pds_does_not_list_repos_by_c
             await asyncio.to_thread(account.create, THING, {"n": 1})
             await asyncio.to_thread(account.create, NOTE, {"n": 2})
         settings = settings_for(pds.stream_url, network.plc_url, tmp_path, resync_source="pds", collections=THING)
-        async with run_daemon(settings, database, tuning=replace(Tuning(), scope_settle=0.1)) as running:
+        async with run_daemon(settings, database, tuning=Tuning(scope=ScopeSettings(settle=0.1))) as running:
             expected = await records_of(*accounts)
             things = {
                 did: {path: record for path, record in records.items() if path.startswith(THING)}

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from time import time
 from typing import Any
@@ -17,7 +18,7 @@ from indexer.reasons import Desync
 from indexer.sync.account import plan_active
 from indexer.sync.repo import needs_export
 from indexer.sync.shard import Shard
-from indexer.tasks.scope import ScopeBackfill
+from indexer.tasks.scope import ScopeBackfill, ScopeSettings
 from indexer.telemetry.metrics import Metrics
 from tests.db.repo_rows import did, insert, synchronized
 from tests.net.http.scripted_host import ScriptedHost, http_response
@@ -44,9 +45,9 @@ async def widened_scope(db: Database, *added: str) -> CurrentScope:
 async def backfill_of(crawl: Crawl, *added: str, scope: CurrentScope | None = None, **options: Any) -> ScopeBackfill:
     """Widen the scope; return a backfill that does not wait before it reads a list, for the first time or again."""
     scope = scope or await widened_scope(crawl.db, *added)
-    used: dict[str, Any] = {"sources": lambda: [crawl.host.url], "shard": Shard(), "recheck": (3_600.0,)} | options
-    no_waits: dict[str, Any] = {"settle": 0.0, "recheck_poll": 0.0, "retry": 0.0}
-    return ScopeBackfill(crawl.db, crawl.outbound, scope, metrics=Metrics(), **no_waits, **used)
+    sources, shard = options.pop("sources", lambda: [crawl.host.url]), options.pop("shard", Shard())
+    settings = replace(ScopeSettings(settle=0.0, rechecks=(3_600.0,), recheck_poll=0.0, retry=0.0), **options)
+    return ScopeBackfill(crawl.db, crawl.outbound, scope, sources, shard, Metrics(), settings)
 
 
 async def insert_incomplete(crawl: Crawl, *names: str, **fields: Any) -> None:
@@ -79,7 +80,7 @@ async def test_relay_that_is_lost_before_its_list_is_read_is_not_one_that_offers
         asked += 1
         return [crawl.host.url] if asked <= open_for else []
 
-    backfill = await backfill_of(crawl, sources=sources, recheck=(0.0, 3_600.0))
+    backfill = await backfill_of(crawl, sources=sources, rechecks=(0.0, 3_600.0))
     await insert_incomplete(crawl, "listed", "without")
     crawl.host.pages[LIST] = list_of("listed")
     await backfill.step()
@@ -90,7 +91,7 @@ async def test_relay_that_is_lost_before_its_list_is_read_is_not_one_that_offers
 
 async def test_list_is_compared_again_although_the_clock_was_set_back(crawl: Crawl) -> None:
     """The clock was a year ahead when the list was compared for the first time."""
-    backfill = await backfill_of(crawl, recheck=(0.0,))
+    backfill = await backfill_of(crawl, rechecks=(0.0,))
     await crawl.db.crawls.save(CrawlProgress("recheck", "", LIKE, began_at=time() + 365 * 86_400))
     crawl.host.pages[LIST] = list_of()
     await backfill.step()
@@ -108,7 +109,7 @@ async def test_list_is_compared_again_by_all_present_shards_although_their_numbe
     await crawl.db.crawls.save(CrawlProgress("recheck", "", LIKE, began_at=time(), found=1))
     crawl.host.pages[LIST] = list_of(*names)
     for shard in shards:
-        backfill = await backfill_of(crawl, scope=scope, shard=shard, recheck=(0.0, 0.0))
+        backfill = await backfill_of(crawl, scope=scope, shard=shard, rechecks=(0.0, 0.0))
         for _ in range(3):
             await backfill.step()
         assert await crawl.db.crawls.rechecks(shard) == []
@@ -177,7 +178,7 @@ async def test_all_repos_are_fetched_for_an_added_collection_if_no_relay_offers_
 @pytest.mark.parametrize("failure", [http_response(status=500), http_response(status=404)], ids=["500", "404"])
 async def test_repetition_counts_only_if_a_list_was_read_to_its_end(crawl: Crawl, failure: bytes) -> None:
     """The list that was compared first lacked the repo."""
-    backfill = await backfill_of(crawl, recheck=(0.0,))
+    backfill = await backfill_of(crawl, rechecks=(0.0,))
     await insert(crawl.db, synchronized("lacking", scope_version=3, synchronized_at=time() - 60))
     await crawl.db.crawls.save(CrawlProgress("recheck", "", LIKE, began_at=time()))
     crawl.host.pages[LIST] = failure
