@@ -149,27 +149,24 @@ async def numbering_session(pool: Connections) -> AsyncIterator["NumberingSessio
 
 
 class NumberingSession:
-    """The session of a process that numbers changes. Every method raises `DatabaseError` for a transient error."""
+    """The session of a process that numbers changes."""
 
     def __init__(self, connection: asyncpg.Connection) -> None:
         self._connection = connection
 
     async def nodes(self) -> list[ClusterNode]:
         """Return the nodes that have shards."""
-        with database_errors():
-            return [ClusterNode(*row) for row in await self._connection.fetch(_NODES)]
+        return [ClusterNode(*row) for row in await self._connection.fetch(_NODES)]
 
     async def queue(self, start: int) -> Queue:
         """Return the queue after the place `start`."""
-        with database_errors():
-            rows = await self._connection.fetch(_QUEUE, start)
+        rows = await self._connection.fetch(_QUEUE, start)
         batches = {row["commit_order"]: row["age"] for row in rows if row["commit_order"] is not None}
         return Queue(batches, rows[0]["min_xid"], rows[0]["drawn"])
 
     async def new_transaction(self) -> int:
         """Return the ID of a new transaction, which writes nothing. All that began to write before have lower IDs."""
-        with database_errors():
-            return int(await self._connection.fetchval(_NEW_TRANSACTION))
+        return int(await self._connection.fetchval(_NEW_TRANSACTION))
 
     async def prepared(self, nodes: Iterable[ClusterNode]) -> Prepared:
         """Ask these nodes for the transactions that Citus has prepared there, within `ASK_SECONDS`.
@@ -198,8 +195,7 @@ class NumberingSession:
         names = [(node, name) for node, ages in prepared.items() for name in ages]
         arguments = list(batches), list(prepared), [node for node, _ in names], [name for _, name in names]
         crash_point("numbering.begun")
-        with database_errors():
-            rows = await self._connection.fetch(_NUMBER, *arguments)
+        rows = await self._connection.fetch(_NUMBER, *arguments)
         crash_point("numbering.done")
         return {row["commit_order"]: row["age"] for row in rows}
 

@@ -26,19 +26,15 @@ from indexer.sync.changes import ChangeLogEntry, record_entries
 from indexer.sync.export import RecordChunk
 from indexer.sync.shard import bucket_of
 
-COLUMNS = (
-    "segment", "batch", "ordinal", "bucket", "live", "action", "did", "collection", "rkey", "rev", "cid",
-)  # fmt: skip
-"""The columns of the table `change`, as COPY writes them."""
-
 _INSERT_BATCH = """
     insert into indexer.change_batch (segment, size) select current_segment, $1 from indexer.change_log
     returning segment, id
 """
 
 
-# In the order of `log_rows`, after the ordinal.
 _LOGGED = typed("bucket smallint, live boolean, action text, did text, collection text, rkey text, rev text, cid bytea")
+COLUMNS = ("segment", "batch", "ordinal", *_LOGGED)
+"""The columns of the table `change`, as COPY writes them."""
 
 MIN_COPIED_CHANGES = 20
 """The least number of changes that are written by COPY. Below, its additional round trips cost more than it saves."""

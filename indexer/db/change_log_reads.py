@@ -145,8 +145,8 @@ _BATCH_OF = f"""
     order by first_seq desc limit 1
 """
 
-_LATEST_SEQ = "select atproto.latest_seq()"
-_TRIMMED_SEQ = "select last_value from indexer.trimmed_seq"
+LATEST_SEQ = "select atproto.latest_seq()"
+TRIMMED_SEQ = "select last_value from indexer.trimmed_seq"
 _QUEUE_USAGE = "select pg_notification_queue_usage()"
 _NOTIFY = f"""
     select seq, pg_notification_queue_usage() as queue_usage,
@@ -187,16 +187,6 @@ async def load_accounts(
     return {did: StoredAccount(*state) for did, *state in rows}
 
 
-async def load_latest_seq(connection: Connection) -> int:
-    """Return the number of the newest change; 0 if there is none."""
-    return int(await connection.fetchval(_LATEST_SEQ))
-
-
-async def load_trimmed_seq(connection: Connection) -> int:
-    """Return the number up to which changes have been trimmed; 0 if none have."""
-    return int(await connection.fetchval(_TRIMMED_SEQ))
-
-
 class ChangeSignal:
     """Is set by each notification of changes."""
 
@@ -234,13 +224,11 @@ class ChangePages(Area):
 
     async def latest_seq(self) -> int:
         """Return the number of the newest change; 0 if there is none."""
-        async with self._pool.connection() as connection:
-            return await load_latest_seq(connection)
+        return int(await self._fetchval(LATEST_SEQ))
 
     async def trimmed_seq(self) -> int:
         """Return the number up to which changes have been trimmed; 0 if none have."""
-        async with self._pool.connection() as connection:
-            return await load_trimmed_seq(connection)
+        return int(await self._fetchval(TRIMMED_SEQ))
 
     async def find_batch(self, time: int) -> LoggedBatch | None:
         """Return the last batch that was committed at this time or earlier (microseconds since the Unix epoch).
@@ -250,7 +238,7 @@ class ChangePages(Area):
         async with self._pool.transaction() as connection:
             # The statistics of a segment that was empty a moment ago mislead the planner.
             await connection.execute("set local enable_seqscan = off")
-            low, high = 0, await load_latest_seq(connection)
+            low, high = 0, await connection.fetchval(LATEST_SEQ)
             found = None
             while low < high:  # changes up to `low` were committed at `time` or earlier, changes after `high` later
                 middle = (low + high + 1) // 2

@@ -71,7 +71,6 @@ class ConsumerState:
 
     Attributes:
         behind_since: When its first unreceived change was committed; None if there is none.
-        seen_at: The time of its last request.
         cut_off: True if it was disconnected.
     """
 
@@ -79,7 +78,6 @@ class ConsumerState:
     seq: int
     behind: int
     behind_since: float | None
-    seen_at: float
     cut_off: bool
 
     def lag(self, now: float) -> float:
@@ -179,7 +177,7 @@ _SEGMENTS = f"""
 
 _CONSUMERS = f"""
     select name, seq, behind, {_SINCE.format("behind_since")} as behind_since,
-        {_SINCE.format("seen_at")} as seen_at, cut_off_at is not null as cut_off
+        cut_off_at is not null as cut_off
     from atproto.readers order by name
 """
 

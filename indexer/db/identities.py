@@ -152,12 +152,6 @@ _POSTPONE = """
     where did = $1 and bucket = $2 and refresh_at is not null
 """
 
-# Two accounts may have the handle until the earlier one is checked again.
-_DID_OF_HANDLE = f"""
-    select did from indexer.identity where handle = $1 and handle <> '{INVALID_HANDLE}'
-    order by handle_due_at desc limit 1
-"""
-
 
 class Identities(Area):
     """Identities and handles."""
@@ -201,7 +195,7 @@ class Identities(Area):
 
     async def did_of_handle(self, handle: str) -> str | None:
         """Return the DID for which the handle was verified; None if there is none."""
-        did: str | None = await self._fetchval(_DID_OF_HANDLE, handle)
+        did: str | None = await self._fetchval("select atproto.did_of($1)", handle)
         return did
 
     async def due_handles(self, buckets: Sequence[int], limit: int, now: float) -> list[HandleClaim]:

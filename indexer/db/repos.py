@@ -108,8 +108,7 @@ class Repos(Area):
 
     async def request_resyncs(self, dids: Sequence[str]) -> int:
         """Request a resync of each repo; return how many of the repos exist."""
-        async with self._pool.connection() as connection:
-            return await _request_resyncs(connection, dids)
+        return int(await self._fetchval(_REQUEST_RESYNCS, list(dids)))
 
     async def request_resyncs_of_all(self, *, errored: bool = False) -> AsyncGenerator[tuple[int, int]]:
         """Request a resync of all repos, or of those whose last resync failed.
@@ -119,8 +118,8 @@ class Repos(Area):
         async with self._pool.connection() as connection:
             page = await connection.fetch(_PAGE, "", BATCH_SIZE, errored)
             while page:
-                requested = await _request_resyncs(connection, [did for did, selected in page if selected])
-                yield len(page), requested
+                dids = [did for did, selected in page if selected]
+                yield len(page), int(await connection.fetchval(_REQUEST_RESYNCS, dids))
                 page = await connection.fetch(_PAGE, page[-1]["did"], BATCH_SIZE, errored)
 
     async def estimate_count(self) -> int:
@@ -194,7 +193,3 @@ async def _name_known(connection: Connection, dids: Sequence[str], wanted_in: in
         dids = sorted((await write(connection, Batch(tuple(writes)))).skipped)
         tracked += sum(repo.out_of_scope and repo.did not in dids for repo in repos)
     return tracked
-
-
-async def _request_resyncs(connection: Connection, dids: Sequence[str]) -> int:
-    return int(await connection.fetchval(_REQUEST_RESYNCS, list(dids)))

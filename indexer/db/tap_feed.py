@@ -14,14 +14,14 @@ from asyncpg import Record
 
 from indexer.crash_points import COMMITTED, crash_point
 from indexer.db.change_log_reads import (
+    LATEST_SEQ,
+    TRIMMED_SEQ,
     LoggedChange,
     StoredAccount,
     StoredRecord,
     load_accounts,
     load_changes,
-    load_latest_seq,
     load_records,
-    load_trimmed_seq,
 )
 from indexer.db.columns import Connection, columns_of, typed, unnest
 from indexer.db.connections import SERVER_SETTINGS, Area
@@ -254,7 +254,7 @@ class FeedSession:
         return _progress_of(row)
 
     async def _register(self) -> None:
-        is_trimmed = await load_trimmed_seq(self._connection) > 0
+        is_trimmed = await self._connection.fetchval(TRIMMED_SEQ) > 0
         await self._connection.fetchval(_REGISTER, FEED_CONSUMER, None if is_trimmed else 0)
         row = await self._connection.fetchrow(_LOAD_PROGRESS, FEED_CONSUMER)
         if row is not None and is_trimmed:
@@ -390,8 +390,8 @@ class Feed(Area):
         """
         async with self._pool.connection() as connection:
             row = await connection.fetchrow(_BEHIND, FEED_CONSUMER)
-            if row is None and await load_trimmed_seq(connection) == 0:
-                return await load_latest_seq(connection)
+            if row is None and await connection.fetchval(TRIMMED_SEQ) == 0:
+                return int(await connection.fetchval(LATEST_SEQ))
             snapshot = row is None or row["snapshot"]
             stored = await _count_rows(connection, "repo") + await _count_rows(connection, "record") if snapshot else 0
             return stored + (row["behind"] if row is not None else 0)

@@ -33,7 +33,7 @@ LARGE = (Segment(5, 3_000, 10, NOW - 3), Segment(1, 3_000, 15, NOW - 2), Segment
 
 
 def consumer(name: str = "one", seq: int = 0, since: float | None = NOW) -> ConsumerState:
-    return ConsumerState(name, seq, 5, since, NOW, cut_off=False)
+    return ConsumerState(name, seq, 5, since, cut_off=False)
 
 
 def log_of(*segments: Segment, consumers: tuple[ConsumerState, ...] = (), opened_at: float = NOW) -> ChangeLogState:
@@ -109,7 +109,7 @@ def test_no_connected_consumer_loses_changes(
     sizes: list[tuple[int, float]], consumers: list[tuple[int, float, bool]]
 ) -> None:
     segments = [Segment(n, size, 10 * (n + 1), NOW - days * DAY) for n, (size, days) in enumerate(sizes)]
-    states = [ConsumerState(str(n), seq, 1, NOW - days * DAY, NOW, cut) for n, (seq, days, cut) in enumerate(consumers)]
+    states = [ConsumerState(str(n), seq, 1, NOW - days * DAY, cut) for n, (seq, days, cut) in enumerate(consumers)]
     log = log_of(*segments, consumers=tuple(states))
     plan = plan_trim(log, POLICY, NOW)
     for state in states:

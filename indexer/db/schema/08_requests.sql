@@ -47,7 +47,7 @@ end $$;
 comment on function atproto.request_takedown(text,boolean) is
     'Hide a repo locally, or show it again. False if it is unknown. Needs atproto_operator.';
 
--- The collation "C" of lower(): in other locales it may change the letter I differently.
+-- Two accounts may have the handle until the earlier one is checked again. The collation "C" of lower(): in other locales it may change the letter I differently.
 create function atproto.did_of(handle text) returns text
 language plpgsql stable strict security definer set search_path = pg_catalog, pg_temp as $$
 declare
