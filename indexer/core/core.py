@@ -320,10 +320,7 @@ PYTHON_CORE = Core()
 def load_core(choice: CoreChoice, threads: int) -> Core:
     """Return the core that the settings choose. A native one starts this number of threads, which verify commits.
 
-    Args:
-        choice: "python": never the native core. "auto": the native core, if it is installed and fits this release.
-            "native": always.
-        threads: The number of threads that verify commits at once.
+    "auto" is the native core if it is installed and fits this release.
 
     Raises:
         SettingsError: The choice is "native", and the native core is not installed or does not fit this release.

@@ -77,12 +77,8 @@ class KeyLookups:
     For each DID method, known identities apart from new DIDs, at most `concurrency` lookups run at a time, each for at
     most `timeout` seconds, and `MAX_QUEUED_PER_SLOT` times as many are queued. Beyond that, a key counts as
     unavailable. While a message waits for a key, all later messages of its DID wait, too: messages of one DID are
-    planned in stream order.
-
-    Waiting messages occupy at most a share of the inbox, of each DID and in total. Beyond that, the wait of the DID
-    with the most bytes ends, and its key counts as unavailable.
-
-    Each lookup is an activity of its own in `stage`.
+    planned in stream order. If they exceed their share of the inbox, of each DID or in total, the wait of the DID with
+    the most bytes ends, and its key counts as unavailable.
     """
 
     def __init__(self, identities: IdentityCache, inbox: Inbox, *, timeout: float, concurrency: int) -> None:

@@ -5,9 +5,7 @@ changes before the whole export is verified. Then one transaction writes the dif
 were buffered meanwhile, and the new row of the repo. Consumers see the old state until it commits.
 
 The records of a repo of which nothing is stored are not compared. If it is small as well, it shares a transaction with
-others. There is no fixed wait: while one transaction runs, repos that become ready wait until it ends, and the next one
-writes all of them. So the transactions become larger with the load. Only repos of the same part of the layout share a
-transaction.
+others of its part of the layout: all that became ready while the last one ran.
 """
 
 import asyncio
@@ -15,7 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
+from itertools import chain, groupby
 from time import time
 from typing import TypeVar
 
@@ -89,12 +88,10 @@ class _Differences:
         """Return the entries of the selected collections. The comparison deletes stored records of others."""
         if self._collections.matches_all:
             return self._export.records()
-
-        @lru_cache(maxsize=256)  # the paths are in order: those of a collection follow each other
-        def is_selected(collection: bytes) -> bool:
-            return self._collections.matches(collection.decode(errors="replace"))
-
-        return (entry for entry in self._export.records() if is_selected(entry[0].partition(b"/")[0]))
+        collections = groupby(self._export.records(), lambda entry: entry[0].partition(b"/")[0])
+        return chain.from_iterable(
+            entries for name, entries in collections if self._collections.matches(name.decode(errors="replace"))
+        )
 
     def next_changes(self, differences: Iterator[Difference]) -> tuple[bool, list[RecordChange]]:
         """Return True if `differences` is exhausted, and the changes for its next chunk."""

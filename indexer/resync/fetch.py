@@ -148,12 +148,10 @@ class ResyncAttempts:
         rev = exported.rev
         if is_future(rev, time(), self.policy().limits):
             raise UpstreamError(Rejection.FUTURE_REV, rev)
-        if not last:
-            _reject_stale(exported, _newest_known(claimed))
-        if claimed.head is None:
-            return
-        _reject_stale(exported, claimed.head.rev)
-        if rev == claimed.head.rev and exported.data != claimed.head.data:
+        oldest = max("" if last else _newest_known(claimed), claimed.head.rev if claimed.head else "")
+        if rev < oldest:  # another source may be newer than this mirror
+            raise UnavailableError(FetchFailure.EXPORT_STALE, f"{rev} < {oldest}")
+        if claimed.head is not None and rev == claimed.head.rev and exported.data != claimed.head.data:
             if not last:
                 raise UnavailableError(FetchFailure.EXPORT_STALE, f"differs from the stored state at {rev}")
             log.debug("resync.equivocation", did=claimed.did, rev=rev)
@@ -165,9 +163,3 @@ class ResyncAttempts:
 def _newest_known(claimed: Repo) -> str:
     """Return the newest rev that was received or listed, or "". An unverified one may be made up."""
     return max(claimed.latest_verified_rev or "", claimed.latest_unverified_rev or "")
-
-
-def _reject_stale(exported: Head, rev: str) -> None:
-    """Raise EXPORT_STALE for an export before `rev`. Another source may be newer than this mirror."""
-    if exported.rev < rev:
-        raise UnavailableError(FetchFailure.EXPORT_STALE, f"{exported.rev} < {rev}")

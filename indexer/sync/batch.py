@@ -169,15 +169,9 @@ def plan_batch(
     context: PlanContext,
     prepared: PreparedCommits | None = None,
 ) -> BatchPlan:
-    """Plan each message on the row that the messages before it leave.
+    """Plan each message on the row that the messages before it leave. `repos` are the existing rows of the accounts.
 
-    Args:
-        batch: The messages, in the order of the stream.
-        repos: The existing rows of the accounts in the batch.
-        key_state_of: Returns what is known about the key of a DID; None if it has not been looked up.
-        context: What all plans of the batch share.
-        prepared: The commits that the native core has verified. Other commits are verified when they are planned. The
-            results are the same.
+    Commits that the native core has not verified (`prepared`) are verified when they are planned.
     """
     if prepared is not None:
         context = replace(context, verify=prepared.verify)
@@ -230,11 +224,7 @@ def commits_within(messages: Iterable[ReceivedMessage], max_bytes: int) -> list[
 def plan_refusal(received: ReceivedMessage, repo: Repo | None, detail: str, context: PlanContext) -> BatchPlan:
     """Plan a message whose effects the database cannot store: a dead letter, and a resync of its repo.
 
-    Args:
-        received: The message.
-        repo: The row of its repo, or None if there is none or if the database cannot store its next version either.
-        detail: What the database answered.
-        context: The plan context.
+    `repo` is None if there is no row, or if the database cannot store its next version either.
     """
     result = BatchPlan()
     _reject(result, received, received.event.kind, Rejection.STORE_FAILED, detail, context)

@@ -240,9 +240,7 @@ class ChangeLogEntry(NamedTuple):
 
     Attributes:
         live: True if the stream caused the change, False if a resync did.
-        collection: None for an entry of a repo.
-        rkey: None for an entry of a repo.
-        cid: The new CID of the record; None for a delete and for an entry of a repo.
+        cid: The new CID of the record; None for a delete. An entry of a repo has no collection, rkey and CID.
     """
 
     did: str
@@ -291,12 +289,8 @@ def effective_changes(
     """Return the changes as they happened to the stored records, without deletions of records that did not exist.
 
     A commit says what it does to the tree of the repo. The stored records may differ from the tree: after a change of
-    the selected collections, they follow at the next resync.
-
-    Args:
-        did: The repo.
-        changes: Changes of its records, in order. There may be several of one record.
-        stored: The keys of the records that were stored before; keys of other records do not matter.
+    the selected collections, they follow at the next resync. There may be several changes of one record. `stored` has
+    the keys of those that were stored before.
     """
     effective = []
     exists: dict[tuple[str, str], bool] = {}

@@ -163,11 +163,8 @@ _REPO_EVENT_KINDS: dict[str, _RepoEventKind] = {f"#{kind}": kind for kind in get
 def decode_frame(frame: bytes, limits: Limits, owns: Callable[[str], bool] | None = None) -> Event:
     """Return the event of a frame; a `MalformedEvent` if the frame breaks a rule. Never raises.
 
-    Args:
-        frame: One websocket message.
-        limits: Limits on sizes and counts.
-        owns: Returns True for a DID of this shard; None means all DIDs. An event about another DID becomes an
-            `OtherShardEvent`, which is at least twice as fast as decoding it completely.
+    `owns` returns True for a DID of this shard; None means all DIDs. An event about another DID becomes an
+    `OtherShardEvent`, which is at least twice as fast as decoding it completely.
     """
     if len(frame) > limits.frame_bytes:
         return _malformed({}, {}, UpstreamError(Rejection.FRAME_TOO_LARGE, f"{len(frame)} bytes"))

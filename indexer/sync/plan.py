@@ -380,14 +380,10 @@ def _can_synchronize_without_export(repo: Repo, rev: str, context: PlanContext) 
 
 
 def plan_narrowing(repos: Mapping[str, Repo], keys: Sequence[RecordKey]) -> tuple[RepoWrite, ...]:
-    """Return one write per repo that deletes these records.
+    """Return one write per repo that deletes these records, which the scope does not select.
 
     A repo in progress is left out: its resync compares all stored records. So is one without a head: its erasure or its
     next resync does.
-
-    Args:
-        repos: The rows of the repos.
-        keys: The records, which the scope does not select.
     """
     deletes: dict[str, list[RecordChange]] = {}
     for did, collection, rkey in keys:

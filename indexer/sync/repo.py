@@ -4,9 +4,8 @@ Two statuses are independent of each other. The *sync status* says how the store
 network. The *hosting status* is what the relay reports about the account; the local takedown is separate from it. The
 reason for a desynchronization, the number of attempts, and times are fields, not statuses.
 
-`move` is the only Python function that sets a sync status. `tests/sync/test_repo_transitions.py` compares plans with
-the table. In SQL, the claim of a resync worker, `atproto.request_resync` and `indexer.stop_tracking` set it, and new
-rows are desynchronized. `tests/db/test_sync_status_writes.py` compares them with the table, and in the database of each
+`move` is the only Python function that sets a sync status. In SQL, the claim of a resync worker,
+`atproto.request_resync` and `indexer.stop_tracking` set it, and new rows are desynchronized. In the database of each
 test, a trigger raises an error for a change that the table does not have.
 """
 
