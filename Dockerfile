@@ -31,6 +31,7 @@ RUN python -c "import sys, tomllib; project = tomllib.load(open('pyproject.toml'
  && pip --python /opt/indexer/bin/python install --no-cache-dir --only-binary :all: \
         --constraint constraints.txt --requirement dependencies.txt
 COPY README.md LICENSE ./
+COPY migrations migrations
 COPY indexer indexer
 COPY --from=native /wheels /wheels
 RUN pip --python /opt/indexer/bin/python install --no-cache-dir --no-deps --no-index --find-links /wheels \

@@ -1,8 +1,7 @@
-"""Create the schema of a database, or upgrade it to the latest version.
+"""Create the schema of a database, or upgrade it to the latest version in `migrations/`.
 
 The files in `schema/` have every table, index, view and function as it is now. An empty database gets them as they
-stand, and counts as upgraded to the latest version. A database with an older schema gets the files in
-`migrations/` after its version.
+stand, and counts as upgraded to the latest version. A database with an older schema gets the versions after it.
 """
 
 import asyncio
@@ -20,7 +19,6 @@ from indexer.crash_points import COMMITTED, crash_point
 from indexer.db.blocking_sessions import BlockingSession, end_blocking
 from indexer.db.database_errors import DatabaseError, connect, database_errors, unusable, without_password
 from indexer.db.requirements import (
-    migrations,
     opened,
     require_privileges,
     require_usable_schema,
@@ -77,8 +75,7 @@ _ROLES_WITHOUT_PRIVILEGES = """
             and pg_has_role(nspowner, 'usage') and not has_schema_privilege(r.oid, n.oid, 'usage')
     )
 """
-SCHEMA = Path(__file__).parent / "schema"
-_PRIVILEGES = SCHEMA / "13_privileges.sql"
+_PRIVILEGES = Path(__file__).parent / "schema" / "13_privileges.sql"
 _CONFLICT = "tuple concurrently updated"  # asyncpg has no class for this error, only one for all internal errors
 
 log = structlog.get_logger(__name__)
@@ -185,6 +182,8 @@ async def _upgrade(dsn: str, lock_seconds: float, changing: SchemaChange, blocki
 
     `blocking` gets the sessions for which it has waited last.
     """
+    from indexer.db.apply_versions import apply_versions  # noqa: PLC0415 - loads SQLAlchemy and Alembic
+
     async with connect(dsn) as connection, _watched(dsn, connection.get_server_pid(), lock_seconds, blocking):
         transaction = connection.transaction()
         await transaction.start()
@@ -197,11 +196,7 @@ async def _upgrade(dsn: str, lock_seconds: float, changing: SchemaChange, blocki
         async with changing(connection):
             await connection.execute(_LIMITS.format(round(1000 * lock_seconds)))  # on all nodes of a cluster
             try:
-                later = [path for version, path in migrations().items() if version > (state.database or "")]
-                for path in sorted(SCHEMA.glob("*.sql")) if state.database is None else later:
-                    await connection.execute(path.read_text(encoding="utf-8"))
-                await connection.execute("update indexer.alembic_version set version_num = $1", state.release)
-                crash_point("migration.version")
+                await apply_versions(connection, state.database)
                 await connection.execute(_RECREATE_VIEWS)
             except exceptions.DependentObjectsStillExistError as error:  # the hint of Postgres is to drop that, too
                 detail = f"{error.detail or error.args[0]}; nothing was changed: this release replaces the view"

@@ -20,7 +20,7 @@ from indexer.errors import SchemaVersionError
 OLDEST_POSTGRES = 15
 """The oldest major version with which the tests were run. The SQL needs version 14 (functions with BEGIN ATOMIC)."""
 FIRST_VERSION = "0101"
-"""The version before the first file in `MIGRATIONS`. Earlier ones are of unreleased commits.
+"""The version that `migrations/versions/0101_schema.py` creates. Earlier ones are of unreleased commits.
 
 A release can use newer schemas, unless a migration says otherwise. A migration that removes or renames something that
 the previous release uses stores its own version as the setting `oldest_compatible_schema`
@@ -31,7 +31,7 @@ SETTINGS = (
     "superuser_reserved_connections",
 )  # fmt: skip
 
-MIGRATIONS = Path(__file__).parent / "migrations"
+_PACKAGE = Path(__file__).parents[1]
 # Not `to_regclass`, which is an error without the right to use the schema.
 _HAS_VERSION = """
     select exists (
@@ -131,9 +131,13 @@ def unsupported_version(version_number: int) -> str | None:
     return f"the server is Postgres {major}; this program needs Postgres {OLDEST_POSTGRES} or newer"
 
 
-def migrations() -> dict[str, Path]:
-    """Return the file of each version after `FIRST_VERSION`, in their order."""
-    return {path.name.partition("_")[0]: path for path in sorted(MIGRATIONS.glob("[0-9]*.sql"))}
+def migrations_folder() -> Path:
+    """Return the folder of the migrations (docs/architecture.md#schema-and-migrations).
+
+    A wheel has it in the package. In the repository, and in an editable installation, it is beside the package.
+    """
+    installed = _PACKAGE / "migrations"
+    return installed if installed.is_dir() else _PACKAGE.parent / "migrations"
 
 
 @asynccontextmanager
@@ -155,7 +159,8 @@ async def opened(dsn: str) -> AsyncIterator[asyncpg.Connection]:
 async def schema_state(connection: Connection) -> SchemaState:
     """Return the version of the schema."""
     database = await connection.fetchval(_VERSION) if await connection.fetchval(_HAS_VERSION) else None
-    release = max([FIRST_VERSION, *migrations()])
+    files = (migrations_folder() / "versions").glob("[0-9]*.py")
+    release = max(path.name.partition("_")[0] for path in files)
     is_usable = database == release
     if database is not None and database > release:
         is_usable = (await connection.fetchval(_OLDEST_COMPATIBLE) or FIRST_VERSION) <= release

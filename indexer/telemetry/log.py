@@ -51,8 +51,9 @@ def configure_logging(form: Format = "auto", level: str = "info") -> None:
     logging.basicConfig(handlers=[handler], level=threshold, force=True)
     # During an outage, the pool logs a traceback for each reconnection that fails; `condition.began` reports it once.
     logging.getLogger("asyncpg.pool").setLevel(max(threshold, logging.ERROR))
-    # Its info lines repeat what this program's own events say.
-    logging.getLogger("asyncio").setLevel(max(threshold, logging.WARNING))
+    for library in ("alembic", "asyncio"):
+        # Their info lines repeat what this program's own events say.
+        logging.getLogger(library).setLevel(max(threshold, logging.WARNING))
     sys.excepthook = _log_uncaught
     threading.excepthook = _log_uncaught_in_thread
     sys.unraisablehook = _log_unraisable

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import asyncpg
 import pytest
 
-from indexer.db.migrate import SCHEMA
+from indexer.db.apply_versions import SCHEMA_FOLDER
 from indexer.sync.shard import BUCKETS, PLAIN, Layout, Shard
 from tests.citus_server import CitusServer
 
@@ -44,7 +44,7 @@ async def create_table(sql: asyncpg.Connection, shards: int) -> None:
 
 async def hash_order(sql: asyncpg.Connection) -> list[int]:
     """Return the order that the schema has, from the text of its file: the database has no schema of ours."""
-    function = (SCHEMA / "01_foundations.sql").read_text().partition("function indexer.hash_order()")[2]
+    function = (SCHEMA_FOLDER / "01_foundations.sql").read_text().partition("function indexer.hash_order()")[2]
     array = function.partition("return ")[2].partition(";")[0]
     order: list[int] = await sql.fetchval(f"select {array}")
     return order

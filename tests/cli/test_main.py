@@ -37,8 +37,8 @@ def test_every_command_has_help_and_one_that_prints_data_has_json(
 
 
 SLOW_LIBRARIES = {
-    *("aiohttp", "asyncpg", "coincurve", "cryptography", "dns", "multiformats", "prometheus_client"),
-    *("pydantic", "rich", "structlog"),
+    *("aiohttp", "alembic", "asyncpg", "coincurve", "cryptography", "dns", "multiformats", "prometheus_client"),
+    *("pydantic", "rich", "sqlalchemy", "structlog"),
 }
 
 

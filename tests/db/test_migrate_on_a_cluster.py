@@ -1,6 +1,7 @@
 """`migrate` on a distributed database: what a later migration may do (docs/decisions/0011-expand-then-contract.md)."""
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -13,19 +14,29 @@ from indexer.cluster.distribute import distribute
 from indexer.cluster.tables import on_all_nodes
 from indexer.db import Database
 from indexer.db.migrate import migrate
+from indexer.db.requirements import migrations_folder
 from tests.citus_cluster import WORKERS
 from tests.citus_server import CitusServer
 from tests.database_checks import schema_is_current
 from tests.database_server import dsn_of
 from tests.db.change_log_helpers import connected
 from tests.db.filled_tables import REPOS, fill
-from tests.db.later_release import use_later_release
 from tests.db.repo_rows import did, insert, put, synchronized
 from tests.waiting import until
 
 pytestmark = [pytest.mark.proof("cluster"), pytest.mark.timeout(300)]
 
-LATER = [
+LATER = '''
+"""Change the schema in each way that a later migration may need."""
+
+from alembic import op
+
+revision = "9999"
+down_revision = "{latest}"
+branch_labels = None
+depends_on = None
+
+STATEMENTS = (
     "alter table indexer.repo add column later integer not null default 7",
     "update indexer.repo set later = 8 where not active",
     "create index record_later on indexer.record (rev) where value is null",
@@ -47,8 +58,14 @@ LATER = [
     """,
     "comment on column indexer.repo.later is 'Later.'",
     "drop index indexer.record_collection",
-]
-"""Statements that change the schema in each way that a later migration may need."""
+)
+
+
+def upgrade() -> None:
+    """Apply the migration."""
+    for statement in STATEMENTS:
+        op.execute(statement)
+'''
 INDEXES = """
     select result from run_command_on_shards(
         'indexer.record', $$select count(*) from pg_index where indrelid = '%s'::regclass$$
@@ -88,7 +105,12 @@ def full(citus: CitusServer, filled: str) -> Iterator[str]:
 @pytest.fixture
 def later(full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Let `migrate` use a folder that has all migrations and a later one; return the file of that."""
-    [file] = use_later_release(monkeypatch, tmp_path, LATER)
+    folder = tmp_path / "migrations"
+    shutil.copytree(migrations_folder(), folder, ignore=shutil.ignore_patterns("__pycache__"))
+    latest = max(path.name[:4] for path in (folder / "versions").glob("[0-9]*.py"))
+    file = folder / "versions" / "9999_later.py"
+    file.write_text(LATER.replace("{latest}", latest))
+    monkeypatch.setattr("indexer.db.requirements.migrations_folder", lambda: folder)
     monkeypatch.setattr(tables, "DISTRIBUTED", (*tables.DISTRIBUTED, "later"))
     return file
 
@@ -115,7 +137,7 @@ async def test_a_later_migration_changes_all_nodes(full: str) -> None:
 
 
 async def test_a_migration_that_fails_changes_no_node(full: str, later: Path) -> None:
-    later.write_text(later.read_text().replace("drop index", "select 1 / 0; drop index"))
+    later.write_text(later.read_text().replace('"drop index', '"select 1 / 0", "drop index'))
     with pytest.raises(Exception, match="division by zero"):
         await migrate(full, changing=on_all_nodes)
     async with connected(full) as sql:

@@ -1,6 +1,7 @@
 """The schema: migrations and files, functions, and the definition of a visible repo."""
 
 import random
+import shutil
 import subprocess
 from collections.abc import Sequence
 from itertools import product
@@ -10,11 +11,10 @@ import asyncpg
 import pytest
 
 from indexer.atproto.cid import cid_of, cid_text
-from indexer.db import Database
+from indexer.db import Database, apply_versions
 from indexer.db.columns import storable
-from indexer.db.migrate import SCHEMA as SCHEMA_FILES
 from indexer.db.migrate import migrate
-from indexer.db.requirements import migrations
+from indexer.db.requirements import migrations_folder
 from indexer.db.write import write
 from indexer.sync.changes import Batch, RepoWrite
 from indexer.sync.shard import BUCKETS, bucket_of
@@ -24,7 +24,7 @@ from tests.db.later_release import use_later_release
 from tests.db.repo_rows import did, head, insert, put, synchronized
 
 SCHEMA = "indexer/db/schema"
-LATER_VERSIONS = list(migrations().values())
+LATER_VERSIONS = sorted((migrations_folder() / "versions").glob("[0-9]*.py"))[1:]
 CATALOG = """
     with of_schema (oid) as (select oid from pg_namespace where nspname in ('indexer', 'atproto', 'lexicon'))
     select 'column' as kind, c.oid::regclass::text as relation, attname::text as name, concat_ws(
@@ -64,7 +64,7 @@ async def catalog(dsn: str) -> list[tuple[str, ...]]:
 def files_before(versions: Sequence[Path], directory: Path) -> Path:
     """Return a folder with the files of the schema as they were before the commit that added these versions."""
     if not versions:
-        return SCHEMA_FILES
+        return apply_versions.SCHEMA_FOLDER
     git = ["git", "-C", str(PROJECT)]
     added = ["log", "--diff-filter=A", "--format=%H^", "--", str(versions[0])]
     commit = subprocess.run([*git, *added], capture_output=True, text=True, check=True).stdout.strip() or "HEAD"
@@ -79,9 +79,11 @@ async def test_versions_after_the_first_one_give_the_schema_of_the_files(
     database: str, empty_database: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A column that a version adds, and the files have not, is the only difference that the comparison finds."""
+    first = tmp_path / "first"
+    shutil.copytree(migrations_folder(), first, ignore=lambda _, names: {p.name for p in LATER_VERSIONS} & {*names})
     with monkeypatch.context() as before:
-        before.setattr("indexer.db.requirements.MIGRATIONS", tmp_path)
-        before.setattr("indexer.db.migrate.SCHEMA", files_before(LATER_VERSIONS, tmp_path))
+        before.setattr("indexer.db.requirements.migrations_folder", lambda: first)
+        before.setattr(apply_versions, "SCHEMA_FOLDER", files_before(LATER_VERSIONS, tmp_path))
         await migrate(empty_database)
     await migrate(empty_database)
     async with connected(database) as connection:

@@ -16,7 +16,7 @@ from tests.source_code import source_files
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-SOURCE_FOLDERS = ("indexer", "tests", "benchmarks", "examples")
+SOURCE_FOLDERS = ("indexer", "tests", "benchmarks", "migrations", "examples")
 SOURCE_TYPES = frozenset({".py", ".sql", ".mako", ".ini", ".toml", ".sh", ".js", ".mjs", ".ts"})
 SETTINGS = OTHER_VARIABLES | set(map(variable, Settings.model_fields)) | {"INDEXER_PORT", "INDEXER_TEST_PG_CONFIG"}
 """Also a variable of Kubernetes that docs/settings.md explains, and one of the tests."""
@@ -26,7 +26,7 @@ HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: +(\S+)", re.MULTILINE)
 DOCS_PATH = re.compile(r"\bdocs/[\w./-]+\.md(?:#[\w-]+)?")
 TEST_PATH = re.compile(r"\btests/[\w/-]+(?:\.\w+)?")
-MODULE_PATH = re.compile(r"`((?:indexer|tests|benchmarks|examples)/[\w./-]+)`")
+MODULE_PATH = re.compile(r"`((?:indexer|tests|benchmarks|migrations|examples)/[\w./-]+)`")
 TEST_NAME = re.compile(r"(?:(tests/[\w/]+\.py)|[`…])::(?:Test\w+::)?(test_\w+)")
 SETTING = re.compile(r"\bINDEXER_[A-Z_]+\b")
 

@@ -87,7 +87,7 @@ def find_survivors(copy: ProjectCopy, modules: Sequence[str], jobs: int) -> Iter
         "source_paths": ["indexer"],
         "only_mutate": list(modules),
         "do_not_mutate_patterns": list(_UNCHANGED),
-        "also_copy": ["config", "docs"],
+        "also_copy": ["config", "docs", "migrations"],
         "pytest_add_cli_args": [*_PYTEST, *(f"--deselect={test}" for test in _LEFT_OUT)],
         "pytest_add_cli_args_test_selection": list(_TESTS),
         "type_check_command": [sys.executable, *_MYPY, *modules],

@@ -7,6 +7,7 @@ import tarfile
 import tomllib
 from importlib.metadata import distribution
 from pathlib import Path, PurePosixPath
+from shutil import unpack_archive
 from zipfile import ZipFile
 
 import pytest
@@ -36,13 +37,20 @@ def test_both_distributions_contain_the_package_with_its_migrations(tmp_path: Pa
     metadata = f"atproto_indexer-{__version__}.dist-info"
     assert {PurePosixPath(name).parts[0] for name in names} == {"indexer", metadata}
     packaged = {name.removeprefix("indexer/") for name in names if name.startswith("indexer/")}
-    assert {"db/schema/02_repos.sql", "db/migrations/README.md"} <= packaged
-    assert packaged == files_in("indexer")
+    assert files_in("migrations") > {"env.py", "script.py.mako", "versions/0101_schema.py"}
+    assert "db/schema/02_repos.sql" in files_in("indexer")
+    assert packaged == files_in("indexer") | {f"migrations/{name}" for name in files_in("migrations")}
     with tarfile.open(source) as archive:
         names = {str(PurePosixPath(*PurePosixPath(name).parts[1:])) for name in archive.getnames()}
-    for folder in ("indexer", "docs", "config"):
+    for folder in ("indexer", "migrations", "docs", "config"):
         assert {f"{folder}/{name}" for name in files_in(folder)} <= names
     assert {"pyproject.toml", "constraints.txt", "README.md", "CHANGELOG.md", "LICENSE"} <= names
+    unpack_archive(wheel, tmp_path / "installed", "zip")
+    program = "from indexer.db.requirements import migrations_folder; print(migrations_folder())"
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path / "installed", capture_output=True, text=True, check=True
+    )
+    assert Path(result.stdout.strip()) == tmp_path / "installed" / "indexer" / "migrations"
 
 
 def installed_requirements(name: str, extras: frozenset[str], found: dict[str, str]) -> None:

@@ -38,7 +38,7 @@ structlog.get_logger("indexer.net.relay").info("relay.lost", relay="wss://one.ex
 logging.getLogger("some.library").warning("connected to %s", "port", extra={"host": "one.example"})
 warnings.warn("old", stacklevel=1)
 structlog.get_logger("indexer.net.relay").debug("relay.info")
-logging.getLogger("asyncio").info("Running upgrade")
+logging.getLogger("alembic").info("Running upgrade")
 logging.getLogger("asyncpg.pool").warning("Failed to restore the pool connection floor; retrying")
 try:
     1 / 0

@@ -44,13 +44,6 @@ create schema lexicon;
 comment on schema lexicon is 'A typed view for each record type whose lexicon was added, and the functions that '
     'the views use. Columns are those of the lexicon.';
 
--- One row: the version of the schema.
-create table indexer.alembic_version (
-    version_num varchar(32) not null,
-    constraint alembic_version_pkc primary key (version_num)
-);
-insert into indexer.alembic_version values ('');
-
 -- Settings that decide what is stored, as the last started daemon had them.
 create table indexer.stored_setting (
     name text not null,

@@ -1,0 +1,1 @@
+"""The migrations of the database schema, for Alembic. `indexer.db.migrate` runs them."""
