@@ -26,7 +26,7 @@ from indexer.app.clients import (
     open_outbound_client,
     open_webhook_client,
 )
-from indexer.app.monitor import DaemonMonitor
+from indexer.app.monitor import DaemonMonitor, DatabaseMonitor
 from indexer.app.process_setup import StopRequest
 from indexer.app.settings import Settings
 from indexer.app.stages import Drain, Task, all_stages
@@ -68,7 +68,6 @@ from indexer.resync.apply import LARGE_TURNS, TURNS, Applies
 from indexer.resync.fetch import ResyncAttempts
 from indexer.resync.pool import OTHER_TIME, WorkerPool
 from indexer.resync.queue import QueueMaintenance
-from indexer.serve.database_monitor import DatabaseMonitor
 from indexer.serve.health import Listener, serve_http
 from indexer.serve.status_page import status_routes
 from indexer.sync.repo import StreamPoint

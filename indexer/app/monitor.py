@@ -1,23 +1,31 @@
-"""Find conditions in the state of the running daemon: rejected messages, failing identity lookups, failing hosts."""
+"""Find conditions in the state of the running daemon.
+
+They are about the database, rejected messages, failing identity lookups and failing hosts.
+"""
 
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import NoReturn
 
+from indexer.db import Database
+from indexer.db.process_reports import DatabaseCheck, ProcessReport
 from indexer.live.batch_writer import SettledTotals
 from indexer.net.http.host_limits import HostLimits
 from indexer.net.identity.did_resolver import Method
 from indexer.net.identity.identity_cache import LookupTotals
 from indexer.telemetry.conditions import (
+    DATABASE_ERRORS,
+    DATABASE_UNAVAILABLE,
     HOST_FAILING,
     IDENTITY_LOOKUPS_FAILING,
     MESSAGES_REJECTED,
     ConditionKind,
     Conditions,
 )
+from indexer.telemetry.metrics import Metrics
 
 INTERVAL_SECONDS = 2.0
 WINDOW_SECONDS = 60.0
@@ -25,6 +33,61 @@ MIN_MESSAGES = 20
 """Settled messages within a minute that are enough to judge the share of one rejection reason."""
 MIN_LOOKUPS = 5
 """Identity lookups within a minute that are enough to judge the share of failures."""
+
+
+@dataclass(eq=False)
+class DatabaseMonitor:
+    """Executes `select 1` every `INTERVAL_SECONDS`, on a connection of its own, with a short timeout.
+
+    So a database that hangs is noticed within seconds, although statements of the stages may take a minute. The
+    monitor also reports the operations of the stages that failed: as part of an outage if the database does not
+    answer, else as a condition of its own.
+
+    Attributes:
+        answering_since: When the database began to answer (monotonic seconds); None while it does not answer.
+    """
+
+    database: Database
+    session: DatabaseCheck
+    conditions: Conditions
+    metrics: Metrics
+    answering_since: float | None = field(default_factory=monotonic)
+    _failed_operations: int = 0
+
+    async def run(self, report: Callable[[], ProcessReport]) -> NoReturn:
+        """Check the database forever, and store what `report` returns, for `indexer status`."""
+        try:
+            while True:
+                await self.check()
+                if self.answering_since is not None:
+                    await self.save(report())
+                await asyncio.sleep(INTERVAL_SECONDS)
+        finally:
+            self.session.close()
+
+    async def check(self) -> None:
+        """Check the database once."""
+        error = await self.session.run()
+        failed = self.database.failed_operations - self._failed_operations
+        self._failed_operations += failed
+        self.metrics.database_up.set(error is None)
+        if error is not None:
+            message = f"the database does not answer: {error}; everything that needs it is retried"
+            self.conditions.report(DATABASE_UNAVAILABLE, message=message, count=failed)
+            self.answering_since = None
+            return
+        if self.answering_since is None:
+            self.conditions.end(DATABASE_UNAVAILABLE)
+            self.answering_since = monotonic()
+        elif failed:
+            message = f"the database answers, but an operation failed and is retried: {self.database.last_error}"
+            self.conditions.report(DATABASE_ERRORS, message=message, count=failed)
+
+    async def save(self, report: ProcessReport) -> None:
+        """Store the state of this process."""
+        if (error := await self.session.run(report)) is not None:
+            message = f"the state for `indexer status` was not stored, and is retried: {error}"
+            self.conditions.report(DATABASE_ERRORS, message=message)
 
 
 class RecentTotals:

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from time import monotonic, time
 from typing import Any, NoReturn
 
+from indexer.app.monitor import DatabaseMonitor
 from indexer.app.stages import Stage
 from indexer.atproto.syntax import is_did
 from indexer.concurrency.stage_progress import StageProgress
@@ -16,7 +17,6 @@ from indexer.db.reports import MAX_ROWS
 from indexer.live.batch_writer import BatchWriter
 from indexer.resync.pool import WorkerPool
 from indexer.serve.account_status import MAX_COUNTED_RECORDS, account_status
-from indexer.serve.database_monitor import DatabaseMonitor
 from indexer.serve.status_document import ReadinessReason, StatusDocument
 from indexer.serve.status_reader import StatusReader
 from indexer.sync.shard import Shard

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from indexer.serve.database_monitor import DatabaseMonitor
+from indexer.app.monitor import DatabaseMonitor
 from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metrics import Metrics
 
