@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from decimal import Decimal
-from itertools import count
 from time import monotonic, time
 from typing import Any
 
@@ -234,7 +233,9 @@ class Auditor:
         if identity.signing_key is None or identity.pds is None:
             raise UnavailableError(FetchFailure.IDENTITY_MISSING, identity.problem or "")
         key, limits = parse_did_key(identity.signing_key), self.policy.limits
-        for fetches in count(1):
+        fetches = 0
+        while True:
+            fetches += 1
             try:
                 async with self.pds.open_export(did, identity.pds) as download:
                     await download.fetch()
@@ -245,7 +246,6 @@ class Auditor:
             except UnavailableError as error:
                 if error.reason is not FetchFailure.EXPORT_STALE or fetches == MAX_FETCHES:
                     raise
-        raise AssertionError
 
     async def _compare_at_same_rev(self, snapshot: Snapshot) -> RepoAudit:
         """Wait until the database has the rev of the snapshot, then compare. If it takes too long, report that."""
