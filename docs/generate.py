@@ -200,7 +200,8 @@ JSON, one object a line. An error is one line on stderr that starts with `indexe
 code is not 0. Names of JSON fields are kept within a major version; fields may be added. They are
 the names of the columns of the [public views](sql.md).
 
-A terminal shows colours, except with `NO_COLOR`, and a progress bar.
+A terminal shows colours, except with `NO_COLOR`, and a progress bar. Otherwise, a long command
+writes a line of progress to stderr every 10 seconds.
 
 ## Exit codes
 

@@ -1,9 +1,13 @@
-"""Output for people and scripts: JSON, tables that cannot control the terminal, and a progress bar on stderr."""
+"""Output for people and scripts: JSON, tables that cannot control the terminal, and progress on stderr.
+
+Progress is a bar on a terminal, otherwise a line every ten seconds.
+"""
 
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from time import monotonic
 from typing import Any
 
 import click
@@ -23,6 +27,8 @@ from indexer.telemetry.log import printable
 
 WIDE = 400
 """Columns of a console without a terminal: wide enough that no value is wrapped."""
+LINE_SECONDS = 10.0
+"""Interval between lines of progress without a terminal. A short command writes none."""
 
 
 def result_console() -> Console:
@@ -94,7 +100,7 @@ def shown(value: Any) -> str:
 
 
 class CommandProgress(Progress):
-    """The progress of one command, during a `with` block. Without a terminal, nothing is shown."""
+    """The progress of one command, during a `with` block: a bar, or without a terminal a line every `LINE_SECONDS`."""
 
     def __init__(self, name: str, total: float | None) -> None:
         """Expect `total` items, or an unknown number."""
@@ -105,7 +111,20 @@ class CommandProgress(Progress):
         console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         super().__init__(*columns, console=console, disable=not console.is_terminal, transient=True)
         self._task = self.add_task(name, total=total, note="")
+        self._line_at = monotonic() + LINE_SECONDS
 
     def show(self, completed: float, *, total: float | None = None, note: str = "") -> None:
         """Set the number of completed items, the expected number if it has changed, and a text to show beside them."""
         self.update(self._task, completed=completed, total=total, note=note)
+        if not self.disable or monotonic() < self._line_at:
+            return
+        self._line_at = monotonic() + LINE_SECONDS
+        task = self.tasks[0]
+        line = f"{task.description}: {completed:,.0f}"
+        if task.total:
+            line += f" of {task.total:,.0f} ({task.percentage:.0f} %)"
+        if note:
+            line += f", {note}"
+        if task.time_remaining is not None:
+            line += f", {duration_text(task.time_remaining)} left"
+        click.echo(line, err=True)
