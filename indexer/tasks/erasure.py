@@ -9,7 +9,6 @@ import structlog
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Database, DatabaseError
 from indexer.db.periodic import DatabaseAttempt, run_periodically
-from indexer.db.repos import ErasedBatch
 from indexer.errors import UnavailableError
 from indexer.net.identity.identity_cache import IdentityCache
 from indexer.net.pds.pds_client import PdsClient
@@ -57,16 +56,20 @@ class AccountErasure:
         """Erase accounts forever. Only an exception that is a bug ends it."""
         await run_periodically(self._erase_all_due, self.interval, self.stage)
 
-    async def erase_batch(self) -> bool:
-        """Erase one batch of records of one account; return False if no account is due.
+    async def erase_batch(self, did: str | None = None) -> bool:
+        """Erase one batch of records of one account, or of this one; return False if no account is due.
 
         Raises:
             DatabaseError: The database is unavailable.
         """
-        erased = await self.db.repos.erase_batch(self.shard.buckets, time())
-        if erased is not None:
-            self._count(erased)
-        return erased is not None
+        erased = await self.db.repos.erase_batch(self.shard.buckets, time(), did=did)
+        if erased is None:
+            return False
+        self._records += erased.records
+        if erased.finished:
+            self._accounts += 1
+            log.debug("repo.erased", did=erased.did)
+        return True
 
     async def check_gone(self) -> None:
         """Check accounts that are due and whose DID is gone; begin to erase those that do not exist any more.
@@ -90,9 +93,7 @@ class AccountErasure:
     async def _check_and_erase(self, did: str) -> None:
         with DatabaseAttempt():
             if await self._confirm_gone(did):
-                erased = await self.db.repos.erase_batch(self.shard.buckets, time(), did=did)
-                if erased is not None:
-                    self._count(erased)
+                await self.erase_batch(did)
         self.stage.moved()
 
     async def _confirm_gone(self, did: str) -> bool:
@@ -135,9 +136,3 @@ class AccountErasure:
         log.debug("repo.erasure-postponed", did=did, reason=reason, seconds=seconds)
         self._postponed += 1
         await self.db.repos.update(did, lambda repo: plan_erasure_later(repo, time() + seconds))
-
-    def _count(self, erased: ErasedBatch) -> None:
-        self._records += erased.records
-        if erased.finished:
-            self._accounts += 1
-            log.debug("repo.erased", did=erased.did)

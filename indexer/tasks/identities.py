@@ -121,30 +121,17 @@ class IdentityRefresh:
                 group.create_task(refresh(identity), name=f"identity refresh of {identity.did}")
 
 
-@dataclass(frozen=True, slots=True)
-class HandleCheckIntervals:
-    """Times in seconds.
+@dataclass(eq=False)
+class HandleChecks:
+    """Verifies handles that are due, at most `rate` per second.
+
+    Registered domains take turns, because one domain has as many handles as its owner likes. Times are seconds.
 
     Attributes:
         idle: Pause between two looks for due handles if there are none.
         check: The longest duration of one check.
         first_retry: When a handle that is not valid is checked again for the first time.
         max_retry: The longest pause between two checks of a handle that is not valid.
-    """
-
-    idle: float = 2.0
-    check: float = 8.0
-    first_retry: float = 300.0
-    max_retry: float = 86_400.0
-
-
-@dataclass(eq=False)
-class HandleChecks:
-    """Verifies handles that are due, at most `rate` per second.
-
-    Registered domains take turns, because one domain has as many handles as its owner likes.
-
-    Attributes:
         stage: Its progress. Each look for due handles, and each check of a handle, is an activity of its own.
     """
 
@@ -152,12 +139,15 @@ class HandleChecks:
     handles: HandleVerifier
     shard: Shard
     rate: float
-    intervals: HandleCheckIntervals = HandleCheckIntervals()
+    idle: float = 2.0
+    check: float = 8.0
+    first_retry: float = 300.0
+    max_retry: float = 86_400.0
 
     def __post_init__(self) -> None:
         self._limiter = AsyncLimiter(1, 1 / self.rate)
         # Enough slots to reach the rate although every check takes its longest duration.
-        self._concurrency = min(ceil(self.rate * self.intervals.check), MAX_CONCURRENT_CHECKS)
+        self._concurrency = min(ceil(self.rate * self.check), MAX_CONCURRENT_CHECKS)
         self._slots = asyncio.Semaphore(self._concurrency)
         self._checking = set[str]()
         self.stage = StageProgress("handle checks")
@@ -176,7 +166,7 @@ class HandleChecks:
                     self._checking.add(claim.did)
                     group.create_task(self._check_and_save(claim), name=f"handle of {claim.did}")
                 if not waiting:
-                    await asyncio.sleep(self.intervals.idle)
+                    await asyncio.sleep(self.idle)
 
     async def _check_and_save(self, claim: HandleClaim) -> None:
         with self.stage.task() as work:
@@ -198,8 +188,7 @@ class HandleChecks:
         else:
             if handle == claim.claimed:
                 return HandleCheck(claim, handle, 0, time() + VALID_SECONDS)
-        first, maximum = self.intervals.first_retry, self.intervals.max_retry
-        pause = backoff_seconds(attempts, claim.did, first=first, maximum=maximum)
+        pause = backoff_seconds(attempts, claim.did, first=self.first_retry, maximum=self.max_retry)
         return HandleCheck(claim, handle, attempts, time() + pause)
 
 

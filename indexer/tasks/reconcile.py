@@ -295,7 +295,6 @@ class Reconciliation:
         identities: The identities of accounts, which name their hosts.
         sources_are_hosts: True if the sources are PDSes, False if they are relays.
         stage: Its progress. Each request for a page, and each comparison of a page, is work.
-        crawl_progress: The progress of the last reconciliation of this process.
         last_error: Why the last reconciliation failed, with its source; None if it did not fail.
         waits_until: The end of the wait before a page is compared again (monotonic seconds); None if there is no wait.
     """
@@ -310,7 +309,6 @@ class Reconciliation:
     settings: ReconciliationSettings
     identities: IdentityCache
     sources_are_hosts: bool = False
-    crawl_progress: CrawlProgress | None = field(default=None, init=False)
     last_error: str | None = field(default=None, init=False)
     waits_until: float | None = field(default=None, init=False)
 
@@ -332,14 +330,19 @@ class Reconciliation:
         self._unlisted_after = ""
 
     @property
+    def crawl_progress(self) -> CrawlProgress | None:
+        """The progress of the last reconciliation of this process."""
+        return self._run.progress if self._run else None
+
+    @property
     def progress(self) -> str | None:
-        """The progress of the last reconciliation of this process, for display."""
+        """The same for display."""
         if self.last_error is not None:
             return f"failed and will be retried: {self.last_error}"
-        if self.crawl_progress is None:
+        if (last := self.crawl_progress) is None:
             return None
-        state = "running" if self.crawl_progress.finished_at is None else "done"
-        return f"{state}; accounts listed: {self.crawl_progress.listed:,}, different: {self.crawl_progress.found:,}"
+        state = "running" if last.finished_at is None else "done"
+        return f"{state}; accounts listed: {last.listed:,}, different: {last.found:,}"
 
     async def run(self) -> None:
         """Reconcile when it is due. Only an exception that is a bug ends it."""
@@ -381,7 +384,7 @@ class Reconciliation:
                 await asyncio.sleep(max(0.0, self.waits_until - monotonic()))
                 self.stage.moved()
                 self.waits_until = None
-                self.crawl_progress = run.progress = await self._compare_again(run, pending.popleft())
+                run.progress = await self._compare_again(run, pending.popleft())
                 on_page(run.progress)
             self.stage.idle()
             point = self.stream_point(source)

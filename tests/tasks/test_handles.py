@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from time import monotonic
+from typing import Any
 
 import asyncpg
 import dns.rcode
@@ -14,7 +14,7 @@ from indexer.db import Database
 from indexer.net.identity.handle_verifier import HandleVerifier
 from indexer.sync.identity import INVALID_HANDLE, StoredIdentity
 from indexer.sync.shard import Shard
-from indexer.tasks.identities import MAX_ATTEMPTS, HandleCheckIntervals, HandleChecks
+from indexer.tasks.identities import MAX_ATTEMPTS, HandleChecks
 from tests.db.repo_rows import did, insert, synchronized
 from tests.net.http.scripted_host import http_response
 from tests.net.identity.conftest import Loopback, loopback, name_server
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 __all__ = ["loopback", "name_server"]
 
-QUICK = HandleCheckIntervals(idle=0.02, first_retry=100_000.0, max_retry=100_000.0)
+QUICK: dict[str, Any] = {"idle": 0.02, "first_retry": 100_000.0, "max_retry": 100_000.0}
 WELL_KNOWN_PATH = "/.well-known/atproto-did"
 
 
@@ -52,12 +52,12 @@ class HandleScenario:
 
     @asynccontextmanager
     async def checking(
-        self, rate: float = 1_000.0, intervals: HandleCheckIntervals = QUICK, dns_timeout: float = 10.0
+        self, rate: float = 1_000.0, check: float = 8.0, dns_timeout: float = 10.0
     ) -> AsyncIterator[asyncio.Task[None]]:
         handles = HandleVerifier(
             self.loopback, [self.names.address], allow_private_hosts=True, dns_timeout=dns_timeout, http_timeout=10.0
         )
-        checks = HandleChecks(self.db, handles, Shard(), rate=rate, intervals=intervals)
+        checks = HandleChecks(self.db, handles, Shard(), rate=rate, check=check, **QUICK)
         task = asyncio.create_task(checks.run())
         try:
             yield task
@@ -154,7 +154,7 @@ async def test_slow_name_servers_do_not_delay_other_checks(scenario: HandleScena
     scenario.answer("ann", "ann.test")
     scenario.names.silent = "_atproto.silent"
     scenario.loopback.host.pages[WELL_KNOWN_PATH] = http_response(status=404)
-    async with scenario.checking(intervals=replace(QUICK, check=0.3), dns_timeout=0.3):
+    async with scenario.checking(check=0.3, dns_timeout=0.3):
         await asyncio.wait_for(scenario.until_shown("ann", "ann.test"), 10.0)
 
 
@@ -167,7 +167,7 @@ async def test_handles_of_one_domain_do_not_delay_those_of_others(scenario: Hand
     for number in range(400):
         await scenario.claim(number, f"h{number}.hostile.test")
         scenario.answer(number, f"h{number}.hostile.test")
-    async with scenario.checking(rate=50.0, intervals=replace(QUICK, check=1.6)):
+    async with scenario.checking(rate=50.0, check=1.6):
         for name in honest:
             await scenario.until_shown(name, f"{name}.{name}.test")
         assert max(hostile_before(scenario, f"_atproto.{name}.{name}.test") for name in honest) < 60
