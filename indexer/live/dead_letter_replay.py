@@ -19,9 +19,9 @@ from indexer.net.http.http_client import host_of
 from indexer.net.identity.identity_cache import IdentityCache
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.batch import BatchPlan, ReceivedMessage, plan_batch
-from indexer.sync.changes import Batch, DeadLetter, NeedsKey
+from indexer.sync.changes import Batch, DeadLetter
 from indexer.sync.events import InfoEvent, OtherShardEvent, StreamError, UnknownEvent, decode_frame
-from indexer.sync.policy import KeyState, PlanContext, Policy
+from indexer.sync.policy import PlanContext, Policy
 from indexer.sync.repo import Outcome
 
 MAX_ATTEMPTS = 5
@@ -117,16 +117,13 @@ class DeadLetterReplay:
         plan = plan_batch([received], repos, partial(cached_key, self.identities), context)
         while plan.needed_keys:
             [need] = plan.needed_keys.values()
-            plan = plan_batch([received], repos, {need.did: await self._fetch_key(need)}.get, context)
+            await asyncio.sleep(self.identities.refresh_delay(need.did, refresh=need.refresh))
+            key_state = await fetch_key(self.identities, need, self.key_timeout)
+            if need.refresh and key_state.stale:
+                detail = "the cached identity is stale, and a newer one could not be fetched"
+                raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, detail)
+            plan = plan_batch([received], repos, {need.did: key_state}.get, context)
         return plan
-
-    async def _fetch_key(self, need: NeedsKey) -> KeyState:
-        await asyncio.sleep(self.identities.refresh_delay(need.did, refresh=need.refresh))
-        key_state = await fetch_key(self.identities, need, self.key_timeout)
-        if need.refresh and key_state.stale:
-            detail = "the cached identity is stale, and a newer one could not be fetched"
-            raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, detail)
-        return key_state
 
     async def _reject_again(self, dead_letter: StoredDeadLetter, rejected: DeadLetter) -> ReplayResult:
         """Keep the dead letter, with the reason of the newest rejection."""

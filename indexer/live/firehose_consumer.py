@@ -161,8 +161,11 @@ class StreamContinuity:
         if seq == cursor - 1:
             return False
         if seq > cursor:
-            if self._early_gap is not None or not self.entry.after_cursor:
-                await self._report_missing(cursor + 1, seq - 1)
+            if self._early_gap is not None:  # only its end is not stored yet
+                gap_id = self._early_gap.id
+                await self._retry(lambda: self.db.gaps.set_last_seq(gap_id, seq - 1))
+            elif not self.entry.after_cursor:
+                await self._open(self._gap(GapReason.CURSOR_OUTDATED, cursor + 1, seq - 1))
             self.checked = True
             return True
         stored, sent = event_seconds(point.event_time), event_seconds(event.time)
@@ -219,14 +222,6 @@ class StreamContinuity:
         opened = await self.gaps.open(entry.gap or self._gap(GapReason.CURSOR_UNPROVEN, cursor + 1))
         if entry is self.entry:
             self._early_gap = opened
-
-    async def _report_missing(self, first_seq: int, last_seq: int) -> None:
-        """Open a gap for these messages. If one was opened before the first message, store only where it ends."""
-        if self._early_gap is None:
-            await self._open(self._gap(GapReason.CURSOR_OUTDATED, first_seq, last_seq))
-        else:
-            gap_id = self._early_gap.id
-            await self._retry(lambda: self.db.gaps.set_last_seq(gap_id, last_seq))
 
     async def _open(self, gap: Gap) -> OpenGap:
         return await self._retry(lambda: self.gaps.open(gap))

@@ -259,7 +259,8 @@ class WorkerPool:
         if identity.key is None or identity.host is None:
             raise UnavailableError(FetchFailure.IDENTITY_MISSING, identity.problem or "no key or no PDS")
         now = time()
-        self.shares.change_host(resync, identity.host, now)
+        if identity.host != resync.host:
+            self.shares.count_for(resync, identity.host, now)
         self._count_as_new(claimed, identity.host, now)
         return await self.attempts.attempt(resync, self.shares, identity)
 

@@ -169,22 +169,17 @@ class Shares:
             PostponedError: No worker is free, or a limit key has its share. The next three methods raise it, too.
         """
         resync = Resync(claimed, now, phase_since=now)
-        self._count_for(resync, host, now)
+        self.count_for(resync, host, now)
         if self.free_workers <= 0:
             raise PostponedError
         self.running.append(resync)
         return resync
 
-    def change_host(self, resync: Resync, host: str, now: float) -> None:
-        """Let the resync count for this host, because its identity is known now, or the account moved."""
-        if host != resync.host:
-            self._count_for(resync, host, now)
-
     def opened(self, resync: Resync, download: ExportDownload, now: float) -> None:
         """Let the resync also count for the network address that sends its export, and observe how much arrives."""
         if download.server is not None:
             self._key(resync.host).server = download.server
-            self._count_for(resync, resync.host, now)
+            self.count_for(resync, resync.host, now)
         resync.download = download
 
     def reserve(self, resync: Resync, now: float) -> None:
@@ -223,7 +218,8 @@ class Shares:
         self._keys[name] = key  # so that the least recently used one is forgotten
         return key
 
-    def _count_for(self, resync: Resync, host: str, now: float) -> None:
+    def count_for(self, resync: Resync, host: str, now: float) -> None:
+        """Let the resync count for this host and what is known of it."""
         known, keys = self._keys.get(host), frozenset({host})
         if host != UNKNOWN_HOST:
             keys |= {f"domain {registered_domain(host)}"}

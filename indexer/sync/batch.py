@@ -11,7 +11,7 @@ from typing import NamedTuple
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
 from indexer.reasons import Desync, Rejection
-from indexer.sync.changes import BufferedEvent, DeadLetter, NeedsKey, RecordChange, RepoWrite, selected_path
+from indexer.sync.changes import BufferedEvent, DeadLetter, NeedsKey, Plan, RecordChange, RepoWrite, selected_path
 from indexer.sync.events import CommitEvent, MalformedEvent, RepoEvent, SyncEvent, UnknownEvent
 from indexer.sync.plan import key_to_verify, plan_event
 from indexer.sync.policy import KeyState, KeyStateOf, PlanContext, Policy
@@ -189,9 +189,19 @@ def plan_batch(
         elif event.did in result.needed_keys:
             result.waiting.append(received)
         else:
-            changes = _plan_one(result, received, event, repos, key_state_of, context)
-            size += sum([change.size for change in changes])
-            count += len(changes)
+            draft = result.drafts.get(event.did)
+            if draft is None:
+                repo = repos.get(event.did) or Repo(event.did, from_stream=True, wanted_in=context.policy.scope.version)
+                draft = result.drafts[event.did] = _Draft(repo, repo)
+            key_state = None if event.did in result.stale_identities else key_state_of(event.did)
+            plan = plan_event(draft.after, event, len(received.frame), key_state, context)
+            if isinstance(plan, NeedsKey):
+                result.needed_keys[event.did] = plan
+                result.waiting.append(received)
+                continue
+            _add(result, received, event, draft, plan, context)
+            size += sum([change.size for change in plan.changes])
+            count += len(plan.changes)
     return result
 
 
@@ -237,39 +247,22 @@ def plan_refusal(received: ReceivedMessage, repo: Repo | None, detail: str, cont
     return result
 
 
-def _plan_one(
-    result: BatchPlan,
-    received: ReceivedMessage,
-    event: RepoEvent,
-    repos: Mapping[str, Repo],
-    key_state_of: KeyStateOf,
-    context: PlanContext,
-) -> tuple[RecordChange, ...]:
-    """Plan one message; return its record changes."""
-    did = event.did
-    draft = result.drafts.get(did)
-    if draft is None:
-        repo = repos.get(did) or Repo(did, from_stream=True, wanted_in=context.policy.scope.version)
-        draft = result.drafts[did] = _Draft(repo, repo)
-    key_state = None if did in result.stale_identities else key_state_of(did)
-    plan = plan_event(draft.after, event, len(received.frame), key_state, context)
-    if isinstance(plan, NeedsKey):
-        result.needed_keys[did] = plan
-        result.waiting.append(received)
-        return ()
+def _add(
+    result: BatchPlan, received: ReceivedMessage, event: RepoEvent, draft: _Draft, plan: Plan, context: PlanContext
+) -> None:
+    """Add the plan of one message."""
     if plan.refresh_identity:
-        result.stale_identities.add(did)
+        result.stale_identities.add(event.did)
     if plan.outcome is Outcome.REJECTED and isinstance(plan.why, Rejection):
         _reject(result, received, event.kind, plan.why, plan.detail, context)
-        return ()
+        return
     draft.after = plan.repo
     draft.changes.extend(plan.changes)
     if plan.buffer:
-        draft.buffered.append(BufferedEvent(did, context.relay, event.seq, received.frame))
+        draft.buffered.append(BufferedEvent(event.did, context.relay, event.seq, received.frame))
     elif plan.repo.sync_status is not SyncStatus.IN_PROGRESS:
         draft.buffered.clear()
     result.settled.append(SettledMessage(received, plan.outcome, plan.why))
-    return plan.changes
 
 
 def _reject(

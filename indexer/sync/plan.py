@@ -35,14 +35,9 @@ from indexer.sync.verify import VerifiedCommit, verify_sync
 
 
 def plan_event(repo: Repo, event: RepoEvent, size: int, key: KeyState | None, context: PlanContext) -> Plan | NeedsKey:
-    """Plan one event, or return that a key is needed first.
+    """Plan one event, or return that a key is needed first; None for `key` means that it has not been looked up.
 
-    Args:
-        repo: The current row; `Repo(did)` if there is none.
-        event: The decoded event.
-        size: The size of its frame in bytes.
-        key: The signing key; None if it has not been looked up.
-        context: What all plans of the batch share.
+    `repo` is the current row, or `Repo(did)` if there is none. `size` is that of the frame in bytes.
     """
     if not repo.tracked and not (repo.out_of_scope and _may_add(event, context.policy.scope)):
         return Plan(repo, Outcome.IGNORED)
