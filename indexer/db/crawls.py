@@ -113,14 +113,6 @@ class ListDifferences(NamedTuple):
     only_from_stream: list[str]
 
 
-async def load_progress(
-    connection: Connection, purpose: Purpose, source: str, collection: str, shard: str
-) -> CrawlProgress | None:
-    """Return the progress of the last crawl of this list; None if there was none."""
-    row = await connection.fetchrow(_LOAD, purpose, source, collection, shard)
-    return None if row is None else CrawlProgress(**row)
-
-
 class Crawls(Area):
     """Lists of repos, and what they differ in from the stored repos."""
 
@@ -128,8 +120,8 @@ class Crawls(Area):
         self, purpose: Purpose, source: str, collection: str = "", shard: str = "0/1"
     ) -> CrawlProgress | None:
         """Return the progress of the last crawl of this list; None if there was none."""
-        async with self._pool.connection() as connection:
-            return await load_progress(connection, purpose, source, collection, shard)
+        rows = await self._fetch(_LOAD, purpose, source, collection, shard)
+        return CrawlProgress(**rows[0]) if rows else None
 
     async def save(self, progress: CrawlProgress) -> None:
         """Store the progress of a crawl."""

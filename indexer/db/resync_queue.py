@@ -127,49 +127,44 @@ PARKED = f"""
 # cancels the erasure. The next resync corrects them. A scalar sub-query with LIMIT, so that the planner looks into the
 # index for each repo, and does not read all records.
 _STORED = "select true from indexer.record c where c.did = r.did and c.bucket = r.bucket"
-_NOTHING_STORED = f"({_STORED} and {of_buckets('c', 4)} limit 1) is null"
-_NOTHING_STORED_IN_BUCKET = f"({_STORED} and c.bucket = $1 limit 1) is null"
 
-_NO_IDENTITY = f"r.last_failure in ('{FetchFailure.IDENTITY_MISSING}', '{FetchFailure.IDENTITY_GONE}')"
-
-# Repos without stored records that were parked: because their DID has no usable identity, and no authentic message of
-# them was received; or for any permanent failure, if only the stream has named them. An index lists them.
-DENIED = f"""
-    select r.did, r.bucket from indexer.repo r
-    where r.parked_at < to_timestamp($1) and r.bucket = any($2::smallint[]) and not r.takedown
-        and r.priority = 2 and (r.from_stream or {_NO_IDENTITY})
-        and (r.from_stream or r.latest_verified_rev is null) and {_NOTHING_STORED}
-    order by r.bucket, r.parked_at limit $3
+# Repos that were parked: because their DID has no usable identity, and no authentic message of them was received; or
+# for any permanent failure, if only the stream has named them. An index lists them.
+_DENIED = f"""
+    r.parked_at < to_timestamp($1) and not r.takedown and r.priority = 2 and (
+        r.from_stream or r.latest_verified_rev is null
+            and r.last_failure in ('{FetchFailure.IDENTITY_MISSING}', '{FetchFailure.IDENTITY_GONE}')
+    )
+"""
+# Accounts that upstream hides. An index lists them: they are few, as most are deleted. Repos that an operator untracked
+# stay.
+_HIDDEN = f"""
+    r.updated_at < to_timestamp($1) and not r.active and r.priority = 2 and r.erase_at is null and not r.takedown
+    and (r.tracked or r.hosting_status = '{OUT_OF_SCOPE}') and r.sync_status = '{_WAITING}'
 """
 
-# Accounts that upstream hides and of which nothing is stored. An index lists them: they are few, as most are deleted.
-# Repos that an operator untracked stay.
-HIDDEN = f"""
-    select r.did, r.bucket from indexer.repo r
-    where r.updated_at < to_timestamp($1) and r.bucket = any($2::smallint[])
-        and not r.active and r.priority = 2 and r.erase_at is null and not r.takedown
-        and (r.tracked or r.hosting_status = '{OUT_OF_SCOPE}')
-        and r.sync_status = '{_WAITING}' and {_NOTHING_STORED}
-    order by r.bucket limit $3
-"""
+
+def _find_forgettable(condition: str, order: str) -> str:
+    return f"""
+        select r.did, r.bucket from indexer.repo r
+        where {condition} and r.bucket = any($2::smallint[]) and ({_STORED} and {of_buckets("c", 4)} limit 1) is null
+        order by {order} limit $3
+    """
+
+
+DENIED = _find_forgettable(_DENIED, "r.bucket, r.parked_at")
+HIDDEN = _find_forgettable(_HIDDEN, "r.bucket")
 
 # One bucket per statement, because Citus locks rows of only one shard at a time. SKIP LOCKED, because
 # a row may stay locked for long.
 _FORGET = f"""
     with locked as materialized (
         select did from indexer.repo r
-        where bucket = $1 and did = any($2::text[]) and {{condition}} and {_NOTHING_STORED_IN_BUCKET}
+        where bucket = $2 and did = any($3::text[]) and {{condition}} and ({_STORED} and c.bucket = $2 limit 1) is null
         for update skip locked
     )
-    delete from indexer.repo where bucket = $1 and did = any(array(select did from locked)) returning did
+    delete from indexer.repo where bucket = $2 and did = any(array(select did from locked)) returning did
 """
-_FORGET_DENIED = _FORGET.format(
-    condition="parked_at < to_timestamp($3) and (from_stream or latest_verified_rev is null)"
-)
-_FORGET_HIDDEN = _FORGET.format(
-    condition=f"updated_at < to_timestamp($3) and not active and rev is null and erase_at is null and not takedown "
-    f"and (tracked or hosting_status = '{OUT_OF_SCOPE}')"
-)
 _FORGET_IDENTITIES = "delete from indexer.identity where bucket = $1 and did = any($2::text[])"
 
 
@@ -238,7 +233,7 @@ class Resyncs(Area):
         Either their DIDs never existed, as far as is known, or only the stream has named them.
         """
         async with self._pool.transaction() as connection:
-            return len(await _forget(connection, DENIED, _FORGET_DENIED, buckets, now - parked_for))
+            return len(await _forget(connection, DENIED, _DENIED, buckets, now - parked_for))
 
     async def forget_hidden(self, buckets: Sequence[int], unchanged_for: float, now: float) -> int:
         """Delete repos of inactive accounts of which nothing is stored, unchanged for `unchanged_for` seconds.
@@ -247,7 +242,7 @@ class Resyncs(Area):
         visible, so they are told that it is visible again.
         """
         async with self._pool.transaction() as connection:
-            forgotten = await _forget(connection, HIDDEN, _FORGET_HIDDEN, buckets, now - unchanged_for)
+            forgotten = await _forget(connection, HIDDEN, _HIDDEN, buckets, now - unchanged_for)
             await log_changes(connection, [ChangeLogEntry(did, "visible", None, live=True) for did in forgotten])
             return len(forgotten)
 
@@ -292,12 +287,16 @@ class Resyncs(Area):
                         crash_point(COMMITTED)
 
 
-async def _forget(connection: Connection, search: str, delete: str, buckets: Sequence[int], before: float) -> list[str]:
-    """Delete repos that both statements select, with their identities; return their DIDs."""
+async def _forget(
+    connection: Connection, search: str, condition: str, buckets: Sequence[int], before: float
+) -> list[str]:
+    """Delete repos that `search` finds, with their identities, if the condition still holds; return their DIDs."""
     every, forgotten = list(buckets), list[str]()
     found = await connection.fetch(search, before, every, BATCH_SIZE, every)
     for bucket, rows in groupby(found, lambda row: row["bucket"]):
-        deleted = await connection.fetch(delete, bucket, [row["did"] for row in rows], before)
+        deleted = await connection.fetch(
+            _FORGET.format(condition=condition), before, bucket, [row["did"] for row in rows]
+        )
         dids = [did for (did,) in deleted]
         await connection.execute(_FORGET_IDENTITIES, bucket, dids)
         crash_point("repo.forgotten")

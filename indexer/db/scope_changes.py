@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 from indexer.atproto.syntax import is_nsid
 from indexer.crash_points import crash_point
-from indexer.db import crawls
 from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
 from indexer.db.connections import Area
-from indexer.db.crawls import CrawlProgress
+from indexer.db.crawls import CrawlProgress, Crawls, save_progress
 from indexer.db.scope import holds
 from indexer.db.write import change_repos, write
 from indexer.sync.changes import Batch, RepoWrite
@@ -193,9 +192,8 @@ class ScopeChanges(Area):
 
     async def begin_untracking(self, shard: Shard) -> CrawlProgress:
         """Return the progress of the search for repos out of scope, or that of a new search."""
-        async with self._pool.connection() as connection:
-            stored = await crawls.load_progress(connection, "untrack", "", "", str(shard))
-            return stored or CrawlProgress("untrack", "", shard=str(shard), began_at=time())
+        stored = await Crawls(self._pool).progress("untrack", "", shard=str(shard))
+        return stored or CrawlProgress("untrack", "", shard=str(shard), began_at=time())
 
     async def unread_lists(self, scope: Scope) -> list[str]:
         """Return the signal collections whose list has not been read since the scope changed."""
@@ -225,7 +223,7 @@ class ScopeChanges(Area):
             after = progress.after_page(rows[-1]["did"] if len(rows) == limit else None, len(page), incomplete, time())
             if after.finished_at is not None and after.found:
                 after = replace(after, finished_at=None, found=0)
-            await crawls.save_progress(connection, after)
+            await save_progress(connection, after)
             if untracked:
                 crash_point("scope.untracked")
             return untracked, after
