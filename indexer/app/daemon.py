@@ -18,6 +18,7 @@ from typing import Any
 import structlog
 from aiohttp import web
 
+from indexer import cluster
 from indexer.app.clients import (
     core_of,
     http_origin,
@@ -32,7 +33,6 @@ from indexer.app.settings import Settings
 from indexer.app.stages import Drain, Task, all_stages
 from indexer.app.status import DaemonProbe, SampledHistory, StatusPage, StatusReading
 from indexer.app.tuning import Tuning
-from indexer.cluster import tuning as cluster
 from indexer.cluster.numbering import ChangeNumbering
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.core.core import Core

@@ -13,18 +13,16 @@ import asyncpg
 
 from indexer.db.columns import Connection
 from indexer.db.database_errors import DatabaseError, database_errors
+from indexer.db.shard_lock import IS_SESSION
 from indexer.reasons import FetchFailure
 
 CHECK_TIMEOUT = 5.0
 """Seconds after which a database that has not answered counts as unavailable."""
 
-# As in `shard_lock`: the start of a session of another role may be hidden (null).
-_OF_SESSION = "a.pid = p.pid and a.usesysid = p.role and coalesce(a.backend_start, p.started_at) = p.started_at"
-
 _SAVE = f"""
     with ended as (
-        delete from indexer.process_report p
-        where pid <> pg_backend_pid() and not exists (select from pg_stat_activity a where {_OF_SESSION})
+        delete from indexer.process_report o
+        where pid <> pg_backend_pid() and not exists (select from pg_stat_activity a where {IS_SESSION})
     )
     insert into indexer.process_report as p
         (pid, role, started_at, roles, first_bucket, last_bucket, owns, reported_at, reasons)
@@ -37,12 +35,12 @@ _SAVE = f"""
 """
 
 _LOAD = f"""
-    select p.roles, p.first_bucket, p.last_bucket, p.owns, p.reasons,
-        date_part('epoch', clock_timestamp() - p.reported_at) as age,
-        p.pid, coalesce(host(a.client_addr), 'this machine') as client,
-        date_part('epoch', clock_timestamp() - p.started_at) as seconds
-    from indexer.process_report p join pg_stat_activity a on a.datname = current_database() and {_OF_SESSION}
-    order by p.first_bucket, p.last_bucket, not p.owns, p.pid
+    select o.roles, o.first_bucket, o.last_bucket, o.owns, o.reasons,
+        date_part('epoch', clock_timestamp() - o.reported_at) as age,
+        o.pid, coalesce(host(a.client_addr), 'this machine') as client,
+        date_part('epoch', clock_timestamp() - o.started_at) as seconds
+    from indexer.process_report o join pg_stat_activity a on a.datname = current_database() and {IS_SESSION}
+    order by o.first_bucket, o.last_bucket, not o.owns, o.pid
 """
 
 

@@ -28,19 +28,16 @@ from indexer.sync.shard import BUCKETS, bucket_of
 TIMEOUT_SECONDS = 5
 """Seconds after which the server cancels a query of the status."""
 ALL_RECORDS = 2**62
-FIRST_PAGES_PER_REPO = 4
-"""Pages of the table that a sample reads first, for each repo of the sample."""
-PAGES_FACTOR = 8
-"""Factor by which a sample reads more pages if too few repos qualify, and a count fewer if it takes too long."""
-MAX_SAMPLE_PAGES = 32_768
-"""Pages that a sample reads at most: a quarter of a gigabyte."""
+MAX_SAMPLE_PAGES = 8_192
+"""Pages of the table that a sample reads at most: 64 MiB, about 200,000 repos."""
 MAX_COUNTED_PAGES = 131_072
 """Pages of the table that a count reads at most: a gigabyte, about three million repos. The numbers of repos in a
 larger table are estimated from this number of pages."""
 MAX_FEW = 100_000
 """Repos of a kind that are counted exactly beside an estimate, because the estimate of few repos is bad."""
 COUNT_MILLISECONDS = 20_000
-"""Time limit of one attempt to count. The next attempt reads fewer pages."""
+"""Time limit of one attempt to count. The next attempt reads fewer pages, by `PAGES_FACTOR`."""
+PAGES_FACTOR = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,21 +234,13 @@ class Reports(Area):
     async def sample_synchronized(self, count: int) -> list[str]:
         """Return the DIDs of at most `count` active synchronized repos, chosen at random.
 
-        Reads a part of the table, up to `MAX_SAMPLE_PAGES` (or `FIRST_PAGES_PER_REPO` per repo, if that is more). So it
-        returns fewer repos if very few qualify.
+        Reads at most `MAX_SAMPLE_PAGES` of the table, so it returns fewer repos if very few qualify.
         """
         async with self._pool.connection() as connection:
             parts = await load_parts(connection, "indexer.repo")
-            total = sum(part.pages for part in parts)
-            pages = FIRST_PAGES_PER_REPO * count
-            while True:
-                percentage = 100.0 * min(1.0, pages / max(total, 1))
-                rows = [
-                    row for part in parts for row in await connection.fetch(sample(percentage), count, part.buckets)
-                ]
-                if len(rows) >= count or pages >= min(total, MAX_SAMPLE_PAGES):
-                    return [did for (did,) in random.sample(rows, min(count, len(rows)))]
-                pages = min(PAGES_FACTOR * pages, MAX_SAMPLE_PAGES)
+            statement = sample(100.0 * min(1.0, MAX_SAMPLE_PAGES / max(1, sum(part.pages for part in parts))))
+            rows = [row for part in parts for row in await connection.fetch(statement, count, part.buckets)]
+            return [did for (did,) in random.sample(rows, min(count, len(rows)))]
 
 
 async def load_state(connection: Connection, now: float) -> tuple[dict[str, Any], list[ProcessReport]]:

@@ -31,13 +31,14 @@ LINKS = range(BUCKETS + 1, BUCKETS + 2)
 
 _ONE_AT_A_TIME = f"{END_WHEN_STOPPED}; lock table indexer.shard_owner in share row exclusive mode"
 
-# A process ID may be used again, but not by a session with the same start. For sessions of other roles the start may be
-# hidden (null).
-_FORGET_ENDED = """
-    delete from indexer.shard_owner o where not exists (
-        select from pg_stat_activity a
-        where a.pid = o.pid and a.usesysid = o.role and coalesce(a.backend_start, o.started_at) = o.started_at
-    )
+IS_SESSION = "a.pid = o.pid and a.usesysid = o.role and coalesce(a.backend_start, o.started_at) = o.started_at"
+"""The condition that `a` of `pg_stat_activity` is the session that wrote the row `o`.
+
+A process ID may be used again, but not by a session with the same start. For sessions of other roles the start may be
+hidden (null)."""
+
+_FORGET_ENDED = f"""
+    delete from indexer.shard_owner o where not exists (select from pg_stat_activity a where {IS_SESSION})
 """
 
 _CLAIM = """
@@ -50,14 +51,12 @@ _CLAIM = """
 
 _RELEASE = "delete from indexer.shard_owner where pid = pg_backend_pid()"
 
-_OWNERS = """
+_OWNERS = f"""
     select format(
         'session %s from %s since %s', a.pid, coalesce(host(a.client_addr), 'this machine'),
         to_char(o.started_at at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS"+00:00"')
     )
-    from indexer.shard_owner o
-    join pg_stat_activity a
-        on a.pid = o.pid and a.usesysid = o.role and coalesce(a.backend_start, o.started_at) = o.started_at
+    from indexer.shard_owner o join pg_stat_activity a on {IS_SESSION}
     where o.last_bucket >= $1 and o.first_bucket <= $2
     order by o.first_bucket
 """

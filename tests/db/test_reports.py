@@ -243,7 +243,10 @@ async def pages_of(sql: asyncpg.Connection, dids: list[str]) -> set[int]:
 @pytest.mark.one_server(
     "reads the places of rows in a table; tests/citus/test_reports_on_a_cluster.py has that of shards"
 )
-async def test_a_sample_is_spread_over_the_table_and_reads_little_of_it(db: Database, sql: asyncpg.Connection) -> None:
+async def test_a_sample_is_spread_over_the_table_and_reads_little_of_it(
+    db: Database, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports, "MAX_SAMPLE_PAGES", 160)
     await sql.execute(MANY_REPOS.replace("$1", "30000"))
     pages = await pages_of_repos(sql)
     samples = [await db.reports.sample_synchronized(40) for _ in range(4)]
@@ -253,7 +256,7 @@ async def test_a_sample_is_spread_over_the_table_and_reads_little_of_it(db: Data
         found = sorted(await pages_of(sql, sample))
         assert len(found) > 20, "few repos share a page"
         assert found[0] < pages / 3 < pages * 2 / 3 < found[-1]
-    assert pages > 4 * reports.FIRST_PAGES_PER_REPO * 40, "the table is large enough for this test"
+    assert pages > 4 * 160, "the table is large enough for this test"
     statement = f"explain (analyze, format json) {reports.sample(100 * 160 / pages)}"
     plan = await sql.fetchval(statement, 40, list(range(256)))
     [read] = [node for node in nodes_of(plan) if node["Node Type"] == "Sample Scan"]
