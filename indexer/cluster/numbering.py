@@ -293,7 +293,16 @@ class ChangeNumbering:
 
     async def _wait_for_answer(self, node: ClusterNode) -> None:
         """Ask a node alone until it answers, or until it has no shards any more."""
-        while node in self._nodes and (error := await self._ask_alone(node)):
+        while node in self._nodes:
+            error = None
+            with DatabaseAttempt():  # if the database itself is unavailable, the node is asked with the others again
+                async with numbering_session(self._db) as session:
+                    try:
+                        await session.prepared([node])
+                    except DatabaseError as failure:
+                        error = failure
+            if error is None:
+                break
             message = (
                 f"the cluster node {node.address} does not answer, and is asked again: {error}; "
                 f"{len(self._waiting)} change batches have no numbers yet"
@@ -302,17 +311,6 @@ class ChangeNumbering:
             await asyncio.sleep(CHECK_SECONDS)
         self._silent.discard(node)
         self._conditions.end(CLUSTER_NODE_UNAVAILABLE, node.address)
-
-    async def _ask_alone(self, node: ClusterNode) -> str | None:
-        """Return why the node does not answer; None if it does, or if the database itself is unavailable."""
-        error = None
-        with DatabaseAttempt():
-            async with numbering_session(self._db) as session:
-                try:
-                    await session.prepared([node])
-                except DatabaseError as failure:
-                    error = str(failure)
-        return error
 
     def _report(self, prepared: Prepared, numbered: Mapping[int, float]) -> None:
         in_doubt = [age for ages in prepared.values() for age in ages.values() if age > IN_DOUBT_SECONDS]

@@ -6,11 +6,9 @@ coordinator, the change log among them.
 
 **Two-phase commit.** A transaction often writes both: records on a node, and the change log and the cursor on the
 coordinator. Citus commits in two phases only if it knows of writes on two nodes, and it does not know of writes to
-plain tables. So each plain table has the statement trigger `use_two_phases`, which updates no row of the table
-`distribution`. That table is in the metadata of Citus, so this counts as a write on the coordinator. It does not matter
-which write comes first. If a process or a node is killed during the commit, the record of the transaction on the
-coordinator decides whether the other nodes commit. `schema/11_cluster.sql` has the function. A test compares the
-triggers with the tables, and another one watches what Citus sends for each kind of transaction.
+plain tables. So each plain table has the statement trigger `use_two_phases` (`schema/11_cluster.sql`). It does not
+matter which write comes first. If a process or a node is killed during the commit, the record of the transaction on the
+coordinator decides whether the other nodes commit.
 
 **New tables.** `on_all_nodes` does for the tables of a later migration what `indexer distribute` does for the present
 ones.

@@ -1,7 +1,5 @@
 """Sessions whose open transactions hold what others need: locks, the queue of notifications, or dead rows.
 
-The trimming of the change log and a migration need locks.
-
 Each batch updates the row of its cursor. The former version of the row cannot be removed while a snapshot is open that
 may see it, and each batch reads all versions that are left. The same holds for the rows of repos.
 

@@ -9,11 +9,7 @@ import asyncpg
 
 from indexer.crash_points import COMMITTED, crash_point
 from indexer.db.columns import Connection
-from indexer.db.database_errors import (
-    CONNECT_TIMEOUT,
-    DatabaseError,
-    database_errors,
-)
+from indexer.db.database_errors import CONNECT_TIMEOUT, DatabaseError, database_errors
 from indexer.db.layout import load_layout
 from indexer.errors import RefusedWriteError
 from indexer.reasons import FetchFailure

@@ -101,19 +101,6 @@ _MARK_STALE = f"""
     )
 """
 
-# The oldest and the newest, as in `DUE_IDENTITIES`.
-DUE_HANDLES = """
-    select did, claimed_handle as claimed, handle as known, handle_attempts as attempts from (
-        (
-            select * from indexer.identity where handle_due_at <= to_timestamp($1) and bucket = any($2::smallint[])
-            order by handle_due_at desc limit $3
-        ) union (
-            select * from indexer.identity where handle_due_at <= to_timestamp($1) and bucket = any($2::smallint[])
-            order by handle_due_at limit $3
-        )
-    ) due order by handle_due_at desc
-"""
-
 _SAVE_HANDLE_CHECK = f"""
     with before as materialized (
         select did, bucket, handle from indexer.identity where did = $1 and bucket = $2
@@ -135,17 +122,23 @@ _RECHECK = """
 """
 
 # The oldest and the newest: the oldest, so that each has its turn; the newest, so that none waits for a long queue.
-DUE_IDENTITIES = """
-    (
-        select did, pds, refresh_failures as failures, refresh_at from indexer.identity
-        where starts_with(did, 'did:web:') = $1 and refresh_at <= to_timestamp($2) and bucket = any($3::smallint[])
-        order by refresh_at limit $4
-    ) union (
-        select did, pds, refresh_failures, refresh_at from indexer.identity
-        where starts_with(did, 'did:web:') = $1 and refresh_at <= to_timestamp($2) and bucket = any($3::smallint[])
-        order by refresh_at desc limit $4
-    ) order by refresh_at
+_FIRST_AND_LAST = """
+    (select {columns} from indexer.identity where {condition} and bucket = any($1::smallint[]) order by {at} limit $2)
+    union (
+        select {columns} from indexer.identity where {condition} and bucket = any($1::smallint[])
+        order by {at} desc limit $2
+    )
 """
+DUE_IDENTITIES = _FIRST_AND_LAST.format(
+    columns="did, pds, refresh_failures as failures, refresh_at",
+    condition="starts_with(did, 'did:web:') = $4 and refresh_at <= to_timestamp($3)",
+    at="refresh_at",
+)
+DUE_HANDLES = _FIRST_AND_LAST.format(
+    columns="did, claimed_handle as claimed, handle as known, handle_attempts as attempts, handle_due_at",
+    condition="handle_due_at <= to_timestamp($3)",
+    at="handle_due_at",
+)
 
 _POSTPONE = """
     update indexer.identity set refresh_at = to_timestamp($3), refresh_failures = $4
@@ -186,7 +179,7 @@ class Identities(Area):
 
         At most `limit` of each; with `web` only those of did:web, otherwise only the others.
         """
-        rows = await self._fetch(DUE_IDENTITIES, web, now, list(buckets), limit)
+        rows = await self._fetch(f"{DUE_IDENTITIES} order by refresh_at", list(buckets), limit, now, web)
         return [DueIdentity(row["did"], row["pds"], row["failures"]) for row in rows]
 
     async def postpone_refresh(self, did: str, until: float, failures: int) -> None:
@@ -203,8 +196,8 @@ class Identities(Area):
 
         At most `limit` of each.
         """
-        rows = await self._fetch(DUE_HANDLES, now, list(buckets), limit)
-        return [HandleClaim(**row) for row in rows]
+        rows = await self._fetch(f"{DUE_HANDLES} order by handle_due_at desc", list(buckets), limit, now)
+        return [HandleClaim(did, claimed, known, attempts) for did, claimed, known, attempts, _ in rows]
 
     async def save_handle_check(self, check: HandleCheck) -> None:
         """Store the result of a check, and log a change of the handle, unless the account claims another one now."""

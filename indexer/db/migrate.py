@@ -18,12 +18,7 @@ from asyncpg import exceptions
 from indexer.crash_points import COMMITTED, crash_point
 from indexer.db.blocking_sessions import BlockingSession, end_blocking
 from indexer.db.database_errors import DatabaseError, connect, database_errors, unusable, without_password
-from indexer.db.requirements import (
-    opened,
-    require_privileges,
-    require_usable_schema,
-    schema_state,
-)
+from indexer.db.requirements import opened, require_privileges, require_usable_schema, schema_state
 from indexer.sync.backoff import backoff_seconds
 
 LOCK_SECONDS, MAX_LOCK_SECONDS = 2.0, 64.0

@@ -11,6 +11,7 @@ from indexer.crash_points import crash_point
 from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
 from indexer.db.connections import Area
 from indexer.db.crawls import CrawlProgress, Crawls, save_progress
+from indexer.db.repos import LOAD_REPOS
 from indexer.db.scope import holds
 from indexer.db.write import change_repos, write
 from indexer.sync.changes import Batch, RepoWrite
@@ -28,10 +29,6 @@ UNSELECTED = """
     where collection = $1 and bucket = any($2::smallint[]) and indexed_at >= coalesce($3, '-infinity'::timestamptz)
         and ($3::timestamptz is null or (indexed_at, did, rkey) > ($3, $4, $5))
     order by indexed_at, did, rkey limit $6
-"""
-
-_REPOS = f"""
-    select {repo_columns("r")} from indexer.repo r where did = any($1::text[]) and bucket = any($2::smallint[])
 """
 
 INCOMPLETE = f"""
@@ -145,7 +142,7 @@ class ScopeChanges(Area):
             rows = await connection.fetch(UNSELECTED, collection, list(buckets), *position, limit)
             keys = [(did, collection, rkey) for _, did, rkey in rows]
             dids = sorted({did for did, *_ in keys})
-            found = [repo_of(row) for row in await connection.fetch(_REPOS, dids, list(buckets))]
+            found = [repo_of(row) for row in await connection.fetch(LOAD_REPOS, dids, list(buckets))]
             written = await write(connection, Batch(plan_narrowing({repo.did: repo for repo in found}, keys)))
             deleted = written.changes["delete"]
             if deleted:

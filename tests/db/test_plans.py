@@ -254,7 +254,7 @@ async def test_due_handles_and_accounts_with_a_handle_are_found_by_index(sql: as
         "from generate_series(1, 20000) n"
     )
     await sql.execute("analyze indexer.identity")
-    found = await explain(sql, DUE_HANDLES, 1e4, ALL, 10)
+    found = await explain(sql, DUE_HANDLES, ALL, 10, 1e4)
     assert "identity_handle_due" in found
     assert "Seq Scan" not in found
     found = await explain(
