@@ -43,8 +43,13 @@ def parent_pid(pid: int) -> int:
     return int(_stats()[pid][_PARENT])
 
 
+def reset_peak_rss(pid: int) -> None:
+    """Let `peak_rss` begin again at the present size."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
 def peak_rss(pid: int) -> int:
-    """Return the peak resident set size of a process, in bytes."""
+    """Return the peak resident set size of a process, in bytes: since its start, or the last `reset_peak_rss`."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

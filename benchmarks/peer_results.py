@@ -1,7 +1,7 @@
 """Compare what two programs stored with the expected result, and print their figures side by side."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ RATIOS = {
 """Columns of ratios: numerator and denominator."""
 MAX_DIFFERENCES = 10
 """Maximum number of differences that are reported in full."""
-MIN_WIDTH = 104
+MIN_WIDTH = 116
 """Of the tables on a terminal, in characters."""
 _NONE = "-"
 
@@ -76,6 +76,7 @@ class Measured:
         delivered: Seconds until the consumer had acknowledged all events; None without a consumer.
         cpu: CPU seconds of each part: `program`, and if they exist `Postgres`, `consumer` and `load`.
         peak: Peak resident set size of the program, in bytes; the sum over its processes.
+        sizes: Bytes on disk with indexes for each `record`, `repo` and `change`, as far as the program stores them.
     """
 
     count: int
@@ -83,6 +84,7 @@ class Measured:
     delivered: float | None
     cpu: Mapping[str, float]
     peak: int
+    sizes: Mapping[str, float] = field(default_factory=dict)
 
     def figures(self, unit: str) -> dict[str, float]:
         """Return the figures by name."""
@@ -92,7 +94,8 @@ class Measured:
         cpu = {"CPU with Postgres": self.cpu["program"] + self.cpu.get("Postgres", 0.0)}
         cpu |= {f"{part} CPU": seconds for part, seconds in self.cpu.items()}
         costs = {f"{part}, µs per {unit}": seconds / self.count * MICRO for part, seconds in cpu.items()}
-        return rates | costs | {"peak RSS, MiB": self.peak / MIB}
+        sizes = {f"bytes on disk per {row}": size for row, size in self.sizes.items()}
+        return rates | costs | {"peak RSS, MiB": self.peak / MIB} | sizes
 
 
 Section = dict[str, dict[str, float]]

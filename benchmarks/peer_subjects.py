@@ -15,6 +15,8 @@ from benchmarks.tap import Fetch, TapProcess, open_database
 from benchmarks.workload import Workload
 from indexer.db import Database
 
+_TAP_TABLES = {"record": "repo_records", "repo": "repos"}
+_INDEXER_TABLES = {"record": "indexer.record", "repo": "indexer.repo", "change": "indexer.change"}
 UNLIMITED = 100_000
 """Requests per second or at the same time. tap has no limits per host, which would be the whole network here."""
 
@@ -73,6 +75,9 @@ class Subject(Protocol):
 
     async def differences(self) -> list[str]:
         """Return the differences between what it stored or sent and the expected result, as sentences."""
+
+    async def sizes(self) -> dict[str, float]:
+        """Return the bytes on disk, with indexes, for each `record`, `repo` and `change` that it stores in Postgres."""
 
     async def stop(self) -> None:
         """Stop it."""
@@ -142,6 +147,11 @@ class TapSubject:
             *find_differences(truth, sent, "the events of tap"),
         ]
 
+    async def sizes(self) -> dict[str, float]:  # noqa: D102
+        if self.database is None:
+            return {}
+        return {row: await _bytes_per_row(self.fetch, table) for row, table in _TAP_TABLES.items()}
+
     async def stop(self) -> None:  # noqa: D102
         await self.tap.stop()
 
@@ -188,6 +198,9 @@ class IndexerSubject:
         found = await database_rows.find_differences(self.database.dsn, workload, expected_changes(workload))
         return [f"the database of the indexer: {difference}" for difference in found]
 
+    async def sizes(self) -> dict[str, float]:  # noqa: D102
+        return {row: await _bytes_per_row(self.fetch, table) for row, table in _INDEXER_TABLES.items()}
+
     async def stop(self) -> None:  # noqa: D102
         for daemon in self.daemons:
             await daemon.stop()
@@ -195,6 +208,14 @@ class IndexerSubject:
     def raise_if_ended(self) -> None:  # noqa: D102
         for daemon in self.daemons:
             daemon.raise_if_ended()
+
+
+async def _bytes_per_row(fetch: Fetch, table: str) -> float:
+    """Return the size of a table with its partitions, indexes and TOAST table, divided by the number of its rows."""
+    parts = f"(select sum(pg_total_relation_size(relid)) from pg_partition_tree('{table}'))"
+    sizes = f"select coalesce({parts}, pg_total_relation_size('{table}'))::float, (select count(*) from {table})"
+    [(size, count)] = await fetch(sizes)
+    return float(size / count)
 
 
 def _where(did: str | None) -> str:

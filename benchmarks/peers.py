@@ -2,8 +2,8 @@
 
 Each program runs on the same network, one after the other: tap on Postgres, tap on SQLite, which is its default, and
 the indexer with one process and with two shards. Postgres is the embedded one with the same settings. A consumer
-acknowledges each event of tap at once. Afterwards the tables of each program, and the events of tap, are compared with
-the expected result.
+acknowledges each event of tap at once. The live scenario sends commits at two rates that the network has, and then at
+the maximum rate. Afterwards the tables of each program, and the events of tap, are compared with the expected result.
 """
 
 import asyncio
@@ -16,9 +16,10 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
-from typing import Self
+from typing import NamedTuple, Self
 
 import click
+import libipld
 import orjson
 from rich.console import Console
 
@@ -39,7 +40,6 @@ from benchmarks.peer_subjects import (
     Subject,
     World,
     cpu_of_parts,
-    expected_changes,
     exported_records,
     run_indexer_subject,
     run_tap_subject,
@@ -49,8 +49,19 @@ from benchmarks.workload import Workload, WorkloadSpec, load_workload
 from indexer.telemetry.log import configure_logging
 
 POLL_SECONDS = 0.05
-QUICK = {"repos": 20, "records": 30, "commits": 400, "exports": 10, "export_records": 100, "large": 2_000}
+OFFERED = (300, 1_000)
+"""Rates of the live scenario, in commits per second, before the maximum rate. The network has 300 to 600."""
+QUICK = {
+    "repos": 20, "records": 30, "commits": 400, "seconds": 1, "exports": 10, "export_records": 100, "large": 2_000
+}  # fmt: skip
 """The sizes of `--quick`."""
+
+
+class Stretch(NamedTuple):
+    """Consecutive commits, sent at this rate per second; 0 is the maximum rate."""
+
+    commits: range
+    rate: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +70,15 @@ class Scenario:
 
     Attributes:
         title: Its name, with the sizes.
-        unit: `commit` if commits are measured, otherwise `record`.
         spec: Its workload.
         subjects: The programs that take part.
+        stretches: The commits. Without them, the synchronization is measured.
     """
 
     title: str
-    unit: str
     spec: WorkloadSpec
     subjects: Sequence[str]
+    stretches: Sequence[Stretch] = ()
 
     def only(self, programs: Sequence[str]) -> Self:
         """Return the scenario with these programs only."""
@@ -80,13 +91,17 @@ def scenarios_of(sizes: Mapping[str, int]) -> dict[str, Scenario]:
     def spec(repos: int, records: int, commits: int = 0) -> WorkloadSpec:
         return WorkloadSpec(repos, records, sigma=0.0, commits=commits, exports=True)
 
-    live = f"live: {sizes['repos']:,} repos of {sizes['records']:,} records, {sizes['commits']:,} commits"
+    stretches, sent = list[Stretch](), 0
+    for rate in (*OFFERED, 0):
+        first, sent = sent + 1, sent + (rate * sizes["seconds"] or sizes["commits"])
+        stretches.append(Stretch(range(first, sent + 1), rate))
+    repos = f"{sizes['repos']:,} repos of {sizes['records']:,} records"
     backfill = f"backfill: {sizes['exports']:,} repos of {sizes['export_records']:,} records"
     large = f"one repo of {sizes['large']:,} records"
     return {
-        "live": Scenario(live, "commit", spec(sizes["repos"], sizes["records"], sizes["commits"]), SUBJECTS),
-        "backfill": Scenario(backfill, "record", spec(sizes["exports"], sizes["export_records"]), SUBJECTS),
-        "large": Scenario(large, "record", spec(1, sizes["large"]), (TAP, TAP_SQLITE, ONE_PROCESS)),
+        "live": Scenario(f"live, {repos}", spec(sizes["repos"], sizes["records"], sent), SUBJECTS, stretches),
+        "backfill": Scenario(backfill, spec(sizes["exports"], sizes["export_records"]), SUBJECTS),
+        "large": Scenario(large, spec(1, sizes["large"]), (TAP, TAP_SQLITE, ONE_PROCESS)),
     }
 
 
@@ -94,6 +109,7 @@ def scenarios_of(sizes: Mapping[str, int]) -> dict[str, Scenario]:
 @click.option("--repos", default=1_000, show_default=True, help="Number of repos with commits.")
 @click.option("--records", default=300, show_default=True, help="Number of records of each of these repos.")
 @click.option("--commits", default=30_000, show_default=True, help="Number of commits, sent at the maximum rate.")
+@click.option("--seconds", default=20, show_default=True, help="Seconds of commits at each lower rate.")
 @click.option("--exports", default=300, show_default=True, help="Number of repos to backfill.")
 @click.option("--export-records", default=1_000, show_default=True, help="Number of records of each of these repos.")
 @click.option("--large", default=300_000, show_default=True, help="Number of records of the single large repo.")
@@ -156,30 +172,36 @@ async def measure(
     scenarios: Sequence[Scenario], rounds: int, program: Path, directory: Path
 ) -> tuple[dict[str, Section], list[str]]:
     """Run all programs in turns; return the figures, and all differences from the expected results."""
-    sections, differences = {}, list[str]()
+    sections, differences = dict[str, Section](), list[str]()
     for scenario in scenarios:
         workload = load_workload(scenario.spec, generation_progress)
-        measured = dict[str, list[Measured]]()
+        measured = dict[str, dict[str, list[Measured]]]()
         for _ in range(rounds):
             for name in scenario.subjects:
-                run, found = await _measure_subject(name, workload, program, directory)
-                measured.setdefault(name, []).append(run)
+                runs, found = await _measure_subject(name, scenario, workload, program, directory)
+                for title, run in runs.items():
+                    measured.setdefault(title, {}).setdefault(name, []).append(run)
                 differences += [f"{scenario.title}: {name}: {difference}" for difference in found]
-        sections[scenario.title] = section_of(scenario.unit, measured)
+        unit = "commit" if scenario.stretches else "record"
+        sections |= {title: section_of(unit, runs_by_subject) for title, runs_by_subject in measured.items()}
     return sections, differences
 
 
-async def _measure_subject(name: str, workload: Workload, program: Path, parent: Path) -> tuple[Measured, list[str]]:
+async def _measure_subject(
+    name: str, scenario: Scenario, workload: Workload, program: Path, parent: Path
+) -> tuple[dict[str, Measured], list[str]]:
+    """Return what was measured, by title, and the differences from the expected result."""
     with tempfile.TemporaryDirectory(dir=parent) as directory:
         async with _world(workload, Path(directory)) as world, _subject(name, world, program) as subject:
-            commits = max((number for account in workload.accounts for number in account.commits), default=0)
-            measured = await _synchronize(subject, world)
-            if commits:
-                measured = await _send_commits(subject, world, commits)
+            runs = {scenario.title: await _synchronize(subject, world)}
+            if scenario.stretches:
+                runs = await _send_commits(subject, world, scenario)
             differences = await subject.differences()
+            last = list(runs)[-1]
+            runs[last] = replace(runs[last], sizes=await subject.sizes())
             await subject.stop()
-    _say(f"{name}: {measured.count / measured.seconds:,.0f} per second")
-    return measured, differences
+    _say(f"{name}: " + ", ".join(f"{run.count / run.seconds:,.0f}" for run in runs.values()) + " per second")
+    return runs, differences
 
 
 @asynccontextmanager
@@ -219,28 +241,42 @@ async def _synchronize(subject: Subject, world: World) -> Measured:
     return await _finish(subject, world, records, records, began, cpu_before)
 
 
-async def _send_commits(subject: Subject, world: World, commits: int) -> Measured:
-    """Send all commits at the maximum rate, and wait until they are stored."""
-    if subject.database:
-        await database_rows.vacuum_and_checkpoint(subject.database.nodes)
-    truth = {account.did: account.after.rev for account in world.workload.accounts}
-    [last] = [account.did for account in world.workload.accounts if commits in account.commits]
-    cpu_before = cpu_of_parts(subject, world)
-    await world.relay.command(1, commits, 0)
-    began: float = await world.relay.read("began")
-    revs, last_progress = dict[str, str](), monotonic()
-    while revs != truth:
+async def _send_commits(subject: Subject, world: World, scenario: Scenario) -> dict[str, Measured]:
+    """Send the commits of all stretches, each after the one before is stored; return what was measured, by title."""
+    revs = {account.did: account.exported.rev for account in world.workload.accounts}
+    events, runs = exported_records(world.workload), dict[str, Measured]()
+    for commits, rate in scenario.stretches:
+        if subject.database:
+            await database_rows.vacuum_and_checkpoint(subject.database.nodes)
+        last = ""
+        for frame in world.workload.frames(commits):
+            _, body = libipld.decode_dag_cbor_multi(frame)
+            last, revs[last] = body["repo"], body["rev"]
+            events += len(body["ops"])
+        for pid in subject.program_pids:
+            cpu_usage.reset_peak_rss(pid)
+        cpu_before = cpu_of_parts(subject, world)
+        await world.relay.command(commits[0], commits[-1], rate)
+        began: float = await world.relay.read("began")
+        await _wait_for_revs(subject, revs, last)
+        title = f"{scenario.title}: {len(commits):,} commits at {f'{rate:,}/s' if rate else 'the maximum rate'}"
+        runs[title] = await _finish(subject, world, len(commits), events, began, cpu_before)
+    return runs
+
+
+async def _wait_for_revs(subject: Subject, expected: Mapping[str, str], last: str) -> None:
+    """Wait until each repo is at its expected rev. `last` is the repo of the last commit."""
+    found, last_progress = dict[str, str](), monotonic()
+    while found != expected:
         subject.raise_if_ended()
         await asyncio.sleep(POLL_SECONDS)
-        found = await subject.revs(last)  # cheaper than all of them, which are complete soon after
-        if found[last] == truth[last]:
-            found = await subject.revs()
-        last_progress, revs = (last_progress if found == revs else monotonic()), found
+        revs = await subject.revs(last)  # cheaper than all of them, which are complete soon after
+        if revs[last] == expected[last]:
+            revs = await subject.revs()
+        last_progress, found = (last_progress if found == revs else monotonic()), revs
         if monotonic() - last_progress > TIMEOUT_SECONDS:
-            missing = sum(revs.get(did) != rev for did, rev in truth.items())
+            missing = sum(found.get(did) != rev for did, rev in expected.items())
             raise BenchmarkError(f"{missing} repos did not reach their last commit")
-    events = expected_changes(world.workload).total()
-    return await _finish(subject, world, commits, events, began, cpu_before)
 
 
 async def _finish(
