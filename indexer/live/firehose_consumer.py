@@ -161,7 +161,7 @@ class StreamContinuity:
         if seq == cursor - 1:
             return False
         if seq > cursor:
-            if self._early_gap is not None:  # only its end is not stored yet
+            if self._early_gap is not None:  # its first number is stored already
                 gap_id = self._early_gap.id
                 await self._retry(lambda: self.db.gaps.set_last_seq(gap_id, seq - 1))
             elif not self.entry.after_cursor:

@@ -148,7 +148,7 @@ class Watermark:
         return self.position_if_done(()).seq
 
     def add(self, seq: int, event_time: str | None = None) -> bool:
-        """Add the usual number of a valid message: NEXT, while no leap waits. Return False, and change nothing, else.
+        """Add the number of a valid message if it is NEXT and no leap waits. Otherwise, only return False.
 
         `classify` takes all numbers.
         """
