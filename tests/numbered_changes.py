@@ -5,7 +5,6 @@ import asyncpg
 from indexer.cluster.numbering import ChangeNumbering
 from indexer.db import Database
 from indexer.telemetry.conditions import Conditions
-from indexer.telemetry.metrics import Metrics
 from tests.waiting import until
 
 
@@ -13,7 +12,7 @@ async def number_changes(db: Database, sql: asyncpg.Connection) -> None:
     """Assign numbers to all committed changes on a cluster, as a daemon does. On one Postgres, each COMMIT does so."""
 
     async def all_are_numbered() -> bool:
-        await ChangeNumbering(db, Metrics(), Conditions()).finish()
+        await ChangeNumbering(db, Conditions()).finish()
         return not await sql.fetch("select from indexer.unnumbered_batch")
 
     if not db.layout.commit_numbers:

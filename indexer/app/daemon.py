@@ -332,7 +332,7 @@ class Daemon:
         self.change_notifier = ChangeNotifier(self.db, self.metrics, self.conditions)
         self.change_numbering: ChangeNumbering | None = None
         if not self.db.layout.commit_numbers:
-            self.change_numbering = ChangeNumbering(self.db, self.metrics, self.conditions)
+            self.change_numbering = ChangeNumbering(self.db, self.conditions)
         self.handle_checks: HandleChecks | None = None
         if settings.handle_rate:
             handles = HandleVerifier(

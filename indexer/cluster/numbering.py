@@ -30,7 +30,6 @@ from indexer.db.database_errors import database_errors
 from indexer.db.periodic import DatabaseAttempt
 from indexer.sync.shard import BUCKETS
 from indexer.telemetry.conditions import CLUSTER_NODE_UNAVAILABLE, TRANSACTIONS_IN_DOUBT, Conditions
-from indexer.telemetry.metrics import Metrics
 
 CITUS_PREFIX = "citus_"
 """The beginning of the names of transactions that Citus prepares on nodes."""
@@ -70,7 +69,7 @@ _PREPARED = """
     select indexer.prepared_transactions(bucket) from indexer.resync_queue
     where bucket = any($1::smallint[]) and priority = 0
 """
-_NUMBER = "select commit_order, age from indexer.number_changes($1, $2, $3, $4)"
+_NUMBER = "select commit_order from indexer.number_changes($1, $2, $3, $4)"
 
 
 class ClusterNode(NamedTuple):
@@ -186,18 +185,14 @@ class NumberingSession:
             for answer in answers
         }
 
-    async def number(self, batches: Iterable[int], prepared: Prepared) -> dict[int, float]:
-        """Assign numbers to the batches at these places whose transactions are complete.
-
-        Returns:
-            The age of each numbered batch in seconds, by its place.
-        """
+    async def number(self, batches: Iterable[int], prepared: Prepared) -> set[int]:
+        """Assign numbers to the batches at these places whose transactions are complete; return their places."""
         names = [(node, name) for node, ages in prepared.items() for name in ages]
         arguments = list(batches), list(prepared), [node for node, _ in names], [name for _, name in names]
         crash_point("numbering.begun")
         rows = await self._connection.fetch(_NUMBER, *arguments)
         crash_point("numbering.done")
-        return {row["commit_order"]: row["age"] for row in rows}
+        return {row["commit_order"] for row in rows}
 
 
 class ChangeNumbering:
@@ -210,9 +205,8 @@ class ChangeNumbering:
         stage: Its progress. Each look at the queue is work.
     """
 
-    def __init__(self, db: Database, metrics: Metrics, conditions: Conditions) -> None:
+    def __init__(self, db: Database, conditions: Conditions) -> None:
         self._db = db
-        self._metrics = metrics
         self._conditions = conditions
         self._start = QueueStart()
         self._nodes: list[ClusterNode] = []
@@ -263,11 +257,11 @@ class ChangeNumbering:
                 prepared = await session.prepared(asked)
             except DatabaseError:
                 return asked
-            numbered = await session.number(queue.batches, prepared) if queue.batches else {}
+            numbered = await session.number(queue.batches, prepared) if queue.batches else set()
             if numbered:
                 self._db.numbered.set()
             self._waiting = {place: age for place, age in queue.batches.items() if place not in numbered}
-            self._report(prepared, numbered)
+            self._report(prepared)
         return []
 
     async def _follow(self, session: NumberingSession, group: asyncio.TaskGroup) -> None:
@@ -312,10 +306,8 @@ class ChangeNumbering:
         self._silent.discard(node)
         self._conditions.end(CLUSTER_NODE_UNAVAILABLE, node.address)
 
-    def _report(self, prepared: Prepared, numbered: Mapping[int, float]) -> None:
+    def _report(self, prepared: Prepared) -> None:
         in_doubt = [age for ages in prepared.values() for age in ages.values() if age > IN_DOUBT_SECONDS]
-        for age in numbered.values():
-            self._metrics.numbering_seconds.observe(age)
         oldest = max([*in_doubt, *self._waiting.values()], default=0.0)
         if oldest <= IN_DOUBT_SECONDS:
             self._conditions.end(TRANSACTIONS_IN_DOUBT)

@@ -248,10 +248,6 @@ class Metrics:
         self.change_log_bytes = self._add(
             Gauge, "indexer_change_log_bytes", (), "Size of the change log.",
             "It is above `INDEXER_CHANGE_BYTES`: a consumer is behind.")
-        self.numbering_seconds = self._add(
-            Histogram, "indexer_numbering_seconds", (),
-            "On a cluster, the time from the commit of a change batch to its numbers.",
-            "It grows to seconds: consumers get changes late.")
         self.notification_queue_ratio = self._add(
             Gauge, "indexer_notification_queue_ratio", (), "Used share of the notification queue of Postgres, 0 to 1.",
             "It is above 0.05: a session that listens has left a transaction open.")

@@ -18,7 +18,6 @@ from indexer.db.change_log import log_changes
 from indexer.db.change_log_segments import TrimPlan, trim
 from indexer.sync.shard import bucket_of
 from indexer.telemetry.conditions import CLUSTER_NODE_UNAVAILABLE, TRANSACTIONS_IN_DOUBT, Conditions
-from indexer.telemetry.metrics import Metrics
 from tests.background import running
 from tests.citus.own_cluster import own_distributed_cluster
 from tests.citus_cluster import COORDINATOR, WORKERS, Cluster
@@ -132,13 +131,13 @@ async def has_changes(sql: asyncpg.Connection, seq: int, number: int) -> bool:
 @asynccontextmanager
 async def numbering(db: Database, conditions: Conditions | None = None) -> AsyncIterator[None]:
     """Run the stage that numbers changes during the block, as a daemon does."""
-    async with running(ChangeNumbering(db, Metrics(), conditions or Conditions()).run()):
+    async with running(ChangeNumbering(db, conditions or Conditions()).run()):
         yield
 
 
 async def number_once(db: Database) -> None:
     async with numbering_session(db) as session:
-        assert await ChangeNumbering(db, Metrics(), Conditions()).number(session) == []
+        assert await ChangeNumbering(db, Conditions()).number(session) == []
 
 
 async def latest(sql: asyncpg.Connection) -> int:
@@ -173,7 +172,7 @@ async def test_last_changes_are_numbered_as_far_as_they_can_be_within_a_second(
     cluster: Cluster, database: str, db: Database, sql: asyncpg.Connection
 ) -> None:
     [name, other], seq = await create_repos(db, sql), await latest(sql)
-    last = ChangeNumbering(db, Metrics(), Conditions())
+    last = ChangeNumbering(db, Conditions())
     for number in range(1_003):  # more than one call numbers
         await log(sql, change("backlog", number))
     await last.finish()

@@ -9,7 +9,6 @@ import pytest
 from indexer.cluster.numbering import IN_DOUBT_SECONDS, ChangeNumbering, numbering_session
 from indexer.db import Database
 from indexer.telemetry.conditions import TRANSACTIONS_IN_DOUBT, Conditions
-from indexer.telemetry.metrics import Metrics
 from tests.citus_cluster import WORKERS
 from tests.citus_server import CitusServer
 from tests.daemon_harness import run_daemon, settings_for, wait_for_cursor
@@ -99,7 +98,7 @@ async def test_a_transaction_of_another_program_is_not_in_doubt(
 
             await until(is_old)
             async with numbering_session(db) as session:
-                assert await ChangeNumbering(db, Metrics(), conditions).number(session) == []
+                assert await ChangeNumbering(db, conditions).number(session) == []
         finally:
             await worker.execute("rollback prepared 'of another program'")
     assert not conditions.is_active(TRANSACTIONS_IN_DOUBT)

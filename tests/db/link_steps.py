@@ -14,7 +14,6 @@ from indexer.readers.links import LinkReader
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
 from indexer.sync.repo import Repo
 from indexer.telemetry.conditions import Conditions
-from indexer.telemetry.metrics import Metrics
 from tests.db.repo_rows import completed, did, put
 
 ALL = range(256)
@@ -40,7 +39,7 @@ async def count(sql: asyncpg.Connection, target: object = "one") -> int | None:
 async def number_changes(db: Database) -> None:
     """Assign numbers to all committed changes on a cluster, as a daemon does."""
     if not db.layout.commit_numbers:
-        await ChangeNumbering(db, Metrics(), Conditions()).finish()
+        await ChangeNumbering(db, Conditions()).finish()
 
 
 @asynccontextmanager
