@@ -3,9 +3,12 @@
 import os
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from time import time
 from typing import cast
+
+from prometheus_client import Histogram
 
 from benchmarks.harness import BenchmarkError
 from benchmarks.live_stages import connect_database
@@ -36,15 +39,15 @@ _LEASE_SECONDS = 3_600.0
 _UNLIMITED = 100_000
 
 
-class _ClockMetrics(Metrics):
-    """Metrics that measure the stages with a `StageClock`."""
+@dataclass(frozen=True, slots=True)
+class _Timer:
+    """Measures a stage with a `StageClock`, in place of a histogram."""
 
-    def __init__(self, clock: StageClock) -> None:
-        super().__init__()
-        self._clock = clock
+    clock: StageClock
+    stage: str
 
-    def stage(self, name: str) -> AbstractContextManager[object]:
-        return self._clock(STAGES[name])
+    def time(self) -> AbstractContextManager[None]:
+        return self.clock(self.stage)
 
 
 class TimedResyncs:
@@ -53,7 +56,8 @@ class TimedResyncs:
     def __init__(
         self, db: Database, outbound: OutboundClient, plc_url: str, directory: Path, clock: StageClock, scope: Scope
     ) -> None:
-        metrics, policy = _ClockMetrics(clock), Policy(scope, DEFAULT_LIMITS)
+        metrics, policy = Metrics(), Policy(scope, DEFAULT_LIMITS)
+        metrics.batch_seconds |= {name: cast("Histogram", _Timer(clock, stage)) for name, stage in STAGES.items()}
         resolver = DidResolver(outbound, (plc_url,), plc_rate=_UNLIMITED, allow_private_hosts=True, clock=time)
         self._db = db
         self._identities = IdentityCache(resolver, db.identities, metrics, clock=time, refresh_rate=_UNLIMITED)
@@ -73,7 +77,7 @@ class TimedResyncs:
         "other" is the rest of a resync: reading the stored records, locking, and committing.
 
         Raises:
-            BenchmarkError: A resync failed.
+            BenchmarkError: A resync failed, or a stage was not measured.
         """
         self._clock.cpu.clear()
         while claimed := await self._db.resyncs.claim(_CLAIM_SIZE, range(BUCKETS), _LEASE_SECONDS, time()):
@@ -86,6 +90,8 @@ class TimedResyncs:
                     raise BenchmarkError(f"{repo.did} is {result}")
         cpu = self._clock.cpu
         stages = {stage: cpu[stage] for stage in STAGES.values()}
+        if missing := [stage for stage, seconds in stages.items() if not seconds]:
+            raise BenchmarkError(f"not measured: {', '.join(missing)}")
         return stages | {"other": cpu["client"] - sum(stages.values()), "database": cpu["database"]}
 
     async def close(self) -> None:
