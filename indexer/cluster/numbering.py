@@ -63,6 +63,7 @@ _QUEUE = """
     from pg_current_snapshot() s cross join indexer.unnumbered_batch_commit_order_seq q
     left join indexer.unnumbered_batches($1) u on true
 """
+# All transactions that began to write before have lower IDs. This one writes nothing.
 _NEW_TRANSACTION = "select pg_current_xact_id()::text::bigint"
 # The table has one row for each bucket and priority.
 _PREPARED = """
@@ -141,58 +142,46 @@ class QueueStart:
 
 
 @asynccontextmanager
-async def numbering_session(pool: Connections) -> AsyncIterator["NumberingSession"]:
-    """Open a session that numbers the changes of a distributed database, on a connection of its own."""
+async def numbering_session(pool: Connections) -> AsyncIterator[asyncpg.Connection]:
+    """Open a session that numbers the changes of a distributed database."""
     async with pool.own_connection(SERVER_SETTINGS | {"application_name": "indexer numbering"}) as connection:
-        yield NumberingSession(connection)
+        yield connection
 
 
-class NumberingSession:
-    """The session of a process that numbers changes."""
+async def load_queue(connection: asyncpg.Connection, start: int) -> Queue:
+    """Return the queue after the place `start`."""
+    rows = await connection.fetch(_QUEUE, start)
+    batches = {row["commit_order"]: row["age"] for row in rows if row["commit_order"] is not None}
+    return Queue(batches, rows[0]["min_xid"], rows[0]["drawn"])
 
-    def __init__(self, connection: asyncpg.Connection) -> None:
-        self._connection = connection
 
-    async def nodes(self) -> list[ClusterNode]:
-        """Return the nodes that have shards."""
-        return [ClusterNode(*row) for row in await self._connection.fetch(_NODES)]
+async def load_prepared(connection: asyncpg.Connection, nodes: Iterable[ClusterNode]) -> Prepared:
+    """Ask these nodes for the transactions that Citus has prepared there, within `ASK_SECONDS`.
 
-    async def queue(self, start: int) -> Queue:
-        """Return the queue after the place `start`."""
-        rows = await self._connection.fetch(_QUEUE, start)
-        batches = {row["commit_order"]: row["age"] for row in rows if row["commit_order"] is not None}
-        return Queue(batches, rows[0]["min_xid"], rows[0]["drawn"])
+    A node is missing in the result if its bucket was moved. Other programs may prepare transactions of their own.
 
-    async def new_transaction(self) -> int:
-        """Return the ID of a new transaction, which writes nothing. All that began to write before have lower IDs."""
-        return int(await self._connection.fetchval(_NEW_TRANSACTION))
+    Raises:
+        DatabaseError: One of the nodes does not answer, or the database is unavailable.
+    """
+    if not (buckets := [node.bucket for node in nodes]):
+        return {}
+    with database_errors():
+        rows = await connection.fetch(_PREPARED, buckets, timeout=ASK_SECONDS)
+    answers = [orjson.loads(answer) for (answer,) in rows]
+    return {
+        answer["node"]: {name: age for name, age in answer["ages"].items() if name.startswith(CITUS_PREFIX)}
+        for answer in answers
+    }
 
-    async def prepared(self, nodes: Iterable[ClusterNode]) -> Prepared:
-        """Ask these nodes for the transactions that Citus has prepared there, within `ASK_SECONDS`.
 
-        A node is missing in the result if its bucket was moved. Other programs may prepare transactions of their own.
-
-        Raises:
-            DatabaseError: One of the nodes does not answer, or the database is unavailable.
-        """
-        if not (buckets := [node.bucket for node in nodes]):
-            return {}
-        with database_errors():
-            rows = await self._connection.fetch(_PREPARED, buckets, timeout=ASK_SECONDS)
-        answers = [orjson.loads(answer) for (answer,) in rows]
-        return {
-            answer["node"]: {name: age for name, age in answer["ages"].items() if name.startswith(CITUS_PREFIX)}
-            for answer in answers
-        }
-
-    async def number(self, batches: Iterable[int], prepared: Prepared) -> set[int]:
-        """Assign numbers to the batches at these places whose transactions are complete; return their places."""
-        names = [(node, name) for node, ages in prepared.items() for name in ages]
-        arguments = list(batches), list(prepared), [node for node, _ in names], [name for _, name in names]
-        crash_point("numbering.begun")
-        rows = await self._connection.fetch(_NUMBER, *arguments)
-        crash_point("numbering.done")
-        return {row["commit_order"] for row in rows}
+async def assign_numbers(connection: asyncpg.Connection, batches: Iterable[int], prepared: Prepared) -> set[int]:
+    """Assign numbers to the batches at these places whose transactions are complete; return their places."""
+    names = [(node, name) for node, ages in prepared.items() for name in ages]
+    arguments = list(batches), list(prepared), [node for node, _ in names], [name for _, name in names]
+    crash_point("numbering.begun")
+    rows = await connection.fetch(_NUMBER, *arguments)
+    crash_point("numbering.done")
+    return {row["commit_order"] for row in rows}
 
 
 class ChangeNumbering:
@@ -235,36 +224,36 @@ class ChangeNumbering:
                     await self._wait_for_commit(began)
                     began = monotonic()
 
-    async def number(self, session: NumberingSession) -> list[ClusterNode]:
+    async def number(self, session: asyncpg.Connection) -> list[ClusterNode]:
         """Assign numbers to the batches whose transactions are complete; return nodes of which not all have answered.
 
         Raises:
             DatabaseError: The database is unavailable.
         """
         self._db.committed.clear()  # the queue that is read now may lack later commits
-        queue = await session.queue(self._start.place)
+        queue = await load_queue(session, self._start.place)
         self._start.advance(queue)
         is_check = monotonic() >= self._next_check
         if is_check:
             if self._start.needs_mark:
-                self._start.mark(await session.new_transaction())
-            self._nodes = await session.nodes()
+                self._start.mark(await session.fetchval(_NEW_TRANSACTION))
+            self._nodes = [ClusterNode(*row) for row in await session.fetch(_NODES)]
             self._next_check = monotonic() + CHECK_SECONDS
         self._waiting = queue.batches
         if is_check or queue.batches:
             asked = [node for node in self._nodes if node not in self._silent]
             try:
-                prepared = await session.prepared(asked)
+                prepared = await load_prepared(session, asked)
             except DatabaseError:
                 return asked
-            numbered = await session.number(queue.batches, prepared) if queue.batches else set()
+            numbered = await assign_numbers(session, queue.batches, prepared) if queue.batches else set()
             if numbered:
                 self._db.numbered.set()
             self._waiting = {place: age for place, age in queue.batches.items() if place not in numbered}
             self._report(prepared)
         return []
 
-    async def _follow(self, session: NumberingSession, group: asyncio.TaskGroup) -> None:
+    async def _follow(self, session: asyncpg.Connection, group: asyncio.TaskGroup) -> None:
         """Assign numbers until nodes do not answer. Then the session may be unusable."""
         while True:
             began = monotonic()
@@ -292,7 +281,7 @@ class ChangeNumbering:
             with DatabaseAttempt():  # if the database itself is unavailable, the node is asked with the others again
                 async with numbering_session(self._db) as session:
                     try:
-                        await session.prepared([node])
+                        await load_prepared(session, [node])
                     except DatabaseError as failure:
                         error = failure
             if error is None:

@@ -11,10 +11,12 @@ import pytest
 
 from docs.generate import VIEWS
 from indexer.atproto.syntax import CollectionFilter
-from indexer.cluster.numbering import numbering_session
+from indexer.cluster.numbering import ChangeNumbering
 from indexer.db import Database
 from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import bucket_of
+from indexer.telemetry.conditions import Conditions
+from indexer.telemetry.metrics import Metrics
 from tests.citus_server import SHARDS
 from tests.db.link_steps import LIKE, PATH, like, post, settle, turn_on
 from tests.db.repo_rows import did, insert, put, synchronized
@@ -58,9 +60,7 @@ async def filled(db: Database) -> Database:
     changes = put(f"{REVIEW}/a", json.dumps(REVIEW_VALUE)), put("app.test/a", BLOB), like("a")
     for name in range(REPOS):
         await insert(db, synchronized(name), changes=changes)
-    async with numbering_session(db) as session:
-        queue = await session.queue(0)
-        await session.number(queue.batches, await session.prepared(await session.nodes()))
+    await ChangeNumbering(db, Metrics(), Conditions()).finish()
     await settle(db)
     return db
 
