@@ -33,15 +33,10 @@ _FACTS = """
 
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
-    """A node of a cluster.
+    """A node of a cluster, with the columns of `_NODES` and the members of `_FACTS`.
 
     Attributes:
-        name: Its address, as the coordinator knows it.
-        holds_shards: Shards may be placed on it.
         postgres: `server_version_num`.
-        citus: The version of the extension, such as 13.2-1.
-        connections: `max_connections`.
-        prepared: `max_prepared_transactions`.
         is_owner: The role of this session owns the database there, or is a superuser.
     """
 

@@ -7,7 +7,6 @@ consumer has not received, unless the consumer is disconnected for being too far
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import time
-from typing import Literal
 
 import asyncpg
 
@@ -240,33 +239,34 @@ async def trim(connection: Connection, plan: TrimPlan) -> TrimPlan:
     if plan.next_segment is not None:
         await connection.execute(_SET_CURRENT, plan.next_segment)
         crash_point("change-log.segment")
-    results = {segment: await _truncate(connection, segment) for segment in plan.truncate}
-    truncated = tuple(segment for segment, result in results.items() if result == "truncated")
-    locked = tuple(segment for segment, result in results.items() if result == "locked")
-    return TrimPlan(tuple(disconnected), truncated, plan.next_segment, locked)
+    truncated, locked = list[int](), list[int]()
+    for segment in plan.truncate:
+        try:
+            if await _truncate(connection, segment):
+                truncated.append(segment)
+        except asyncpg.LockNotAvailableError:
+            locked.append(segment)
+    return TrimPlan(tuple(disconnected), tuple(truncated), plan.next_segment, tuple(locked))
 
 
-async def _truncate(connection: Connection, segment: int) -> Literal["truncated", "locked", "needed"]:
-    """Truncate a segment unless it is locked, is the current one, or has changes that a consumer has not received.
+async def _truncate(connection: Connection, segment: int) -> bool:
+    """Truncate a segment unless it is the current one, or has changes that a consumer has not received.
 
     The conditions are checked again under the locks. `LOCK_TIMEOUT` limits the wait for an open transaction that used
     the segment: a writer, a query of the view, or a backup.
     """
-    try:
-        async with connection.transaction():
-            await connection.execute(f"set local lock_timeout = '{LOCK_TIMEOUT}'; {END_WHEN_STOPPED}")
-            current = await connection.fetchval("select current_segment from indexer.change_log for update")
-            tables = f"indexer.change_batch_{segment}, indexer.change_{segment}"
-            await connection.execute(f"lock table {tables} in access exclusive mode")
-            last = await connection.fetchval(_LAST_SEQ, segment)
-            if current == segment or last is None or await connection.fetchval(_NEEDED, last, segment):
-                return "needed"
-            await connection.execute(
-                "select setval('indexer.trimmed_seq', greatest(last_value, $1)) from indexer.trimmed_seq", last
-            )
-            await connection.execute(f"truncate {tables}")
-            crash_point("change-log.truncated")
-        crash_point(COMMITTED)
-    except asyncpg.LockNotAvailableError:
-        return "locked"
-    return "truncated"
+    async with connection.transaction():
+        await connection.execute(f"set local lock_timeout = '{LOCK_TIMEOUT}'; {END_WHEN_STOPPED}")
+        current = await connection.fetchval("select current_segment from indexer.change_log for update")
+        tables = f"indexer.change_batch_{segment}, indexer.change_{segment}"
+        await connection.execute(f"lock table {tables} in access exclusive mode")
+        last = await connection.fetchval(_LAST_SEQ, segment)
+        if current == segment or last is None or await connection.fetchval(_NEEDED, last, segment):
+            return False
+        await connection.execute(
+            "select setval('indexer.trimmed_seq', greatest(last_value, $1)) from indexer.trimmed_seq", last
+        )
+        await connection.execute(f"truncate {tables}")
+        crash_point("change-log.truncated")
+    crash_point(COMMITTED)
+    return True

@@ -46,14 +46,7 @@ _PROGRESS = "select collection, added_in, newest, repos, complete from atproto.s
 
 
 class CollectionProgress(NamedTuple):
-    """The progress of the backfill of one pattern: a row of `atproto.scope_progress`.
-
-    Attributes:
-        added_in: The version of the scope that added the pattern.
-        newest: True if the latest change of the scope added it.
-        repos: The number of tracked repos of active accounts.
-        complete: The number of those that have all records of the collection.
-    """
+    """The progress of the backfill of one pattern: a row of the view `atproto.scope_progress`, which describes it."""
 
     collection: str
     added_in: int

@@ -173,18 +173,10 @@ SetAsideKey = tuple[SetAsideReason, str, str, str]
 
 
 class SetAside(NamedTuple):
-    """Events that a consumer has not received, although its position has passed them.
+    """Events that a consumer has not received, although its position has passed them: a row of `feed_set_aside`.
 
-    Attributes:
-        reason: `hidden`: records of a repo that was hidden when their events were due. `refused`: one event that
-            clients refused for too long.
-        collection: Empty for a whole repo, and for an identity event.
-        rkey: Empty for a whole repo, and for an identity event.
-        rev: The rev of the event, or the lowest rev of the records; empty for all records.
-        action: The action of a refused event.
-        attempts: How often a refused event was sent.
-        since: When it was set aside, or first not acknowledged, in Unix seconds.
-        failure: Why a refused event counts as not acknowledged.
+    `schema/06_consumers.sql` describes the columns. `since` is in Unix seconds: when the event was set aside, or first
+    not acknowledged.
     """
 
     reason: SetAsideReason
