@@ -16,7 +16,6 @@ from indexer.db import Database
 from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import bucket_of
 from indexer.telemetry.conditions import Conditions
-from indexer.telemetry.metrics import Metrics
 from tests.citus_server import SHARDS
 from tests.db.link_steps import LIKE, PATH, like, post, settle, turn_on
 from tests.db.repo_rows import did, insert, put, synchronized
@@ -60,7 +59,7 @@ async def filled(db: Database) -> Database:
     changes = put(f"{REVIEW}/a", json.dumps(REVIEW_VALUE)), put("app.test/a", BLOB), like("a")
     for name in range(REPOS):
         await insert(db, synchronized(name), changes=changes)
-    await ChangeNumbering(db, Metrics(), Conditions()).finish()
+    await ChangeNumbering(db, Conditions()).finish()
     await settle(db)
     return db
 
