@@ -17,7 +17,7 @@ from indexer.errors import UnavailableError
 from indexer.net.http.http_client import OutboundClient
 from indexer.net.pds.xrpc import MethodNotOfferedError
 from indexer.sync.account import plan_hidden
-from indexer.sync.repo import Repo, hides
+from indexer.sync.repo import hides
 from indexer.sync.scope import Scope
 from indexer.tasks.repo_list_pages import repo_list_pages
 
@@ -90,15 +90,11 @@ class Discovery:
                 return progress
             for account in page.accounts:
                 if not account.active and not hides(account.status):
-                    await self.db.repos.update(account.did, partial(_withhold, status=account.status))
+                    withhold = partial(plan_hidden, status=account.status, now=time(), deletion_grace=0.0)
+                    await self.db.repos.update(account.did, withhold)
             progress = stored
             on_page(progress)
         return progress
-
-
-def _withhold(repo: Repo, status: str | None) -> Repo:
-    """Return the row of a listed account that the host withholds for this status."""
-    return plan_hidden(repo, status, time(), 0.0)
 
 
 @dataclass(eq=False)

@@ -40,7 +40,6 @@ class ShardOwnership:
     owned_since: float | None = field(default=None, init=False)
     waits_since: float = field(default_factory=monotonic, init=False)
     last_error: str | None = field(default=None, init=False)
-    _lost: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.stage = StageProgress("shard lock")
@@ -68,10 +67,9 @@ class ShardOwnership:
                     waited = True
                 self.last_error = f"another process holds buckets of shard {self.shard}, and this one waits: {holders}"
                 await asyncio.sleep(self.retry)
-            if waited or self._lost:
+            if self.last_error:
                 log.info("shard-lock.acquired", shard=str(self.shard))
             self.last_error = None
-            self._lost = False
             self.owned.set()
             self.owned_since = monotonic()
             await lock.lost.wait()
@@ -79,7 +77,6 @@ class ShardOwnership:
             self.owned_since, self.waits_since = None, monotonic()
             self.last_error = f"the session that held the locks of shard {self.shard} has ended"
             log.warning("shard-lock.lost", shard=str(self.shard))
-            self._lost = True
 
     async def _claim(self, lock: ShardLock) -> bool:
         """Try to own the buckets. To wait for the other process afterwards is no work of this stage."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from bisect import bisect_right
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import structlog
 
+from indexer.concurrency.bounded_dict import BoundedDict
 from indexer.concurrency.event_wait import wait_for_event
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.concurrency.turns import Turns
@@ -100,8 +101,6 @@ class EventWindow:
         self._chunks.append(chunk)
         self._bytes += chunk.size
         self.end = chunk.end
-        while self._bytes > self._max_bytes and len(self._chunks) > 1:
-            self._drop_oldest()
         self._drop_old()
         self._notify()
 
@@ -119,11 +118,11 @@ class EventWindow:
         return await wait_for_event(self._changed, seconds)
 
     def _drop_old(self) -> None:
-        while self._chunks and monotonic() - self._chunks[0].made_at > self._max_seconds:
-            self._drop_oldest()
-
-    def _drop_oldest(self) -> None:
-        self._bytes -= self._chunks.popleft().size
+        while self._chunks and (
+            monotonic() - self._chunks[0].made_at > self._max_seconds
+            or (self._bytes > self._max_bytes and len(self._chunks) > 1)
+        ):
+            self._bytes -= self._chunks.popleft().size
 
     def _notify(self) -> None:
         """Wake up everybody who waits now."""
@@ -214,7 +213,7 @@ class ReplayPages:
     def __init__(self, db: Database) -> None:
         self._db = db
         self._turns = Turns()
-        self._pages: OrderedDict[int, EventChunk] = OrderedDict()
+        self._pages = BoundedDict[int, EventChunk](CACHED_PAGES)
 
     async def start(self, network: str, cursor: int) -> LogPosition:
         """Return the position for a cursor, in microseconds since the Unix epoch: at least the oldest one.
@@ -234,16 +233,12 @@ class ReplayPages:
     async def load(self, network: str, position: LogPosition, events: EventFilter) -> EventChunk | None:
         """Return the events of the entries after a position that a filter selects, or more; raise as `load_chunk`."""
         async with self._turns.turn(network):
-            while self._pages and monotonic() - next(iter(self._pages.values())).made_at > CACHE_SECONDS:
-                self._pages.popitem(last=False)
-            if (chunk := self._pages.get(position.seq)) is not None:
-                if not any(map(events.selects, chunk.skipped)):
-                    return chunk
-                del self._pages[position.seq]
+            chunk = self._pages.get(position.seq)
+            is_recent = chunk is not None and monotonic() - chunk.made_at <= CACHE_SECONDS
+            if chunk is not None and is_recent and not any(map(events.selects, chunk.skipped)):
+                return chunk
             max_changes = PAGE_CHANGES - position.seq % PAGE_CHANGES
             loaded = await load_chunk(self._db, position, max_changes, events)
             if loaded is not None and loaded.end.seq % PAGE_CHANGES == 0:  # otherwise, the log may go on here
                 self._pages[position.seq] = loaded
-            while len(self._pages) > CACHED_PAGES:
-                self._pages.popitem(last=False)
         return loaded
