@@ -339,7 +339,7 @@ class Daemon:
                 self.outbound,
                 settings.dns_servers,
                 allow_private_hosts=settings.allow_private_hosts,
-                on_lookup=self.metrics.identity_lookup,
+                on_lookup=lambda method, result: self.metrics.identity_lookups[method, result].inc(),
             )
             self.handle_checks = HandleChecks(self.db, handles, shard, rate=settings.handle_rate)
 

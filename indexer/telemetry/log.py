@@ -72,17 +72,13 @@ def _renderers(*, as_json: bool) -> list[Processor]:
             _remove_secrets,
             structlog.processors.JSONRenderer(serializer=lambda line, **_: orjson.dumps(line, default=str).decode()),
         ]
+    colors = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     return [
         structlog.processors.format_exc_info,
         _remove_secrets,
         _make_printable,
-        structlog.dev.ConsoleRenderer(colors=_with_colors(), exception_formatter=structlog.dev.plain_traceback),
+        structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback),
     ]
-
-
-def _with_colors() -> bool:
-    """Return True on a terminal, unless NO_COLOR is set."""
-    return sys.stderr.isatty() and not os.environ.get("NO_COLOR")
 
 
 def _remove_secrets(_: Any, __: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

@@ -351,10 +351,6 @@ class Metrics:
         self.definitions[name] = definition
         return definition
 
-    def identity_lookup(self, method: str, result: str) -> None:
-        """Count an answer over the network: from a PLC directory, a did:web host, a DNS server or a handle's host."""
-        self.identity_lookups[method, result].inc()
-
     def outbound_request(self, result: str) -> None:
         """Count a request to another host."""
         self.outbound_requests[result].inc()

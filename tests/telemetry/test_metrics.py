@@ -31,7 +31,7 @@ def test_every_reason_can_be_counted() -> None:
         assert value(metrics, "resync_total", result=desync.value) == 1
     for failure in FetchFailure:
         metrics.resyncs[failure].inc()
-        metrics.identity_lookup("plc", failure)
+        metrics.identity_lookups["plc", failure].inc()
         assert value(metrics, "identity_lookups_total", method="plc", result=failure.value) == 1
         assert value(metrics, "resync_total", result=failure.value) == 1
 

@@ -3,7 +3,7 @@
 An event is stored as a complete websocket frame: a server does not mask its frames, so they are equal for everybody.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache, cached_property
@@ -142,7 +142,9 @@ class EventChunk:
     def _compressed(self) -> Frames:
         """The same frames with compressed payloads, made when a subscriber first asks for them."""
         compressor = ZstdCompressor(zstd_dict=_dictionary())
-        return _frames(_BINARY_FRAME, [_compress(compressor, message) for message in _payloads(self._plain)])
+        data, ends, sizes = self._plain
+        messages = [data[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        return _frames(_BINARY_FRAME, [_compress(compressor, message) for message in messages])
 
     def select(self, events: EventFilter, after: int, *, compress: bool) -> tuple[bytes, int]:
         """Return the frames of the events that the filter selects, without changes up to `after`, and their number."""
@@ -248,11 +250,6 @@ def _header(kind: int, size: int) -> bytes:
     if size < _LONG_FRAME:
         return pack("!BBH", kind, _SHORT_FRAME, size)
     return pack("!BBQ", kind, _SHORT_FRAME + 1, size)
-
-
-def _payloads(frames: Frames) -> Iterator[bytes]:
-    for end, size in zip(frames.ends, frames.sizes, strict=True):
-        yield frames.data[end - size : end]
 
 
 def _compress(compressor: ZstdCompressor, message: bytes) -> bytes:
