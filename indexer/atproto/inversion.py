@@ -143,8 +143,7 @@ class _TreeBefore:
     def root(self, cid: bytes, layer: int | None, ops: Sequence[NetOp]) -> bytes:
         """Return the root before `ops` of the tree with this root on a layer (None: the empty tree)."""
         row = self._row(None if layer is None else cid, layer or 0, sorted(ops, key=_key_of))
-        top = max((at for at, _, _ in row), default=0)
-        return self._subtree(row, top, is_root=True) or EMPTY_TREE
+        return self._subtree(row, max(at for at, _, _ in row), is_root=True) if row else EMPTY_TREE
 
     def _row(self, cid: bytes | None, layer: int, ops: Sequence[NetOp]) -> list[_Item]:
         """Return the row of a subtree (None: an empty one). `ops` are the operations on its keys, by key."""
@@ -167,19 +166,18 @@ class _TreeBefore:
                 row.append((layer, value, key))
         return row + self._row(node.subtree_before(len(node.keys)), layer - 1, ops)
 
-    def _subtree(self, row: list[_Item], layer: int, *, is_root: bool = False) -> bytes | None:
-        """Return the CID of the subtree over a row whose items are on this layer or below; None for an empty one.
+    def _subtree(self, row: list[_Item], layer: int, *, is_root: bool = False) -> bytes:
+        """Return the CID of the subtree over a row with items, on this layer or below.
 
         A closed subtree remains as it is if it fills the row. A layer without keys has a node with a link, but the root
         has keys.
         """
-        if not row:
-            return None
         at, cid, key = row[0]
         if len(row) == 1 and key is None and (is_root or at == layer):
             return self._first_with_keys(cid, at) if is_root else cid
-        groups = [self._opened(cid, layer) if key is None and at == layer else [(at, cid, key)] for at, cid, key in row]
-        row = [item for group in groups for item in group]
+        if (layer, None) in [(at, key) for at, _, key in row]:
+            groups = [self._opened(item[1], layer) if item[::2] == (layer, None) else [item] for item in row]
+            row = [item for group in groups for item in group]
         if is_root and layer not in [at for at, _, _ in row]:
             return self._subtree(row, layer - 1, is_root=True)
         keys: list[bytes] = []
@@ -191,13 +189,13 @@ class _TreeBefore:
             if key is None or at < layer:
                 gap.append(item)
                 continue
-            subtrees.append(self._subtree(gap, layer - 1))
+            subtrees.append(self._subtree(gap, layer - 1) if gap else None)
             if key <= self.last_key:
                 raise_malformed("keys out of order")
             self.last_key, gap = key, []
             keys.append(key)
             values.append(value)
-        left, *trees = *subtrees, self._subtree(gap, layer - 1)
+        left, *trees = *subtrees, self._subtree(gap, layer - 1) if gap else None
         return cid_of(encode_node(keys, values, left, trees))
 
     def _first_with_keys(self, cid: bytes, layer: int) -> bytes:
