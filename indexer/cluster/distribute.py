@@ -20,7 +20,7 @@ of this program. A process that starts later reads the row, and ends (`indexer.d
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 
 import asyncpg
@@ -255,14 +255,14 @@ async def _join_shards(connection: Connection) -> None:
     await connection.execute(_DELETE_CRAWLS, every)
 
 
+@dataclass
 class _Command:
     """One call of the command, which owns all buckets. The nodes are those that hold shards."""
 
-    def __init__(self, connection: Connection, nodes: Sequence[ClusterNode], on_progress: OnProgress) -> None:
-        self._connection = connection
-        self._nodes = nodes
-        self._on_progress = on_progress
-        self._notices: list[str] = []
+    _connection: Connection
+    _nodes: Sequence[ClusterNode]
+    _on_progress: OnProgress
+    _notices: list[str] = field(default_factory=list)
 
     async def run(self, shards: int | None) -> Distribution:
         """Do each step that was not done yet."""

@@ -15,6 +15,7 @@ transaction a prepared one belongs to, and which nodes a transaction has written
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from time import monotonic
 from typing import NamedTuple
 
@@ -104,6 +105,7 @@ Prepared = Mapping[int, Mapping[str, float]]
 """For each node that has answered: the ages in seconds of the transactions that are prepared there, by their names."""
 
 
+@dataclass
 class QueueStart:
     """The place in the queue before which nothing will appear any more, computed from successive states of the queue.
 
@@ -114,10 +116,9 @@ class QueueStart:
         place: All batches up to this place are numbered, or were rolled back.
     """
 
-    def __init__(self) -> None:
-        self.place = 0
-        self._drawn = 0
-        self._mark: tuple[int, int] | None = None
+    place: int = 0
+    _drawn: int = 0
+    _mark: tuple[int, int] | None = None
 
     @property
     def needs_mark(self) -> bool:

@@ -116,7 +116,8 @@ def database_errors(dsn: str | None = None) -> Iterator[None]:
             raise unusable(dsn, reason) from error
         if _is_transient(error):
             prefix = f"the database {without_password(dsn)} is unavailable: " if dsn else ""
-            raise DatabaseError(_failure(error), prefix + _text(error)) from error
+            failure = FetchFailure.TIMEOUT if isinstance(error, _TIMEOUTS) else FetchFailure.UNREACHABLE
+            raise DatabaseError(failure, prefix + _text(error)) from error
         if isinstance(error, exceptions.InsufficientPrivilegeError):
             raise SettingsError(f"The database role lacks a privilege: {error}") from error
         raise
@@ -201,10 +202,6 @@ def _is_transient(cause: BaseException) -> bool:
         return any(text in str(cause) for text in _NODE_LOST)
     # Nor has it one for a session that the server ended with an error message, while the socket is still open.
     return isinstance(cause, exceptions.InternalClientError) and _SESSION_ENDED in str(cause)
-
-
-def _failure(cause: BaseException) -> FetchFailure:
-    return FetchFailure.TIMEOUT if isinstance(cause, _TIMEOUTS) else FetchFailure.UNREACHABLE
 
 
 def _text(cause: BaseException) -> str:

@@ -32,8 +32,9 @@ _GIN_KINDS = frozenset({FieldKind.TEXT_ARRAY, FieldKind.ARRAY, FieldKind.OBJECT,
 """Kinds of columns that only a GIN index can contain."""
 
 _INDEXES = """
-    select c.relname as name, i.indisvalid as valid, obj_description(c.oid, 'pg_class') as comment
-    from pg_index i join pg_class c on c.oid = i.indexrelid
+    select c.relname as name, split_part(comment, ': ', 1) as nsid, split_part(comment, ': ', 2) as columns,
+        i.indisvalid as valid
+    from pg_index i join pg_class c on c.oid = i.indexrelid, coalesce(obj_description(c.oid, 'pg_class'), '') comment
     where i.indrelid = 'indexer.record'::regclass and starts_with(c.relname, $1)
     order by comment, name
 """
@@ -125,9 +126,7 @@ class LexiconIndexes(Area):
 
 
 async def _load_indexes(connection: Connection) -> list[LexiconIndex]:
-    rows = await connection.fetch(_INDEXES, PREFIX)
-    parts = [(row, (row["comment"] or "").partition(": ")) for row in rows]
-    return [LexiconIndex(row["name"], nsid, columns, row["valid"]) for row, (nsid, _, columns) in parts]
+    return [LexiconIndex(*row) for row in await connection.fetch(_INDEXES, PREFIX)]
 
 
 async def _define(

@@ -35,8 +35,8 @@ MAX_PAUSE_SECONDS = 10.0
 FIRST_START_SECONDS, MAX_START_SECONDS = 0.4, 12.0
 """Pauses between attempts to start, before the jitter of 25 %: the longest pause is 15 seconds."""
 
-SchemaChange = Callable[[asyncpg.Connection], AbstractAsyncContextManager[None]]
-"""Surrounds the changes of the schema in the transaction of a migration."""
+SchemaChange = Callable[[asyncpg.Connection], AbstractAsyncContextManager[object]]
+"""Surrounds the changes of the schema in the transaction of a migration. `nullcontext` suits a plain database."""
 
 # `indexer distribute` creates on the other nodes what they need. Citus would copy everything there, which needs the
 # rights of a superuser: for a function that reads pg_roles, Citus replaces this view of Postgres on the nodes. If the
@@ -74,11 +74,6 @@ _PRIVILEGES = Path(__file__).parent / "schema" / "13_privileges.sql"
 _CONFLICT = "tuple concurrently updated"  # asyncpg has no class for this error, only one for all internal errors
 
 log = structlog.get_logger(__name__)
-
-
-def on_one_server(_connection: asyncpg.Connection) -> AbstractAsyncContextManager[None]:
-    """Change the schema of a plain database, which needs nothing besides."""
-    return nullcontext()
 
 
 async def prepare_database(dsn: str, stop: asyncio.Event, *, migrate_first: bool, changing: SchemaChange) -> bool:
@@ -127,7 +122,7 @@ def start_pause(attempt: int, dsn: str) -> float:
     return backoff_seconds(attempt, without_password(dsn), first=FIRST_START_SECONDS, maximum=MAX_START_SECONDS)
 
 
-async def migrate(dsn: str, changing: SchemaChange = on_one_server) -> None:
+async def migrate(dsn: str, changing: SchemaChange = nullcontext) -> None:
     """Create or upgrade the schema in one transaction. Waits for another process that does the same.
 
     With a current schema, only the roles of the public schema get their privileges, if they were created later.

@@ -69,13 +69,13 @@ class ProcessReport:
     seconds: float = 0.0
 
 
+@dataclass
 class DatabaseCheck:
     """A session of its own, so that a check never waits for a connection of the pool."""
 
-    def __init__(self, dsn: str, seconds: float = CHECK_TIMEOUT) -> None:
-        self._dsn = dsn
-        self._seconds = seconds
-        self._connection: asyncpg.Connection | None = None
+    _dsn: str
+    _seconds: float = CHECK_TIMEOUT
+    _connection: asyncpg.Connection | None = None
 
     async def run(self, report: ProcessReport | None = None) -> str | None:
         """Check that the database answers in time, and store the report if there is one; return the error, or None."""

@@ -12,6 +12,7 @@ version of its row.
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 import asyncpg
 
@@ -62,6 +63,7 @@ _OWNERS = f"""
 """
 
 
+@dataclass(eq=False)
 class ShardLock:
     """The ownership of the positions of a shard by one session.
 
@@ -69,11 +71,10 @@ class ShardLock:
         lost: Set when the session has ended, and the ownership with it.
     """
 
-    def __init__(self, connection: asyncpg.Connection, positions: range, layout: Layout) -> None:
-        self.lost = asyncio.Event()
-        self._connection = connection
-        self._positions = positions
-        self._layout = layout
+    _connection: asyncpg.Connection
+    _positions: range
+    _layout: Layout
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def claim(self) -> bool:
         """Own the positions until the session ends; return False if another session owns one of them.

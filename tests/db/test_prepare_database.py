@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -9,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 from structlog.testing import capture_logs
 
-from indexer.db.migrate import on_one_server, prepare_database
+from indexer.db.migrate import prepare_database
 from indexer.errors import SchemaVersionError, SettingsError
 from tests.database_checks import schema_is_current
 from tests.database_proxy import DatabaseProxy
@@ -59,7 +60,7 @@ async def test_daemon_waits_until_the_database_answers_and_says_so(empty_databas
         for stopped in (True, False):
             with capture_logs() as lines:
                 waiting = asyncio.create_task(
-                    prepare_database(dsn, stop, migrate_first=not stopped, changing=on_one_server)
+                    prepare_database(dsn, stop, migrate_first=not stopped, changing=nullcontext)
                 )
                 await until(lambda: [line["event"] for line in lines] == ["database.waiting"])
                 if stopped:
@@ -80,7 +81,7 @@ async def test_stop_ends_a_start_on_a_server_that_hangs(empty_database: str, sta
     """While it connects, checks the version, and migrates."""
     stop, proxy = asyncio.Event(), HangsAtStatement(empty_database, statement)
     async with proxy.serve():
-        waiting = asyncio.create_task(prepare_database(proxy.dsn, stop, migrate_first=True, changing=on_one_server))
+        waiting = asyncio.create_task(prepare_database(proxy.dsn, stop, migrate_first=True, changing=nullcontext))
         await proxy.hangs.wait()
         stop.set()
         async with asyncio.timeout(MAX_STOP_SECONDS):
@@ -92,9 +93,7 @@ async def test_stop_ends_the_wait_for_a_migration_of_another_process(empty_datab
     # A transaction sees one snapshot of pg_stat_activity, so the one that blocks cannot watch.
     async with connected(empty_database) as other, connected(empty_database) as watcher:
         await other.execute("begin; create schema indexer")
-        waiting = asyncio.create_task(
-            prepare_database(empty_database, stop, migrate_first=True, changing=on_one_server)
-        )
+        waiting = asyncio.create_task(prepare_database(empty_database, stop, migrate_first=True, changing=nullcontext))
 
         async def waits_for_the_lock() -> bool:
             return bool(await watcher.fetchval(WAITING))
@@ -109,7 +108,7 @@ async def test_daemon_says_which_version_it_migrates_and_when_this_is_done(
     database: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     use_later_release(monkeypatch, tmp_path, ["alter table indexer.cursor add column later integer"])
-    prepare = partial(prepare_database, database, asyncio.Event(), migrate_first=True, changing=on_one_server)
+    prepare = partial(prepare_database, database, asyncio.Event(), migrate_first=True, changing=nullcontext)
     async with connected(database) as other:
         with capture_logs() as lines:
             await other.execute("begin; lock table indexer.alembic_version in exclusive mode")
@@ -125,7 +124,7 @@ async def test_daemon_says_which_version_it_migrates_and_when_this_is_done(
 
 
 async def test_errors_that_the_operator_has_to_correct_end_the_start_at_once(empty_database: str) -> None:
-    prepare = partial(prepare_database, stop=asyncio.Event(), migrate_first=False, changing=on_one_server)
+    prepare = partial(prepare_database, stop=asyncio.Event(), migrate_first=False, changing=nullcontext)
     with pytest.raises(SettingsError, match=r'INDEXER_DATABASE_URL: .*: database "none" does not exist$'):
         await prepare(empty_database.replace(urlsplit(empty_database).path, "/none"))
     with pytest.raises(SettingsError, match=r'INDEXER_DATABASE_URL: .*: role "nobody" does not exist$'):
