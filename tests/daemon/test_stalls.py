@@ -198,7 +198,7 @@ STALLS: dict[str, Stall] = {
     "jetstream reader": stalled_reader,
     "key lookups": stalled_lookups,
     "lease expiry": lock_of("repo"),
-    "links": lock_of("links_to_recount"),
+    "links": lock_of("change_batch"),
     "open gaps": lock_of("gap"),
     "parked repos": lock_of("repo"),
     "reconciliation": lock_of("crawl_progress"),
