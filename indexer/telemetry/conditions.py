@@ -116,12 +116,8 @@ class Conditions:
         """Report that the condition holds, with its newest message, and that it occurred `count` times more."""
         now, message = self._clock(), message[:MAX_MESSAGE_LENGTH]
         # A condition that only `end` ends keeps its subject: it would not be ended under another one.
-        is_bounded = math.isfinite(kind.quiet_seconds)
-        if (
-            is_bounded
-            and (kind, subject) not in self._active
-            and sum(active is kind for active, _ in self._active) >= MAX_SUBJECTS
-        ):
+        is_full = math.isfinite(kind.quiet_seconds) and sum(kind is one for one, _ in self._active) >= MAX_SUBJECTS
+        if is_full and (kind, subject) not in self._active:
             subject = OTHERS
         condition = self._active.get((kind, subject))
         if condition is None:

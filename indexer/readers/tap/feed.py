@@ -224,7 +224,7 @@ class TapFeed:
                 f"clients refused {count} events for so long that they were set aside; `indexer rejected list --feed` "
                 "lists them, and `indexer rejected replay --feed` sends them again"
             )
-            self._conditions.report(FEED_EVENTS_SET_ASIDE, message=message, value=count)
+            self._conditions.report(FEED_EVENTS_SET_ASIDE, message=message)
 
     def _report_cut_off(self) -> None:
         message = (
