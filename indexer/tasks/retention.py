@@ -27,7 +27,7 @@ class ChangeLogRetention:
     open for `max_transaction_seconds`.
 
     Attributes:
-        retry: Pause before segments are tried again that a transaction has locked, in seconds.
+        retry: Pause after an error, and the longest one while a transaction has locked a segment, in seconds.
         stage: Its progress. Each check of the change log is work.
         lagging: The names of the consumers that lagged at the last check.
     """
@@ -50,7 +50,8 @@ class ChangeLogRetention:
             locked: Sequence[int] = ()
             with DatabaseAttempt(self.stage) as attempt:
                 locked = await self.trim()
-            await asyncio.sleep(self.retry if attempt.error or locked else self.policy.check_seconds)
+            interval = self.policy.check_seconds
+            await asyncio.sleep(self.retry if attempt.error else min(self.retry, interval) if locked else interval)
 
     async def trim(self) -> Sequence[int]:
         """Apply the retention policy once, report its result, and update the metrics.

@@ -1,7 +1,8 @@
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,6 +158,23 @@ async def test_a_change_log_above_its_limit_is_trimmed_although_it_no_longer_gro
             assert not await below_limit(), "the first trim freed the space"
             await writer.execute("rollback")
         await until(below_limit)
+
+
+async def test_a_locked_segment_does_not_delay_the_trims_of_the_others(
+    db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small log is trimmed every 0.2 s, so that it keeps its limit, whatever a consumer has locked."""
+    retention, trims = ChangeLogRetention(db, RetentionPolicy(604_800, 2**20, 0), Metrics()), count(1)
+    done = asyncio.Event()
+
+    async def trim() -> Sequence[int]:
+        if next(trims) == 4:
+            done.set()
+        return [0]
+
+    monkeypatch.setattr(retention, "trim", trim)
+    async with running(retention), asyncio.timeout(4):
+        await done.wait()
 
 
 async def test_the_change_log_keeps_its_size_limit_while_it_grows(db: Database, sql: asyncpg.Connection) -> None:
