@@ -191,13 +191,17 @@ class Identities(Area):
         did: str | None = await self._fetchval("select atproto.did_of($1)", handle)
         return did
 
-    async def due_handles(self, buckets: Sequence[int], limit: int, now: float) -> list[HandleClaim]:
+    async def due_handles(
+        self, buckets: Sequence[int], limit: int, now: float
+    ) -> tuple[list[HandleClaim], float | None]:
         """Return handles to verify: those that became due last, and then as many that became due first.
 
-        At most `limit` of each.
+        At most `limit` of each. The second result is the time with which the next call continues after the former ones;
+        None if all handles were returned.
         """
         rows = await self._fetch(f"{DUE_HANDLES} order by handle_due_at desc", list(buckets), limit, now)
-        return [HandleClaim(did, claimed, known, attempts) for did, claimed, known, attempts, _ in rows]
+        claims = [HandleClaim(did, claimed, known, attempts) for did, claimed, known, attempts, _ in rows]
+        return claims, rows[limit - 1]["handle_due_at"].timestamp() - 1e-6 if len(rows) > limit else None
 
     async def save_handle_check(self, check: HandleCheck) -> None:
         """Store the result of a check, and log a change of the handle, unless the account claims another one now."""

@@ -31,13 +31,12 @@ BATCH_SIZE = 100
 MAX_PER_HOST = 20
 """Identities of one host in a batch."""
 WINDOW = 1_000
-"""Due identities from which a batch is chosen: this number of the oldest, and as many of the newest."""
+"""Due identities or handles from which the next ones are chosen: this number of the oldest, and of the newest."""
 CONCURRENCY = 16
 """Concurrent lookups per DID method."""
 LIMITED_SECONDS = 30.0
 """Pause of an identity that the limits of the identity cache did not allow to look up."""
 MAX_CONCURRENT_CHECKS = 64
-HANDLE_WINDOW = 300
 VALID_SECONDS = 7 * 86_400.0
 """When a valid handle is checked again."""
 MAX_ATTEMPTS = 8
@@ -125,7 +124,9 @@ class IdentityRefresh:
 class HandleChecks:
     """Verifies handles that are due, at most `rate` per second.
 
-    Registered domains take turns, because one domain has as many handles as its owner likes. Times are seconds.
+    Registered domains take turns, because one domain has as many handles as its owner likes. If more handles are due
+    than the window has, every second look is at the next older ones, so that each handle is in the window once. Times
+    are seconds.
 
     Attributes:
         idle: Pause between two looks for due handles if there are none.
@@ -154,11 +155,17 @@ class HandleChecks:
 
     async def run(self) -> None:
         """Verify handles forever. Only an exception that is a bug ends it."""
+        older: float | None = None  # the time at which the next look at older handles begins
+        at_newest = True
         async with asyncio.TaskGroup() as group:
             while True:
-                due = list[HandleClaim]()
+                due, end = list[HandleClaim](), older
                 with DatabaseAttempt(self.stage):
-                    due = await self.db.identities.due_handles(self.shard.buckets, HANDLE_WINDOW, time())
+                    before = time() if at_newest or older is None else older
+                    due, end = await self.db.identities.due_handles(self.shard.buckets, WINDOW, before)
+                if not at_newest or older is None:
+                    older = end
+                at_newest = not at_newest or older is None
                 waiting = [claim for claim in due if claim.did not in self._checking]
                 for claim in in_turn(waiting, _domain)[: self._concurrency]:
                     await self._limiter.acquire()

@@ -25,7 +25,8 @@ def identity(name: object, claimed: str | None, fetched_at: float = 5.0) -> Stor
 
 
 async def due(db: Database, count: int = 10, now: float = NOON) -> list[HandleClaim]:
-    return await db.identities.due_handles(ALL, count, now)
+    claims, _ = await db.identities.due_handles(ALL, count, now)
+    return claims
 
 
 async def save_check(db: Database, name: object, handle: str | None, due_at: float = NOON, attempts: int = 0) -> None:

@@ -179,6 +179,27 @@ async def test_handles_of_one_domain_do_not_delay_those_of_others(scenario: Hand
         assert hostile_before(scenario, "_atproto.late.other.test") < checked + 140
 
 
+async def test_a_handle_amid_many_of_one_domain_waits_for_a_part_of_them_only(
+    scenario: HandleScenario, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is neither among the oldest nor among the newest. New ones are still checked soon."""
+    monkeypatch.setattr("indexer.tasks.identities.WINDOW", 50)
+    for number in range(450):
+        if number == 150:
+            await scenario.claim("amid", "amid.other.test")
+            scenario.answer("amid", "amid.other.test")
+        await scenario.claim(number, f"h{number}.hostile.test")
+    scenario.loopback.host.pages[WELL_KNOWN_PATH] = http_response(status=404)
+    async with scenario.checking(rate=50.0, check=0.16):  # eight checks at a time
+        await scenario.until_shown("amid", "amid.other.test")
+        checked = len(hostile(scenario.names.queries))
+        assert checked < 150
+        await scenario.claim("late", "late.third.test")
+        scenario.answer("late", "late.third.test")
+        await scenario.until_shown("late", "late.third.test")
+        assert hostile_before(scenario, "_atproto.late.third.test") < checked + 40
+
+
 def hostile(queries: Sequence[str]) -> set[str]:
     return {name for name in queries if name.endswith(".hostile.test")}
 
