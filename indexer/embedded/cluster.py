@@ -104,8 +104,9 @@ class Cluster:
 
     async def wait_until_ended(self) -> None:
         """Wait for the end of the server, or of its parent."""
-        while not self.has_ended():  # noqa: ASYNC110 - there is no event for a file lock
-            await asyncio.sleep(POLL_SECONDS)
+        with self._lock_file() as lock:  # once: later, the process may have no file descriptor left
+            while not _lock(lock, fcntl.LOCK_SH):  # noqa: ASYNC110 - there is no event for a file lock
+                await asyncio.sleep(POLL_SECONDS)
 
     async def start(self, options: Iterable[str]) -> bool:
         """Start a server with the command line options; return False if one runs, starts or stops at this time.

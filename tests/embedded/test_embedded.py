@@ -1,6 +1,7 @@
 """The embedded Postgres server: ownership, restarts, permissions, and files."""
 
 import asyncio
+import errno
 import fcntl
 import os
 import pwd
@@ -286,6 +287,26 @@ async def test_another_process_with_the_recorded_pid_is_not_killed(data_dir: Pat
     finally:
         other.kill()
         await other.wait()
+
+
+async def test_a_process_without_free_file_descriptors_still_waits_for_the_end_of_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would not restart the server later, when clients have closed their connections."""
+    lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    waiting = asyncio.create_task(cluster.Cluster(tmp_path).wait_until_ended())
+    await asyncio.sleep(0.05)
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        await asyncio.sleep(3 * cluster.POLL_SECONDS)
+    assert not waiting.done()
+    os.close(lock)
+    await asyncio.wait_for(waiting, 5)
 
 
 async def test_a_failed_start_names_the_cause_and_a_later_start_succeeds(
