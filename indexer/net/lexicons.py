@@ -130,8 +130,8 @@ async def resolve_all(
                 left -= len(one.lexicon.text)
                 if left < 0:
                     problems[nsid] = f"{nsid}: together with the others, it has over {MAX_DEPENDENCY_BYTES} bytes"
-                else:
-                    found[nsid], every[nsid] = one, one.lexicon
+                    break
+                found[nsid], every[nsid] = one, one.lexicon
     except TimeoutError:
         problems[""] = f"not all were fetched within {DEPENDENCY_SECONDS:.0f} s"
     return found, list(problems.values())

@@ -264,11 +264,12 @@ async def test_nsid_is_resolved_and_verified_with_the_lexicons_that_it_refers_to
 async def test_lexicons_that_refer_to_others_without_end_are_bounded_in_bytes(
     session: Session, publisher: FaultyAccount
 ) -> None:
-    """Each of them has a record type, and would get a view with a thousand columns."""
+    """Each has a record type, and would get a view with a thousand columns. Nothing is fetched after that."""
     reference = {"type": "ref", "ref": STRONG_REFERENCE}
     for number in range(5):
         document = copy_of(LIKE_DOCUMENT) | {"id": f"com.example.n{number}", "description": 400_000 * "x"}
-        fields = {f"f{field}": reference for field in range(MAX_FIELDS - 1)}
+        fields = {f"f{field}": reference for field in range(MAX_FIELDS - 2)}
+        fields["last"] = {"type": "ref", "ref": "com.example.zzz"}
         properties_of(document).clear()
         properties_of(document).update(fields | {"next": {"type": "ref", "ref": f"com.example.n{number + 1}"}})
         publisher.create(SCHEMA, {"$type": SCHEMA} | document, rkey=document["id"])
@@ -276,6 +277,7 @@ async def test_lexicons_that_refer_to_others_without_end_are_bounded_in_bytes(
     assert result.returncode == 0
     assert set(await asyncio.to_thread(stored, session)) == {"com.example.n0", "com.example.n1", "com.example.n2"}
     assert "com.example.n3: together with the others, it has over 1048576 bytes" in result.stderr
+    assert "com.example.zzz is not published" not in result.stderr
 
 
 async def test_nsid_that_nobody_publishes_is_reported_in_one_line(
