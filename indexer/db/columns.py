@@ -1,7 +1,7 @@
 """Convert between Python values and SQL: rows of the table `repo`, arrays for UNNEST, text that Postgres accepts."""
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import asyncpg
@@ -41,7 +41,10 @@ _VALUES |= {
     "hosting_status": lambda repo: storable(repo.hosting_status),
     "last_error": lambda repo: storable(repo.last_error),
 }
-_FIELDS = [name for name in Repo._fields if name in REPO_COLUMNS]
+# The columns in the order of the fields of a `Repo`, with the rev at the place of the head.
+_IN_ORDER = itemgetter(*["rev" if name == "head" else name for name in Repo._fields])
+_FAILURE = Repo._fields.index("last_failure") - Repo._fields.index("head") - 1
+_STATUSES = {str(status): status for status in SyncStatus}
 _REASONS: dict[str | None, Desync | None] = {None: None, **{str(reason): reason for reason in Desync}}
 _FAILURES: dict[str | None, FetchFailure | None] = {None: None, **{str(failure): failure for failure in FetchFailure}}
 
@@ -75,11 +78,10 @@ def head_arrays(repos: Sequence[Repo]) -> list[list[Any]]:
 
 def repo_of(row: asyncpg.Record) -> Repo:
     """Return the repo of a row that was selected with `repo_columns`."""
-    fields = {name: row[name] for name in _FIELDS}
-    fields["sync_status"] = SyncStatus(fields["sync_status"])
-    fields["sync_reason"] = _REASONS[fields["sync_reason"]]
-    fields["last_failure"] = _FAILURES[fields["last_failure"]]
-    return Repo(**fields, head=None if row["rev"] is None else Head(row["rev"], row["data"], row["commit"]))
+    did, version, status, reason, rev, *others = _IN_ORDER(row)
+    head = None if rev is None else Head(rev, row["data"], row["commit"])
+    others[_FAILURE] = _FAILURES[others[_FAILURE]]
+    return Repo(did, version, _STATUSES[status], _REASONS[reason], head, *others)
 
 
 def unnest(columns: Columns, alias: str, first: int = 1) -> str:
