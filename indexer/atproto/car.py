@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator, Sequence
 from hashlib import sha256
 from typing import Any
 
-from indexer.atproto.cbor import CborError, Link, decode_canonical
+from indexer.atproto.cbor import CborError, Link, count_items, decode_canonical
 from indexer.atproto.cid import CID_BYTES, DAG_CBOR, RAW, is_cid, link_size
 from indexer.atproto.limits import Limits
 from indexer.errors import UpstreamError
@@ -20,6 +20,7 @@ _HEADER_START, _HEADER_END = b"\x3a\xa2\x65roots\x81\xd8\x2a\x58\x25\x00", b"\x6
 _USUAL_ROOT = slice(len(_HEADER_START), len(_HEADER_START) + CID_BYTES)
 _USUAL_HEADER_BYTES = _USUAL_ROOT.stop + len(_HEADER_END)
 _MAX_VARINT_BYTES = 9
+_MAX_HEADER_ITEMS = 512  # a header with one root has 7
 _CONTINUES = 0x80  # set in each byte of a varint except the last
 
 
@@ -132,8 +133,11 @@ def read_header(data: bytes | bytearray, limits: Limits) -> tuple[list[bytes], i
         raise UpstreamError(Rejection.CAR_MALFORMED, f"a header of {size} bytes")
     if start + size > len(data):
         return None
+    block = bytes(data[start : start + size])
+    if count_items(block, _MAX_HEADER_ITEMS, _MAX_HEADER_ITEMS)[0] > _MAX_HEADER_ITEMS:
+        raise UpstreamError(Rejection.CAR_MALFORMED, f"a header of over {_MAX_HEADER_ITEMS} items")
     try:
-        header: Any = decode_canonical(bytes(data[start : start + size]))
+        header: Any = decode_canonical(block)
     except CborError as error:
         raise UpstreamError(Rejection.CAR_MALFORMED, f"header: {error}") from None
     version = header.get("version") if isinstance(header, dict) else None

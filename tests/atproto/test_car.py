@@ -1,5 +1,6 @@
 import contextlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -223,6 +224,14 @@ def test_bounds_on_sizes_and_counts_are_exact() -> None:
             read(file, [10, 20], replace(limits, **{name: limit}))
     with pytest.raises(UpstreamError):
         next(CarReader(DEFAULT_LIMITS).feed(HEADER + b"\xff\xff\xff\x7f"))  # 256 MiB
+
+
+def test_header_of_many_items_is_rejected() -> None:
+    for items, is_rejected in ((400, False), (600, True)):
+        header = dag_cbor.encode({"more": [0] * items, "roots": [cid_of(b"x")], "version": 1})
+        file = bytes([len(header) & 0x7F | 0x80, len(header) >> 7]) + header
+        with pytest.raises(UpstreamError, match="over 512 items") if is_rejected else nullcontext():
+            assert read_header(file, DEFAULT_LIMITS) == ([cid_of(b"x")], len(file))
 
 
 def test_truncated_header_is_incomplete() -> None:

@@ -115,10 +115,10 @@ class RepoLists(HostAnswers):
             _check_failure(error, status)
             self.counts.add("refused")
             return
-        body = json.loads(data[1:].decode("utf-8-sig", "replace"))
+        body = json.loads(data[1:].decode("utf-8-sig", "replace"), parse_int=_integer)
         accounts = [_listed(entry) for entry in body["repos"] if _has_did(entry)]
-        cursor = body.get("cursor") or None
-        cursor = str(cursor) if isinstance(cursor, int) else cursor
+        cursor = body.get("cursor")
+        cursor = str(cursor) if isinstance(cursor, int) else cursor or None
         expected = (accounts, sum(not _is_account(entry) for entry in body["repos"]), cursor)
         if status != 200 or (list(page.accounts), len(page.invalid), page.cursor) != expected:
             raise DifferenceError(f"reference: {expected}\nfound: {page}")
@@ -131,6 +131,12 @@ class RepoLists(HostAnswers):
 
 def _has_did(entry: Any) -> bool:
     return isinstance(entry, dict) and isinstance(entry.get("did"), str) and reference.is_did(entry["did"])
+
+
+def _integer(digits: str) -> float:
+    """Return an integer of JSON as orjson does: a float, if it has more than 64 bits."""
+    number = int(digits)
+    return number if -(1 << 63) <= number < 1 << 64 else float(digits)
 
 
 def _is_account(entry: Any) -> bool:
@@ -186,7 +192,7 @@ class RepoStates(HostAnswers):
         except UnavailableError as error:
             self._count(error, status)
         else:
-            body = json.loads(data[1:].decode("utf-8-sig", "replace"))
+            body = json.loads(data[1:].decode("utf-8-sig", "replace"), parse_int=_integer)
             expected = _state(body) if status == 200 else RepoStatus(False, HIDING_ERRORS.get(body["error"]))
             long = len(state.status or "") > MAX_STATUS_CHARACTERS
             if state != expected or long:
@@ -197,7 +203,7 @@ class RepoStates(HostAnswers):
         except UnavailableError as error:
             self._count(error, status)
         else:
-            body = json.loads(data[1:].decode("utf-8-sig", "replace"))
+            body = json.loads(data[1:].decode("utf-8-sig", "replace"), parse_int=_integer)
             if (cid_text(cid), rev) != (body["cid"], body["rev"]) or not reference.is_tid(rev) or status != 200:
                 raise DifferenceError(f"the latest commit {cid_text(cid)} at {rev}")
             self.counts.add("commits")
