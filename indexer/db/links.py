@@ -40,6 +40,9 @@ MAX_CHANGES = 1_000
 """Changes, or records of the backfill, of one transaction."""
 MAX_BYTES = 1 << 20
 """Bytes of the values of one transaction, which bound its links, too. The last value may exceed them."""
+QUICK_BYTES = 1 << 16
+"""Bytes of values in which links are found on the event loop, in some milliseconds. A thread would stop it for longer:
+both wait for the interpreter lock."""
 MAX_RECOUNTED = 100
 """Records of one transaction that changes whether links count."""
 
@@ -284,8 +287,10 @@ class LinkSession:
         """Replace the links of the first records by those of their stored values; return how many they are."""
         stored = await load_records(self.connection, keys, MAX_BYTES)
         replaced = next((row["number"] for row in stored if row["omitted"]), len(keys))
-        # Not on the event loop: a value of hostile shape takes long.
-        links = await asyncio.to_thread(_link_rows, keys, stored)
+        if sum(len(row["value"] or "") for row in stored) <= QUICK_BYTES:
+            links = _link_rows(keys, stored)
+        else:
+            links = await asyncio.to_thread(_link_rows, keys, stored)
         buckets = buckets_of(did for did, *_ in keys)
         deleted = await self.connection.fetch(_DELETE_LINKS, buckets, *columns_of(keys[:replaced], _KEY))
         if links:
