@@ -39,10 +39,7 @@ class Problem(DescribedEnum):
     NOT_STORED = "not-stored", "`INDEXER_STORE_VALUES` is off; no value. Only the view reports it."
     NOT_DAG_CBOR = "not-dag-cbor", "The record is not strict DAG-CBOR; no value, bytes stored."
     TOO_LARGE = "too-large", "The record or its JSON exceeds its limit; no value, bytes stored."
-    OMITTED = (
-        "omitted",
-        "Many paths name one large block; no value, no bytes for this path.",
-    )
+    OMITTED = "omitted", "Many paths name one large block; no value, no bytes for this path."
     TOO_MANY_ITEMS = (
         "too-many-items",
         "The record, its commit or its export has too many items; no value, bytes stored.",

@@ -30,18 +30,15 @@ _DEFINITE = frozenset(
 class HandleVerifier:
     """Resolves handles with a DNS TXT record, and with a file on the handle's own host if there is no record.
 
-    Attributes:
-        dns_servers: IP addresses and ports; the system's if there are none. See `DnsResolver` for the error.
-        http_timeout: Seconds, with redirects and the time to wait for request slots.
-        on_lookup: Is called with the method ("dns" or "https") and the result of each lookup.
+    `on_lookup` is called with the method ("dns" or "https") and the result of each lookup.
     """
 
     outbound: OutboundClient
-    dns_servers: Sequence[tuple[str, int]] = ()
+    dns_servers: Sequence[tuple[str, int]] = ()  # as of `DnsResolver`
     _: KW_ONLY
     allow_private_hosts: bool
-    dns_timeout: float = 3.0
-    http_timeout: float = 5.0
+    dns_timeout: float = 3.0  # seconds
+    http_timeout: float = 5.0  # seconds, with redirects and the time to wait for request slots
     on_lookup: Callable[[str, str], object] = lambda _method, _result: None
 
     def __post_init__(self) -> None:

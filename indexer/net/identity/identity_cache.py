@@ -159,19 +159,14 @@ def _after_spending(full_at: float, rate: float, now: float) -> float:
 
 @dataclass(eq=False)
 class IdentityCache:
-    """Identities of the accounts on the stream, with at most one in-flight lookup per DID.
-
-    Attributes:
-        clock: Returns Unix seconds.
-        refresh_rate: Maximum lookups of known identities per second.
-    """
+    """Identities of the accounts on the stream, with at most one in-flight lookup per DID."""
 
     resolver: DidResolver
     table: IdentityTable
     metrics: Metrics
     _: KW_ONLY
-    clock: Callable[[], float]
-    refresh_rate: float
+    clock: Callable[[], float]  # returns Unix seconds
+    refresh_rate: float  # maximum lookups of known identities per second
     lifetimes: IdentityLifetimes = IdentityLifetimes()
     max_entries: int = 200_000
 

@@ -37,18 +37,16 @@ class Subscription:
     """Receives frames from the first of `relays` that works.
 
     Attributes:
-        max_bytes: A larger message is not received: it ends the connection.
-        oversized: Relays whose last connection ended with a larger message. They would send it again.
-        connection: None while not connected.
+        oversized: Relays whose last connection ended with a message over `max_bytes`. They would send it again.
         disconnected_since: When the last connection ended, or this object was made (monotonic seconds).
     """
 
     relays: Sequence[str]
-    max_bytes: int
+    max_bytes: int  # a larger message is not received: it ends the connection
     user_agent: str
     settings: ConnectionSettings = field(default_factory=ConnectionSettings)
     oversized: set[str] = field(default_factory=set, init=False)
-    connection: Connection | None = field(default=None, init=False)
+    connection: Connection | None = field(default=None, init=False)  # None while not connected
     disconnected_since: float = field(default_factory=monotonic, init=False)
     last_error: str | None = field(default=None, init=False)
     _socket: StreamSocket | None = field(default=None, init=False)

@@ -64,14 +64,11 @@ RESERVED_WEBSOCKETS = 16
 
 @dataclass(eq=False)
 class HeldWebsocket:
-    """An open websocket, and the network of its client, if the route needs no password.
-
-    `displaced` is set when the websocket must be closed, because other networks have fewer.
-    """
+    """An open websocket."""
 
     websocket: web.WebSocketResponse | None
-    network: str | None
-    displaced: asyncio.Event = field(default_factory=asyncio.Event)
+    network: str | None  # that of its client, if the route needs no password
+    displaced: asyncio.Event = field(default_factory=asyncio.Event)  # it must be closed: other networks have fewer
 
 
 @dataclass(eq=False)
