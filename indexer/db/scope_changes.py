@@ -75,18 +75,15 @@ NOT_WANTED = f"""
     order by did limit $4
 """
 
-# Each pattern that is no NSID is a range of collections.
+# Each pattern is a range of collections.
 SIGNALS = f"""
     select r.did,
         exists (
-            select from indexer.record c
-            where c.did = r.did and c.bucket = r.bucket and {of_buckets("c", 7)} and c.collection = any($3::text[])
-        ) or exists (
-            select from unnest($4::text[], $5::text[]) p(first, after), indexer.record c
-            where c.did = r.did and c.bucket = r.bucket and {of_buckets("c", 7)}
+            select from unnest($3::text[], $4::text[]) p(first, after), indexer.record c
+            where c.did = r.did and c.bucket = r.bucket and {of_buckets("c", 6)}
                 and c.collection >= p.first and c.collection < p.after
         ) as stored,
-        r.rev is not null and r.sync_status = 'synchronized' and r.scope_version >= $6 as complete
+        r.rev is not null and r.sync_status = 'synchronized' and r.scope_version >= $5 as complete
     from indexer.repo r where r.did = any($1::text[]) and r.bucket = any($2::smallint[])
 """
 
@@ -234,12 +231,11 @@ async def _without_signal(connection: Connection, scope: Scope, dids: Sequence[s
     """Return the repos without a record of a signal collection, and the number of those of which it is not known."""
     if scope.track is not Track.SIGNAL or not dids:
         return list(dids), 0
-    exact = [pattern for pattern in scope.signal_patterns if is_nsid(pattern)]
-    # In ASCII, the character after "." is "/". NSIDs have only letters, digits, "-" and ".".
-    prefixes = [pattern.removesuffix("*") for pattern in scope.signal_patterns if not is_nsid(pattern)]
-    ends = [prefix[:-1] + "/" if prefix else "~" for prefix in prefixes]
-    buckets = buckets_of(dids)
-    rows = await connection.fetch(SIGNALS, dids, buckets, exact, prefixes, ends, scope.complete_from, buckets)
+    patterns, buckets = scope.signal_patterns, buckets_of(dids)
+    first = [pattern.removesuffix("*") for pattern in patterns]
+    # NSIDs have only letters, digits, "-" and ".". In ASCII, " " is before all of them, and "/" is the next after ".".
+    after = ["~" if one == "*" else one + " " if is_nsid(one) else one[:-2] + "/" for one in patterns]
+    rows = await connection.fetch(SIGNALS, dids, buckets, first, after, scope.complete_from, buckets)
     without = [row for row in rows if not row["stored"]]
-    decided = sorted(row["did"] for row in without if row["complete"] or not prefixes)
+    decided = sorted(row["did"] for row in without if row["complete"] or all(map(is_nsid, patterns)))
     return decided, len(without) - len(decided)
