@@ -75,12 +75,7 @@ _NUMBER = "select commit_order from indexer.number_changes($1, $2, $3, $4)"
 
 
 class ClusterNode(NamedTuple):
-    """A node that has shards.
-
-    Attributes:
-        id: The number by which Citus knows it.
-        bucket: One of the buckets that it has.
-    """
+    """A node that has shards, by the number by which Citus knows it, with one of the buckets that it has."""
 
     id: int
     address: str

@@ -103,8 +103,7 @@ class ChangeLogState:
 class TrimPlan:
     """The steps of one trim: consumers to disconnect, segments to truncate, and the next current segment.
 
-    Attributes:
-        locked: Numbers of the segments that were not truncated because an open transaction has used them.
+    Segments are `locked` that were not truncated because an open transaction has used them.
     """
 
     disconnect: tuple[str, ...]

@@ -28,11 +28,7 @@ _RECORDS = f"""
 
 
 class RecordRow(NamedTuple):
-    """A row of the table `record`; `RecordChange` describes the values.
-
-    Attributes:
-        value: JSON text as Postgres formats it, which differs from the text that was written.
-    """
+    """A row of the table `record`; `RecordChange` describes the values. Postgres has formatted the JSON of `value`."""
 
     path: bytes
     cid: bytes
@@ -73,11 +69,7 @@ async def in_chunks(rows: AsyncIterable[Row], size: int) -> AsyncIterator[list[R
 
 
 class ExportedRecord(NamedTuple):
-    """A row of the view `atproto.records`.
-
-    Attributes:
-        value: JSON text.
-    """
+    """A row of the view `atproto.records`, with `value` as JSON text."""
 
     uri: str
     did: str
