@@ -88,8 +88,11 @@ def decode_node(block: bytes, limits: Limits) -> Node:
     Raises:
         UpstreamError: With NODE_MALFORMED, if the block is not a canonical node.
     """
+    max_items = _NODE_ITEMS + _ENTRY_ITEMS * limits.node_entries  # counted first, because decoding them is slow
+    if len(block) > _UNCOUNTED_BYTES and cbor.count_items(block, max_items, max_items)[0] > max_items:
+        raise_malformed(f"over {max_items} items")
     try:
-        fields = _decode(block, limits)
+        fields = _decode(block)
         node = Node()
         usual = _read_fields(fields, node, limits)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -103,15 +106,12 @@ def decode_node(block: bytes, limits: Limits) -> Node:
     return node
 
 
-def _decode(block: bytes, limits: Limits) -> Any:
-    """Return the object in a block, with links as bytes. Its items are counted first, because decoding them is slow."""
-    max_items = _NODE_ITEMS + _ENTRY_ITEMS * limits.node_entries
-    if len(block) > _UNCOUNTED_BYTES and cbor.count_items(block, max_items, max_items)[0] > max_items:
-        raise_malformed(f"over {max_items} items")
+def _decode(block: bytes) -> Any:
+    """Return the object in a block, with links as bytes, which may be a `Link`."""
     try:
         return cbor.decode(block)
     except cbor.CborError:
-        return cbor.decode_canonical(block)  # accepts all forms of CIDs
+        return cbor.decode_canonical(block)  # libipld knows no digest of more than 64 bytes
 
 
 def _read_fields(fields: Any, node: Node, limits: Limits) -> bool:
@@ -136,7 +136,7 @@ def _read_fields(fields: Any, node: Node, limits: Limits) -> bool:
             raise_malformed(f"a key of {shared + len(suffix)} bytes")
         if suffix[0] < _FIRST_TEXT_BYTE or len(value) != CID_BYTES or not value.startswith(_CID_STARTS):
             usual = False
-            if type(value) is not bytes or not is_link(value):
+            if not isinstance(value, bytes) or not is_link(value):
                 raise_malformed("a value that is not a CIDv1")
         key = key[:shared] + suffix
         node.keys.append(key)
@@ -309,7 +309,7 @@ def leaves(block_of: BlockOf, root: bytes) -> Iterator[tuple[bytes, bytes]]:
     Raises:
         MissingNodeError: A node is missing that was present before.
     """
-    node, key = cbor.decode(_block(block_of, root)), b""
+    node, key = _decode(_block(block_of, root)), b""
     if node["l"] is not None:
         yield from leaves(block_of, node["l"])
     for entry in node["e"]:

@@ -136,6 +136,7 @@ def test_value_may_be_any_form_of_cid_v1_and_a_link_to_a_node_only_the_usual_one
         b"\x01\x71\x1b\x20" + bytes(32),  # another hash
         b"\x01\x71\x13\x40" + bytes(64),  # SHA-512
         b"\x01\x81\x02\x00\x03abc",  # identity, a codec of two bytes
+        b"\x01\x55\x00\x60" + bytes(96),  # a digest that libipld does not decode
     ):
         block = oracle.encode([LEAVES[0]], [value], None, [None])
         node = decode_node(block, DEFAULT_LIMITS)

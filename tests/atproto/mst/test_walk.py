@@ -39,6 +39,13 @@ def test_walks_yield_the_records_of_the_tree(records: dict[bytes, bytes]) -> Non
     assert list(leaves(blocks.get, root)) == sorted(records.items())
 
 
+def test_walks_yield_records_with_cids_of_any_form() -> None:
+    records = {key: b"\x01\x55\x00\x60" + bytes(96) for key in RECORDS}
+    root, blocks = oracle.build(records)
+    assert walked(blocks, root) == records
+    assert list(leaves(blocks.get, root)) == sorted(records.items())
+
+
 @given(records_strategy.filter(bool), st.data())
 def test_tree_with_one_node_missing_is_incomplete(records: dict[bytes, bytes], data: st.DataObject) -> None:
     root, blocks = oracle.build(records)
