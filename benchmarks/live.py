@@ -21,6 +21,7 @@ from statistics import median
 from time import monotonic
 from typing import Any
 
+import asyncpg
 import click
 
 from benchmarks import cpu_usage, database_rows, harness, idle_rows, live_stages
@@ -36,6 +37,8 @@ from indexer.telemetry.log import configure_logging
 
 _CACHED_IDENTITIES = "indexer_identity_cache_total database"
 """The metric of identities that were loaded from the database into memory, where up to 200,000 are cached."""
+LINKS_TIMEOUT_SECONDS = 600.0
+_LINKS_COMPLETE = "select state = 'complete' and seq >= atproto.latest_seq() from atproto.link_progress"
 MAX_TURNS = 5
 """Parts of the commits at the maximum rate. The floor gets each part after the daemons."""
 
@@ -205,7 +208,11 @@ async def measure_daemons(
         pids = {"daemon": [process.process.pid for process in processes], "load": [load.process.pid]}
         daemons = MeasuredDaemons(load, watch, pids | dict(database.servers))
 
+        if options.links:
+            await _wait_for_links(database.dsn)
         report = await _measure_rate(processes, daemons, options, floor)
+        if options.links:
+            await _wait_for_links(database.dsn)
         report |= await _measure_latency(daemons, options)
         report["maximum rate"]["peak RSS of the daemon, MiB"] = max(map(cpu_usage.peak_rss, pids["daemon"])) / MIB
         for process in processes:
@@ -259,6 +266,17 @@ async def _load_identities(load: LoadProcess, daemons: Sequence[DaemonProcess], 
         if monotonic() - last_progress > TIMEOUT_SECONDS:
             raise BenchmarkError(f"only {loaded:.0f} of {count} identities are in memory")
         await asyncio.sleep(0.1)
+
+
+async def _wait_for_links(dsn: str) -> None:
+    """Wait until links contain all stored records, so that their backfill is not part of a measurement."""
+    connection = await asyncpg.connect(dsn)
+    began = monotonic()
+    while not await connection.fetchval(_LINKS_COMPLETE):
+        if monotonic() - began > LINKS_TIMEOUT_SECONDS:
+            raise BenchmarkError("links are not complete")
+        await asyncio.sleep(0.1)
+    await connection.close()
 
 
 def _daemon(
