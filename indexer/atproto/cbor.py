@@ -176,7 +176,7 @@ class _Reader:
     def item(self, levels: int) -> Any:
         """Return the next item, which may have this many levels of containers."""
         major, argument = self._head()
-        if major in (_MAP, _ARRAY) and not levels:
+        if major in (_MAP, _ARRAY) and argument and not levels:  # as `count_items` counts levels
             raise ValueError(_TOO_DEEP)
         match major:
             case 0:

@@ -137,7 +137,7 @@ def decode_record(
         return Value(None, Problem.TOO_LARGE, block)
     text = encoded.decode()
     if (replaced := _without_nul(text)) != text:
-        return Value(replaced, problem or Problem.NUL, block)
+        return Value(replaced, problem if problem is Problem.RESERVED_KEY else Problem.NUL, block)
     if problem is not None:
         return Value(text, problem, block)
     return Value(text, _shape_problem(value, collection), None)

@@ -108,6 +108,12 @@ def test_record_with_too_many_items_or_levels_keeps_its_bytes_and_is_not_decoded
         assert decode(deep) == (None, Problem.TOO_DEEP, deep)
 
 
+def test_empty_container_is_no_level() -> None:
+    for empty in (b"\x80", b"\xa0"):
+        block = b"\x82\xfb\x3f\xf8" + bytes(6) + b"\x81" * 249 + empty
+        assert decode(block).problem is Problem.NUMBER
+
+
 def test_items_of_one_commit_have_a_common_limit() -> None:
     block = dag_cbor.encode(["x"] * 4_000)
     budget = ItemBudget(0)
@@ -199,6 +205,8 @@ def test_unusual_record_has_the_same_problems_as_others() -> None:
     assert decode(unusual(t="$link and $bytes")).problem is Problem.NO_TYPE
     assert decode(unusual(n=-(1 << 63))).problem is Problem.NO_TYPE
     assert decode(unusual(n=-(1 << 63) - 1)).problem is Problem.NUMBER
+    assert decode(unusual(n=-(1 << 63) - 1, t="\0")).problem is Problem.NUL  # a text has changed
+    assert decode(unusual(n=-(1 << 63) - 1, t="\0", **{"$link": 1})).problem is Problem.RESERVED_KEY
 
 
 @pytest.mark.parametrize("backslashes", range(6))
