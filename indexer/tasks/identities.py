@@ -178,10 +178,13 @@ class HandleChecks:
     async def _check_and_save(self, claim: HandleClaim) -> None:
         with self.stage.task() as work:
             check = await self._check(claim)
-            with DatabaseAttempt(work):  # if this fails, the handle is still due
+            with DatabaseAttempt(work) as attempt:  # if this fails, the handle is still due
                 await self.db.identities.save_handle_check(check)
-        self._checking.discard(claim.did)
         self._slots.release()
+        if attempt.error is None:
+            self._checking.discard(claim.did)
+        else:  # the database may refuse writes for hours, and hosts are not asked all the time
+            asyncio.get_running_loop().call_later(self.first_retry, self._checking.discard, claim.did)
 
     async def _check(self, claim: HandleClaim) -> HandleCheck:
         if claim.claimed is None:

@@ -10,8 +10,9 @@ import asyncpg
 import dns.rcode
 import pytest
 
-from indexer.db import Database
+from indexer.db import Database, DatabaseError
 from indexer.net.identity.handle_verifier import HandleVerifier
+from indexer.reasons import FetchFailure
 from indexer.sync.identity import INVALID_HANDLE, StoredIdentity
 from indexer.sync.shard import Shard
 from indexer.tasks.identities import MAX_ATTEMPTS, HandleChecks
@@ -207,6 +208,25 @@ def hostile(queries: Sequence[str]) -> set[str]:
 def hostile_before(scenario: HandleScenario, name: str) -> int:
     """Return how many names of the hostile domain were asked for before this one."""
     return len(hostile(scenario.names.queries[: scenario.names.queries.index(name)]))
+
+
+async def test_a_host_is_not_asked_again_at_once_if_the_result_cannot_be_stored(
+    scenario: HandleScenario, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = 0
+
+    async def fail(_: object) -> None:
+        nonlocal failures
+        failures += 1
+        raise DatabaseError(FetchFailure.UNREACHABLE, "the disk is full")
+
+    monkeypatch.setattr(scenario.db.identities, "save_handle_check", fail)
+    await scenario.claim("ann", "ann.test")
+    scenario.answer("ann", "ann.test")
+    async with scenario.checking():
+        await until(lambda: failures > 0)
+        await asyncio.sleep(0.5)
+    assert (failures, scenario.names.queries) == (1, ["_atproto.ann.test"])
 
 
 async def test_rate_is_limited(scenario: HandleScenario) -> None:
