@@ -15,6 +15,8 @@ from indexer.sync.shard import bucket_of
 
 CHUNK_SIZE = 100
 """Whole records in memory at a time. A record has up to a mebibyte, most have a few hundred bytes."""
+SORT_TIMEOUT = 900.0
+"""Seconds to wait for the next records of a repo. Before the first, Postgres reads and sorts all, maybe millions."""
 
 _REPO = f"select {repo_columns('r')} from indexer.repo r where did = $1 and bucket = $2"
 
@@ -51,7 +53,7 @@ class ConsistentRead:
 
     async def records(self) -> AsyncIterator[list[RecordRow]]:
         """Yield the records in path order, in chunks; one chunk is in memory at a time."""
-        rows = self.connection.cursor(_RECORDS, *self.key, prefetch=CHUNK_SIZE)
+        rows = self.connection.cursor(_RECORDS, *self.key, prefetch=CHUNK_SIZE, timeout=SORT_TIMEOUT)
         async for chunk in in_chunks(rows, CHUNK_SIZE):
             yield [RecordRow(*row) for row in chunk]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from indexer.atproto.record import Problem
 from indexer.crash_points import crash_point
 from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
-from indexer.db.exports import PATH, in_chunks
+from indexer.db.exports import PATH, SORT_TIMEOUT, in_chunks
 from indexer.db.scope import holds
 from indexer.db.write import NewRepoRecords, create_records, write, write_changes
 from indexer.errors import BrokenInvariantError
@@ -112,7 +112,7 @@ class ResyncTransaction:
 
         Records that this transaction writes meanwhile are not among them.
         """
-        rows = self.connection.cursor(_STORED, *self._key, prefetch=CHUNK_SIZE)
+        rows = self.connection.cursor(_STORED, *self._key, prefetch=CHUNK_SIZE, timeout=SORT_TIMEOUT)
         async for chunk in in_chunks(rows, CHUNK_SIZE):
             yield [tuple(row) for row in chunk]
 

@@ -1,9 +1,11 @@
 """Reads of one repo: in path order, from one snapshot, and read-only."""
 
+import asyncio
+
 import asyncpg
 import pytest
 
-from indexer.db import Database, DatabaseError, exports
+from indexer.db import Database, DatabaseError, connections, exports, resync_transaction
 from indexer.db.exports import RecordRow
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
 from tests.db.repo_rows import delete, did, head, insert, put, synchronized
@@ -43,6 +45,30 @@ async def test_a_read_yields_all_columns_of_a_record_and_cannot_write(db: Databa
     async with db.exports.consistent_read(did("unknown")) as read:
         assert await read.repo() is None
         assert [chunk async for chunk in read.records()] == []
+
+
+async def test_the_sort_of_a_large_repo_may_take_longer_than_other_statements(
+    db: Database, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await insert(db, synchronized(1), changes=(put("a.b/c"),))
+    monkeypatch.setattr(connections, "STATEMENT_TIMEOUT", 1.0)
+    slow = await Database.open(database, connections=5)
+    for module, name in ((exports, "_RECORDS"), (resync_transaction, "_STORED")):
+        statement = getattr(module, name).replace("where did", "where pg_sleep(1.3) is not null and did")
+        monkeypatch.setattr(module, name, statement)
+
+    async def read_records() -> list[bytes]:
+        async with slow.exports.consistent_read(did(1)) as read:
+            return [record.path async for chunk in read.records() for record in chunk]
+
+    async def read_stored() -> list[bytes]:
+        async with slow.resyncs.transaction(synchronized(1)) as transaction:
+            return [path async for chunk in transaction.stored() for path, _ in chunk]
+
+    try:
+        assert list(await asyncio.gather(read_records(), read_stored())) == [[b"a.b/c"], [b"a.b/c"]]
+    finally:
+        await slow.close()
 
 
 @pytest.mark.slow
