@@ -43,7 +43,15 @@ from indexer.sync.scope import Scope, Track, filter_of
 from indexer.sync.shard import BUCKETS, Shard
 
 PREFIX = "INDEXER_"
-OTHER_VARIABLES = frozenset({"INDEXER_CONFIG", "INDEXER_PG_BINDIR", "INDEXER_VECTORS", "INDEXER_TEST_DATABASE_URL"})
+OTHER_VARIABLES = frozenset(
+    {
+        "INDEXER_CONFIG",
+        "INDEXER_PG_BINDIR",
+        "INDEXER_VECTORS",
+        "INDEXER_TEST_DATABASE_URL",
+        "INDEXER_TEST_PG_CONFIG",
+    }
+)
 """Environment variables that start with the prefix and are not settings."""
 MIN_CONSUMER_LAG_LIMIT = 3_600.0
 """Seconds that a consumer may be behind, however short the retention of changes is."""

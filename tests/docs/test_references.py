@@ -18,8 +18,8 @@ DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 SOURCE_FOLDERS = ("indexer", "tests", "benchmarks", "migrations", "examples")
 SOURCE_TYPES = frozenset({".py", ".sql", ".mako", ".ini", ".toml", ".sh", ".js", ".mjs", ".ts"})
-SETTINGS = OTHER_VARIABLES | set(map(variable, Settings.model_fields)) | {"INDEXER_PORT", "INDEXER_TEST_PG_CONFIG"}
-"""Also a variable of Kubernetes that docs/settings.md explains, and one of the tests."""
+SETTINGS = OTHER_VARIABLES | set(map(variable, Settings.model_fields)) | {"INDEXER_PORT"}
+"""Also a variable of Kubernetes that docs/settings.md explains."""
 
 FENCED = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
