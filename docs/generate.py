@@ -135,7 +135,7 @@ Values of metric labels and of columns. Their names are kept. This page is gener
 ## Why a message or an export is rejected
 
 `atproto.rejected.reason`, `indexer_rejected_total{{reason}}`. The message itself is at fault, and
-changes nothing.
+changes nothing, except for `store-failed`.
 
 {_list([(reason, reason.text) for reason in Rejection])}
 ## Why a repo is not synchronized
@@ -197,8 +197,8 @@ generated from the code.
 
 Results go to stdout; log lines, errors and progress to stderr. With `--json`, a command prints
 JSON, one object a line. An error is one line on stderr that starts with `indexer: `, and the exit
-code is not 0. Names of JSON fields are kept within a major version; fields may be added. They are
-the names of the columns of the [public views](sql.md).
+code is not 0. Names of JSON fields are kept within a major version; fields may be added. Many are
+columns of the [public views](sql.md).
 
 A terminal shows colours, except with `NO_COLOR`, and a progress bar. Otherwise, a long command
 writes a line of progress to stderr every 10 seconds.
@@ -301,6 +301,8 @@ def _default(name: str) -> str:
             return f"`{value:g}`"
         case Address() as address:
             return f"`{address}`"
+        case ():
+            return "none"
         case tuple(items):
             return f"`{','.join(items)}`"
         case value:

@@ -314,7 +314,8 @@ class Settings(BaseModel):
     """Maximum duration of the download of an export. Raise it if `last_failure` of large repos is `timeout`."""
     plc_rate: Rate = 10
     """Maximum requests per second to PLC directories. Raise it for a mirror of yours, or if their operator agrees.
-    At most half refresh known identities, at most a tenth for the same host."""
+    Refreshes of known identities get at most half, background refreshes at most a further quarter, and the accounts
+    of one host at most a fifth of each."""
     handle_rate: RateOrOff = 10
     """Maximum handle verifications per second. `0` if you need no handles: `atproto.repos.handle` is null."""
     host_rate: Rate = 10

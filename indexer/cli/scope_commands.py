@@ -99,8 +99,8 @@ async def untrack_command(
     """Stop tracking repos, and delete their records.
 
     The public views hide the records at once; the daemon deletes them in batches. The repos stay untracked, whatever
-    the stream and repo lists show, until `indexer add` names them. The command asks for confirmation if the DIDs come
-    from a file or from standard input.
+    the stream and repo lists show, until `indexer add`, `POST /repos/add` or `atproto.track` names them. The command
+    asks for confirmation if the DIDs come from a file or from standard input.
     """
     given = list(given_dids(dids, file, parse_did))
     if given != list(dids) and not yes:

@@ -1,4 +1,4 @@
-"""Every command prints the JSON fields that docs/commands.md lists for it."""
+"""Every command with `--json` prints JSON objects, one a line."""
 
 import json
 from datetime import datetime
