@@ -500,7 +500,7 @@ ZERO = (
     ),
     _zero(
         "Postgres restarts",
-        "The embedded Postgres ended unexpectedly: see postgres.log in the data directory.",
+        "The embedded Postgres ended unexpectedly: see postgres/postgres.log in the data directory.",
         "sum(increase(indexer_postgres_restarts_total{@}[$__range]))",
     ),
     _zero(

@@ -37,9 +37,10 @@ async def open_outbound_client(
     timeouts: Timeouts | None = None,
     pauses: HostPauses | None = None,
 ) -> AsyncIterator[OutboundClient]:
-    """Open the client for all outbound requests. It calls `on_request` with the result of each request.
+    """Open the client for all outbound requests except the stream and the webhook.
 
-    `timeouts` are those of a request, `pauses` those of a host whose requests fail. Default: those of the classes.
+    It calls `on_request` with the result of each request. `timeouts` are those of a request, `pauses` those of a host
+    whose requests fail. Default: those of the classes.
     """
     relays = {host_of(http_origin(relay)): settings.host_rate for relay in settings.relays}
     rates = RateLimits(

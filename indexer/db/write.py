@@ -1,4 +1,7 @@
-"""The writer: the only code that writes records, repo rows, resync buffers, dead letters and cursors.
+"""The writer: the only code that writes records, sets heads, adds buffered events, and advances cursors.
+
+Functions in SQL (`08_requests.sql`, `09_scope.sql`), the statements of claims and leases, and resets of cursors write
+other columns.
 
 `write` writes a `Batch` within an open transaction: live messages, the end of resyncs, replayed dead letters, erasures,
 narrowed scopes and untracked repos. Each row of a repo is compared with the version that its write was planned on. A

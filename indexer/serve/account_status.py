@@ -53,7 +53,7 @@ def account_summary(row: Mapping[str, Any], now: datetime) -> Iterator[str]:
     if row["takedown"]:
         yield "An operator has taken the account down here, so the public views hide its records."
     if not row["tracked"]:
-        yield "It is untracked: its records are erased, and its messages are ignored, until `indexer add`."
+        yield "It is untracked: its records are erased, and its messages ignored. `indexer add` tracks it again."
     elif row["active"] and row["withheld_since"] is not None:
         withheld = _duration((now - row["withheld_since"]).total_seconds())
         yield (

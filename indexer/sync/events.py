@@ -1,8 +1,8 @@
 """The messages of `com.atproto.sync.subscribeRepos` as immutable values, and how frames are decoded to them.
 
 Each frame is two DAG-CBOR objects, a header and a payload. The rules are in docs/protocol.md#frames. Fields have the
-names of the lexicon, in snake case. CIDs are their 36 binary bytes. `decode_frame` checks the syntax of DIDs and TIDs,
-and the size limits. Signatures and operations are not verified yet.
+names of the lexicon, in snake case. CIDs are binary. `decode_frame` checks the syntax of DIDs and TIDs, and the size
+limits. Signatures and operations are not verified yet.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from indexer.reasons import Rejection
 
 
 class RepoOp(NamedTuple):
-    """One entry of `#commit.ops`.
+    """One entry of `#commit.ops`. Its CIDs may be of any CIDv1 form, of 4 to 100 bytes; all other CIDs have 36 bytes.
 
     Attributes:
         cid: The record's CID after the operation; None for a delete.

@@ -1,6 +1,6 @@
 """Plan the effect of one event on one repo: the acceptance rules of docs/protocol.md#order-of-checks.
 
-Cheap checks come first. Before the signature is verified, only a rate-limited key lookup causes work elsewhere.
+Cheap checks come first. An unproven message causes at most a rate-limited key lookup, and a resync of its repo.
 `repo.TRANSITIONS` says what an event does to each sync status.
 """
 

@@ -56,7 +56,7 @@ MESSAGES_REFUSED = ConditionKind("messages-refused", quiet_seconds=600.0)
 NEW_ACCOUNTS_LIMITED = ConditionKind("new-accounts-limited", quiet_seconds=600.0)
 """The stream added too many accounts of a registered domain, which is the subject. Further ones wait."""
 HTTP_CONNECTIONS_LIMITED = ConditionKind("http-connections-limited", quiet_seconds=60.0)
-"""The HTTP server has as many connections as it allows. Each new connection closes the oldest one."""
+"""The HTTP server has as many connections as it allows. Each new one closes the oldest of the largest network."""
 WEBSOCKETS_LIMITED = ConditionKind("websockets-limited", quiet_seconds=60.0)
 """As many websockets are open as allowed. A further one is refused, or displaces one."""
 FEED_CUT_OFF = ConditionKind("feed-cut-off", prevents_readiness=True)

@@ -316,7 +316,7 @@ class Metrics:
         self.postgres_restarts = self._add(
             Counter, "indexer_postgres_restarts_total", (),
             "Restarts of the embedded Postgres after it ended unexpectedly.",
-            "It grows: `postgres.log` in the data directory says why.")
+            "It grows: `postgres/postgres.log` in the data directory says why.")
         self._at_scrape(
             "indexer_data_disk_free_bytes", (), "Free space on the file system of the data directory.",
             "It is below a tenth of the size. It does not show the disk of your own Postgres.")

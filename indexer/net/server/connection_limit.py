@@ -54,7 +54,9 @@ class ConnectionLimit:
             [(most, _)] = Counter(networks).most_common(1)
             alive.pop(networks.index(most)).abort()
         if count:
-            message = f"more than {self.max_connections} connections are open; new ones close the oldest"
+            message = (
+                f"more than {self.max_connections} connections are open; new ones close the largest network's oldest"
+            )
             self.conditions.report(HTTP_CONNECTIONS_LIMITED, message=message, count=count)
 
 
