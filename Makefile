@@ -69,44 +69,44 @@ NATIVE_TESTS := tests/atproto tests/sync tests/core tests/db/test_native_rows.py
 CLUSTER_TESTS := tests/crashes/test_crash_points.py tests/daemon tests/tasks/test_shard_ownership.py
 
 proof-%: venv
-	$(PYTEST) --proof $*
+	$(PYTEST) --proof=$*
 
 proof-native: native-check native # what depends on the core again, with the native core
 	$(PYTEST) $(NATIVE_TESTS)
 
 proof-crashes: venv
-	$(PYTEST) --proof crashes --deaths $(or $(DEATHS),600)
+	$(PYTEST) --proof=crashes --deaths $(or $(DEATHS),600)
 
 proof-simulation: venv
 	SIMULATION_FIRST_SEED=$(or $(SEED),$(FIRST),1) SIMULATION_SEEDS=$(or $(if $(SEED),1),$(SEEDS),100) \
-		SIMULATION_RUNS=$(or $(RUNS),1) $(PYTEST) --proof simulation $(if $(SEED),-k random_worlds)
+		SIMULATION_RUNS=$(or $(RUNS),1) $(PYTEST) --proof=simulation $(if $(SEED),-k random_worlds)
 
 proof-overload: venv
-	$(PYTEST) -n 2 --proof overload --minutes $(or $(MINUTES),10)
+	$(PYTEST) -n 2 --proof=overload --minutes $(or $(MINUTES),10)
 
 proof-realnet: venv
 	tests/realnet/setup.sh
-	REALNET_STEPS=$(STEPS) REALNET_SEED=$(SEED) $(PYTEST) --proof realnet
+	REALNET_STEPS=$(STEPS) REALNET_SEED=$(SEED) $(PYTEST) --proof=realnet
 
 proof-clients: venv
 	tests/feed_clients/setup.sh
 	tests/lexicons/setup.sh
-	$(PYTEST) --proof clients
+	$(PYTEST) --proof=clients
 
 proof-browser: venv
 	$(INSTALL) --editable '.[docs]'
 	tests/serve/install_prometheus.sh
 	tests/serve/install_chromium.sh
-	$(PYTEST) --proof browser
+	$(PYTEST) --proof=browser
 
 proof-deploy: venv
 	tests/deploy/setup.sh
-	$(PYTEST) --proof deploy
+	$(PYTEST) --proof=deploy
 
 proof-cluster: venv # tests/citus, and again what a cluster may change
-	$(PYTEST) --proof cluster
+	$(PYTEST) --proof=cluster
 	$(PYTEST) --database citus $(CLUSTER_TESTS)
-	$(PYTEST) --database citus --proof daemon $(CLUSTER_TESTS)
+	$(PYTEST) --database citus --proof=daemon $(CLUSTER_TESTS)
 
 proof-fuzz: venv # new examples, then all targets, two at a time, for SECONDS (0: until Ctrl-C); TARGET=cars: one
 	$(if $(TARGET),,$(PYTEST) -m hypothesis --hypothesis-profile random)
