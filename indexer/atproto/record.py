@@ -57,7 +57,7 @@ class Value(NamedTuple):
     """The value of a record, as it is stored."""
 
     json: str | None  # AT Protocol JSON; None if JSON or `jsonb` cannot represent the record
-    problem: Problem | None  # what is unusual about the record
+    problem: Problem | None  # None if the record is ordinary
     original: bytes | None  # the DAG-CBOR of the record, if `json` does not represent all of it
 
 

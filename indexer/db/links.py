@@ -172,7 +172,7 @@ class LinkSession:
     done: bool = False
     links: int = 0
     _may_recount: bool = True
-    """False if `links_to_recount` is empty: only this session fills it."""
+    """False if `links_to_recount` is empty: only the owner of the links fills it."""
     _recounted: dict[tuple[str, int, bool], tuple[str, str]] = field(default_factory=dict)
     """The recount that has begun (repo, change, visibility), and the record up to which it is done."""
 

@@ -82,6 +82,25 @@ async def test_turning_links_off_removes_them_and_on_again_brings_them_back(
     await assert_links_exact(sql)
 
 
+async def test_one_session_follows_several_pages_and_later_changes_of_visibility(
+    db: Database, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(db_links, "MAX_CHANGES", 3)
+    await turn_on(db)
+    await insert(db, synchronized(1), changes=tuple(like(number) for number in range(8)))
+    await number_changes(db)
+    async with owned_links(db) as session:
+        assert not await session.recount()
+        while await session.read_changes():
+            pass
+        assert await count(sql) == 8
+        await sql.execute("select atproto.request_takedown($1, true)", did(1))
+        await number_changes(db)
+        await session.read_changes()
+        assert await session.recount()
+    await assert_links_exact(sql)
+
+
 async def test_one_process_keeps_links_at_a_time(db: Database) -> None:
     async with owned_links(db), db.links.session() as other:
         assert not await other.lock.claim()

@@ -17,7 +17,7 @@ NOON = 1_767_268_800.0  # 2026-01-01T12:00:00Z
 NOTHING = Counts(dict.fromkeys(SyncStatus, 0), {}, 0, 0, 0)
 SHARD = Shard()
 State = tuple[dict[str, Any], Sequence[ProcessReport]]
-"""What `Reports.state` returns."""
+"""The result of `Reports.state`."""
 
 
 def state_of(reports: Sequence[ProcessReport] = (), **fields: Any) -> State:
