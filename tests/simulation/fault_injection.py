@@ -153,6 +153,7 @@ async def _forge(world: World, fault: Forgery) -> AsyncIterator[None]:
     watched = {fault.did, *world.schedule.bystanders}  # a forgery may have a commit of the other one
     for did in watched:
         await until(lambda did=did: world.is_quiet(did), world.daemon.log_tail)  # type: ignore[misc]
+    await until(world.directory_is_asked, world.daemon.log_tail)
     desynchronized, fetched = await world.desynchronized(watched), [world.fetched()[did] for did in watched]
     kind, payload = _forged_message(world, fault)
     frames = []

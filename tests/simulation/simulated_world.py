@@ -12,6 +12,7 @@ import asyncpg
 from indexer.demo import local_repo
 from indexer.demo.http_server import HttpServer
 from indexer.demo.local_repo import TidClock
+from indexer.net.http.http_client import host_of
 from tests.background import running
 from tests.daemon_forks import DaemonFork
 from tests.database_proxy import DatabaseProxy
@@ -98,6 +99,7 @@ _QUIET = """
         and not exists (select from indexer.gap where closed_at is null) as quiet
     from indexer.repo, indexer.scope where active and next_attempt_at is distinct from 'infinity'
 """
+_FAILING = "select from indexer.host where host = $1 and consecutive_failures > 0"
 _DESYNCHRONIZED = "select count(*) from simulation.state where did = any($1) and status <> 'synchronized'"
 _REJECTED = "select from simulation.rejection where frame = any($1::text[])"
 _FAILED = "select from simulation.state where did = any($1::text[]) and error = $2"
@@ -237,6 +239,13 @@ class World:
     async def all_quiet(self) -> bool:
         """Return True if all active repos are quiet or parked."""
         return all((await self._quiet()).values())
+
+    async def directory_is_asked(self) -> bool:
+        """Return True if the daemon sends each request to the directory, or has no other one to send.
+
+        After failures, it sends one request at a time until one succeeds, and refuses the others.
+        """
+        return not await self.sql.fetch(_FAILING, host_of(self.plc.url)) or await self.all_quiet()
 
     async def desynchronized(self, dids: Iterable[str]) -> int:
         """Return how often these repos have been written in another state than `synchronized`."""
