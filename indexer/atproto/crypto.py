@@ -1,34 +1,28 @@
 """Keys and signatures on the curves secp256k1 and P-256 (docs/protocol.md#commit-objects).
 
 A signature is `r` and `s`, 32 bytes each, over the SHA-256 of the message. Only the smaller of the two possible values
-of `s` is valid (low-S). No other module uses the curve libraries.
+of `s` is valid (low-S). Only this module and `p256` use the curve libraries.
 """
 
-from functools import lru_cache
 from hashlib import sha256
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from coincurve import PrivateKey as Secp256k1PrivateKey
 from coincurve import PublicKey as Secp256k1PublicKey
 from coincurve._libsecp256k1 import ffi, lib
 from coincurve.context import GLOBAL_CONTEXT
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.asymmetric.utils import Prehashed, decode_dss_signature, encode_dss_signature
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from indexer.errors import UpstreamError
 from indexer.reasons import Rejection
+
+if TYPE_CHECKING:
+    from indexer.atproto.p256 import PrivateKey as P256PrivateKey
 
 Curve = Literal["k256", "p256"]
 
 SIGNATURE_BYTES = 64
 COMPRESSED_POINT_BYTES = 33
-_INTEGER_BYTES = 32
 _MAX_KEY_CHARACTERS = 200
-_P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-_PREHASHED = ec.ECDSA(Prehashed(SHA256()))
 _SECP256K1_CONTEXT = GLOBAL_CONTEXT.ctx
 
 # First byte of a point: compressed with even or odd y, or uncompressed. libsecp256k1 would also accept the hybrid forms
@@ -78,8 +72,9 @@ class PublicKey:
                 self.uncompressed = key.format(compressed=False)
                 self._parsed = bytes(ffi.buffer(key.public_key))
             else:
-                self.uncompressed = _p256(point).public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)
-                self._parsed = self.uncompressed
+                from indexer.atproto import p256  # noqa: PLC0415 - loads cryptography, which few processes need
+
+                self.uncompressed = self._parsed = p256.uncompressed(point)
         except (ValueError, TypeError) as error:
             raise UpstreamError(Rejection.NO_SIGNING_KEY, f"not a point of {curve}: {error}") from None
 
@@ -97,7 +92,11 @@ class PublicKey:
         if len(sig) != SIGNATURE_BYTES:
             return False
         digest = sha256(message).digest()
-        return self._verify_k256(sig, digest) if self.curve == "k256" else self._verify_p256(sig, digest)
+        if self.curve == "k256":
+            return self._verify_k256(sig, digest)
+        from indexer.atproto import p256  # noqa: PLC0415 - as above
+
+        return p256.verify(self._parsed, sig, digest)
 
     def _verify_k256(self, sig: bytes, digest: bytes) -> bool:
         parsed = ffi.new("secp256k1_ecdsa_signature *")
@@ -105,17 +104,6 @@ class PublicKey:
             return False
         key = ffi.from_buffer("secp256k1_pubkey *", self._parsed)
         return bool(lib.secp256k1_ecdsa_verify(_SECP256K1_CONTEXT, parsed, digest, key))  # rejects high-S
-
-    def _verify_p256(self, sig: bytes, digest: bytes) -> bool:
-        r = int.from_bytes(sig[:_INTEGER_BYTES], "big")
-        s = int.from_bytes(sig[_INTEGER_BYTES:], "big")
-        if not (0 < r < _P256_ORDER and 0 < s <= _P256_ORDER // 2):
-            return False
-        try:
-            _p256(self._parsed).verify(encode_dss_signature(r, s), digest, _PREHASHED)
-        except InvalidSignature:
-            return False
-        return True
 
     @property
     def compressed(self) -> bytes:
@@ -129,16 +117,6 @@ class PublicKey:
     def did_key(self) -> str:
         """Return the key as `did:key:z…`."""
         return f"did:key:{self.multikey()}"
-
-
-@lru_cache(maxsize=2_048)  # because the form of OpenSSL needs one to two kilobytes for each key
-def _p256(point: bytes) -> ec.EllipticCurvePublicKey:
-    """Return a point of P-256 in the form of OpenSSL.
-
-    Raises:
-        ValueError: This is not a point of P-256.
-    """
-    return ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP256R1(), point)
 
 
 def parse_multikey(text: str) -> PublicKey:
@@ -213,11 +191,13 @@ class PrivateKey:
 
     def __init__(self, curve: Curve, secret: bytes) -> None:
         self.curve = curve
-        self._key: Secp256k1PrivateKey | ec.EllipticCurvePrivateKey = (
-            Secp256k1PrivateKey(secret)
-            if curve == "k256"
-            else ec.derive_private_key(int.from_bytes(secret, "big"), ec.SECP256R1())
-        )
+        self._key: Secp256k1PrivateKey | P256PrivateKey
+        if curve == "k256":
+            self._key = Secp256k1PrivateKey(secret)
+        else:
+            from indexer.atproto import p256  # noqa: PLC0415 - as above
+
+            self._key = p256.PrivateKey(secret)
 
     @classmethod
     def from_seed(cls, curve: Curve, seed: bytes) -> Self:
@@ -229,13 +209,11 @@ class PrivateKey:
         """The public key of this key."""
         if isinstance(self._key, Secp256k1PrivateKey):
             return PublicKey("k256", self._key.public_key.format())
-        return PublicKey("p256", self._key.public_key().public_bytes(Encoding.X962, PublicFormat.CompressedPoint))
+        return PublicKey("p256", self._key.point)
 
     def sign(self, message: bytes) -> bytes:
         """Return the signature of a message: 64 bytes, low-S."""
         digest = sha256(message).digest()
         if isinstance(self._key, Secp256k1PrivateKey):
             return self._key.sign_recoverable(digest, hasher=None)[:SIGNATURE_BYTES]
-        r, s = decode_dss_signature(self._key.sign(digest, _PREHASHED))
-        low_s = min(s, _P256_ORDER - s)
-        return r.to_bytes(_INTEGER_BYTES, "big") + low_s.to_bytes(_INTEGER_BYTES, "big")
+        return self._key.sign(digest)
