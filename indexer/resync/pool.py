@@ -103,10 +103,10 @@ class WorkerPool:
                 self._slot_freed.clear()
                 count = max(claim_size, self.shares.free_workers)
                 claimed = await self._claim(count)
-                started = await self._start(group, claimed)
-                # If most were postponed, claim more next time: many repos of one busy host may be first in the queue.
-                # They are postponed, and the repos of other hosts behind them are reached without a wait.
-                claim_size = min(2 * len(claimed), MAX_CLAIM) if 2 * started < len(claimed) else 1
+                started, busy = await self._start(group, claimed)
+                # If most wait for their hosts, claim more next time: many repos of one busy host may be first in the
+                # queue. They are postponed, and the repos of other hosts behind them are reached without a wait.
+                claim_size = min(2 * (started + busy), MAX_CLAIM) if busy > started else 1
                 if not started and len(claimed) < count:
                     await self._wait_for_slot(self.settings.idle_interval / (4 if claimed else 1))
 
@@ -158,8 +158,11 @@ class WorkerPool:
             return await asyncio.shield(self._claiming)
         return []
 
-    async def _start(self, group: asyncio.TaskGroup, claimed: Sequence[Repo]) -> int:
-        """Start the repos that find free slots and postpone the others; return how many were started."""
+    async def _start(self, group: asyncio.TaskGroup, claimed: Sequence[Repo]) -> tuple[int, int]:
+        """Start the repos that find free slots and postpone the others.
+
+        Return how many were started, and how many wait for their hosts. The rest found no free worker.
+        """
         with DatabaseAttempt() as preload:  # without the identities, each attempt looks up its own
             await self.identities.preload([repo.did for repo in claimed])
         now, postponed = time(), []
@@ -168,13 +171,13 @@ class WorkerPool:
                 resync = self._admit(repo, now)
             except PostponedError as error:
                 self.metrics.resyncs[error.result].inc()
-                postponed.append((repo, error))
+                postponed.append((repo, error.with_traceback(None)))  # whose frames refer to this list
             else:
                 resync.preloaded = preload.error is None
                 group.create_task(self._resync(resync), name=f"resync of {repo.did}")
         with DatabaseAttempt():  # if this fails, their leases expire
             await self._postpone(postponed)
-        return len(claimed) - len(postponed)
+        return len(claimed) - len(postponed), sum(error.until is not None for _, error in postponed)
 
     def _admit(self, repo: Repo, now: float) -> Resync:
         """Occupy slots for a claimed repo. The host of a did:web counts until that of the PDS is known."""

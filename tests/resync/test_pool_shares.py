@@ -1,6 +1,8 @@
 """The shares of the workers: a host, a new account or a large repo leaves enough of them to the others."""
 
 import asyncio
+import gc
+from collections import Counter
 from time import time
 
 import pytest
@@ -9,6 +11,7 @@ from indexer.errors import UnavailableError
 from indexer.net.new_accounts import NewAccounts
 from indexer.net.pds.pds_client import LARGE_BYTES
 from indexer.reasons import FetchFailure
+from indexer.resync.shares import PostponedError
 from indexer.sync.repo import SyncStatus
 from indexer.telemetry.conditions import NEW_ACCOUNTS_LIMITED
 from tests.resync.running_pool import Download, RunningPool
@@ -25,6 +28,25 @@ async def test_many_new_accounts_of_one_host_do_not_keep_one_of_another_host_wai
         assert len(set(many) & running.attempts.results.keys()) == 2
         assert len(running.db.claims) < 1.5 * len(many), "each is passed over about once"
         assert all(repo.attempts == 0 for repo in running.db.rows.values())
+
+
+@pytest.mark.slow
+async def test_repos_behind_those_of_a_busy_host_are_not_claimed_before_a_worker_is_free() -> None:
+    busy = [f"did:plc:busy{n:020}" for n in range(300)]
+    others = [f"did:plc:{n:024}" for n in range(60)]
+
+    def host_of(did: str) -> str:
+        return "busy.example" if did in busy else f"{did[8:]}.example"
+
+    async with RunningPool([*busy, *others], host_of, workers=4, idle_interval=60) as running:
+        for did in others:
+            await until(lambda did=did: did in running.attempts.results)  # type: ignore[misc]
+            running.attempts.results[did].set_result("synchronized")
+        assert max(running.db.claim_sizes) > 100, "those of the busy host were passed over"
+        claims = Counter(running.db.claims)
+        assert sum(claims[did] for did in others) < 5 * len(others)
+        alive = [one for one in gc.get_objects() if isinstance(one, PostponedError)]
+        assert len(alive) <= 1, "they refer to no frame, which would refer to them: only the module has one"
 
 
 async def test_did_web_whose_host_is_unknown_shares_the_slots_of_its_domain() -> None:
