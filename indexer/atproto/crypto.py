@@ -22,12 +22,19 @@ Curve = Literal["k256", "p256"]
 
 SIGNATURE_BYTES = 64
 COMPRESSED_POINT_BYTES = 33
+UNCOMPRESSED_POINT_BYTES = 65
 _MAX_KEY_CHARACTERS = 200
+_COORDINATE_BYTES = 32
 _SECP256K1_CONTEXT = GLOBAL_CONTEXT.ctx
+
+# The curve P-256 is y² = x³ - 3x + b modulo this prime (SEC 2, 2.4.2).
+_P256_PRIME = 2**256 - 2**224 + 2**192 + 2**96 - 1
+_P256_B = 0x5AC635D8AA3A93E7B3EBBD55769886BC651D06B0CC53B0F63BCE3C3E27D2604B
 
 # First byte of a point: compressed with even or odd y, or uncompressed. libsecp256k1 would also accept the hybrid forms
 # 06 and 07, which the protocol does not allow.
-_POINT_FORMS = (b"\x02", b"\x03", b"\x04")
+_UNCOMPRESSED = b"\x04"
+_POINT_FORMS = (b"\x02", b"\x03", _UNCOMPRESSED)
 
 # The codes of secp256k1-pub and p256-pub as varints (https://github.com/multiformats/multicodec).
 _PREFIX_OF_CURVE: dict[Curve, bytes] = {"k256": b"\xe7\x01", "p256": b"\x80\x24"}
@@ -72,9 +79,7 @@ class PublicKey:
                 self.uncompressed = key.format(compressed=False)
                 self._parsed = bytes(ffi.buffer(key.public_key))
             else:
-                from indexer.atproto import p256  # noqa: PLC0415 - loads cryptography, which few processes need
-
-                self.uncompressed = self._parsed = p256.uncompressed(point)
+                self.uncompressed = self._parsed = _p256_uncompressed(point)
         except (ValueError, TypeError) as error:
             raise UpstreamError(Rejection.NO_SIGNING_KEY, f"not a point of {curve}: {error}") from None
 
@@ -94,7 +99,7 @@ class PublicKey:
         digest = sha256(message).digest()
         if self.curve == "k256":
             return self._verify_k256(sig, digest)
-        from indexer.atproto import p256  # noqa: PLC0415 - as above
+        from indexer.atproto import p256  # noqa: PLC0415 - loads cryptography, which few processes need
 
         return p256.verify(self._parsed, sig, digest)
 
@@ -117,6 +122,24 @@ class PublicKey:
     def did_key(self) -> str:
         """Return the key as `did:key:z…`."""
         return f"did:key:{self.multikey()}"
+
+
+def _p256_uncompressed(point: bytes) -> bytes:
+    """Return a point of P-256 in its uncompressed form.
+
+    Raises:
+        ValueError: This is not a point of P-256.
+    """
+    if len(point) != (UNCOMPRESSED_POINT_BYTES if point[:1] == _UNCOMPRESSED else COMPRESSED_POINT_BYTES):
+        raise ValueError(f"{len(point)} bytes")
+    x, y = int.from_bytes(point[1:COMPRESSED_POINT_BYTES]), int.from_bytes(point[COMPRESSED_POINT_BYTES:])
+    square = (x**3 - 3 * x + _P256_B) % _P256_PRIME
+    if point[:1] != _UNCOMPRESSED:
+        root = pow(square, (_P256_PRIME + 1) // 4, _P256_PRIME)
+        y = root if root & 1 == point[0] & 1 else _P256_PRIME - root
+    if max(x, y) >= _P256_PRIME or y * y % _P256_PRIME != square:
+        raise ValueError("not on the curve")
+    return _UNCOMPRESSED + x.to_bytes(_COORDINATE_BYTES) + y.to_bytes(_COORDINATE_BYTES)
 
 
 def parse_multikey(text: str) -> PublicKey:

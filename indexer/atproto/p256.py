@@ -1,6 +1,7 @@
-"""Keys and signatures on P-256, for `crypto`, which imports this module when it meets the first key on this curve.
+"""Signatures on P-256, for `crypto`, which imports this module with the first one.
 
-The library takes 8 MiB of memory, and nearly all accounts have keys on secp256k1: the reference PDS makes only those.
+The library takes 8 MiB of memory, and few processes need it: the reference PDS makes only keys on secp256k1, and the
+native core verifies nearly all signatures.
 """
 
 from functools import lru_cache
@@ -19,15 +20,6 @@ _PREHASHED = ec.ECDSA(Prehashed(SHA256()))
 @lru_cache(maxsize=2_048)  # because the form of OpenSSL needs one to two kilobytes for each key
 def _public_key(point: bytes) -> ec.EllipticCurvePublicKey:
     return ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP256R1(), point)
-
-
-def uncompressed(point: bytes) -> bytes:
-    """Return a point in its uncompressed form, 65 bytes.
-
-    Raises:
-        ValueError: This is not a point of P-256.
-    """
-    return _public_key(point).public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)
 
 
 def verify(point: bytes, sig: bytes, digest: bytes) -> bool:

@@ -82,6 +82,25 @@ def uncompressed(curve: Curve) -> bytes:
     return key.public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)
 
 
+@given(st.sampled_from([b"\2", b"\3", b"\4"]), st.binary(min_size=32, max_size=32) | st.integers(0, 5), st.data())
+def test_point_on_p256_is_what_the_library_says(form: bytes, x: bytes | int, data: st.DataObject) -> None:
+    """Numbers from the prime on are no coordinates, also not if they are on the curve modulo the prime."""
+    prime = 2**256 - 2**224 + 2**192 + 2**96 - 1
+    point = form + (x if isinstance(x, bytes) else (prime + x).to_bytes(32, "big"))
+    if form == b"\4":
+        valid = PrivateKey.from_seed("p256", point).public.uncompressed
+        y = data.draw(st.sampled_from([valid[33:], valid[33:], (prime - 1).to_bytes(32, "big")]))
+        point = data.draw(st.sampled_from([valid, point[:33] + y, valid[:33] + y]))
+    try:
+        key = ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP256R1(), point)
+    except ValueError:
+        with pytest.raises(UpstreamError):
+            PublicKey("p256", point)
+    else:
+        expected = key.public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)
+        assert PublicKey("p256", point).uncompressed == expected
+
+
 LEGACY_TYPES: dict[Curve, str] = {
     "k256": "EcdsaSecp256k1VerificationKey2019",
     "p256": "EcdsaSecp256r1VerificationKey2019",
