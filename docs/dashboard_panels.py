@@ -170,9 +170,9 @@ LIVE = (
     Panel(
         "Queue in bytes",
         "bytes",
-        "Messages that are received and not stored yet. At 64 MiB, the process stops reading from the socket.",
+        "Messages that are received and not stored yet. At 16 MiB, the process stops reading from the socket.",
         (("{{instance}}", "indexer_queue_bytes{@}"),),
-        steps=((50e6, "red"),),
+        steps=((12e6, "red"),),
     ),
     Panel(
         "Queue in messages",

@@ -90,7 +90,7 @@ FRAME_SIZE_MARGIN = 4
 open. A larger frame ends the connection."""
 READS_PER_WINDOW = 4
 """Reads of the stream from one batch to the next, unless many bytes arrive."""
-INBOX_BYTES = 64 * 1024 * 1024
+INBOX_BYTES = 16 * 1024 * 1024
 KEY_LOOKUP_CONCURRENCY = 64
 CONNECTIONS = TURNS + LARGE_TURNS + RESERVED_CONNECTIONS
 """Size of the pool of connections. Some stages have connections of their own, such as the shard lock."""

@@ -26,7 +26,7 @@ LOOKUP_STALL_SECONDS = 240.0
 less."""
 MAX_WAITING_SHARE = 1 / 2
 """Share of the inbox that messages may occupy while they wait for keys."""
-MAX_WAITING_SHARE_OF_DID = 1 / 16
+MAX_WAITING_SHARE_OF_DID = 1 / 4
 """Share of the inbox that the waiting messages of one DID may occupy."""
 
 log = structlog.get_logger(__name__)

@@ -173,7 +173,7 @@ class Metrics:
             "It is above 0 for longer than a reconciliation takes.")
         self._at_scrape(
             "indexer_queue_bytes", (), "Size of the messages that are received and not settled.",
-            "It stays at its limit of 64 MiB: the database is slower than the stream.")
+            "It stays at its limit of 16 MiB: the database is slower than the stream.")
         self._at_scrape(
             "indexer_queue_messages", (), "Messages that are received and have no outcome yet.",
             "It stays high while few messages are processed.")

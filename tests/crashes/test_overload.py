@@ -23,7 +23,7 @@ from tests.faulty_network import FaultyNetwork
 from tests.quick_tuning import MORTAL
 
 MAX_MIB = 400
-"""Messages of 64 MiB in the inbox, decoded and with the rows of the batch that is written, and 100 MiB without any."""
+"""Messages of 16 MiB in the inbox, decoded and with the rows of the batch that is written, and 100 MiB without any."""
 ACCOUNTS = 400
 """More than the commits of a batch: of several changes of a record in a batch, only the last one is written."""
 RECORD_CHARACTERS = 60_000

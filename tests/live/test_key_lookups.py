@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from indexer.app.daemon import INBOX_BYTES
 from indexer.atproto.crypto import PrivateKey
 from indexer.errors import UnavailableError
 from indexer.live.inbox import Inbox
@@ -195,7 +196,7 @@ async def test_forged_commits_of_hanging_hosts_do_not_stop_the_stream(
     make_scenario: MakeScenario, forged: list[str]
 ) -> None:
     """The inbox holds fewer bytes than the messages that wait for keys. No lookup ends."""
-    scenario = make_scenario(concurrency=64, inbox_bytes=64 * 1024 * 1024)
+    scenario = make_scenario(concurrency=64, inbox_bytes=INBOX_BYTES)
     outcomes: dict[str, list[str]] = {}
     writer = asyncio.create_task(write_batches(scenario, outcomes))
     try:
@@ -220,8 +221,8 @@ async def test_forged_commits_of_hanging_hosts_do_not_stop_the_stream(
 async def test_large_wait_ends_and_small_ones_continue(make_scenario: MakeScenario) -> None:
     scenario = make_scenario(concurrency=64, inbox_bytes=16_000_000)
     await scenario.start(ERIN)
-    scenario.keys.start(NeedsKey(WEB, refresh=False), [large_message(WEB, 400_000)] * 2)
-    assert scenario.keys.hold_back([large_message(WEB, 400_000), large_message(ERIN, 1_000)]) == []
+    scenario.keys.start(NeedsKey(WEB, refresh=False), [large_message(WEB, 1_500_000)] * 2)
+    assert scenario.keys.hold_back([large_message(WEB, 1_500_000), large_message(ERIN, 1_000)]) == []
     assert scenario.keys.key_state(WEB) is UNAVAILABLE
     assert [message.did for message in await scenario.returned()] == [WEB] * 3
     assert scenario.keys.key_state(ERIN) is None
