@@ -22,7 +22,7 @@ from tests.database_proxy import DatabaseProxy
 from tests.faulty_network import FaultyNetwork
 from tests.quick_tuning import MORTAL
 
-MAX_MIB = 400
+MAX_MIB = 300
 """Messages of 16 MiB in the inbox, decoded and with the rows of the batch that is written, and 100 MiB without any."""
 ACCOUNTS = 400
 """More than the commits of a batch: of several changes of a record in a batch, only the last one is written."""
