@@ -28,9 +28,6 @@ from indexer.db.migrate import migrate
 from indexer.readers.links import LinkReader
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
 from indexer.sync.repo import Head, Repo, SyncStatus
-from indexer.tasks.notifications import ChangeNotifier
-from indexer.telemetry.conditions import Conditions
-from indexer.telemetry.metrics import Metrics
 
 LIKES_PER_REPO = 20
 COMMITS_PER_BATCH = 500
@@ -185,8 +182,7 @@ async def measure_batches(db: Database, numbers: range, session: LinkSession | N
 
 async def measure_lag(db: Database, connection: asyncpg.Connection) -> None:
     """Write 1,000 likes per second; measure how long after each batch the count contains it."""
-    notifier = ChangeNotifier(db, Metrics(), Conditions())
-    tasks = [asyncio.create_task(run) for run in (LinkReader(db, wanted=True).run(), notifier.run())]
+    reading = asyncio.create_task(LinkReader(db, wanted=True).run())
     lags = []
     await asyncio.sleep(2)
     due = perf_counter()
@@ -199,9 +195,8 @@ async def measure_lag(db: Database, connection: asyncpg.Connection) -> None:
         while await connection.fetchval("select seq from atproto.link_progress") < before + LAG_COMMITS:
             pass
         lags.append(1000 * (perf_counter() - began))
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
     lags.sort()
     found = (
         f"median {statistics.median(lags):.0f} ms, p99 {lags[len(lags) * 99 // 100]:.0f} ms, maximum {lags[-1]:.0f} ms"

@@ -75,7 +75,7 @@ from indexer.sync.scope import Track
 from indexer.tasks.discover import SignalDiscovery
 from indexer.tasks.erasure import AccountErasure
 from indexer.tasks.identities import HandleChecks, IdentityRefresh
-from indexer.tasks.notifications import ChangeNotifier
+from indexer.tasks.open_transactions import OpenTransactions
 from indexer.tasks.reconcile import Reconciliation
 from indexer.tasks.retention import ChangeLogRetention
 from indexer.tasks.scope import ScopeBackfill, ScopeNarrowing
@@ -88,8 +88,9 @@ PDS_MESSAGE_TIMEOUT = 1_800.0
 FRAME_SIZE_MARGIN = 4
 """Frames up to this multiple of the limit are received and rejected, so that the connection stays
 open. A larger frame ends the connection."""
-READS_PER_WINDOW = 4
-"""Reads of the stream from one batch to the next, unless many bytes arrive."""
+BATCH_SPACING = 0.9
+"""Minimum time from one batch to the next, as a share of the time from one read of the stream to the next. So a batch
+begins with a read, and what was read does not wait."""
 INBOX_BYTES = 16 * 1024 * 1024
 KEY_LOOKUP_CONCURRENCY = 64
 CONNECTIONS = TURNS + LARGE_TURNS + RESERVED_CONNECTIONS
@@ -211,7 +212,7 @@ class Daemon:
         self.new_accounts = NewAccounts(new_accounts)
         self.shard_ownership = ShardOwnership(self.db, shard, retry=tuning.retry)
         self.inbox = Inbox(INBOX_BYTES)
-        connection = replace(tuning.connection, read_interval=settings.batch_window / READS_PER_WINDOW)
+        connection = replace(tuning.connection, read_interval=settings.batch_window)
         if settings.upstream == "pds":
             connection = replace(connection, message_timeout=PDS_MESSAGE_TIMEOUT)
         self.subscription = Subscription(
@@ -264,7 +265,7 @@ class Daemon:
                 tuning.writer,
                 shard=shard,
                 batch_size=cluster.BATCH_SIZE if self.db.layout.parts > 1 else BATCH_SIZE,
-                batch_window=settings.batch_window,
+                batch_window=settings.batch_window * BATCH_SPACING,
             ),
             self.metrics,
             self.conditions,
@@ -329,7 +330,7 @@ class Daemon:
             RetentionPolicy(settings.change_retention, settings.change_bytes, settings.consumer_lag_limit),
             self.metrics,
         )
-        self.change_notifier = ChangeNotifier(self.db, self.metrics, self.conditions)
+        self.open_transactions = OpenTransactions(self.db, self.metrics, self.conditions)
         self.change_numbering: ChangeNumbering | None = None
         if not self.db.layout.commit_numbers:
             self.change_numbering = ChangeNumbering(self.db, self.conditions)

@@ -139,7 +139,8 @@ def _common(daemon: "Daemon") -> Iterator[Stage]:
         },
     )
     yield Stage("identity cache", None, daemon.identities.run, [])
-    for part in (daemon.status_reading, daemon.change_log_retention, daemon.change_notifier, daemon.scope):
+    yield Stage("open transactions", None, daemon.open_transactions.run, [])
+    for part in (daemon.status_reading, daemon.change_log_retention, daemon.scope):
         yield Stage(part.stage.name, None, part.run, [part.stage])
     if (numbering := daemon.change_numbering) is not None:
         finish = {Drain.NUMBER: lambda _task: numbering.finish()}

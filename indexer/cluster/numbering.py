@@ -243,8 +243,6 @@ class ChangeNumbering:
             except DatabaseError:
                 return asked
             numbered = await assign_numbers(session, queue.batches, prepared) if queue.batches else set()
-            if numbered:
-                self._db.numbered.set()
             self._waiting = {place: age for place, age in queue.batches.items() if place not in numbered}
             self._report(prepared)
         return []

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import asyncpg
-from asyncpg.exceptions import ObjectNotInPrerequisiteStateError, ProgramLimitExceededError
+from asyncpg.exceptions import ObjectNotInPrerequisiteStateError
 
 from indexer.concurrency.event_wait import wait_for_event
 from indexer.db.columns import Connection, buckets_of, columns_of, of_buckets, unnest
@@ -101,13 +101,6 @@ class FeedPage(NamedTuple):
     skipped: bool = False
 
 
-class Notified(NamedTuple):
-    """The newest change that was notified (None if the queue is full), and the usage of the queue from 0 to 1."""
-
-    seq: int | None
-    queue_usage: float
-
-
 _MICROSECONDS = "(extract(epoch from time) * 1000000)::bigint"
 
 _CHANGES = f"""
@@ -148,11 +141,6 @@ _BATCH_OF = f"""
 LATEST_SEQ = "select atproto.latest_seq()"
 TRIMMED_SEQ = "select last_value from indexer.trimmed_seq"
 _QUEUE_USAGE = "select pg_notification_queue_usage()"
-_NOTIFY = f"""
-    select seq, pg_notification_queue_usage() as queue_usage,
-        case when seq > $1 then pg_notify('{CHANNEL}', '')::text end
-    from atproto.latest_seq() seq
-"""
 
 
 async def load_changes(connection: Connection, after: int, max_changes: int) -> list[LoggedChange]:
@@ -283,14 +271,9 @@ class ChangePages(Area):
             dids = {change.did for change in changes if change.collection is None}
             return FeedPage(changes, values, await load_accounts(connection, dids))
 
-    async def notify(self, after: int) -> Notified:
-        """Notify the listeners if there are changes after the number `after`."""
-        async with self._pool.connection() as connection:
-            try:
-                [row] = await connection.fetch(_NOTIFY, after)
-            except ProgramLimitExceededError:
-                return Notified(None, await connection.fetchval(_QUEUE_USAGE))
-            return Notified(row["seq"], row["queue_usage"])
+    async def notification_queue_usage(self) -> float:
+        """Return the used share of the notification queue of the server, from 0 to 1."""
+        return float(await self._fetchval(_QUEUE_USAGE))
 
     @asynccontextmanager
     async def signal(self) -> AsyncIterator[ChangeSignal]:

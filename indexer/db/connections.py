@@ -49,7 +49,6 @@ class Connections:
     Attributes:
         layout: The layout of the database when it was opened.
         committed: Set after each transaction that may have written changes.
-        numbered: Set when changes may have got their numbers.
         failed_operations: How many operations ended with a `DatabaseError`.
         last_error: The last of these errors.
     """
@@ -59,7 +58,7 @@ class Connections:
         self._pool = pool
         self.dsn = dsn
         self.resync_connections = Semaphore(max(1, connections - RESERVED_CONNECTIONS))
-        self.committed, self.numbered = Event(), Event()
+        self.committed = Event()
         self.failed_operations = 0
         self.last_error: str | None = None
 
@@ -159,13 +158,7 @@ class Connections:
             async with connection.transaction():
                 yield connection
             crash_point(COMMITTED)
-            self.note_commit()
-
-    def note_commit(self) -> None:
-        """Wake those who wait for changes."""
-        self.committed.set()
-        if self.layout.commit_numbers:
-            self.numbered.set()
+            self.committed.set()
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:

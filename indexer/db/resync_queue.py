@@ -282,7 +282,7 @@ class Resyncs(Area):
                         commit = begun.finished
                     finally:
                         await (transaction.commit() if commit else transaction.rollback())
-                        self._pool.note_commit()
+                        self._pool.committed.set()
                     if commit:
                         crash_point(COMMITTED)
 

@@ -15,6 +15,7 @@ import pytest
 from indexer.cluster.numbering import ChangeNumbering, numbering_session
 from indexer.db import Database
 from indexer.db.change_log import log_changes
+from indexer.db.change_log_reads import CHANNEL
 from indexer.db.change_log_segments import TrimPlan, trim
 from indexer.sync.shard import bucket_of
 from indexer.telemetry.conditions import CLUSTER_NODE_UNAVAILABLE, TRANSACTIONS_IN_DOUBT, Conditions
@@ -145,15 +146,19 @@ async def latest(sql: asyncpg.Connection) -> int:
     return seq
 
 
-async def test_changes_have_no_number_before_a_process_numbers_them(db: Database, sql: asyncpg.Connection) -> None:
+async def test_changes_have_no_number_before_a_process_numbers_them(
+    database: str, db: Database, sql: asyncpg.Connection
+) -> None:
     seq = await latest(sql)
     await log(sql, change(1), change(2))
     assert await after(sql, seq) == []
     assert await sql.fetchval("select count(*) from atproto.changes where seq is null") == 0
-    assert not db.numbered.is_set()
-    await number_once(db)
+    async with connected(database) as listening:
+        notified = asyncio.Event()
+        await listening.add_listener(CHANNEL, lambda *_: notified.set())
+        await number_once(db)
+        await asyncio.wait_for(notified.wait(), 30)
     assert [row["seq"] for row in await after(sql, seq)] == [seq + 1, seq + 2]
-    assert db.numbered.is_set(), "listeners are notified"
 
 
 async def test_batches_are_numbered_in_the_order_of_their_commits(

@@ -189,7 +189,6 @@ STALLS: dict[str, Stall] = {
     "account erasure": lock_of("repo"),
     "batch writer": stalled_writer,
     "change log retention": lock_of("change"),
-    "change notifier": lock_of("change_batch"),
     "firehose consumer": stalled_consumer,
     "handle checks": stalled_handles,
     "host states": stalled_hosts,

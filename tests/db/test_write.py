@@ -15,6 +15,7 @@ from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.changes import Batch, BufferedEvent, DeadLetter, RecordChange, RepoWrite
 from indexer.sync.repo import PARKED, Repo, SyncStatus
 from indexer.sync.stream import Cursor
+from tests.db.change_log_helpers import connected
 from tests.db.repo_rows import delete, did, head, in_progress, insert, put, synchronized
 
 RELAY = "wss://relay.test"
@@ -255,24 +256,18 @@ async def test_the_dead_letters_of_each_relay_and_reason_are_limited_in_number_a
 
 
 @pytest.mark.slow
-async def test_changes_are_notified_once_after_their_commit(
-    db: Database, sql: asyncpg.Connection, database: str
-) -> None:
+async def test_commit_with_changes_notifies_once(db: Database, sql: asyncpg.Connection, database: str) -> None:
     received: asyncio.Queue[str] = asyncio.Queue()
     await sql.add_listener("atproto_changes", lambda _c, _p, _ch, payload: received.put_nowait(str(payload)))
-    other = await asyncpg.connect(database)
     await db.write(Batch((RepoWrite(Repo(did(1)), Repo(did(1), version=1)),)))
-    await db.write(Batch((RepoWrite(Repo(did(2)), synchronized(2), (put("app.test/a"), put("app.test/b"))),)))
-    await other.execute("select pg_notify('atproto_changes', 'before')")
-    seq = 0
-    for _ in range(3):
-        seq = (await db.changes.notify(seq)).seq or 0
-    await other.execute("select pg_notify('atproto_changes', 'end')")
-    await other.close()
+    async with connected(database) as other:
+        await other.execute("select pg_notify('atproto_changes', 'no changes until now')")
+        await db.write(Batch((RepoWrite(Repo(did(2)), synchronized(2), (put("app.test/a"), put("app.test/b"))),)))
+        await other.execute("select pg_notify('atproto_changes', 'end')")
     payloads = [await received.get()]
     while payloads[-1] != "end":
         payloads.append(await received.get())
-    assert (payloads, seq) == (["before", "", "end"], 3)
+    assert payloads == ["no changes until now", "", "end"]
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import asyncpg
 import pytest
 
 from indexer.db import Database
-from indexer.tasks.notifications import ChangeNotifier
+from indexer.tasks.open_transactions import OpenTransactions
 from indexer.telemetry.conditions import DEAD_ROWS_KEPT, Conditions
 from indexer.telemetry.metrics import Metrics
 from tests.db.change_log_helpers import connected
@@ -36,7 +36,7 @@ async def test_consumers_snapshot_is_ended_after_many_batches_and_that_of_anothe
     await sql.execute("create role hostile_consumer login in role atproto_reader")
     await sql.execute(INSERT_CURSOR)
     db, conditions = await Database.open(database), Conditions()
-    notifier = ChangeNotifier(db, Metrics(), conditions, max_transaction_seconds=0, max_dead_cursors=BATCHES)
+    notifier = OpenTransactions(db, Metrics(), conditions, max_transaction_seconds=0, max_dead_cursors=BATCHES)
     try:
         async with connected(with_user(database, "hostile_consumer")) as hostile, connected(database) as backup:
             await hostile.execute("begin isolation level repeatable read; select 1")
@@ -67,7 +67,7 @@ async def test_consumers_snapshot_is_ended_after_many_batches_and_that_of_anothe
 
 async def test_old_prepared_transaction_is_named(database: str, db: Database, sql: asyncpg.Connection) -> None:
     conditions = Conditions()
-    notifier = ChangeNotifier(db, Metrics(), conditions, max_dead_cursors=BATCHES)
+    notifier = OpenTransactions(db, Metrics(), conditions, max_dead_cursors=BATCHES)
     await sql.execute(INSERT_CURSOR)
     async with connected(database) as forgetful:
         await forgetful.execute("create table forgotten (); begin; insert into forgotten default values")

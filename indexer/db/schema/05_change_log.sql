@@ -89,7 +89,9 @@ create table indexer.unnumbered_batch (
     primary key (commit_order)
 );
 
--- Assign the next numbers to the changes of a batch. The caller owns the numbering lock.
+-- Assign the next numbers to the changes of a batch, and let COMMIT notify the listeners. The caller owns the numbering
+-- lock. A session that listens and leaves a transaction open lets the queue of notifications of the server fill up, and
+-- with a full one, each COMMIT with a notification fails. So there is none long before.
 create function indexer.number_batch(segment smallint, batch bigint, size integer) returns void
 language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
 declare
@@ -105,6 +107,9 @@ begin
     update indexer.change_batch b
     set first_seq = first, time = timestamptz 'epoch' + first_time * interval '1 microsecond'
     where b.id = number_batch.batch and b.segment = number_batch.segment;
+    if pg_notification_queue_usage() < 0.75 then
+        perform pg_notify('atproto_changes', '');
+    end if;
 end $$;
 
 -- In COMMIT, on a plain database: number the changes of a batch in commit order.

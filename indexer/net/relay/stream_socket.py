@@ -15,9 +15,9 @@ STREAM_PATH = "/xrpc/com.atproto.sync.subscribeRepos"
 TURN_SECONDS = 0.005
 """Time to receive messages before other tasks get a turn. Each turn of the event loop costs a wait for the
 interpreter's lock while a batch is planned."""
-MANY_BYTES = 128 << 10
-"""Bytes of messages within one interval from which the socket is read without pauses: one read takes at most twice as
-many."""
+MANY_BYTES = 192 << 10
+"""Bytes of messages within one interval from which the socket is read without pauses. One read takes at most
+256 KiB."""
 _SEND_SECONDS = 1.0
 """Time to send a pong or a close frame, if the relay does not read what was sent before."""
 _LOST = "connection lost without a close frame"
@@ -108,6 +108,7 @@ class StreamSocket:
         self._bytes += size
         if self._interval is not None or not self._read_interval:
             return
+        self._turn_ends = monotonic() + TURN_SECONDS  # nobody sees the first message of a read without the others
         many, self._bytes = self._bytes - size >= MANY_BYTES, size
         if not many and self._reading.is_reading():
             self._reading.pause_reading()

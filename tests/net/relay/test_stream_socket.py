@@ -59,6 +59,28 @@ async def test_few_messages_are_read_together_once_per_interval() -> None:
     assert 3 <= reads(times) <= times[-1] / INTERVAL + 1
 
 
+async def test_other_tasks_see_the_messages_of_one_read_together() -> None:
+    received: list[float] = []
+    arrived = asyncio.Event()
+    seen: list[int] = []
+
+    async def take() -> None:
+        while await arrived.wait():
+            arrived.clear()
+            seen.append(len(received))
+
+    taking = asyncio.create_task(take())
+    async with asyncio.timeout(30), stream_of([(0.01, b"a")] * 50, INTERVAL) as stream:
+        for _ in range(50):
+            await stream.receive()
+            received.append(monotonic())
+            arrived.set()
+        await asyncio.sleep(0)
+    taking.cancel()
+    assert len(seen) == reads(received)
+    assert seen[-1] == 50
+
+
 async def test_message_after_a_pause_is_read_at_once() -> None:
     """The second message is sent after one and a half intervals. Reads at fixed times would get it after two."""
     async with asyncio.timeout(30), stream_of([(0, b"first"), (1.5, b"second")], 1.0) as stream:
