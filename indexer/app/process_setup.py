@@ -28,9 +28,6 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, PARENT_ENDED)
 NO_SIGNAL = 0
 DELAY_INTERVAL_SECONDS = 0.05
-M_MMAP_THRESHOLD = -3
-"""The parameter of `mallopt` in <malloc.h>."""
-MAPPED_BYTES = 64 << 10
 
 log = structlog.get_logger(__name__)
 
@@ -115,16 +112,6 @@ def available_cores(quota_file: Path = CPU_QUOTA) -> int:
     cores = len(os.sched_getaffinity(0))
     quota, _, period = quota_file.read_text().partition(" ") if quota_file.exists() else ("max", "", "")
     return cores if quota.strip() == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
-
-
-def map_large_blocks() -> None:
-    """Let glibc map each block of `MAPPED_BYTES` or more on its own: it returns their memory when they are freed.
-
-    By default, it maps those of 128 KiB or more, and after the first one is freed only larger ones, up to 32 MiB. Then
-    the buffers of exports and batches leave holes in its heap: 9 of 93 MiB after a backfill.
-    """
-    if set_parameter := getattr(ctypes.CDLL(None), "mallopt", None):  # glibc has it
-        set_parameter(M_MMAP_THRESHOLD, MAPPED_BYTES)
 
 
 def tune_garbage_collector() -> None:

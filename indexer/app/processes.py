@@ -27,7 +27,6 @@ from indexer.app.process_setup import (
     PARENT_ENDED,
     StopRequest,
     available_cores,
-    map_large_blocks,
     raise_file_limit,
     stop_on_signals,
     tune_garbage_collector,
@@ -67,7 +66,6 @@ async def run(settings: Settings, *, migrate_first: bool = True, tuning: Tuning 
     """
     stop, core = StopRequest(), core_of(settings)
     raise_file_limit()
-    map_large_blocks()
     url = settings.database_url.get_secret_value() if settings.database_url else None
     metrics, postgres = Metrics(), postgres_stage()
     listener = Listener(settings.http_bind)
