@@ -28,6 +28,8 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, PARENT_ENDED)
 NO_SIGNAL = 0
 DELAY_INTERVAL_SECONDS = 0.05
+TRIM_SECONDS = 10.0
+"""Pause before free memory is returned again, which takes one to two milliseconds."""
 
 log = structlog.get_logger(__name__)
 
@@ -134,21 +136,25 @@ async def measure_delays(observe: Callable[[float], None]) -> NoReturn:
 
 
 async def collect_garbage(interval: float) -> NoReturn:
-    """Collect all garbage every `interval` seconds, and return the free memory to the operating system.
+    """Collect all garbage every `interval` seconds, and return free memory every `TRIM_SECONDS`.
 
     The thresholds of the collector count objects. With little load, they are not reached for hours, and the few objects
     of a lost connection to the database hold megabytes.
     """
+    collected_at = monotonic()
     while True:
-        await asyncio.sleep(interval)
-        gc.collect()
+        await asyncio.sleep(min(interval, TRIM_SECONDS))
+        if monotonic() - collected_at >= interval:
+            gc.collect()
+            collected_at = monotonic()
         return_free_memory()
 
 
 def return_free_memory() -> None:
     """Return the free pages of the C library's heap to the operating system.
 
-    The C library itself returns only those at the end of its heap. So after a burst, it kept 50 of 190 MB in a soak.
+    The C library itself returns only those at the end of its heap. So after a burst, it kept 50 of 190 MB in a soak,
+    and 12 of 101 after a backfill.
     """
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc has it
         trim(0)
