@@ -53,6 +53,7 @@ from indexer.net.identity.handle_verifier import HandleVerifier
 from indexer.net.identity.identity_cache import IdentityCache
 from indexer.net.new_accounts import NewAccounts
 from indexer.net.pds.pds_client import PdsClient
+from indexer.net.relay.stream_socket import SHORT_INTERVAL
 from indexer.net.relay.subscription import Subscription
 from indexer.net.server.address import Address
 from indexer.readers.access import Access
@@ -88,9 +89,9 @@ PDS_MESSAGE_TIMEOUT = 1_800.0
 FRAME_SIZE_MARGIN = 4
 """Frames up to this multiple of the limit are received and rejected, so that the connection stays
 open. A larger frame ends the connection."""
-BATCH_SPACING = 0.9
-"""Minimum time from one batch to the next, as a share of the time from one read of the stream to the next. So a batch
-begins with a read, and what was read does not wait."""
+BATCH_SPACING = 0.9 * SHORT_INTERVAL
+"""Minimum time from one batch to the next, as a share of the longest time from one read of the stream to the next. So a
+batch begins with a read, and what was read does not wait."""
 INBOX_BYTES = 16 * 1024 * 1024
 KEY_LOOKUP_CONCURRENCY = 64
 CONNECTIONS = TURNS + LARGE_TURNS + RESERVED_CONNECTIONS

@@ -15,9 +15,11 @@ STREAM_PATH = "/xrpc/com.atproto.sync.subscribeRepos"
 TURN_SECONDS = 0.005
 """Time to receive messages before other tasks get a turn. Each turn of the event loop costs a wait for the
 interpreter's lock while a batch is planned."""
-MANY_BYTES = 192 << 10
-"""Bytes of messages within one interval from which the socket is read without pauses. One read takes at most
-256 KiB."""
+FEW_BYTES, MANY_BYTES = 96 << 10, 240 << 10
+"""Bytes of messages within one interval: with few, the next one has its full length; with many, the socket is read
+without pauses. One read takes at most 256 KiB."""
+SHORT_INTERVAL = 2 / 3
+"""The length of an interval after one with more than a few bytes."""
 _SEND_SECONDS = 1.0
 """Time to send a pong or a close frame, if the relay does not read what was sent before."""
 _LOST = "connection lost without a close frame"
@@ -28,8 +30,8 @@ class ConnectionSettings:
     """Timeouts and delays of the connection, in seconds.
 
     Attributes:
-        read_interval: From one read of the socket to the next, unless many bytes arrive: each read costs a turn of
-            the event loop. 0: messages are read when they arrive.
+        read_interval: The longest time from one read of the socket to the next, unless many bytes arrive: each read
+            costs a turn of the event loop. 0: messages are read when they arrive.
         ping_interval: Without any bytes, before a ping is sent. If nothing arrives in half of that time after the ping,
             the connection is closed.
         stable_after: A connection that lasted this long, and was not silent at its end, resets the delay, and the next
@@ -101,19 +103,20 @@ class StreamSocket:
                 raise self._closed_here or _end(kind, message.data or self._socket.exception(), message.extra)
 
     def _pause_reading(self, size: int) -> None:
-        """Begin an interval with the first message after the last one; until its end, read no more if few bytes arrive.
+        """Begin an interval with the first message after the last one; until its end, read no more unless many arrive.
 
         The library pauses a connection, too, while many bytes wait, and resumes it. Then nothing is done here.
         """
         self._bytes += size
         if self._interval is not None or not self._read_interval:
             return
-        self._turn_ends = monotonic() + TURN_SECONDS  # nobody sees the first message of a read without the others
-        many, self._bytes = self._bytes - size >= MANY_BYTES, size
-        if not many and self._reading.is_reading():
+        before, self._bytes = self._bytes - size, size
+        if before < MANY_BYTES and self._reading.is_reading():
             self._reading.pause_reading()
             self._paused = True
-        self._interval = asyncio.get_running_loop().call_later(self._read_interval, self._resume_reading)
+        seconds = self._read_interval * (1 if before < FEW_BYTES else SHORT_INTERVAL)
+        self._interval = asyncio.get_running_loop().call_later(seconds, self._resume_reading)
+        self._turn_ends = monotonic() + TURN_SECONDS  # nobody sees the first message of a read without the others
 
     def _resume_reading(self) -> None:
         self._interval = None

@@ -12,7 +12,14 @@ import aiohttp
 import pytest
 from websockets.asyncio.server import ServerConnection, serve
 
-from indexer.net.relay.stream_socket import MANY_BYTES, ConnectionSettings, StreamSocket, open_stream
+from indexer.net.relay.stream_socket import (
+    FEW_BYTES,
+    MANY_BYTES,
+    SHORT_INTERVAL,
+    ConnectionSettings,
+    StreamSocket,
+    open_stream,
+)
 
 INTERVAL = 0.1
 Message = tuple[float, bytes]
@@ -57,6 +64,12 @@ def reads(times: Sequence[float]) -> int:
 async def test_few_messages_are_read_together_once_per_interval() -> None:
     times = await arrivals([(0.01, b"%d" % number) for number in range(50)], INTERVAL)
     assert 3 <= reads(times) <= times[-1] / INTERVAL + 1
+
+
+async def test_intervals_are_shorter_while_more_than_few_bytes_arrive() -> None:
+    times = await arrivals([(0.005, bytes(10_000))] * 200, INTERVAL)
+    assert FEW_BYTES < INTERVAL * SHORT_INTERVAL / 0.005 * 10_000 < MANY_BYTES
+    assert reads(times) > 1.1 * times[-1] / INTERVAL
 
 
 async def test_other_tasks_see_the_messages_of_one_read_together() -> None:
