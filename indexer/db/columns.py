@@ -133,11 +133,12 @@ async def copy_binary(connection: Connection, table: str, columns: Sequence[str]
 
 
 async def _binary_file(rows: Iterable[bytes]) -> AsyncIterator[bytes]:
-    """Yield the rows as a whole file. Small rows are joined, as each item is a message."""
-    joined = bytearray(_COPY_HEADER)
+    """Yield the rows as a whole file. Small rows are joined, as each item is a message; large ones are not copied."""
+    waiting, size = [_COPY_HEADER], len(_COPY_HEADER)
     for row in rows:
-        joined += row
-        if len(joined) >= PIECE_BYTES:
-            yield bytes(joined)
-            joined.clear()
-    yield bytes(joined + _COPY_TRAILER)
+        waiting.append(row)
+        size += len(row)
+        if size >= PIECE_BYTES:
+            yield b"".join(waiting)
+            waiting, size = [], 0
+    yield b"".join([*waiting, _COPY_TRAILER])

@@ -5,7 +5,8 @@ changes before the whole export is verified. Then one transaction writes the dif
 were buffered meanwhile, and the new row of the repo. Consumers see the old state until it commits.
 
 The records of a repo of which nothing is stored are not compared. If it is small as well, it shares a transaction with
-others of its part of the layout: all that became ready while the last one ran.
+others of its part of the layout: all that became ready while the last one ran. On one Postgres, two such transactions
+run side by side, so that one uses the processor while the other waits for its next rows or for the disk.
 """
 
 import asyncio
@@ -43,19 +44,20 @@ from indexer.sync.verify import VerifiedChange
 from indexer.telemetry.conditions import VALUES_MISSING, Conditions
 from indexer.telemetry.metrics import Metrics
 
-TURNS = 8
+TURNS = 16
 """Exports that are written at a time, or that wait for a shared transaction with their converted records in memory."""
 LARGE_TURNS = 2
 """Large exports that are written at a time besides: each may take minutes."""
 SHARED_BYTES = 1 << 20
 """Size up to which the export of a repo of which nothing is stored shares a transaction with others."""
-SHARED_RECORDS = 5_000
+SHARED_RECORDS = 8_000
 """Records of a shared transaction, unless its first repo has more."""
-SHARED_RECORD_BYTES = 4 << 20
+SHARED_RECORD_BYTES = 8 << 20
 """Bytes of records of a shared transaction, unless its first repo has more."""
 MAX_SIDE_BY_SIDE = 2
-"""Shared transactions that run side by side, each for one part of the layout. More of them would have fewer repos each,
-and each transaction costs some milliseconds of CPU besides those of its records."""
+"""Shared transactions that run side by side, each for one part of the layout, or for half of the buckets of the only
+part. More of them would have fewer repos each, and each transaction costs some milliseconds of CPU besides those of its
+records."""
 LOCKED_BYTES = 256 << 10
 """Frames of buffered events, in bytes, that are planned and written while the row of the repo is locked. One batch of
 the live path may add more just before the lock."""
@@ -131,7 +133,8 @@ class Applies:
         self._turns = asyncio.Semaphore(turns)
         self._large_turns = asyncio.Semaphore(LARGE_TURNS)
         running = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
-        self._shared = [SharedCalls(self._write_group, _may_share, running) for _ in range(db.layout.parts)]
+        groups = max(db.layout.parts, MAX_SIDE_BY_SIDE)
+        self._shared = [SharedCalls(self._write_group, _may_share, running) for _ in range(groups)]
 
     async def verify(self, did: str, reader: ExportReader, key: PublicKey, limits: Limits) -> Snapshot:
         """Verify an export; raise as `ExportReader.verify` does."""
@@ -165,7 +168,8 @@ class Applies:
 
     async def write_shared(self, repo: NewRepo) -> Batch | None:
         """Write the repo together with others; return its batch, or None if it needs a transaction of its own."""
-        calls = self._shared[self._db.layout.part_of(bucket_of(repo.claimed.did))]
+        layout, bucket = self._db.layout, bucket_of(repo.claimed.did)
+        calls = self._shared[layout.part_of(bucket) if layout.parts > 1 else bucket % MAX_SIDE_BY_SIDE]
         return (await calls.add([repo])).get(repo)
 
     async def _write_group(self, group: Sequence[NewRepo]) -> dict[NewRepo, Batch]:

@@ -18,8 +18,8 @@ from indexer.sync.repo import Head
 from indexer.sync.resync import Entry
 from indexer.sync.verify import BlockOf, VerifiedChange, verify_signed
 
-CHUNK_RECORDS = 2_000
-"""Maximum number of records in a chunk."""
+CHUNK_RECORDS = 10_000
+"""Maximum number of records in a chunk. A COPY costs as much as hundreds of records, however few it has."""
 CHUNK_BYTES = 8 << 20
 """Bytes of record changes after which a chunk takes no further record."""
 PIECE_BYTES = 512 << 10
