@@ -124,14 +124,19 @@ pub struct Repo {
 }
 
 /// Rows of new records, with the values that their rows in the change log need.
+///
+/// An index page that is full while keys arrive in order is split in halves, and the lower half stays half empty. So
+/// of seven records in the order of the keys, three come after all others: they fill the pages.
 #[derive(Default)]
 pub struct RecordRows {
-    /// The rows for the table of records.
-    pub bytes: Vec<u8>,
+    first: Vec<u8>,
+    second: Vec<u8>,
     keys: Vec<Key>,
 }
 
 struct Key {
+    /// True if the row is in `second`.
+    is_second: bool,
     /// The field `collection` in the row, with its size.
     collection: Range<usize>,
     /// The field `rkey` in the row, with its size.
@@ -145,6 +150,17 @@ impl RecordRows {
         self.keys.len()
     }
 
+    /// Returns the rows for the table of records in two parts, each in the order of `push`. The second one comes last.
+    pub fn parts(&self) -> [&[u8]; 2] {
+        [&self.first, &self.second]
+    }
+
+    /// Frees the memory that is not needed if no row is added.
+    pub fn shrink(&mut self) {
+        self.first.shrink_to_fit();
+        self.second.shrink_to_fit();
+    }
+
     /// Appends the row of a record. `None`: a value is too long for a row.
     pub fn push(
         &mut self,
@@ -154,8 +170,9 @@ impl RecordRows {
         json: &str,
         problem: Option<&str>,
     ) -> Option<()> {
-        let out = &mut self.bytes;
-        let mut key = Key { collection: 0..0, rkey: 0..0, cid: *cid };
+        let is_second = self.keys.len() % 7 % 2 == 1;
+        let out = if is_second { &mut self.second } else { &mut self.first };
+        let mut key = Key { is_second, collection: 0..0, rkey: 0..0, cid: *cid };
         put_count(out, repo.layout.records.len())?;
         for column in &repo.layout.records {
             let start = out.len();
@@ -192,6 +209,7 @@ impl RecordRows {
     pub fn changes(&self, repo: &Repo, segment: i16, batch: i64, ordinal: i32) -> Option<Vec<u8>> {
         let mut out = Vec::with_capacity(self.keys.len() * 256);
         for (key, ordinal) in self.keys.iter().zip(ordinal..) {
+            let row = if key.is_second { &self.second } else { &self.first };
             put_count(&mut out, repo.layout.changes.len())?;
             for column in &repo.layout.changes {
                 match column {
@@ -201,8 +219,8 @@ impl RecordRows {
                     ChangeColumn::Live => put(&mut out, &[0])?,
                     ChangeColumn::Action => put(&mut out, b"create")?,
                     ChangeColumn::Did => put(&mut out, repo.did.as_bytes())?,
-                    ChangeColumn::Collection => out.extend_from_slice(&self.bytes[key.collection.clone()]),
-                    ChangeColumn::Rkey => out.extend_from_slice(&self.bytes[key.rkey.clone()]),
+                    ChangeColumn::Collection => out.extend_from_slice(&row[key.collection.clone()]),
+                    ChangeColumn::Rkey => out.extend_from_slice(&row[key.rkey.clone()]),
                     ChangeColumn::Bucket => put(&mut out, &repo.bucket.to_be_bytes())?,
                     ChangeColumn::Cid => put(&mut out, &key.cid)?,
                     ChangeColumn::Rev => put(&mut out, repo.rev.as_bytes())?,

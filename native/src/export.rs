@@ -204,7 +204,7 @@ impl Records {
             }
         }
         // The chunk stays in memory until the previous chunk is written.
-        chunk.rows.bytes.shrink_to_fit();
+        chunk.rows.shrink();
         Ok(Some(chunk))
     }
 }

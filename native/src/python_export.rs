@@ -232,9 +232,14 @@ impl Chunk {
     }
 
     /// Returns at most `size` bytes of the rows of records for COPY, from `start` on; empty bytes at the end.
-    fn record_rows<'py>(&self, py: Python<'py>, start: usize, size: usize) -> Bound<'py, PyBytes> {
-        let rest = self.chunk.rows.bytes.get(start..).unwrap_or_default();
-        PyBytes::new(py, &rest[..rest.len().min(size)])
+    fn record_rows<'py>(&self, py: Python<'py>, mut start: usize, size: usize) -> Bound<'py, PyBytes> {
+        for part in self.chunk.rows.parts() {
+            if let Some(rest) = part.get(start..).filter(|rest| !rest.is_empty()) {
+                return PyBytes::new(py, &rest[..rest.len().min(size)]);
+            }
+            start -= part.len();
+        }
+        PyBytes::new(py, &[])
     }
 
     /// Returns the rows of the change log, for COPY.

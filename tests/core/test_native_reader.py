@@ -18,10 +18,11 @@ from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.atproto.syntax import CollectionFilter
 from indexer.core.core import NativeReader
 from indexer.core.spool import Spool
+from indexer.db.write import in_filling_order
 from indexer.demo import dag_cbor
 from indexer.demo.local_repo import car, car_header, car_section
 from indexer.reasons import FetchFailure, Rejection
-from indexer.sync.export import CHUNK_BYTES, CHUNK_RECORDS, ColumnLayout, ExportReader
+from indexer.sync.export import CHUNK_BYTES, ColumnLayout, ExportReader
 from indexer.sync.policy import Policy
 from indexer.sync.scope import Scope
 from indexer.sync.shard import bucket_of
@@ -48,6 +49,13 @@ from tests.vectors import vectors
 
 native_module()  # without it, the module is skipped
 pytestmark = pytest.mark.slow
+CHUNK_RECORDS = 2_000
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("core.core", "sync.export"):
+        monkeypatch.setattr(f"indexer.{module}.CHUNK_RECORDS", CHUNK_RECORDS)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +294,7 @@ def test_ready_rows_are_those_of_the_reference(tmp_path: Path) -> None:
         numbers = [b"\0\x05", bytes(7) + b"\x09", ordinal.to_bytes(4)]
         logged.append([*numbers, bucket, b"\0", b"create", did, *names, rev, cid])
     assert chunk.rows is not None
-    assert b"".join(chunk.rows.records()) == copy_rows(rows)
+    assert b"".join(chunk.rows.records()) == copy_rows(in_filling_order(rows))
     assert chunk.rows.changes(5, 9, 100) == copy_rows(logged)
 
 

@@ -1,6 +1,7 @@
 """The rows that the native core makes are stored as those of the reference are."""
 
 import tracemalloc
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import asyncpg
 import pytest
 
 from indexer.atproto.crypto import PrivateKey
-from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.core.spool import Spool
 from indexer.db.write import NewRepoRecords, create_records
 from indexer.demo import dag_cbor
@@ -33,17 +34,17 @@ def export(count: int) -> list[bytes]:
     return sections_of(records | unusual)
 
 
-def sections_of(records: dict[str, bytes]) -> list[bytes]:
-    repo = LocalRepo(DID, KEY, "3lwafzkjqm25s")
+def sections_of(records: dict[str, bytes], did: str = DID) -> list[bytes]:
+    repo = LocalRepo(did, KEY, "3lwafzkjqm25s")
     repo.write([Write("create", path, block) for path, block in records.items()], KEY, "3lwafzkjqm26s")
     return list(repo.export())
 
 
-def chunks_of(reader: ExportReader, sections: list[bytes]) -> list[RecordChunk]:
+def chunks_of(reader: ExportReader, sections: list[bytes], did: str = DID) -> list[RecordChunk]:
     for section in sections:
         reader.write(section)
     reader.finish()
-    records = reader.verify(DID, KEY.public, DEFAULT_LIMITS).new_records(STORE_ALL)
+    records = reader.verify(did, KEY.public, DEFAULT_LIMITS).new_records(STORE_ALL)
     return list(iter(records.next_chunk, None))
 
 
@@ -61,7 +62,11 @@ async def stored(sql: asyncpg.Connection, chunks: list[RecordChunk]) -> list[lis
 
 
 @pytest.mark.parametrize("count", [0, 5, 2_010, pytest.param(4_010, marks=pytest.mark.slow)])
-async def test_both_cores_store_the_same_rows(sql: asyncpg.Connection, tmp_path: Path, count: int) -> None:
+async def test_both_cores_store_the_same_rows(
+    sql: asyncpg.Connection, tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("core.core", "sync.export"):
+        monkeypatch.setattr(f"indexer.{module}.CHUNK_RECORDS", 2_000)
     sections = export(count)
     native = chunks_of(native_reader(tmp_path, DEFAULT_LIMITS), sections)
     with closing(Spool(tmp_path, DEFAULT_LIMITS)) as spool:
@@ -70,6 +75,24 @@ async def test_both_cores_store_the_same_rows(sql: asyncpg.Connection, tmp_path:
     expected = await stored(sql, reference)
     assert await stored(sql, native) == expected
     assert [len(rows) for rows in expected] == [count + 2, count + 2]
+
+
+@pytest.mark.parametrize("open_reader", [native_reader, Spool])
+async def test_rows_fill_the_pages_of_the_primary_key(
+    sql: asyncpg.Connection, tmp_path: Path, open_reader: Callable[[Path, Limits], ExportReader]
+) -> None:
+    """In the order of the keys, they would leave half of each page empty if another repo comes after theirs."""
+    count, last = 800, "did:plc:zzzzzzzzzzzzzzzzzzzzzzzz"
+    records = {f"{POST}/{number:06}": dag_cbor.encode({"$type": POST}) for number in range(count)}
+    dids = [last, *(f"did:plc:{letter * 24}" for letter in "abcd")]
+    async with sql.transaction():
+        for did in dids:
+            with closing(open_reader(tmp_path, DEFAULT_LIMITS)) as reader:
+                chunks = chunks_of(reader, sections_of(records, did), did)
+                await create_records(sql, [NewRepoRecords(did, chunk) for chunk in chunks])
+        size = await sql.fetchval("select pg_relation_size('indexer.record_pkey')")
+    entry_bytes = 4 + 72  # a pointer, and a header of 8 bytes with four columns
+    assert size * 0.65 < entry_bytes * count * len(dids)
 
 
 async def test_chunk_is_in_memory_once_while_it_waits_and_while_it_is_written(

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from indexer.db.change_log import COLUMNS, log_rows
-from indexer.db.write import RECORD_COLUMNS
+from indexer.db.write import RECORD_COLUMNS, in_filling_order
 from indexer.db.write import record_rows as rows_of_records
 from indexer.sync.changes import RecordChange, record_entries
 from indexer.sync.export import RecordChunk
@@ -15,9 +15,9 @@ _PREFIXES = {"value": b"\x01"}
 _NULL = b"\xff" * 4
 
 
-def record_rows(did: str, changes: Iterable[RecordChange]) -> bytes:
-    """Return the rows of `indexer.record` for new records of a repo."""
-    return _encoded(list(RECORD_COLUMNS), rows_of_records((did, change) for change in changes))
+def record_rows(did: str, changes: Sequence[RecordChange]) -> bytes:
+    """Return the rows of `indexer.record` for new records of a repo, in the order in which they are written."""
+    return _encoded(list(RECORD_COLUMNS), rows_of_records((did, change) for change in in_filling_order(changes)))
 
 
 def change_rows(did: str, changes: Iterable[RecordChange], segment: int, batch: int, first_ordinal: int) -> bytes:
@@ -26,10 +26,12 @@ def change_rows(did: str, changes: Iterable[RecordChange], segment: int, batch: 
 
 
 def changes_of(chunk: RecordChunk) -> list[RecordChange]:
-    """Return the changes of a chunk, also of one that has only rows."""
+    """Return the changes of a chunk in path order, also of one that has only rows."""
     if chunk.rows is None:
         return list(chunk.changes)
-    rows = [dict(zip(RECORD_COLUMNS, row, strict=True)) for row in _decoded(b"".join(chunk.rows.records()))]
+    written = [dict(zip(RECORD_COLUMNS, row, strict=True)) for row in _decoded(b"".join(chunk.rows.records()))]
+    numbers = in_filling_order(range(len(written)))
+    rows = [row for _, row in sorted(zip(numbers, written, strict=True), key=lambda pair: pair[0])]
     return [
         RecordChange(
             "create",

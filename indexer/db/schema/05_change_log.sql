@@ -50,11 +50,13 @@ create table indexer.change (
     rev text collate "C",
     cid bytea,
     primary key (batch, ordinal, segment, bucket),
-    constraint change_action check (action in ('create', 'update', 'delete', 'hidden', 'visible', 'deleted',
-        'identity', 'moved', 'completed')),
-    constraint change_cid check ((action in ('create', 'update')) = (cid is not null)),
-    constraint change_record check (num_nulls(collection, rkey) = case when action in ('create', 'update', 'delete')
-        then 0 else 2 end)
+    -- One constraint, which costs half as much as one for each column.
+    constraint change_action check (case
+        when action in ('create', 'update') then collection is not null and rkey is not null and cid is not null
+        when action = 'delete' then collection is not null and rkey is not null and cid is null
+        else action in ('hidden', 'visible', 'deleted', 'identity', 'moved', 'completed')
+            and collection is null and rkey is null and cid is null
+    end)
 ) partition by list (segment);
 
 -- No value is stored outside of the row. So rows that a function has read stay complete after it released its locks.
