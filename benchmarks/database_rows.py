@@ -126,3 +126,11 @@ async def find_differences(dsn: str, workload: Workload, changes: Counter[str]) 
     if len(differences) <= MAX_DIFFERENCES:
         return differences
     return [*differences[:MAX_DIFFERENCES], f"and {len(differences) - MAX_DIFFERENCES} more"]
+
+
+async def wal_bytes(dsn: str) -> float:
+    """Return the bytes of write-ahead log that the server has written since it exists."""
+    connection = await asyncpg.connect(dsn)
+    position = await connection.fetchval("select (pg_current_wal_insert_lsn() - '0/0')::float8")
+    await connection.close()
+    return float(position)

@@ -76,6 +76,7 @@ class Measured:
         delivered: Seconds until the consumer had acknowledged all events; None without a consumer.
         cpu: CPU seconds of each part: `program`, and if they exist `Postgres`, `consumer` and `load`.
         peak: Peak resident set size of the program, in bytes; the sum over its processes.
+        wal: Bytes of write-ahead log of Postgres; None without it.
         sizes: Bytes on disk with indexes for each `record`, `repo` and `change`, as far as the program stores them.
     """
 
@@ -84,6 +85,7 @@ class Measured:
     delivered: float | None
     cpu: Mapping[str, float]
     peak: int
+    wal: float | None = None
     sizes: Mapping[str, float] = field(default_factory=dict)
 
     def figures(self, unit: str) -> dict[str, float]:
@@ -94,6 +96,8 @@ class Measured:
         cpu = {"CPU with Postgres": self.cpu["program"] + self.cpu.get("Postgres", 0.0)}
         cpu |= {f"{part} CPU": seconds for part, seconds in self.cpu.items()}
         costs = {f"{part}, µs per {unit}": seconds / self.count * MICRO for part, seconds in cpu.items()}
+        if self.wal is not None:
+            costs[f"WAL, bytes per {unit}"] = self.wal / self.count
         sizes = {f"bytes on disk per {row}": size for row, size in self.sizes.items()}
         return rates | costs | {"peak RSS, MiB": self.peak / MIB} | sizes
 

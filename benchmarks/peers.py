@@ -222,7 +222,7 @@ def _subject(name: str, world: World, program: Path) -> AbstractAsyncContextMana
 async def _synchronize(subject: Subject, world: World) -> Measured:
     """Synchronize all repos; the time counts from the first claim, because both programs look for work periodically."""
     records = exported_records(world.workload)
-    cpu_before = cpu_of_parts(subject, world)
+    before = await _used(subject, world)
     await subject.start()
     started = monotonic()
     while await subject.unclaimed() == len(world.dids):
@@ -231,14 +231,14 @@ async def _synchronize(subject: Subject, world: World) -> Measured:
             raise BenchmarkError("no repo is being synchronized")
         await asyncio.sleep(POLL_SECONDS / 10)
     began = last_progress = monotonic()
-    before = -1
+    left_before = -1
     while left := await subject.unfinished():
         subject.raise_if_ended()
-        last_progress, before = (last_progress if left == before else monotonic()), left
+        last_progress, left_before = (last_progress if left == left_before else monotonic()), left
         if monotonic() - last_progress > tap.STALL_SECONDS:
             raise BenchmarkError(f"{left} repos are not synchronized")
         await asyncio.sleep(POLL_SECONDS)
-    return await _finish(subject, world, records, records, began, cpu_before)
+    return await _finish(subject, world, records, records, began, before)
 
 
 async def _send_commits(subject: Subject, world: World, scenario: Scenario) -> dict[str, Measured]:
@@ -255,12 +255,12 @@ async def _send_commits(subject: Subject, world: World, scenario: Scenario) -> d
             events += len(body["ops"])
         for pid in subject.program_pids:
             cpu_usage.reset_peak_rss(pid)
-        cpu_before = cpu_of_parts(subject, world)
+        before = await _used(subject, world)
         await world.relay.command(commits[0], commits[-1], rate)
         began: float = await world.relay.read("began")
         await _wait_for_revs(subject, revs, last)
         title = f"{scenario.title}: {len(commits):,} commits at {f'{rate:,}/s' if rate else 'the maximum rate'}"
-        runs[title] = await _finish(subject, world, len(commits), events, began, cpu_before)
+        runs[title] = await _finish(subject, world, len(commits), events, began, before)
     return runs
 
 
@@ -279,14 +279,22 @@ async def _wait_for_revs(subject: Subject, expected: Mapping[str, str], last: st
             raise BenchmarkError(f"{missing} repos did not reach their last commit")
 
 
+async def _used(subject: Subject, world: World) -> tuple[dict[str, float], float | None]:
+    """Return the CPU seconds of each part until now, and the bytes of WAL; None without Postgres."""
+    wal = await database_rows.wal_bytes(subject.database.dsn) if subject.database else None
+    return cpu_of_parts(subject, world), wal
+
+
 async def _finish(
-    subject: Subject, world: World, count: int, events: int, began: float, cpu_before: dict[str, float]
+    subject: Subject, world: World, count: int, events: int, began: float, before: tuple[dict[str, float], float | None]
 ) -> Measured:
     seconds = monotonic() - began
     delivered = await subject.wait_for_events(events)
-    cpu = {part: now - cpu_before[part] for part, now in cpu_of_parts(subject, world).items()}
+    (cpu_before, wal_before), (cpu_now, wal_now) = before, await _used(subject, world)
+    cpu = {part: now - cpu_before[part] for part, now in cpu_now.items()}
+    wal = None if wal_before is None or wal_now is None else wal_now - wal_before
     peak = sum(map(cpu_usage.peak_rss, subject.program_pids))
-    return Measured(count, seconds, None if delivered is None else delivered - began, cpu, peak)
+    return Measured(count, seconds, None if delivered is None else delivered - began, cpu, peak, wal)
 
 
 def _versions() -> Figures:

@@ -173,7 +173,9 @@ async def measure_daemons(
         pids = {"daemon": [daemon.process.pid for daemon in daemons], "load": [load.process.pid], **database.servers}
         metrics_before = await harness.sum_metrics(daemons)
         cpu_before = {part: cpu_usage.cpu_seconds(pids[part]) for part in pids}
+        wal_before = await database_rows.wal_bytes(database.dsn)
         elapsed = await _resync_all(database.dsn, [account.did for account in accounts], daemons)
+        wal = await database_rows.wal_bytes(database.dsn) - wal_before
         cpu = {part: cpu_usage.cpu_seconds(pids[part]) - cpu_before[part] for part in pids}
         peak = max(map(cpu_usage.peak_rss, pids["daemon"]))
         metrics = await harness.sum_metrics(daemons)
@@ -182,7 +184,8 @@ async def measure_daemons(
             await daemon.stop()
     speed = _speed(accounts, elapsed, cpu) | await _write_sizes(database.dsn)
     return {
-        "resyncs": speed | {"peak RSS of the daemon, MiB": peak / MIB},
+        "resyncs": speed
+        | {"WAL, bytes per record": wal / _records(accounts), "peak RSS of the daemon, MiB": peak / MIB},
         "elapsed time by stage in the daemon": costs("record", _stage_seconds(metrics), _records(accounts)),
         "share of the time of a resync": _shares(_stage_seconds(metrics)),
     }
