@@ -50,7 +50,7 @@ create table indexer.change (
     rev text collate "C",
     cid bytea,
     primary key (batch, ordinal, segment, bucket),
-    -- One constraint, which costs half as much as one for each column.
+    -- One constraint: each row of a resync is checked once.
     constraint change_action check (case
         when action in ('create', 'update') then collection is not null and rkey is not null and cid is not null
         when action = 'delete' then collection is not null and rkey is not null and cid is null
