@@ -135,6 +135,10 @@ class DeathWorld:
         await self.check_change_log()
         await self.execute(EXPIRE_LEASES)
 
+    async def has_stored_all_messages(self) -> bool:
+        """Return True if the cursor is at the last message of the relay."""
+        return bool(await self._sql.fetchval("select max(seq) from indexer.cursor") == self.network.relay.seq)
+
     async def settle(self) -> None:
         """Run a daemon without faults until the database is equal to the network; compare the change log with it."""
         for pds in self.network.pdses:

@@ -132,9 +132,13 @@ async def keep_links(world: DeathWorld) -> None:
 
 
 async def stop_when_fetching(world: DeathWorld) -> None:
-    """Send the signal to drain while the export hangs. The fetch of another repo could end before the signal comes."""
+    """Send the signal to drain while the export hangs. The fetch of another repo could end before the signal comes.
+
+    A repo that an earlier process has claimed may be fetched before the stream is read.
+    """
     faults = [fault for pds in world.network.pdses for fault in pds.faults if not fault.fired]
     await until(lambda: any(fault.fired for fault in faults), world.daemon.log_tail)
+    await until(world.has_stored_all_messages, world.daemon.log_tail)
     world.daemon.terminate()
 
 
