@@ -354,8 +354,8 @@ class Settings(BaseModel):
     verify_threads: UpToThousand | None = None
     """Threads in which the native core verifies. Lower it if other programs need the cores."""
     batch_window: Annotated[Seconds, Field(le=1), "a duration such as 20ms, at most 1s, or 0"] = 0.05
-    """Longest time from one read of the stream, and so from one batch, to the next. Many messages are read without it.
-    Longer: less CPU and fewer transactions, but later commits. `0`: lowest latency."""
+    """Longest time from one read of the stream, and so from one batch, to the next. With many messages, it does not
+    apply. Longer: less CPU and fewer transactions, but later commits. `0`: lowest latency."""
     webhook_url: Annotated[SecretStr, AfterValidator(_check_webhook), "an http(s):// URL"] | None = None
     """Webhook to which the role `feed` sends each event until it answers with a 2xx status, instead of serving
     `/channel`. It may have a private address."""

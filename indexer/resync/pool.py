@@ -171,7 +171,7 @@ class WorkerPool:
                 resync = self._admit(repo, now)
             except PostponedError as error:
                 self.metrics.resyncs[error.result].inc()
-                postponed.append((repo, error.with_traceback(None)))  # whose frames refer to this list
+                postponed.append((repo, error.with_traceback(None)))  # a traceback would keep this list in memory
             else:
                 resync.preloaded = preload.error is None
                 group.create_task(self._resync(resync), name=f"resync of {repo.did}")

@@ -36,16 +36,16 @@ async def test_consumers_snapshot_is_ended_after_many_batches_and_that_of_anothe
     await sql.execute("create role hostile_consumer login in role atproto_reader")
     await sql.execute(INSERT_CURSOR)
     db, conditions = await Database.open(database), Conditions()
-    notifier = OpenTransactions(db, Metrics(), conditions, max_transaction_seconds=0, max_dead_cursors=BATCHES)
+    watch = OpenTransactions(db, Metrics(), conditions, max_transaction_seconds=0, max_dead_cursors=BATCHES)
     try:
         async with connected(with_user(database, "hostile_consumer")) as hostile, connected(database) as backup:
             await hostile.execute("begin isolation level repeatable read; select 1")
             await write_batches(sql, BATCHES - 50)
-            await notifier.check_snapshots()
+            await watch.check_snapshots()
             assert conditions.active() == []
             await write_batches(sql, 100)
             await backup.execute("begin isolation level repeatable read; select 1")
-            await notifier.check_snapshots()
+            await watch.check_snapshots()
             await until(hostile.is_closed)
             [condition] = conditions.active()
             assert condition.kind is DEAD_ROWS_KEPT
@@ -53,12 +53,12 @@ async def test_consumers_snapshot_is_ended_after_many_batches_and_that_of_anothe
             assert ", ended" in condition.message
             await sql.execute("vacuum indexer.cursor")
             await write_batches(sql, BATCHES + 50)
-            await notifier.check_snapshots()
+            await watch.check_snapshots()
             [condition] = conditions.active()
             assert f"session {backup.get_server_pid()} of role" in condition.message
             assert await backup.fetchval("select 1") == 1
         await until(lambda: is_vacuumed(sql))
-        await notifier.check_snapshots()
+        await watch.check_snapshots()
         assert conditions.active() == []
     finally:
         await db.close()
@@ -67,14 +67,14 @@ async def test_consumers_snapshot_is_ended_after_many_batches_and_that_of_anothe
 
 async def test_old_prepared_transaction_is_named(database: str, db: Database, sql: asyncpg.Connection) -> None:
     conditions = Conditions()
-    notifier = OpenTransactions(db, Metrics(), conditions, max_dead_cursors=BATCHES)
+    watch = OpenTransactions(db, Metrics(), conditions, max_dead_cursors=BATCHES)
     await sql.execute(INSERT_CURSOR)
     async with connected(database) as forgetful:
         await forgetful.execute("create table forgotten (); begin; insert into forgotten default values")
         await forgetful.execute("prepare transaction 'forgotten'")
     try:
         await write_batches(sql, BATCHES + 50)
-        await notifier.check_snapshots()
+        await watch.check_snapshots()
         [condition] = conditions.active()
         assert condition.kind is DEAD_ROWS_KEPT
         assert "prepared transaction forgotten" in condition.message

@@ -63,7 +63,7 @@ async def test_commit_succeeds_while_the_queue_of_notifications_is_full(tmp_path
             assert await sql.fetchval("select atproto.latest_seq()") == 1
             notified = asyncio.Event()
             await listening.execute("rollback")
-            await until(lambda: _is_empty(sql))
+            await until(lambda: _has_room(sql))
             await listening.add_listener("atproto_changes", lambda *_: notified.set())
             await log(sql, change("b"))
             await asyncio.wait_for(notified.wait(), 30)
@@ -75,5 +75,5 @@ async def flood(sql: asyncpg.Connection) -> None:
         await sql.execute("select pg_notify('other', $1)", str(number).ljust(7_000))
 
 
-async def _is_empty(sql: asyncpg.Connection) -> bool:
+async def _has_room(sql: asyncpg.Connection) -> bool:
     return bool(await sql.fetchval("select pg_notification_queue_usage() < 0.5"))

@@ -92,8 +92,8 @@ create table indexer.unnumbered_batch (
 );
 
 -- Assign the next numbers to the changes of a batch, and let COMMIT notify the listeners. The caller owns the numbering
--- lock. A session that listens and leaves a transaction open lets the queue of notifications of the server fill up, and
--- with a full one, each COMMIT with a notification fails. So there is none long before.
+-- lock. A session that listens and leaves a transaction open lets the queue of notifications of the server fill up. Once
+-- it is full, each COMMIT with a notification fails. So none is sent when it is three quarters full.
 create function indexer.number_batch(segment smallint, batch bigint, size integer) returns void
 language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
 declare

@@ -116,7 +116,7 @@ class StreamSocket:
             self._paused = True
         seconds = self._read_interval * (1 if before < FEW_BYTES else SHORT_INTERVAL)
         self._interval = asyncio.get_running_loop().call_later(seconds, self._resume_reading)
-        self._turn_ends = monotonic() + TURN_SECONDS  # nobody sees the first message of a read without the others
+        self._turn_ends = monotonic() + TURN_SECONDS  # other tasks see the messages of one read together
 
     def _resume_reading(self) -> None:
         self._interval = None
