@@ -27,7 +27,7 @@ import click
 from docs.client_types import PublicColumn, load_public_columns, sqlalchemy_models, typescript_types
 from indexer.app.settings import Settings, allowed, variable
 from indexer.atproto.record import Problem
-from indexer.cli.command import ExitCode
+from indexer.cli.command import JSON_HELP, ExitCode
 from indexer.cli.main import COMMANDS, load_command
 from indexer.db.migrate import migrate
 from indexer.embedded import database
@@ -187,6 +187,17 @@ def _metric(metric: MetricDefinition) -> str:
 
 def commands_page() -> str:
     """Return docs/commands.md."""
+    commands = list(_commands({name: load_command(name) for name in COMMANDS}, "indexer"))
+    without_json = ", ".join(
+        f"`{path}`"
+        for path, command in commands
+        if not isinstance(command, click.Group) and "as_json" not in {parameter.name for parameter in command.params}
+    )
+    json_output = _wrapped(
+        "With `--json`, a command prints JSON, one object a line. Every command has this option, except "
+        f"{without_json}. Names of JSON fields are kept within a major version; fields may be added. Many are "
+        "columns of the [public views](sql.md)."
+    )
     return f"""# Commands
 
 `indexer COMMAND --help` shows the same. All commands accept the [settings](settings.md): from the
@@ -195,10 +206,10 @@ generated from the code.
 
 ## Output
 
-Results go to stdout; log lines, errors and progress to stderr. With `--json`, a command prints
-JSON, one object a line. An error is one line on stderr that starts with `indexer: `, and the exit
-code is not 0. Names of JSON fields are kept within a major version; fields may be added. Many are
-columns of the [public views](sql.md).
+Results go to stdout; log lines, errors and progress to stderr. An error is one line on stderr that
+starts with `indexer: `, and the exit code is not 0.
+
+{json_output}
 
 A terminal shows colours, except with `NO_COLOR`, and a progress bar. Otherwise, a long command
 writes a line of progress to stderr every 10 seconds.
@@ -206,32 +217,34 @@ writes a line of progress to stderr every 10 seconds.
 ## Exit codes
 
 {_list([(str(code.value), code.text) for code in ExitCode])}
-{"".join(_command_sections({name: load_command(name) for name in COMMANDS}, "indexer"))}"""
+{"".join(_command_section(command, path) for path, command in commands)}"""
 
 
-def _command_sections(of_group: Mapping[str, click.Command], path: str) -> Iterator[str]:
-    """Yield a section for each command of a group, and for the commands of its groups."""
+def _commands(of_group: Mapping[str, click.Command], path: str) -> Iterator[tuple[str, click.Command]]:
+    """Yield each command of a group, and those of its groups, with its name on the command line."""
     for name, command in sorted(of_group.items()):
-        yield _command_section(command, f"{path} {name}")
+        yield f"{path} {name}", command
         if isinstance(command, click.Group):
-            yield from _command_sections(command.commands, f"{path} {name}")
+            yield from _commands(command.commands, f"{path} {name}")
 
 
 def _command_section(command: click.Command, path: str) -> str:
+    """Return the section of a command: arguments, help text and options, but not those of all commands."""
     with click.Context(command, info_name=path) as context:
-        usage = " ".join(command.collect_usage_pieces(context))
+        arguments = [piece for piece in command.collect_usage_pieces(context) if piece != "[OPTIONS]"]
         options = [
             record
             for parameter in command.get_params(context)
             if isinstance(parameter, click.Option)
             and "--config" not in parameter.opts
             and "--help" not in parameter.opts
-            if (record := parameter.get_help_record(context))
+            and parameter.help not in JSON_HELP
+            and (record := parameter.get_help_record(context))
         ]
     paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
-    text = "\n\n".join(map(_help_paragraph, paragraphs))
-    table = _list(options) + "\n" if options else ""
-    return f"## `{path}`\n\n    {path} {usage}\n\n{text}\n\n{table}"
+    usage = f"    {path} {' '.join(arguments)}" if arguments and not isinstance(command, click.Group) else None
+    parts = [f"## `{path}`", usage, *map(_help_paragraph, paragraphs), _list(options).rstrip()]
+    return "\n\n".join(filter(None, parts)) + "\n\n"
 
 
 def _help_paragraph(text: str) -> str:

@@ -49,8 +49,8 @@ config_option = click.option(
 )
 
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as one line of JSON.")
-json_lines_option = click.option("--json", "as_json", is_flag=True, help="Print one line of JSON for each result.")
+JSON_HELP = ("Print the result as one line of JSON.", "Print one line of JSON for each result.")
+json_option, json_lines_option = (click.option("--json", "as_json", is_flag=True, help=text) for text in JSON_HELP)
 
 
 def command(

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from tests.source_code import PROJECT
 
-ROW = re.compile(r"^\| `([a-z0-9.-]+)` \| ([a-z ]+) \| ([^|]*) \|", re.MULTILINE)
+ENTRY = re.compile(r"^- `([a-z0-9.-]+)` \(([a-z ]+)(?:: ([^)]*))?\): ", re.MULTILINE)
 
 
 class LogEvent(NamedTuple):
@@ -18,5 +18,5 @@ def listed_events() -> dict[str, LogEvent]:
     page = (PROJECT / "docs" / "logs.md").read_text()
     return {
         name: LogEvent(tuple(levels.split(" or ")), frozenset(re.findall(r"`(\w+)`", fields)))
-        for name, levels, fields in ROW.findall(page)
+        for name, levels, fields in ENTRY.findall(page)
     }
