@@ -361,8 +361,8 @@ async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: in
     """Fetch repos again and compare every record with the database.
 
     Nothing is changed. Each repo is fetched from its own host, verified completely, and compared as of one point in
-    time: the head, the records, their CIDs and their values. If the host has a newer rev than the database, the daemon
-    gets some seconds to store it; the daemon need not run.
+    time. If the host has a newer rev than the database, the daemon gets some seconds to store it; the daemon need not
+    run.
 
     Print one line for each difference (the first hundred of a repo), one line for each repo that could not be compared,
     and a summary. With --json, print one line for each repo, and the summary as the last one. The exit code is 5 if

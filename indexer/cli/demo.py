@@ -62,9 +62,9 @@ MAX_LISTED_DIFFERENCES = 10
 async def demo_command(settings: Settings, *, seconds: float, keep: bool, serve: tuple[str, int] | None) -> int:
     """Run the daemon against a small local network.
 
-    All commits of the network are really signed. At the end, database and network are compared. All hosts are on
-    loopback, and all data is temporary. Settings have no effect, except INDEXER_LOG_FORMAT, INDEXER_LOG_LEVEL,
-    INDEXER_CORE and INDEXER_VERIFY_THREADS. The exit code is 0 only if every repo is synchronized and equal.
+    At the end, database and network are compared. All hosts are on loopback, and all data is temporary. Settings have
+    no effect, except INDEXER_LOG_FORMAT, INDEXER_LOG_LEVEL, INDEXER_CORE and INDEXER_VERIFY_THREADS. The exit code is
+    0 only if every repo is synchronized and equal.
     """
     if serve is not None:
         return await serve_network(*serve, seconds)

@@ -140,9 +140,9 @@ def parquet(file: IO[bytes], group_bytes: int = ROW_GROUP_BYTES) -> Iterator[Wri
 async def export_command(settings: Settings, *, collection: str, form: Format) -> int:
     """Write all visible records of a collection to stdout.
 
-    The output has the records of one point in time, as JSON lines or Parquet. Parquet needs the library pyarrow, which
-    the extra `parquet` of the package installs. The memory use does not depend on the number of records. If the command
-    fails, the output is incomplete: check the exit code. Incomplete Parquet cannot be read.
+    The output has the records of one point in time, as JSON lines or Parquet. Parquet needs the library pyarrow,
+    which the extra `parquet` of the package installs. If the command fails, the output is incomplete: check the exit
+    code.
     """
     if form == "parquet" and sys.stdout.isatty():
         raise click.UsageError("Parquet cannot be written to a terminal. Redirect the output to a file.")

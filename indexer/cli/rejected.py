@@ -87,9 +87,8 @@ class ListByDefaultGroup(click.Group):
 def rejected_command(config: Path | None) -> None:
     """List, show or replay dead letters.
 
-    Dead letters are messages that broke a rule of the protocol. The newest thousand of each relay and reason are
-    stored. Without a subcommand, list them. With --feed, the commands are about events that clients of the feed refused
-    for so long that they were set aside.
+    Dead letters are messages that broke a rule of the protocol. Without a subcommand, list them. With --feed, the
+    commands are about events that clients of the feed refused for so long that they were set aside.
     """
 
 
@@ -111,7 +110,7 @@ async def list_command(
 ) -> int:
     """List dead letters, newest first.
 
-    Each line shows the ID, the time of the rejection, relay, sequence number, DID, kind, and the reason.
+    Each line shows the ID, time, relay, sequence number, DID, kind, and reason.
     """
     if feed and reason is not None:
         raise click.UsageError("--reason is about messages. Give it without --feed.")
@@ -187,7 +186,7 @@ async def replay_command(
 ) -> int:
     """Process messages again as if they had just arrived.
 
-    They are processed in the order of their IDs. The present settings, keys and repo states apply. A daemon may run at
+    They are processed in the order of their IDs, with the present settings, keys and repo states. A daemon may run at
     the same time. Each line shows the ID, the outcome, and the reason. With the outcome applied, replayed (nothing
     new), buffered, ignored or desynchronized, the dead letter is deleted. With the outcome rejected or untried (frame
     truncated, or no key available), it remains.

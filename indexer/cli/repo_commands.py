@@ -60,11 +60,11 @@ async def resync_command(
 ) -> int:
     """Request a resync of repos.
 
-    The daemon fetches the repos again and compares them with the database. The records stay visible in the meantime.
+    The records stay visible in the meantime.
 
     With --behind, a repo that seems to be behind is compared again after half a minute, because the stream may still
     deliver its commits. If the scope is `all` repos, unknown ones become tracked. The daemon does the same every
-    INDEXER_SWEEP_INTERVAL, and whenever messages of the relay may have been missed. Only the daemon closes gaps.
+    INDEXER_SWEEP_INTERVAL, and while a gap is open. Only the daemon closes gaps.
     """
     if bool(dids) + errored + everything + behind != 1:
         raise click.UsageError("Give DIDs, or --errored, or --all, or --behind.")

@@ -61,13 +61,12 @@ async def set_command(
 ) -> int:
     """Change the given parts of the scope.
 
-    A pattern is an NSID, the beginning of one with `.*`, or `*`. Records of removed collections are deleted. Records of
-    added collections are fetched; those that are stored already are not written again. `--track all` tracks every repo
-    that the stream or the relay's repo list shows, `listed` only repos that are added, `signal` also repos with a
-    record of a signal collection. Repos that the new scope does not want are untracked, and their records deleted.
+    A pattern is an NSID, the beginning of one with `.*`, or `*`. Records of removed collections are deleted. Records
+    of added collections are fetched. `--track all` tracks every repo that the stream or the relay's repo list shows,
+    `listed` only repos that are added, `signal` also repos with a record of a signal collection. Repos that the new
+    scope does not want are untracked, and their records deleted.
 
-    The command asks for confirmation if stored records would be deleted, and needs --yes if there is no terminal. After
-    a return to the scope before, what was deleted is fetched again.
+    The command asks for confirmation if stored records would be deleted, and needs --yes if there is no terminal.
     """
     if track is None and collections is None and signal_collections is None:
         raise click.UsageError("Give --track, --collections or --signal-collections.")
@@ -98,9 +97,9 @@ async def untrack_command(
 ) -> int:
     """Stop tracking repos, and delete their records.
 
-    The public views hide the records at once; the daemon deletes them in batches. The repos stay untracked, whatever
-    the stream and repo lists show, until `indexer add`, `POST /repos/add` or `atproto.track` names them. The command
-    asks for confirmation if the DIDs come from a file or from standard input.
+    The public views hide the records at once; the daemon deletes them in batches. The repos stay untracked until
+    `indexer add`, `POST /repos/add` or `atproto.track` names them. The command asks for confirmation if the DIDs come
+    from a file or from standard input.
     """
     given = list(given_dids(dids, file, parse_did))
     if given != list(dids) and not yes:

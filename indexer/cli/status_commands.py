@@ -61,7 +61,7 @@ async def status_command(settings: Settings, *, as_json: bool, watch: bool) -> i
 async def repo_command(settings: Settings, *, account: str, as_json: bool) -> int:
     """Show everything that is known about one repo.
 
-    Sentences say what its state is, why, and what happens next. A handle is found only if the indexer has verified it.
+    The output says why the repo has its state, and what happens next. A handle is found only if it is verified.
     """
     async with connect_database(settings) as db:
         did = await _find_did(db, account)

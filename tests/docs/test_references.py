@@ -30,8 +30,8 @@ MODULE_PATH = re.compile(r"`((?:indexer|tests|benchmarks|migrations|examples)/[\
 TEST_NAME = re.compile(r"(?:(tests/[\w/]+\.py)|[`…])::(?:Test\w+::)?(test_\w+)")
 SETTING = re.compile(r"\bINDEXER_[A-Z_]+\b")
 
-RUNBOOK_ROW = re.compile(r"^\| (`[\w-]+`(?:, `[\w-]+`)*) \|", re.MULTILINE)
-"""A row of a table that begins with the names of one or several reasons."""
+RUNBOOK_ENTRY = re.compile(r"^- (`[\w-]+`(?:, `[\w-]+`)*): ", re.MULTILINE)
+"""An entry of a list that begins with the names of one or several reasons."""
 
 
 def name_of(page: Path) -> str:
@@ -117,9 +117,9 @@ def test_references_to_the_documentation_resolve() -> None:
     assert problems == []
 
 
-def test_runbook_has_a_row_for_every_reason_and_condition() -> None:
+def test_runbook_has_an_entry_for_every_reason_and_condition() -> None:
     reasons = {str(reason) for kind in (Rejection, Desync, FetchFailure, GapReason) for reason in kind}
     kinds = [value for value in vars(conditions).values() if isinstance(value, conditions.ConditionKind)]
     reasons |= {kind.name for kind in kinds}
-    rows = RUNBOOK_ROW.findall((DOCS / "runbook.md").read_text())
-    assert reasons - {name for row in rows for name in re.findall(r"[\w-]+", row)} == set()
+    entries = RUNBOOK_ENTRY.findall((DOCS / "runbook.md").read_text())
+    assert reasons - {name for entry in entries for name in re.findall(r"[\w-]+", entry)} == set()
