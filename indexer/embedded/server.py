@@ -186,7 +186,7 @@ def _default_settings() -> dict[str, str]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "shared_buffers": f"{min(memory // 4, MAX_SHARED_BUFFERS) // 1024}kB",
-        "max_connections": "300",  # enough for 16 processes with 15 each, and 60 for consumers and commands
+        "max_connections": "300",  # enough for ten processes with 23 each, and 70 for consumers and commands
         "max_wal_size": "4GB",
         "checkpoint_timeout": "15min",
         "wal_compression": "off",  # the wheel supports only pglz, which halves the write rate
