@@ -313,9 +313,7 @@ class Settings(BaseModel):
     export_time: Duration = 600
     """Maximum duration of the download of an export. Raise it if `last_failure` of large repos is `timeout`."""
     plc_rate: Rate = 10
-    """Maximum requests per second to PLC directories. Raise it for a mirror of yours, or if their operator agrees.
-    Refreshes of known identities get at most half, background refreshes at most a further quarter, and the accounts
-    of one host at most a fifth of each."""
+    """Maximum requests per second to PLC directories. Raise it for a mirror of yours, or if their operator agrees."""
     handle_rate: RateOrOff = 10
     """Maximum handle verifications per second. `0` if you need no handles: `atproto.repos.handle` is null."""
     host_rate: Rate = 10
@@ -354,8 +352,8 @@ class Settings(BaseModel):
     verify_threads: UpToThousand | None = None
     """Threads in which the native core verifies. Lower it if other programs need the cores."""
     batch_window: Annotated[Seconds, Field(le=1), "a duration such as 20ms, at most 1s, or 0"] = 0.05
-    """Longest time from one read of the stream, and so from one batch, to the next. With many messages, it does not
-    apply. Longer: less CPU and fewer transactions, but later commits. `0`: lowest latency."""
+    """Longest time from one read of the stream, and so from one batch, to the next, unless many messages arrive.
+    Longer: less CPU and fewer transactions, but later commits. `0`: lowest latency."""
     webhook_url: Annotated[SecretStr, AfterValidator(_check_webhook), "an http(s):// URL"] | None = None
     """Webhook to which the role `feed` sends each event until it answers with a 2xx status, instead of serving
     `/channel`. It may have a private address."""
@@ -375,8 +373,7 @@ class Settings(BaseModel):
     """Minimum level of log lines. `debug` also shows single repos."""
 
     repo_bytes: Size = DEFAULT_LIMITS.repo_bytes
-    """Maximum size of an export, decompressed. The maximum number of its blocks grows in proportion. Raise it if
-    the `last_failure` of a wanted repo is `too-large`."""
+    """Maximum size of an export, decompressed. Raise it if the `last_failure` of a wanted repo is `too-large`."""
 
     @field_validator("*", mode="before")
     @classmethod
