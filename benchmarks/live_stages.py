@@ -24,7 +24,7 @@ from indexer.sync.events import CommitEvent, decode_frame
 from indexer.sync.policy import KeyState, PlanContext, Policy
 from indexer.sync.repo import Repo
 from indexer.sync.scope import Scope
-from indexer.sync.stream import Cursor
+from indexer.sync.stream import NO_STREAM, Cursor, Origin
 from indexer.sync.verify import fold_operations
 
 BATCH_SIZE = 500
@@ -92,7 +92,7 @@ class LivePath:
     def __init__(self, clock: StageClock, keys: Mapping[str, PublicKey], relay: str) -> None:
         self.clock = clock
         self._keys = {did: KeyState(key) for did, key in keys.items()}
-        self._context = PlanContext(_POLICY, relay, time())
+        self._context = PlanContext(_POLICY, time(), Origin(relay))
 
     def decode(self, frames: Sequence[bytes]) -> list[CommitEvent]:
         """Decode the frames of commits."""
@@ -122,9 +122,9 @@ class LivePath:
 
     async def write(self, db: Database, plan: BatchPlan) -> None:
         """Write the batch."""
-        cursor = Cursor(self._context.relay, "0/1", plan.settled[-1].received.seq or 0)
+        cursor = Cursor(self._context.origin.relay, "0/1", plan.settled[-1].received.seq or 0)
         with self.clock.database():
-            await db.write(Batch(plan.writes, cursor=cursor))
+            await db.write(Batch(plan.writes, cursors=(cursor,)))
 
     def _verify(self, events: Sequence[CommitEvent]) -> "_VerificationResults":
         clock = self.clock
@@ -160,7 +160,7 @@ class LivePath:
 
 
 def _received(events: Sequence[CommitEvent], frames: Sequence[bytes]) -> list[ReceivedMessage]:
-    return [ReceivedMessage(event.seq, frame, event) for event, frame in zip(events, frames, strict=True)]
+    return [ReceivedMessage(NO_STREAM, event.seq, frame, event) for event, frame in zip(events, frames, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

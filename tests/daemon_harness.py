@@ -82,9 +82,9 @@ async def wait_for_cursor(running: Daemon, relay_url: str, seq: int) -> None:
 
     async def reached() -> bool:
         cursor = await stored_seq(running.db, relay_url)
-        return cursor is not None and cursor >= seq and (running.stream_position.watermark.position or 0) >= seq
+        return cursor is not None and cursor >= seq and (running.streams[0].position.watermark.position or 0) >= seq
 
     def state() -> str:
-        return f"cursor at {running.stream_position.watermark.position}, wanted {seq}: {running.status.document()}"
+        return f"cursor at {running.streams[0].position.watermark.position}, wanted {seq}: {running.status.document()}"
 
     await until(reached, state)

@@ -46,8 +46,10 @@ from indexer.db.scope import CurrentScope
 from indexer.live.account_limits import AccountLimits
 from indexer.live.batch_writer import BATCH_SIZE, BatchWriter
 from indexer.live.firehose_consumer import FirehoseConsumer, StreamContinuity
-from indexer.live.inbox import Inbox, StreamPosition
+from indexer.live.inbox import Inbox
 from indexer.live.key_lookups import KeyLookups
+from indexer.live.stream_position import StreamPosition
+from indexer.live.streams import Stream, open_relays
 from indexer.net.http.http_client import OutboundClient
 from indexer.net.identity.handle_verifier import HandleVerifier
 from indexer.net.identity.identity_cache import IdentityCache
@@ -213,40 +215,14 @@ class Daemon:
         self.new_accounts = NewAccounts(new_accounts)
         self.shard_ownership = ShardOwnership(self.db, shard, retry=tuning.retry)
         self.inbox = Inbox(INBOX_BYTES)
-        connection = replace(tuning.connection, read_interval=settings.batch_window)
-        if settings.upstream == "pds":
-            connection = replace(connection, message_timeout=PDS_MESSAGE_TIMEOUT)
-        self.subscription = Subscription(
-            settings.relays, FRAME_SIZE_MARGIN * settings.limits.frame_bytes, settings.user_agent, connection
-        )
-        self.stream_position = StreamPosition(
-            lambda: self.stream_continuity.is_known, upstream_is_pds=settings.upstream == "pds"
-        )
         self.open_gaps = OpenGaps(self.db.gaps, shard, self.metrics, tuning.gap_refresh)
-        self.stream_continuity = StreamContinuity(
-            self.db,
-            self.open_gaps,
-            self.subscription,
-            shard,
-            settings.start,
-            proof_timeout=tuning.proof_timeout,
-            retry=tuning.retry,
-        )
-        self.firehose_consumer = FirehoseConsumer(
-            self.subscription,
-            self.stream_continuity,
-            self.inbox,
-            self.stream_position,
-            shard,
-            self.core.decoder(settings.limits, shard),
-            self.metrics,
-        )
+        self.streams = [self._stream(settings.relays)]
         self.reconciliation = Reconciliation(
             self.db,
             self.outbound,
             self.metrics,
             self.open_gaps,
-            self._open_source,
+            self._open_sources,
             self._stream_point,
             self.scope,
             replace(tuning.reconciliation, shard=shard, interval=settings.sweep_interval),
@@ -260,7 +236,7 @@ class Daemon:
             self.db,
             self.inbox,
             self.key_lookups,
-            self.stream_position,
+            [stream.position for stream in self.streams],
             self.shard_ownership.owned,
             replace(
                 tuning.writer,
@@ -274,6 +250,28 @@ class Daemon:
             self.scope,
             self.core,
         )
+
+    def _stream(self, relays: Sequence[str]) -> Stream:
+        """Return a stream of the first of these relays that works."""
+        settings, tuning = self.settings, self.tuning
+        connection = replace(tuning.connection, read_interval=settings.batch_window)
+        if settings.upstream == "pds":
+            connection = replace(connection, message_timeout=PDS_MESSAGE_TIMEOUT)
+        max_bytes = FRAME_SIZE_MARGIN * settings.limits.frame_bytes
+        subscription = Subscription(relays, max_bytes, settings.user_agent, connection)
+        continuity = StreamContinuity(
+            self.db,
+            self.open_gaps,
+            subscription,
+            self._shard,
+            settings.start,
+            proof_timeout=tuning.proof_timeout,
+            retry=tuning.retry,
+        )
+        position = StreamPosition(lambda: continuity.is_known, upstream_is_pds=settings.upstream == "pds")
+        decode = self.core.decoder(settings.limits, self._shard)
+        consumer = FirehoseConsumer(subscription, continuity, self.inbox, position, self._shard, decode, self.metrics)
+        return Stream(subscription, continuity, position, consumer)
 
     def _build_resync_stages(self) -> None:
         settings, shard = self.settings, self._shard
@@ -458,20 +456,19 @@ class Daemon:
         await asyncio.gather(*(take(task) for take, task in steps))
 
     def _repo_list_sources(self) -> Sequence[str]:
-        """Return the relay whose stream is open, then the others; none if no stream is open."""
-        if (connection := self.subscription.connection) is None:
+        """Return the relays whose streams are open, then the others; none if no stream is open."""
+        if not (sources := self._open_sources()):
             return ()
-        return [http_origin(relay) for relay in dict.fromkeys([connection.relay, *self.settings.relays])]
+        return list(dict.fromkeys([*sources, *map(http_origin, self.settings.relays)]))
 
-    def _open_source(self) -> str | None:
-        """Return the relay whose stream is open; None if none is."""
-        connection = self.subscription.connection
-        return None if connection is None else http_origin(connection.relay)
+    def _open_sources(self) -> Sequence[str]:
+        """Return the relays whose streams are open."""
+        return [http_origin(relay) for relay in open_relays(self.streams)]
 
     def _stream_point(self, source: str) -> StreamPoint | None:
         """Return the last stored message of the stream of this source; None if that is not known or not open."""
-        point = self.stream_position.last_stored()
-        return point if point is not None and http_origin(point.relay) == source else None
+        points = [stream.position.last_stored() for stream in self.streams]
+        return next((point for point in points if point is not None and http_origin(point.relay) == source), None)
 
     def _reconciled_at(self) -> float | None:
         """Return when the last reconciliation of this process ended; None if none has ended."""

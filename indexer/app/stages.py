@@ -17,6 +17,7 @@ from indexer.concurrency.stage_progress import StageProgress, Work
 from indexer.db.periodic import DatabaseAttempt, run_periodically
 from indexer.db.reports import MAX_ROWS
 from indexer.live.inbox import Inbox
+from indexer.live.streams import open_relays, silent_seconds
 from indexer.serve.status_document import ReadinessReason, Row, describe_gap
 from indexer.telemetry.metrics import MAX_LISTED, Reading
 
@@ -78,7 +79,15 @@ class Stage:
 
 def all_stages(daemon: "Daemon", others: Iterable[StageProgress]) -> list[Stage]:
     """Return the stages of all roles. `others` are watched, too, but run outside the daemon."""
-    stages = [*_common(daemon), *_live(daemon), *_gaps(daemon), *_tasks(daemon), *_resync(daemon), *_feed(daemon)]
+    stages = [
+        *_common(daemon),
+        *_streams(daemon),
+        *_live(daemon),
+        *_gaps(daemon),
+        *_tasks(daemon),
+        *_resync(daemon),
+        *_feed(daemon),
+    ]
     return [*stages, *(Stage(progress.name, None, None, [progress]) for progress in others)]
 
 
@@ -150,36 +159,11 @@ def _common(daemon: "Daemon") -> Iterator[Stage]:
 def _live(daemon: "Daemon") -> Iterator[Stage]:
     """Yield the stages from the stream to the database."""
     inbox, lookups, writer = daemon.inbox, daemon.key_lookups, daemon.batch_writer
-    consumer, subscription, position = daemon.firehose_consumer, daemon.subscription, daemon.stream_position
     ownership = daemon.shard_ownership
-    relays = daemon.settings.relays if "live" in daemon.settings.roles else ()
 
     def shard_lock() -> Iterator[ReadinessReason]:
         if ownership.last_error:
             yield ReadinessReason("shard-lock", ownership.last_error, seconds_since(ownership.waits_since))
-
-    def stream_errors() -> Iterator[ReadinessReason]:
-        if subscription.connection is None:
-            error, message = subscription.last_error, "no relay is connected"
-            message = f"{message}; last error: {error}" if error else message
-            yield ReadinessReason("relay-disconnected", message, seconds_since(subscription.disconnected_since))
-        if consumer.last_error and consumer.failing_since is not None:
-            yield ReadinessReason("stream-error", consumer.last_error, seconds_since(consumer.failing_since))
-
-    def show_stream() -> Row:
-        """Return the state of the stream. Every message up to `seq` is stored."""
-        connection, last_message = subscription.connection, max(consumer.last_message.values(), default=None)
-        stream = {
-            "relay": None if connection is None else connection.relay,
-            "seq": position.watermark.position,
-            "lag_seconds": writer.lag,
-            "silent_seconds": None if last_message is None else monotonic() - last_message,
-            "unsettled_messages": inbox.unsettled,
-            "unsettled_bytes": inbox.unsettled_bytes,
-            "waiting_for_keys": len(lookups),
-            "reconciliation": daemon.reconciliation.progress,
-        }
-        return {"stream": stream}
 
     def writer_reasons() -> Iterator[ReadinessReason]:
         if daemon.database_monitor.answering_since is not None:  # else, one reason says it
@@ -193,25 +177,6 @@ def _live(daemon: "Daemon") -> Iterator[Stage]:
             yield ReadinessReason("lag", f"the newest stored event is {lag:.0f} s old", round(lag, 1))
 
     yield Stage("shard ownership", "live", ownership.run, [ownership.stage], not_ready=shard_lock)
-    yield Stage(
-        "firehose consumer",
-        "live",
-        consumer.run,
-        [consumer.stage],
-        needs_shard=True,
-        drain={Drain.RECEIVE_NO_MORE: _end},
-        not_ready=stream_errors,
-        gauges={
-            "indexer_relay_connected": lambda: {
-                (relay,): float(subscription.connection is not None and subscription.connection.relay == relay)
-                for relay in relays
-            },
-            "indexer_seconds_since_last_message": lambda: {
-                (relay,): monotonic() - consumer.last_message.get(relay, math.nan) for relay in relays
-            },
-        },
-        show=show_stream,
-    )
     yield Stage(
         "inbox",
         "live",
@@ -237,19 +202,88 @@ def _live(daemon: "Daemon") -> Iterator[Stage]:
         [writer.stage],
         drain={Drain.WRITE: partial(_settle, inbox, MAX_DRAIN_SHARE * daemon.settings.stop_timeout)},
         not_ready=writer_reasons,
-        gauges={
-            "indexer_firehose_lag_seconds": lambda: _or_nan(writer.lag),
-            "indexer_cursor_age_seconds": lambda: (
-                {(position.relay,): _or_nan(writer.cursor_age)} if position.relay else {}
-            ),
-        },
+        gauges={"indexer_firehose_lag_seconds": lambda: _or_nan(writer.lag)},
     )
+
+
+def _streams(daemon: "Daemon") -> Iterator[Stage]:
+    """Yield the stages that read the streams."""
+    streams, inbox, writer = daemon.streams, daemon.inbox, daemon.batch_writer
+    relays = daemon.settings.relays if "live" in daemon.settings.roles else ()
+
+    def stream_errors() -> Iterator[ReadinessReason]:
+        """Yield why no stream works. While one of several works, the others are only shown."""
+        if not open_relays(streams):
+            errors = [stream.subscription.last_error for stream in streams if stream.subscription.last_error]
+            message = "; last error: ".join(["no relay is connected", *errors[:1]])
+            since = max(stream.subscription.disconnected_since for stream in streams)
+            yield ReadinessReason("relay-disconnected", message, seconds_since(since))
+        failing = [one for one in [stream.consumer for stream in streams] if one.last_error]
+        for consumer in failing if len(failing) == len(streams) else ():
+            if consumer.last_error and consumer.failing_since is not None:
+                yield ReadinessReason("stream-error", consumer.last_error, seconds_since(consumer.failing_since))
+
+    def show_streams() -> Row:
+        """Return the state of the streams. Of each one, every message up to `seq` is stored."""
+        rows = [
+            {
+                "relay": stream.position.origin.relay or None,
+                "connected": stream.relay is not None,
+                "seq": stream.position.watermark.position,
+                "lag_seconds": stream.position.lag,
+                "silent_seconds": silent_seconds([stream]),
+                "last_error": stream.subscription.last_error or stream.consumer.last_error,
+            }
+            for stream in streams
+        ]
+        stream = {
+            "relay": next(iter(open_relays(streams)), None),
+            "lag_seconds": writer.lag,
+            "silent_seconds": silent_seconds(streams),
+            "unsettled_messages": inbox.unsettled,
+            "unsettled_bytes": inbox.unsettled_bytes,
+            "waiting_for_keys": len(daemon.key_lookups),
+            "reconciliation": daemon.reconciliation.progress,
+        }
+        return {"stream": stream, "streams": rows}
+
+    yield Stage(
+        "streams",
+        "live",
+        None,
+        [],
+        not_ready=stream_errors,
+        gauges={
+            "indexer_relay_connected": lambda: {(relay,): float(relay in open_relays(streams)) for relay in relays},
+            "indexer_seconds_since_last_message": lambda: {
+                (relay,): _or_nan(silent_seconds(streams, relay)) for relay in relays
+            },
+            "indexer_cursor_age_seconds": lambda: {
+                (one.origin.relay,): _or_nan(one.cursor_age)
+                for one in [stream.position for stream in streams]
+                if one.origin.relay
+            },
+        },
+        show=show_streams,
+    )
+    for consumer in [stream.consumer for stream in streams]:
+        yield Stage(
+            consumer.stage.name,
+            "live",
+            consumer.run,
+            [consumer.stage],
+            needs_shard=True,
+            drain={Drain.RECEIVE_NO_MORE: _end},
+        )
 
 
 def _gaps(daemon: "Daemon") -> Iterator[Stage]:
     """Yield the stages that find, load and close gaps."""
     gaps, reconciliation = daemon.open_gaps, daemon.reconciliation
-    silence = daemon.stream_continuity.check_silence
+
+    async def check_silence() -> None:
+        for stream in daemon.streams:
+            await stream.continuity.check_silence()
 
     def open_gaps() -> Iterator[ReadinessReason]:
         if gaps.gaps is None:
@@ -264,7 +298,7 @@ def _gaps(daemon: "Daemon") -> Iterator[Stage]:
 
     yield Stage("open gaps", "live", gaps.run, [gaps.stage], not_ready=open_gaps)
     check = gaps.stage.add()
-    yield Stage("stream continuity", "live", lambda: run_periodically(silence, SILENCE_CHECK_SECONDS, check), [])
+    yield Stage("stream continuity", "live", lambda: run_periodically(check_silence, SILENCE_CHECK_SECONDS, check), [])
     yield Stage("reconciliation", "live", reconciliation.run, [reconciliation.stage], needs_shard=True)
 
 

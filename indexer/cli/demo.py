@@ -159,7 +159,7 @@ async def _until_equal(
     try:
         with Live(console=console, refresh_per_second=4, transient=True) as live:
             while True:
-                position = daemon.stream_position.watermark.position or 0
+                position = daemon.streams[0].position.watermark.position or 0
                 if acting.done():
                     acting.result()
                     differences = await compare(scenario.network, daemon.db)

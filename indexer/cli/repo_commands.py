@@ -164,7 +164,7 @@ async def _reconcile(settings: Settings, db: Database) -> CrawlProgress:
             outbound,
             metrics,
             OpenGaps(db.gaps, shard, metrics),
-            lambda: None,
+            list,
             lambda _source: None,
             CurrentScope(db.scope, await stored_policy(settings, db)),
             ReconciliationSettings(shard, settings.sweep_interval),

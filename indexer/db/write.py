@@ -188,7 +188,7 @@ async def write(connection: Connection, batch: Batch, *, layout: Layout = PLAIN)
     """Write the batch within the open transaction.
 
     A write is skipped, together with the dead letters of its DID, if the row of the repo is no longer at the version
-    that the write was planned on. If any write is skipped, the cursor is not saved, and no dead letter is resolved.
+    that the write was planned on. If any write is skipped, no cursor is saved, and no dead letter is resolved.
 
     Raises:
         DeadLetterGoneError: The dead letter that the batch resolves does not exist.
@@ -211,8 +211,9 @@ async def write(connection: Connection, batch: Batch, *, layout: Layout = PLAIN)
     if batch.resolved is not None and not skipped:
         await dead_letters.delete(connection, batch.resolved)
         crash_point("dead-letter.resolved")
-    if batch.cursor is not None and not skipped:
-        await _save_cursor(connection, batch.cursor)
+    if not skipped:
+        for cursor in batch.cursors:
+            await _save_cursor(connection, cursor)
     return WrittenBatch(skipped, Counter([change.action for write in writes for change in write.changes]))
 
 

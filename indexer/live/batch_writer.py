@@ -1,13 +1,11 @@
-"""The batch writer: take messages from the inbox, plan them, and write the plan and the cursor in one transaction."""
+"""The batch writer: take messages from the inbox, plan them, and write the plan and the cursors in one transaction."""
 
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from itertools import islice
 from math import inf
-from statistics import median_low
 from time import monotonic, time
 
 import structlog
@@ -20,18 +18,19 @@ from indexer.db.periodic import DatabaseAttempt
 from indexer.db.scope import CurrentScope
 from indexer.errors import RefusedWriteError
 from indexer.live.account_limits import AccountLimits
-from indexer.live.inbox import Inbox, StreamPosition
+from indexer.live.inbox import Inbox
 from indexer.live.key_lookups import KeyLookups
 from indexer.live.repo_row_cache import RepoRowCache
+from indexer.live.stream_position import StreamPosition
 from indexer.live.verification_ahead import VerificationAhead
 from indexer.reasons import Desync, Rejection
 from indexer.sync.batch import BatchPlan, ReceivedMessage, is_quick, plan_batch, plan_refusal
 from indexer.sync.changes import Batch
-from indexer.sync.events import MAX_AHEAD, MalformedEvent, UnknownEvent, event_seconds
-from indexer.sync.policy import KeyStateOf, PlanContext, Policy
+from indexer.sync.events import MalformedEvent, UnknownEvent
+from indexer.sync.policy import KeyStateOf, PlanContext
 from indexer.sync.repo import Outcome, Repo
 from indexer.sync.shard import Shard
-from indexer.sync.stream import Cursor, Position
+from indexer.sync.stream import Cursor, Origin
 from indexer.telemetry.conditions import MESSAGES_REFUSED, Conditions
 from indexer.telemetry.metrics import Metrics
 
@@ -40,12 +39,6 @@ BATCH_SIZE = 500
 
 MAX_FAILURES = 5
 """Failures of a single message in a row, each followed by a write that succeeds, after which it is rejected."""
-
-EARLIEST = 1_640_995_200.0
-"""2022-01-01: no event of the protocol is older."""
-
-CLOCK_ACCOUNTS = 64
-"""Accounts whose times count in a batch: those with the latest events."""
 
 # With these outcomes, a `Desync` reason says why the repo is desynchronized now. With others, it says why the event
 # changed nothing.
@@ -106,34 +99,6 @@ class BatchSize:
         return self._failures >= MAX_FAILURES
 
 
-class EventClock:
-    """Estimates the time of the stream. It only increases, while the clock of this machine does.
-
-    The `time` of an event is what its PDS, or its account, says. So times outside of the possible range do not count,
-    an account counts once per batch, and the median of the latest accounts decides.
-
-    Attributes:
-        reached: Unix seconds; None before the first possible time.
-    """
-
-    reached: float | None = None
-
-    def observe(self, times: Iterable[tuple[str, str]], now: float) -> None:
-        """Take the times of the stored events, as pairs of DID and time, in the order of the stream."""
-        all_seconds = map(event_seconds, islice(reversed(dict(times).values()), CLOCK_ACCOUNTS))
-        possible = [min(one, now) for one in all_seconds if one is not None and EARLIEST <= one <= now + MAX_AHEAD]
-        if possible:
-            self.advance(median_low(possible), now)
-
-    def advance(self, seconds: float, now: float) -> None:
-        """Note that everything until this time is stored. It goes back only if the clock of this machine was set back.
-
-        Otherwise the lag would be 0 until that clock reaches the time that it has shown before.
-        """
-        set_back = self.reached is not None and self.reached > now + MAX_AHEAD
-        self.reached = seconds if self.reached is None or set_back else max(self.reached, seconds)
-
-
 @dataclass(slots=True)
 class SettledTotals:
     """Totals since the start of the process, with the newest rejected message of each reason as text for people."""
@@ -145,12 +110,16 @@ class SettledTotals:
 
 @dataclass(eq=False)
 class BatchWriter:
-    """Writes the batches of one shard, as long as the event `owned` is set."""
+    """Writes the batches of one shard, as long as the event `owned` is set.
+
+    Attributes:
+        positions: The positions in the streams from which the messages come.
+    """
 
     db: Database
     inbox: Inbox
     keys: KeyLookups
-    position: StreamPosition
+    positions: Sequence[StreamPosition]
     owned: asyncio.Event
     settings: WriterSettings
     metrics: Metrics
@@ -165,24 +134,17 @@ class BatchWriter:
         self._rows = RepoRowCache()
         self.stage = StageProgress("batch writer", needs_shard=True)
         self.totals = SettledTotals()
-        self._clock = EventClock()
         self._ahead = VerificationAhead(self.core, self.inbox, self._rows, self.keys.key_state)
 
     @property
     def lag(self) -> float | None:
-        """Seconds since the time up to which everything is stored; None if that is not known.
-
-        It grows with the clock whenever nothing is written, whatever the cause.
-        """
-        return None if self._clock.reached is None else max(0.0, time() - self._clock.reached)
+        """The least lag of the streams, each of which has all messages; None if none is known."""
+        return min([one.lag for one in self.positions if one.lag is not None], default=None)
 
     @property
     def cursor_age(self) -> float | None:
-        """The lag, or before the first stored event the age of the message at the stored cursor; None if unknown."""
-        if self.lag is not None:
-            return self.lag
-        stored_at = event_seconds(self.position.watermark.position_if_done(()).event_time)
-        return None if stored_at is None else max(0.0, time() - stored_at)
+        """The least age of the cursors; None if none is known."""
+        return min([one.cursor_age for one in self.positions if one.cursor_age is not None], default=None)
 
     async def run(self) -> None:
         """Write batches forever. Only an exception that is a bug ends it."""
@@ -193,7 +155,7 @@ class BatchWriter:
             self._ahead.clear()
 
     async def _write_next(self) -> None:
-        """Take the next batch and write it; or, after some time without a message, save the cursor."""
+        """Take the next batch and write it; or, after some time without a message, save the cursors."""
         taken = await self._take()
         messages = self.keys.hold_back(taken)
         crash_point("batch.taken")
@@ -205,7 +167,7 @@ class BatchWriter:
             if messages:
                 await self._write_or_halve(messages)
             elif not taken:
-                await self._save_position()
+                await self._save_positions()
         if attempt.error is not None:
             # If the transaction was committed all the same, the messages count as replayed the next time.
             self._rows.clear()
@@ -264,7 +226,7 @@ class BatchWriter:
         with self.scope.in_use() as policy:
             with self.metrics.batch_seconds["plan"].time():
                 key_state_of = self.keys.key_states(dids).get
-                context = self.account_limits.apply(dids, repos, key_state_of, self._context(policy))
+                context = self.account_limits.apply(dids, repos, key_state_of, PlanContext(policy, time()))
                 plan = await self._plan(messages, repos, key_state_of, context)
             crash_point("batch.planned")
             await self._apply(messages, plan, plan.unchanged & cached.keys())
@@ -291,7 +253,7 @@ class BatchWriter:
         log.debug("message.refused", did=message.did, seq=message.seq, error=detail)
         text = f"{message.did or 'a message without a DID'}, seq {message.seq}: {detail}; it becomes a dead letter"
         self.conditions.report(MESSAGES_REFUSED, message=text)
-        context, repo = self._context(self.scope.policy), None
+        context, repo = PlanContext(self.scope.policy, time()), None
         if message.did is not None:
             repo = (await self.db.repos.load([message.did])).get(message.did)
         try:
@@ -309,49 +271,67 @@ class BatchWriter:
         """
         plan = whole.without(unconfirmed)
         with self.metrics.batch_seconds["apply"].time():
-            position = self.position.watermark.position_if_done(_seqs([item.received for item in plan.settled]))
-            cursor = None if position.seq is None else self._cursor(position)
-            batch = Batch(plan.writes, tuple(plan.dead_letters), frozenset(plan.stale_identities), cursor)
+            done = self._by_stream([item.received for item in plan.settled])
+            cursors = self._cursors({position: _seqs(messages) for position, messages in done})
+            batch = Batch(plan.writes, tuple(plan.dead_letters), frozenset(plan.stale_identities), cursors)
             applied = await self.db.write(batch)
         self._rows.put([write.repo for write in batch.writes])
         self._rows.drop(applied.skipped | unconfirmed)
         for action, count in applied.changes.items():
             self.metrics.record_changes[action, "true"].inc(count)
         self.account_limits.count(plan, applied.skipped, self.keys.key_state)
-        self._observe_times(plan, cursor)
         await self._settle(messages, plan, applied.skipped | unconfirmed)
 
-    def _context(self, policy: Policy) -> PlanContext:
-        position = self.position
-        return PlanContext(policy, position.relay, time(), position.host, position.epoch)
-
-    async def _save_position(self) -> None:
-        """Save the cursor and the current time when no message is waiting."""
-        if not self.position.is_known() or self.inbox.unsettled:
+    async def _save_positions(self) -> None:
+        """Save the cursors and the current time when no message is waiting."""
+        if self.inbox.unsettled:
             return
-        now, position = time(), self.position.watermark.position_if_done(())
-        if position.seq is not None:
-            await self.db.write(Batch(cursor=self._cursor(position, caught_up_at=now)))
-            self.metrics.cursor_seq.labels(self.position.relay).set(position.seq)
-        self._clock.advance(now, now)
+        now, known = time(), [position for position in self.positions if position.is_known()]
+        if cursors := self._cursors(dict.fromkeys(known, ()), caught_up_at=now):
+            await self.db.write(Batch(cursors=cursors))
+        for position in known:
+            position.clock.advance(now, now)
+            self._show_cursor(position)
 
-    def _cursor(self, position: Position, caught_up_at: float | None = None) -> Cursor:
-        return Cursor(
-            relay=self.position.relay,
-            shard=str(self.settings.shard),
-            seq=position.seq or 0,
-            event_time=position.event_time,
-            caught_up_at=self._clock.reached if caught_up_at is None else caught_up_at,
-            epoch=self.position.epoch,
+    def _by_stream(self, messages: Iterable[ReceivedMessage]) -> list[tuple[StreamPosition, list[ReceivedMessage]]]:
+        """Return the messages of each stream, with its position."""
+        messages_of = defaultdict[Origin, list[ReceivedMessage]](list)
+        for message in messages:
+            messages_of[message.origin].append(message)
+        return [(one, messages_of[one.origin]) for one in self.positions if one.origin in messages_of]
+
+    def _cursors(
+        self, done: Mapping[StreamPosition, Iterable[int]], caught_up_at: float | None = None
+    ) -> tuple[Cursor, ...]:
+        """Return the cursors to save once these numbers of the streams are done."""
+        reached = [(one, one.watermark.position_if_done(seqs)) for one, seqs in done.items()]
+        return tuple(
+            [
+                Cursor(
+                    relay=one.origin.relay,
+                    shard=str(self.settings.shard),
+                    seq=position.seq,
+                    event_time=position.event_time,
+                    caught_up_at=one.clock.reached if caught_up_at is None else caught_up_at,
+                    epoch=one.origin.epoch,
+                )
+                for one, position in reached
+                if position.seq is not None
+            ]
         )
 
-    def _observe_times(self, plan: BatchPlan, cursor: Cursor | None) -> None:
-        """Note the times of this shard's messages up to the cursor. Others at the cursor are not decoded."""
-        if cursor is None:
-            return
-        stored = [item.received.event for item in plan.settled if (item.received.seq or cursor.seq) <= cursor.seq]
+    def _mark_done(self, position: StreamPosition, messages: Sequence[ReceivedMessage]) -> None:
+        """Mark messages of a stream as done. Their times count up to its new position."""
+        position.watermark.mark_done(_seqs(messages))
+        reached = position.watermark.position or 0
+        stored = [message.event for message in messages if (message.seq or reached) <= reached]
         times = [(event.did, event.time) for event in stored if not isinstance(event, _WITHOUT_TIME)]
-        self._clock.observe(times, time())
+        position.clock.observe(times, time())
+        self._show_cursor(position)
+
+    def _show_cursor(self, position: StreamPosition) -> None:
+        if (seq := position.watermark.position) is not None:
+            self.metrics.cursor_seq.labels(position.origin.relay).set(seq)
 
     async def _settle(self, messages: Sequence[ReceivedMessage], plan: BatchPlan, conflicts: frozenset[str]) -> None:
         """Settle the messages that were written, and start key lookups for the messages that wait for a key.
@@ -361,7 +341,8 @@ class BatchWriter:
         self.keys.identities.mark_stale(plan.stale_identities)
         written = plan.without(conflicts)
         done = [item.received for item in written.settled]
-        self.position.watermark.mark_done(_seqs(done))
+        for position, of_stream in self._by_stream(done):
+            self._mark_done(position, of_stream)
         self.keys.discard_results(message.event.did for message in done if message.event.did)
         self._count(written)
         planned = messages[: len(messages) - len(plan.postponed)]
@@ -391,8 +372,6 @@ class BatchWriter:
         for letter in written.dead_letters:
             text = f"{letter.did or 'a message without a DID'}, seq {letter.seq}: {letter.detail or letter.reason.text}"
             self.totals.examples[letter.reason] = text
-        if self.position.watermark.position is not None:
-            self.metrics.cursor_seq.labels(self.position.relay).set(self.position.watermark.position)
 
 
 def _seqs(messages: Sequence[ReceivedMessage]) -> list[int]:

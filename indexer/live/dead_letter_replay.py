@@ -23,6 +23,7 @@ from indexer.sync.changes import Batch, DeadLetter
 from indexer.sync.events import InfoEvent, OtherShardEvent, StreamError, UnknownEvent, decode_frame
 from indexer.sync.policy import PlanContext, Policy
 from indexer.sync.repo import Outcome
+from indexer.sync.stream import Origin
 
 MAX_ATTEMPTS = 5
 """Attempts to replay one dead letter while other writes change its repo."""
@@ -89,9 +90,10 @@ class DeadLetterReplay:
         event = decode_frame(frame, self.policy.limits)
         if isinstance(event, InfoEvent | StreamError | OtherShardEvent):
             event = UnknownEvent(event.kind, None)  # it concerns no repo, and its effect on the stream is over
-        received = ReceivedMessage(event.seq, frame, event)
+        host = host_of(dead_letter.relay) if self.upstream_is_pds else None
+        received = ReceivedMessage(Origin(dead_letter.relay, dead_letter.epoch, host), event.seq, frame, event)
         for _ in range(MAX_ATTEMPTS):
-            plan = await self._plan(dead_letter, received)
+            plan = await self._plan(received)
             [settled] = plan.settled
             if plan.dead_letters:
                 return await self._reject_again(dead_letter, plan.dead_letters[0])
@@ -101,7 +103,7 @@ class DeadLetterReplay:
                 return ReplayResult(dead_letter.id, settled.outcome, settled.why)
         return ReplayResult(dead_letter.id, UNTRIED, detail=f"the repo changed during each of {MAX_ATTEMPTS} attempts")
 
-    async def _plan(self, dead_letter: StoredDeadLetter, received: ReceivedMessage) -> BatchPlan:
+    async def _plan(self, received: ReceivedMessage) -> BatchPlan:
         """Return a plan in which no message waits for a key.
 
         Raises:
@@ -112,8 +114,7 @@ class DeadLetterReplay:
         await self.identities.preload(dids)
         # After the row: if that is complete for a later scope, what an earlier one omits would be missing.
         scope = await self.db.scope.load() or self.policy.scope
-        host = host_of(dead_letter.relay) if self.upstream_is_pds else None
-        context = PlanContext(replace(self.policy, scope=scope), dead_letter.relay, time(), host, dead_letter.epoch)
+        context = PlanContext(replace(self.policy, scope=scope), time())
         plan = plan_batch([received], repos, partial(cached_key, self.identities), context)
         while plan.needed_keys:
             [need] = plan.needed_keys.values()

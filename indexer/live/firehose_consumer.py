@@ -22,7 +22,8 @@ from indexer.crash_points import crash_point
 from indexer.db import Database
 from indexer.db.gaps import OpenGaps
 from indexer.db.periodic import DatabaseAttempt
-from indexer.live.inbox import Inbox, StreamPosition
+from indexer.live.inbox import Inbox
+from indexer.live.stream_position import StreamPosition
 from indexer.net.relay.subscription import Subscription
 from indexer.reasons import GapReason, Rejection
 from indexer.sync.batch import ReceivedMessage
@@ -256,9 +257,10 @@ class FirehoseConsumer:
     shard: Shard
     decode: Callable[[bytes], Event]
     metrics: Metrics
+    name: str = "firehose consumer"
 
     def __post_init__(self) -> None:
-        self.stage = StageProgress("firehose consumer")
+        self.stage = StageProgress(self.name)
         self.last_error: str | None = None
         self.failing_since: float | None = None
         self.last_message: dict[str, float] = {}
@@ -282,10 +284,10 @@ class FirehoseConsumer:
         if not self.position.watermark.add(event.seq, event.time):
             return False
         now = monotonic()
-        self.last_message[self.position.relay] = now
+        self.last_message[self.position.origin.relay] = now
         self.last_error = self.failing_since = None
         self.metrics.events_received[event.kind].inc()
-        self.inbox.append(ReceivedMessage(event.seq, frame, event, now))
+        self.inbox.append(ReceivedMessage(self.position.origin, event.seq, frame, event, now))
         return True
 
     async def _process(self, event: Event, frame: bytes) -> None:
@@ -321,7 +323,7 @@ class FirehoseConsumer:
         await self.inbox.put(received)
 
     async def _handle(self, event: Event, frame: bytes) -> None:
-        self.last_message[self.position.relay] = monotonic()
+        self.last_message[self.position.origin.relay] = monotonic()
         if isinstance(event, InfoEvent):
             await self._handle_info(event)
         elif isinstance(event, StreamError):
@@ -339,7 +341,7 @@ class FirehoseConsumer:
         if isinstance(event, MalformedEvent) and not recorder:
             self.metrics.events[event.kind, Outcome.IGNORED].inc()
         else:
-            await self._put(ReceivedMessage(None, frame, event, monotonic()))
+            await self._put(ReceivedMessage(self.position.origin, None, frame, event, monotonic()))
 
     async def _handle_valid(self, event: RepoEvent | OtherShardEvent, frame: bytes) -> None:
         """Process a message according to its number.
@@ -372,7 +374,7 @@ class FirehoseConsumer:
         self.metrics.events_received[event.kind].inc()
         self.last_error = self.failing_since = None
         if not isinstance(event, OtherShardEvent):
-            await self._put(ReceivedMessage(seq, frame, event, monotonic()))
+            await self._put(ReceivedMessage(self.position.origin, seq, frame, event, monotonic()))
             return
         if seq is not None:
             self.position.watermark.mark_done((seq,))
@@ -398,7 +400,7 @@ class FirehoseConsumer:
             return
         self._fail(error)
         if error != known:
-            log.error("relay.error", relay=self.position.relay, error=error)
+            log.error("relay.error", relay=self.position.origin.relay, error=error)
 
     def _fail(self, error: str) -> None:
         self.last_error = error

@@ -1,20 +1,15 @@
-"""The queue of messages, and the position in the stream: the firehose consumer and the batch writer share both."""
+"""The queue of messages between the firehose consumer and the batch writer."""
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from itertools import islice
 from math import inf
 from time import monotonic
 
 from indexer.concurrency.event_wait import wait_for_event
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.net.http.http_client import host_of
 from indexer.sync.batch import ReceivedMessage
-from indexer.sync.events import event_seconds
-from indexer.sync.repo import StreamPoint
-from indexer.sync.stream import Watermark
 
 MESSAGE_BYTES = 2_000
 """Approximate memory of a decoded message besides its frame."""
@@ -132,37 +127,3 @@ class Inbox:
     async def wait_until_settled(self) -> None:
         """Wait until all messages are settled."""
         await self._all_settled.wait()
-
-
-@dataclass(eq=False)
-class StreamPosition:
-    """The position in the stream of the connected relay.
-
-    The consumer adds sequence numbers to the watermark when messages arrive; the writer marks them as done.
-
-    Attributes:
-        is_known: Return True while the stream is connected, and it is known whether messages before it are missing.
-        relay: The URL of the relay; "" before the first connection.
-    """
-
-    is_known: Callable[[], bool]
-    upstream_is_pds: bool = field(default=False, kw_only=True)
-    relay: str = field(default="", init=False)
-    epoch: int = field(default=0, init=False)
-    watermark: Watermark = field(default_factory=Watermark, init=False)
-
-    @property
-    def host(self) -> str | None:
-        """The host of the stream if the upstream is a PDS, else None."""
-        return host_of(self.relay) if self.upstream_is_pds else None
-
-    def begin(self, relay: str, epoch: int, watermark: Watermark) -> None:
-        """Start again in the stream of `relay`; all messages of the previous connection must be done."""
-        self.relay, self.epoch, self.watermark = relay, epoch, watermark
-
-    def last_stored(self) -> StreamPoint | None:
-        """Return the message at the position of the cursor; None if it is not known."""
-        position = self.watermark.position_if_done(())
-        if position.seq is None or not self.is_known():
-            return None
-        return StreamPoint(self.relay, self.epoch, position.seq, event_seconds(position.event_time))

@@ -62,7 +62,7 @@ class VerificationAhead:
         """Return the results for a batch with these rows and keys. Commits not verified ahead are verified now."""
         if not self.core.verifies_ahead:
             return self.prepared
-        rest = [event for event in commits_within(batch, MAX_BATCH_BYTES) if id(event) not in self.prepared]
+        rest = [one for one in commits_within(batch, MAX_BATCH_BYTES) if id(one.event) not in self.prepared]
         chosen = commits_to_verify(rest, lambda did: repos.get(did) or Repo(did), key_state_of, context)
         if chosen:
             running = self.core.begin_verification(chosen, context.policy)
@@ -81,8 +81,8 @@ class VerificationAhead:
         waiting = self.inbox.peek(batch_size)
         if not self.core.verifies_ahead or len(waiting) < min(MIN_MESSAGES, batch_size):
             return
-        commits = [event for event in commits_within(waiting, MAX_AHEAD_BYTES) if id(event) not in self.prepared]
-        cached = self.rows.rows([event.did for event in commits])
+        commits = [one for one in commits_within(waiting, MAX_AHEAD_BYTES) if id(one.event) not in self.prepared]
+        cached = self.rows.rows([one.did for one in commits if one.did])
 
         def guessed_row(did: str) -> Repo:
             return repos.get(did) or cached.get(did) or Repo(did, version=1)

@@ -196,7 +196,7 @@ class Applies:
             if export is not None:
                 missing = await self._write_export(policy, transaction, export, written)
                 self._accept_missing(claimed, missing)
-            completion = Completion(claimed, head, key, PlanContext(policy, "", time()))
+            completion = Completion(claimed, head, key, PlanContext(policy, time()))
             drained = await self._drain(transaction, completion)
             batch = completion.end()
             if not await transaction.finish(batch):
@@ -370,6 +370,6 @@ async def _write_new_repos(transaction: ResyncTransaction, group: Sequence[NewRe
 
 def _complete(repo: NewRepo, row: Repo) -> Batch:
     """Return the end of the resync of a repo for which no event is buffered."""
-    completion = Completion(repo.claimed, repo.head, repo.key, PlanContext(repo.policy, "", time()))
+    completion = Completion(repo.claimed, repo.head, repo.key, PlanContext(repo.policy, time()))
     completion.lock(row)
     return completion.end()

@@ -32,8 +32,8 @@ _OWN_STATUSES = frozenset({OUT_OF_SCOPE, TOMBSTONED})
 
 def plan_account(repo: Repo, event: AccountEvent, context: PlanContext) -> Plan:
     """Apply a relay's report about the account, unless a later one has been applied (docs/protocol.md#accounts)."""
-    point = StreamPoint(context.relay, context.epoch, event.seq, event_seconds(event.time))
-    if _is_outdated(repo, point, compare_times=context.host is None):
+    point = StreamPoint(context.origin.relay, context.origin.epoch, event.seq, event_seconds(event.time))
+    if _is_outdated(repo, point, compare_times=context.origin.host is None):
         return Plan(repo, Outcome.REPLAYED)
     status, is_hidden = _reported(event.status), not event.active and hides(_reported(event.status))
     if not repo.known and is_hidden:

@@ -16,6 +16,7 @@ from indexer.sync.events import CommitEvent, MalformedEvent, RepoEvent, SyncEven
 from indexer.sync.plan import key_to_verify, plan_event
 from indexer.sync.policy import KeyState, KeyStateOf, PlanContext, Policy
 from indexer.sync.repo import Outcome, Repo, SyncStatus, Trigger, desynchronize, unparked
+from indexer.sync.stream import Origin
 from indexer.sync.verify import VerifiedCommit, verify_commit
 
 
@@ -55,17 +56,6 @@ class PreparedCommits(dict[int, tuple[CommitEvent, PublicKey, VerifiedCommit | N
         return self.accepted(event, key) or verify_commit(event, key, limits)
 
 
-def commits_to_verify(
-    commits: Iterable[CommitEvent], repo_of: Callable[[str], Repo], key_state_of: KeyStateOf, context: PlanContext
-) -> list[tuple[CommitEvent, PublicKey]]:
-    """Return the commits that `plan_event` will verify if these are the rows of their repos, with their keys."""
-    return [
-        (event, key)
-        for event in commits
-        if (key := key_to_verify(repo_of(event.did), event, key_state_of(event.did), context)) is not None
-    ]
-
-
 MAX_BATCH_BYTES = 16 << 20
 """Frames and record changes of one batch, in bytes: a batch takes no further message beyond this."""
 MAX_BATCH_CHANGES = 5_000
@@ -75,13 +65,15 @@ DEAD_LETTER_BYTES = 100_000
 
 
 class ReceivedMessage(NamedTuple):
-    """A message from the stream, decoded, with its frame.
+    """A message from a stream, decoded, with its frame.
 
     Attributes:
+        origin: The stream.
         seq: The number of the watermark that this message holds back until it is settled; None if it has none.
         at: The time of arrival, in monotonic seconds.
     """
 
+    origin: Origin
     seq: int | None
     frame: bytes
     event: RepoEvent | UnknownEvent | MalformedEvent
@@ -91,6 +83,30 @@ class ReceivedMessage(NamedTuple):
     def did(self) -> str | None:
         """The account of the message; None if it names none or is of an unknown type."""
         return self.event.did
+
+
+class _Contexts(dict[Origin, PlanContext]):
+    """The context of a batch for each origin of its messages."""
+
+    def __init__(self, context: PlanContext) -> None:
+        self._context = context
+
+    def __missing__(self, origin: Origin) -> PlanContext:
+        self[origin] = context = replace(self._context, origin=origin)
+        return context
+
+
+def commits_to_verify(
+    messages: Iterable[ReceivedMessage], repo_of: Callable[[str], Repo], key_state_of: KeyStateOf, context: PlanContext
+) -> list[tuple[CommitEvent, PublicKey]]:
+    """Return the commits that `plan_event` will verify if these are the rows of their repos, with their keys."""
+    contexts = _Contexts(context)
+    return [
+        (event, key)
+        for event, origin in [(message.event, message.origin) for message in messages]
+        if isinstance(event, CommitEvent)
+        and (key := key_to_verify(repo_of(event.did), event, key_state_of(event.did), contexts[origin])) is not None
+    ]
 
 
 class SettledMessage(NamedTuple):
@@ -175,7 +191,7 @@ def plan_batch(
     """
     if prepared is not None:
         context = replace(context, verify=prepared.verify)
-    result, size, count = BatchPlan(), 0, 0
+    result, contexts, size, count = BatchPlan(), _Contexts(context), 0, 0
     for number, received in enumerate(batch):
         if size > MAX_BATCH_BYTES or count > MAX_BATCH_CHANGES:
             result.postponed.extend(batch[number:])
@@ -183,7 +199,7 @@ def plan_batch(
         size += len(received.frame)
         event = received.event
         if isinstance(event, MalformedEvent):
-            _reject(result, received, event.type, event.reason, event.detail, context)
+            _reject(result, received, event.type, event.reason, event.detail)
         elif isinstance(event, UnknownEvent):
             result.settled.append(SettledMessage(received, Outcome.IGNORED))
         elif event.did in result.needed_keys:
@@ -194,12 +210,12 @@ def plan_batch(
                 repo = repos.get(event.did) or Repo(event.did, from_stream=True, wanted_in=context.policy.scope.version)
                 draft = result.drafts[event.did] = _Draft(repo, repo)
             key_state = None if event.did in result.stale_identities else key_state_of(event.did)
-            plan = plan_event(draft.after, event, len(received.frame), key_state, context)
+            plan = plan_event(draft.after, event, len(received.frame), key_state, contexts[received.origin])
             if isinstance(plan, NeedsKey):
                 result.needed_keys[event.did] = plan
                 result.waiting.append(received)
                 continue
-            _add(result, received, event, draft, plan, context)
+            _add(result, received, event, draft, plan)
             size += sum([change.size for change in plan.changes])
             count += len(plan.changes)
     return result
@@ -219,7 +235,7 @@ def is_quick(
     )
 
 
-def commits_within(messages: Iterable[ReceivedMessage], max_bytes: int) -> list[CommitEvent]:
+def commits_within(messages: Iterable[ReceivedMessage], max_bytes: int) -> list[ReceivedMessage]:
     """Return the commits among the first messages, up to that with which their frames exceed `max_bytes`."""
     commits, size = [], 0
     for received in messages:
@@ -227,7 +243,7 @@ def commits_within(messages: Iterable[ReceivedMessage], max_bytes: int) -> list[
             break
         size += len(received.frame)
         if isinstance(received.event, CommitEvent):
-            commits.append(received.event)
+            commits.append(received)
     return commits
 
 
@@ -237,7 +253,7 @@ def plan_refusal(received: ReceivedMessage, repo: Repo | None, detail: str, cont
     `repo` is None if there is no row, or if the database cannot store its next version either.
     """
     result = BatchPlan()
-    _reject(result, received, received.event.kind, Rejection.STORE_FAILED, detail, context)
+    _reject(result, received, received.event.kind, Rejection.STORE_FAILED, detail)
     if repo is not None:
         if repo.sync_status is SyncStatus.DESYNCHRONIZED:
             after = unparked(repo, context.now)
@@ -247,27 +263,24 @@ def plan_refusal(received: ReceivedMessage, repo: Repo | None, detail: str, cont
     return result
 
 
-def _add(
-    result: BatchPlan, received: ReceivedMessage, event: RepoEvent, draft: _Draft, plan: Plan, context: PlanContext
-) -> None:
+def _add(result: BatchPlan, received: ReceivedMessage, event: RepoEvent, draft: _Draft, plan: Plan) -> None:
     """Add the plan of one message."""
     if plan.refresh_identity:
         result.stale_identities.add(event.did)
     if plan.outcome is Outcome.REJECTED and isinstance(plan.why, Rejection):
-        _reject(result, received, event.kind, plan.why, plan.detail, context)
+        _reject(result, received, event.kind, plan.why, plan.detail)
         return
     draft.after = plan.repo
     draft.changes.extend(plan.changes)
     if plan.buffer:
-        draft.buffered.append(BufferedEvent(event.did, context.relay, event.seq, received.frame))
+        draft.buffered.append(BufferedEvent(event.did, received.origin.relay, event.seq, received.frame))
     elif plan.repo.sync_status is not SyncStatus.IN_PROGRESS:
         draft.buffered.clear()
     result.settled.append(SettledMessage(received, plan.outcome, plan.why))
 
 
-def _reject(
-    result: BatchPlan, received: ReceivedMessage, kind: str, reason: Rejection, detail: str, context: PlanContext
-) -> None:
+def _reject(result: BatchPlan, received: ReceivedMessage, kind: str, reason: Rejection, detail: str) -> None:
     frame, seq, did = received.frame[:DEAD_LETTER_BYTES], received.event.seq, received.did
-    result.dead_letters.append(DeadLetter(context.relay, seq, did, kind, reason, detail, frame, context.epoch))
+    relay, epoch, _ = received.origin
+    result.dead_letters.append(DeadLetter(relay, seq, did, kind, reason, detail, frame, epoch))
     result.settled.append(SettledMessage(received, Outcome.REJECTED, reason))

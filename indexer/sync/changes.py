@@ -135,13 +135,14 @@ class Batch:
 
     Attributes:
         stale_identities: DIDs that need an identity refresh.
+        cursors: At most one for each relay.
         resolved: The ID of the dead letter whose replay has these effects; it is deleted.
     """
 
     writes: tuple[RepoWrite, ...] = ()
     dead_letters: tuple[DeadLetter, ...] = ()
     stale_identities: frozenset[str] = field(default_factory=frozenset)
-    cursor: Cursor | None = None
+    cursors: tuple[Cursor, ...] = ()
     resolved: int | None = None
 
 

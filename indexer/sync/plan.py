@@ -43,7 +43,7 @@ def plan_event(repo: Repo, event: RepoEvent, size: int, key: KeyState | None, co
         return Plan(repo, Outcome.IGNORED)
     if not repo.known and (repo.did in context.refused or not _may_add(event, context.policy.scope)):
         return Plan(repo, Outcome.IGNORED)
-    if context.host is not None and (elsewhere := _hosted_elsewhere(repo, event, key, context)):
+    if context.origin.host is not None and (elsewhere := _hosted_elsewhere(repo, event, key, context)):
         return elsewhere
     if not repo.tracked:
         return _plan_out_of_scope(repo, event, key, context)
@@ -67,7 +67,8 @@ def key_to_verify(repo: Repo, event: CommitEvent, key: KeyState | None, context:
     """
     if key is None or key.key is None or not key.available or (key.doubtful and repo.head is not None):
         return None
-    if not (repo.tracked and repo.active) or (context.host is not None and key.host != context.host):
+    host = context.origin.host
+    if not (repo.tracked and repo.active) or (host is not None and key.host != host):
         return None
     if not repo.known and (repo.did in context.refused or not _may_add(event, context.policy.scope)):
         return None
@@ -114,9 +115,9 @@ def _hosted_elsewhere(
     if key is None:
         return NeedsKey(repo.did, refresh=False)
     leaves = isinstance(event, AccountEvent) and not event.active and repo.known
-    if not key.final and (leaves or (key.available and key.host != context.host)):
+    if not key.final and (leaves or (key.available and key.host != context.origin.host)):
         return NeedsKey(repo.did, refresh=True)
-    if key.available and key.host != context.host:
+    if key.available and key.host != context.origin.host:
         return Plan(repo, Outcome.REJECTED, why=Rejection.WRONG_HOST, detail=f"hosted by {key.host}")
     if leaves and not key.is_recent(context.now):
         return Plan(repo, Outcome.IGNORED, refresh_identity=True)

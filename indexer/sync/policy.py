@@ -10,6 +10,7 @@ from indexer.atproto.limits import Limits
 from indexer.atproto.syntax import MAX_CLOCK_ID, MAX_TID_MICROS, tid_of
 from indexer.sync.events import CommitEvent
 from indexer.sync.scope import Scope
+from indexer.sync.stream import NO_STREAM, Origin
 from indexer.sync.verify import VerifiedCommit, verify_commit
 
 MAX_IDENTITY_AGE = 120.0
@@ -36,23 +37,19 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class PlanContext:
-    """The inputs that all plans of one batch share.
+    """The inputs of planning that do not depend on the event and the repo, except for the origin of the event.
 
     Attributes:
-        relay: The relay that sent the events.
-        epoch: The epoch of its sequence: sequence numbers are comparable only within one epoch of one relay.
         now: Unix seconds.
-        host: The host of the stream if it is a PDS and not a relay. A PDS speaks only for accounts that it hosts.
+        origin: The stream of the event. Those of a batch may come from several.
         refused: Unknown DIDs whose messages add no repo, because their registered domain added too many.
         limited: Accounts of hosts that added too many, so that a first commit does not replace the first fetch.
         verify: Returns what `verify_commit` returns, or raises what it raises.
     """
 
     policy: Policy
-    relay: str
     now: float
-    host: str | None = None
-    epoch: int = 0
+    origin: Origin = NO_STREAM
     refused: frozenset[str] = frozenset()
     limited: frozenset[str] = frozenset()
     verify: Callable[[CommitEvent, PublicKey, Limits], VerifiedCommit] = verify_commit

@@ -12,6 +12,24 @@ from indexer.reasons import GapReason
 from indexer.sync.shard import Shard
 
 
+class Origin(NamedTuple):
+    """The stream that a message comes from.
+
+    Attributes:
+        relay: The URL of the relay.
+        epoch: The epoch of its sequence: sequence numbers are comparable only within one epoch of one relay.
+        host: The host of the stream if it is a PDS and not a relay. A PDS speaks only for accounts that it hosts.
+    """
+
+    relay: str
+    epoch: int = 0
+    host: str | None = None
+
+
+NO_STREAM = Origin("")
+"""The origin of what comes from no stream."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gap:
     """Messages that a shard may have missed.

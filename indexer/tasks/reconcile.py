@@ -5,7 +5,7 @@ compared again after a while. The list is not signed, so it never changes a reco
 and the database differ about whether an account is active, `HostingStatusChecks` decides.
 
 A reconciliation closes the gaps of its shard that were open when it began, if it ran to the end of the list of the
-relay whose stream is open: what the list does not contain yet, that stream delivers.
+relay whose stream is open: what the list does not contain yet, that stream delivers. The relays take turns.
 
 The hosting status of an account follows from what a list says, what its relay answers, and what the account's host
 says (docs/protocol.md#accounts). A PDS answers only for what it hosts: it still knows accounts that have moved.
@@ -44,6 +44,8 @@ from indexer.telemetry.metrics import Metrics
 _PAGE_SIZE = 5_000
 MAX_RESUME_SECONDS = 86_400.0
 """An interrupted reconciliation that began longer ago starts again."""
+MAX_FAILURES = 3
+"""Failures in a row after which another relay is asked from the beginning of its list."""
 MAX_FAILED = 10_000
 """Accounts whose requests failed, and that wait for the second attempt."""
 _HOSTING = attrgetter("active", "hosting_status", "hosting_relay", "hosting_epoch", "hosting_seq")
@@ -289,7 +291,7 @@ class Reconciliation:
 
     Attributes:
         gaps: The open gaps of the shard.
-        open_source: Returns the base URL of the relay whose stream is open; None if none is.
+        open_sources: Returns the base URLs of the relays whose streams are open.
         stream_point: Returns the last stored message of a source's stream; None if that is not known or not open.
         scope: If the present scope wants all repos, listed accounts that are unknown are tracked.
         identities: The identities of accounts, which name their hosts.
@@ -303,7 +305,7 @@ class Reconciliation:
     outbound: OutboundClient
     metrics: Metrics
     gaps: OpenGaps
-    open_source: Callable[[], str | None]
+    open_sources: Callable[[], Sequence[str]]
     stream_point: Callable[[str], StreamPoint | None]
     scope: CurrentScope
     settings: ReconciliationSettings
@@ -326,6 +328,7 @@ class Reconciliation:
             self.sources_are_hosts,
         )
         self._run: _Run | None = None
+        self._failures = 0  # in a row
         # The DID after which the next reconciliation asks for accounts that are missing in the list.
         self._unlisted_after = ""
 
@@ -346,13 +349,13 @@ class Reconciliation:
 
     async def run(self) -> None:
         """Reconcile when it is due. Only an exception that is a bug ends it."""
-        failures = 0
         while True:
-            await self._wait_until_due()
+            source = await self._wait_until_due()
             with self.stage.busy():
-                failures = 0 if await self._reconcile_with_open_source() else failures + 1
-            if failures:
-                pause = self.settings.first_retry * 2.0 ** min(failures - 1, 16)
+                done = await self._reconcile_with(source)
+            self._failures = 0 if done else self._failures + 1
+            if self._failures:
+                pause = self.settings.first_retry * 2.0 ** min(self._failures - 1, 16)
                 await asyncio.sleep(min(pause, self.settings.max_retry))
 
     async def reconcile(self, source: str, on_page: Callable[[CrawlProgress], None] = lambda _: None) -> CrawlProgress:
@@ -390,32 +393,45 @@ class Reconciliation:
             point = self.stream_point(source)
         return run.progress
 
-    async def _wait_until_due(self) -> None:
-        """Wait until a stream is open and, besides, a gap is open or the interval is over."""
+    async def _wait_until_due(self) -> str:
+        """Wait until a stream is open and, besides, a gap is open or the interval is over; return the relay to ask."""
         while True:
             with DatabaseAttempt(self.stage):
-                source = self.open_source()
-                if source is not None and (self.gaps.gaps or await self._is_due(source)):
-                    return
+                sources = self.open_sources()
+                if sources and (self.gaps.gaps or await self._is_due(sources)):
+                    return await self._next_source(sources)
             await self.gaps.wait_until_opened(self.settings.poll)
-            if self.open_source() is None:
+            if not self.open_sources():
                 await asyncio.sleep(self.settings.poll)
 
-    async def _is_due(self, source: str) -> bool:
+    async def _is_due(self, sources: Sequence[str]) -> bool:
         """Return True if the interval is over. The first reconciliation is due one interval after the first start."""
         if not self.settings.interval:
             return False
         shard, now = str(self.settings.shard), time()
-        last = await self.db.crawls.progress("sweep", source, shard=shard)
-        if last is None or (last.finished_at or 0.0) > now:  # a later time is from before the clock was set back
-            await self.db.crawls.save(CrawlProgress("sweep", source, began_at=now, finished_at=now, shard=shard))
-            return False
-        return last.finished_at is None or now - last.finished_at >= self.settings.interval
+        ended: list[float | None] = []
+        for source in sources:
+            last = await self.db.crawls.progress("sweep", source, shard=shard)
+            if last is None or (last.finished_at or 0.0) > now:  # a later time is from before the clock was set back
+                last = CrawlProgress("sweep", source, began_at=now, finished_at=now, shard=shard)
+                await self.db.crawls.save(last)
+            ended.append(last.finished_at)
+        finished = [one for one in ended if one is not None]
+        return len(finished) < len(ended) or now - max(finished) >= self.settings.interval
 
-    async def _reconcile_with_open_source(self) -> bool:
-        """Reconcile with the relay whose stream is open; return True if the same stream is still open at the end."""
-        if (source := self.open_source()) is None:
-            return False
+    async def _next_source(self, sources: Sequence[str]) -> str:
+        """Return the relay whose list was compared longest ago; that of an interrupted reconciliation if it continues.
+
+        So the list of each relay is compared. A relay that fails again and again is left.
+        """
+        last, shard = self.crawl_progress, str(self.settings.shard)
+        if last is not None and last.finished_at is None and last.source in sources and self._failures < MAX_FAILURES:
+            return last.source
+        begun = {source: await self.db.crawls.progress("sweep", source, shard=shard) for source in sources}
+        return min(sources, key=lambda source: one.began_at if (one := begun[source]) else 0.0)
+
+    async def _reconcile_with(self, source: str) -> bool:
+        """Reconcile with a relay; return True if its stream is still open at the end."""
         try:
             progress = await self.reconcile(source)
             await self.gaps.refresh()
@@ -425,7 +441,7 @@ class Reconciliation:
             return False
         log.info("reconciliation.done", relay=source, listed=progress.listed, different=progress.found)
         self.last_error = None
-        return source == self.open_source()
+        return source in self.open_sources()
 
     async def _begin(self, source: str) -> _Run:
         """Return the last reconciliation if it was interrupted recently and no gap was opened since, else a new one."""
@@ -493,7 +509,7 @@ class Reconciliation:
         if page.cursor is None:
             followed += await self._hide_unlisted(run) + await self._repeat_failed(run)
         after_page = run.progress.after_page(page.cursor, page.listed, behind + followed, time())
-        scope, close_gaps = self.scope.scope, self.open_source() == run.progress.source
+        scope, close_gaps = self.scope.scope, run.progress.source in self.open_sources()
         unknown = [*(page.unknown if scope.track is Track.ALL else ()), *page.only_from_stream]
         # If the scope changes meanwhile, the next reconciliation adds what it wants.
         stored = await self.db.crawls.add_listed(unknown, after_page, scope=scope, close_gaps=close_gaps)

@@ -88,10 +88,14 @@ def failing() -> SimpleNamespace:
             "the last batch was not written and is retried: unreachable: no row",
             20,
         ),
-        (lambda: {"firehose_consumer": {"last_error": "FutureCursor", "failing_since": ago(30)}}, "FutureCursor", 30),
-        (lambda: {"subscription": {"connection": None}}, "no relay is connected", 40),
         (
-            lambda: {"subscription": {"connection": None, "last_error": "401"}},
+            lambda: {"streams": [{"consumer": {"last_error": "FutureCursor", "failing_since": ago(30)}}]},
+            "FutureCursor",
+            30,
+        ),
+        (lambda: {"streams": [{"subscription": {"connection": None}}]}, "no relay is connected", 40),
+        (
+            lambda: {"streams": [{"subscription": {"connection": None, "last_error": "401"}}]},
             "no relay is connected; last error: 401",
             40,
         ),
@@ -124,7 +128,9 @@ def test_all_reasons_are_given_at_once() -> None:
     conditions.report(DATABASE_UNAVAILABLE, message="the database does not answer")
     conditions.report(HOST_FAILING, "one.example", message="requests to one.example fail")
     probe = probe_of(
-        conditions={"active": conditions.active}, subscription={"connection": None}, batch_writer={"lag": 75.04}
+        conditions={"active": conditions.active},
+        streams=[{"subscription": {"connection": None}}],
+        batch_writer={"lag": 75.04},
     )
     reasons = probe.not_ready()
     assert [reason.code for reason in reasons] == [

@@ -53,12 +53,20 @@ def test_document_of_an_idle_daemon() -> None:
     assert 2 <= stream.pop("silent_seconds") < 60
     assert stream == {
         "relay": "wss://one.example",
-        "seq": 7,
         "lag_seconds": 0.25,
         "unsettled_messages": 3,
         "unsettled_bytes": 4_096,
         "waiting_for_keys": 1,
         "reconciliation": None,
+    }
+    [row] = process["streams"]
+    assert 2 <= row.pop("silent_seconds") < 60
+    assert row == {
+        "relay": "wss://one.example",
+        "connected": True,
+        "seq": 7,
+        "lag_seconds": 0.25,
+        "last_error": None,
     }
     assert process["conditions"] == []
     assert document.to_json()["process"]["history"]["times"] == []
@@ -134,7 +142,7 @@ def test_document_stays_small_whatever_hosts_and_accounts_send() -> None:
         conditions={"active": conditions.active},
         resync_pool={"shares": SimpleNamespace(running=running, free_workers=6)},
         reconciliation={"progress": LONG},
-        subscription={"connection": SimpleNamespace(relay=LONG)},
+        streams=[{"relay": LONG}],
     )
     for number in range(3 * MAX_SAMPLES):
         history.sample(now + number)

@@ -55,7 +55,7 @@ async def stored_account(database: str) -> None:
     db = await Database.open(database, connections=1)
     try:
         cursor = Cursor("wss://one.example", "0/1", 77, (now - timedelta(seconds=5)).isoformat())
-        await db.write(Batch((RepoWrite(Repo(repo.did), repo, (record,)),), cursor=cursor))
+        await db.write(Batch((RepoWrite(Repo(repo.did), repo, (record,)),), cursors=(cursor,)))
         await db.identities.save([StoredIdentity(DID, HANDLE, "https://pds.example", None, now.timestamp())])
         await db.identities.save_handle_check(
             HandleCheck(HandleClaim(DID, HANDLE, None, 0), HANDLE, 0, now.timestamp())

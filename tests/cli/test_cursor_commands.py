@@ -41,8 +41,8 @@ async def test_reset_applies_to_all_present_shards_and_opens_a_gap_for_each(
     db: Database, sql: asyncpg.Connection, session: Session
 ) -> None:
     for shard in ("0/1", "0/2", "1/2"):
-        await db.write(Batch(cursor=Cursor(RELAY, shard, MAX_SEQ, None)))
-    await db.write(Batch(cursor=Cursor("wss://two.example", "0/2", 9, None)))
+        await db.write(Batch(cursors=(Cursor(RELAY, shard, MAX_SEQ, None),)))
+    await db.write(Batch(cursors=(Cursor("wss://two.example", "0/2", 9, None),)))
     assert (await session.run("cursor", "reset", RELAY, "--to", "7", "--yes")).returncode == 0
     assert await rows(sql, CURSORS) == [
         (RELAY, "0/1", 0, MAX_SEQ, None),

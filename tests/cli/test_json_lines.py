@@ -31,7 +31,7 @@ async def test_every_command_prints_json(world: AuditWorld, world_session: Sessi
     export.write_bytes(b"".join(ada.repo.export()))
     frame = message_frame("#account", {"seq": 7, "did": ada.did, "time": "now", "active": True})
     rejected = DeadLetter(relay, 7, ada.did, "account", Rejection.FIELD_INVALID, "", frame)
-    await world.db.write(Batch(dead_letters=(rejected,), cursor=Cursor(relay, "0/1", 7, "2026-01-01T00:00:00Z")))
+    await world.db.write(Batch(dead_letters=(rejected,), cursors=(Cursor(relay, "0/1", 7, "2026-01-01T00:00:00Z"),)))
     await world.delete_post(ada, "002")
     await world.sql(CONSUMER)
     await world.sql(PAUSED_HOST)

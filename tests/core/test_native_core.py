@@ -264,7 +264,7 @@ def test_a_batch_is_planned_alike_with_and_without_the_core(steps: list[tuple[st
     cases: list[tuple[dict[str, Repo], dict[str, KeyState]]] = [({}, keys), (current, keys), ({}, stale)]
     for rows, known in cases:
         commits = commits_within(batch, MAX_BATCH_BYTES)
-        all_rows = {commit.did: Repo(commit.did) for commit in commits} | rows
+        all_rows = {did: Repo(did) for did in keys} | rows
         chosen = commits_to_verify(commits, all_rows.__getitem__, known.get, CONTEXT)
         running = shared_core().begin_verification(chosen, CONTEXT.policy)
         prepared = running.next_results(2)

@@ -59,7 +59,7 @@ def commit_each(accounts: Sequence[FaultyAccount], text: str) -> None:
 
 
 def relay_of(daemon: RunningDaemon) -> str | None:
-    connection = daemon.stages.subscription.connection
+    connection = daemon.stages.streams[0].subscription.connection
     return None if connection is None else connection.relay
 
 

@@ -75,7 +75,7 @@ def lock_of(table: str) -> Stall:
 async def stalled_consumer(world: World) -> AsyncIterator[None]:
     """Keep the consumer from loading the cursor for its next connection."""
     async with locked(world, "cursor"):
-        world.daemon.stages.subscription.reconnect()
+        world.daemon.stages.streams[0].subscription.reconnect()
         yield
 
 

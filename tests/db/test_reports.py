@@ -358,10 +358,10 @@ async def test_lag_of_a_cursor_is_the_age_of_its_event(
 ) -> None:
     noon = 1_767_268_800.0  # 2026-01-01T12:00:00Z
     monkeypatch.setattr(reports, "time", lambda: noon)
-    await db.write(Batch(cursor=Cursor("wss://relay.test", "0/1", 9, event_time)))
+    await db.write(Batch(cursors=(Cursor("wss://relay.test", "0/1", 9, event_time),)))
     cursor = {"relay": "wss://relay.test", "shard": "0/1", "seq": 9, "event_time": event_time}
     assert (await db.reports.state())[0]["cursors"] == [{**cursor, "lag_seconds": lag}]
-    await db.write(Batch(cursor=Cursor("wss://relay.test", "0/1", 10, event_time, caught_up_at=noon - 5)))
+    await db.write(Batch(cursors=(Cursor("wss://relay.test", "0/1", 10, event_time, caught_up_at=noon - 5),)))
     assert (await db.reports.state())[0]["cursors"][0]["lag_seconds"] == 5.0
 
 

@@ -82,7 +82,7 @@ async def test_process_that_is_stopped_while_it_trims_the_change_log_stops_neith
         async with asyncio.timeout(TIMEOUT):
             after = repo._replace(version=2, head=head("3lbbbbbbbbb22"))
             write = RepoWrite(repo, after, (put("com.example.note/4"),), advances=True)
-            batch = Batch((write,), cursor=Cursor("wss://relay.test", "0/1", 1))
+            batch = Batch((write,), cursors=(Cursor("wss://relay.test", "0/1", 1),))
             assert not (await db.write(batch)).skipped  # one statement, whose plan locks all segments
             rows = await sql.fetch("select rkey from atproto.changes where rkey is not null order by seq")
             assert rkeys(rows) == ["0", "1", "2", "3", "4"]

@@ -94,6 +94,6 @@ async def test_cursor_was_stored_when_its_process_stored_it(
 ) -> None:
     """The times of events are compared with this time, to find out until when everything is stored."""
     await set_clock(database, tmp_path, days)
-    await db.write(Batch(cursor=Cursor("wss://relay.test", "0/1", 5)))
+    await db.write(Batch(cursors=(Cursor("wss://relay.test", "0/1", 5),)))
     [cursor] = await db.gaps.cursors()
     assert cursor.updated_at == pytest.approx(time(), abs=60)

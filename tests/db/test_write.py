@@ -138,7 +138,7 @@ async def test_a_write_on_another_version_is_skipped_and_the_cursor_is_not_saved
         ),
     )
     letters = tuple(dead_letter(seq, did=did(name)) for seq, name in ((1, "same"), (2, "changed"), (3, "other")))
-    skipped = (await db.write(Batch(writes, letters, cursor=Cursor(RELAY, "0/1", 9)))).skipped
+    skipped = (await db.write(Batch(writes, letters, cursors=(Cursor(RELAY, "0/1", 9),)))).skipped
     assert skipped == {did("changed"), did("inserted"), claimed.did}
     assert [row[0] for row in await sql.fetch("select seq from atproto.rejected order by seq")] == [1, 3]
     assert await db.reports.visible_records(did("same")) != {}
@@ -171,25 +171,25 @@ async def test_a_batch_that_fails_writes_nothing(db: Database, sql: asyncpg.Conn
     batch = Batch(
         (RepoWrite(Repo(did(1)), synchronized(1), (put("app.test/a"), put("app.test/b", "not json"))),),
         (dead_letter(1),),
-        cursor=Cursor(RELAY, "0/1", 9),
+        cursors=(Cursor(RELAY, "0/1", 9),),
     )
     with pytest.raises(RefusedWriteError):  # a retry would fail again, so it is no DatabaseError
         await db.write(batch)
     for table in ("repo", "record", "change", "dead_letter", "cursor"):
         assert await sql.fetchval(f"select count(*) from indexer.{table}") == 0  # noqa: S608
     with pytest.raises(RefusedWriteError, match="closed"):  # even if its text is like that of a lost connection
-        await db.write(Batch(cursor=Cursor(RELAY, "0/1", "the connection is closed")))  # type: ignore[arg-type]
+        await db.write(Batch(cursors=(Cursor(RELAY, "0/1", "the connection is closed"),)))  # type: ignore[arg-type]
 
 
 async def test_the_cursor_never_decreases_within_an_epoch(db: Database, sql: asyncpg.Connection) -> None:
     for seq, event_time in ((5, "five"), (3, "three"), (7, None), (9, "a time\0 of any form")):
-        await db.write(Batch(cursor=Cursor(RELAY, "0/1", seq, event_time)))
+        await db.write(Batch(cursors=(Cursor(RELAY, "0/1", seq, event_time),)))
         assert [cursor.seq for cursor in await db.gaps.cursors()] == [max(5, seq)]
-    await db.write(Batch(cursor=Cursor(RELAY, "1/2", 4)))
+    await db.write(Batch(cursors=(Cursor(RELAY, "1/2", 4),)))
     rows = await sql.fetch("select shard, seq, event_time from atproto.cursors order by shard")
     assert [tuple(row) for row in rows] == [("0/1", 9, "a time\ufffd of any form"), ("1/2", 4, None)]
     for epoch, seq in ((1, 3), (0, 901), (1, 2)):
-        await db.write(Batch(cursor=Cursor(RELAY, "0/1", seq, epoch=epoch)))
+        await db.write(Batch(cursors=(Cursor(RELAY, "0/1", seq, epoch=epoch),)))
     assert {(str(cursor.shard), cursor.epoch, cursor.seq) for cursor in await db.gaps.cursors()} == {
         ("0/1", 1, 3),
         ("1/2", 0, 4),
@@ -204,7 +204,7 @@ async def test_time_of_the_cursor_goes_back_only_from_before_the_clock_was_set_b
     for seq, caught_up_at, stored in (
         (1, now - 9, now - 9), (2, now - 99, now - 9), (3, now + 86_400, now + 86_400), (4, now, now)
     ):  # fmt: skip
-        await db.write(Batch(cursor=Cursor(RELAY, "0/1", seq, caught_up_at=caught_up_at)))
+        await db.write(Batch(cursors=(Cursor(RELAY, "0/1", seq, caught_up_at=caught_up_at),)))
         assert await sql.fetchval("select date_part('epoch', caught_up_at) from indexer.cursor") == pytest.approx(
             stored
         )

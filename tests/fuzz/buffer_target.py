@@ -146,7 +146,7 @@ def _messages(frames: list[bytes]) -> list[ReceivedMessage]:
     """Return the messages that a daemon would buffer."""
     events = [(frame, decode_frame(frame, DEFAULT_LIMITS)) for frame in frames]
     return [
-        ReceivedMessage(event.seq, frame, event)
+        ReceivedMessage(CONTEXT.origin, event.seq, frame, event)
         for frame, event in events
         if isinstance(event, CommitEvent | SyncEvent)
     ]

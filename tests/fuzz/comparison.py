@@ -120,5 +120,5 @@ class Comparison:
     def _plan(self, frame: bytes, event: CommitEvent, context: PlanContext, prepared: PreparedCommits) -> BatchPlan:
         head = Head(OLDEST_REV, event.prev_data or EMPTY_TREE, event.commit)
         row = Repo(event.did, version=1, sync_status=SyncStatus.SYNCHRONIZED, head=head)
-        message = ReceivedMessage(event.seq, frame, event)
+        message = ReceivedMessage(context.origin, event.seq, frame, event)
         return plan_batch([message], {event.did: row}, self._key_state, context, prepared)

@@ -79,7 +79,7 @@ class Messages(FuzzTarget):
             return
         forged = len(data) % 2 == 0
         row = None if event.did is None else Repo(event.did, 1, SyncStatus.SYNCHRONIZED, None, _head_before(event))
-        message = ReceivedMessage(event.seq, data, event)
+        message = ReceivedMessage(CONTEXT.origin, event.seq, data, event)
         key_state = KeyState(STRANGER, final=True)
         plan = plan_batch(
             [message],

@@ -1,6 +1,6 @@
 import pytest
 
-from indexer.live.batch_writer import EventClock
+from indexer.live.stream_position import EventClock
 
 NOW = 1_800_000_000.0
 RECENT = "2027-01-15T07:59:50Z"

@@ -10,7 +10,8 @@ from indexer.core.core import PYTHON_CORE, Core
 from indexer.db.gaps import OpenGaps
 from indexer.demo.local_relay import message_frame
 from indexer.live.firehose_consumer import PROOF_TIMEOUT, FirehoseConsumer, StreamContinuity
-from indexer.live.inbox import Inbox, StreamPosition
+from indexer.live.inbox import Inbox
+from indexer.live.stream_position import StreamPosition
 from indexer.net.relay.subscription import Connection, Subscription
 from indexer.reasons import GapReason
 from indexer.sync.events import MAX_SEQ, IdentityEvent, MalformedEvent
@@ -200,7 +201,7 @@ async def test_the_stream_reaches_the_present_only_when_the_stored_cursor_is_pro
 
 async def test_a_silent_relay_is_known_when_the_gap_is_open() -> None:
     async with RunningConsumer(shard=Shard(), cursors=[AT_FIVE], proof_timeout=0.0) as running:
-        await until(lambda: running.position.relay != "")
+        await until(lambda: running.position.origin.relay != "")
         running.subscription.connection = Connection(RELAY)
         assert not running.continuity.is_known
         await running.continuity.check_silence()
@@ -283,7 +284,7 @@ async def test_another_sequence_is_entered_anew(frame: bytes, expected: int) -> 
     async with RunningConsumer(*frames, shard=Shard(), cursors=[AT_FIVE], next_frames=later) as running:
         await until(lambda: running.inbox.unsettled == 2)
         assert (running.count("replayed"), running.subscription.reconnections) == (expected, 1)
-        assert (running.subscription.cursors, running.position.epoch) == ([4, None], 1)
+        assert (running.subscription.cursors, running.position.origin.epoch) == ([4, None], 1)
         assert [opened.gap.reason for opened in running.db.opened] == [GapReason.SEQUENCE_RESTARTED]
 
 

@@ -7,10 +7,11 @@ from indexer.live.inbox import MESSAGE_BYTES, Inbox
 from indexer.reasons import Rejection
 from indexer.sync.batch import ReceivedMessage
 from indexer.sync.events import MalformedEvent
+from indexer.sync.stream import NO_STREAM
 
 
 def message(seq: int, size: int = 10) -> ReceivedMessage:
-    return ReceivedMessage(seq, b"x" * size, MalformedEvent(Rejection.FIELD_INVALID, "", "", seq, None))
+    return ReceivedMessage(NO_STREAM, seq, b"x" * size, MalformedEvent(Rejection.FIELD_INVALID, "", "", seq, None))
 
 
 async def test_full_inbox_blocks_put_until_messages_are_settled() -> None:

@@ -16,6 +16,7 @@ from indexer.sync.batch import ReceivedMessage
 from indexer.sync.changes import NeedsKey
 from indexer.sync.events import IdentityEvent
 from indexer.sync.policy import UNAVAILABLE
+from indexer.sync.stream import NO_STREAM
 from tests.sync.signing_account import SigningAccount, received_message
 from tests.waiting import until
 
@@ -188,7 +189,7 @@ async def write_batches(scenario: LookupScenario, outcomes: dict[str, list[str]]
 
 def large_message(did: str, size: int = 2_000_000) -> ReceivedMessage:
     event = IdentityEvent(seq=1, did=did, time="")
-    return ReceivedMessage(1, bytes(size), event)
+    return ReceivedMessage(NO_STREAM, 1, bytes(size), event)
 
 
 @pytest.mark.parametrize("forged", [[WEB] * 40, [f"did:web:h{number % 30}.example.com" for number in range(90)]])

@@ -22,7 +22,7 @@ async def entered(
     db: Database, relay: str, *cursors: Cursor, start: Start = "live", oversized: str = ""
 ) -> StreamContinuity:
     for cursor in cursors:
-        await db.write(Batch(cursor=cursor))
+        await db.write(Batch(cursors=(cursor,)))
     subscription = Subscription([relay], 1, "tests")
     subscription.oversized.add(oversized)
     gaps = OpenGaps(db.gaps, Shard(), Metrics())

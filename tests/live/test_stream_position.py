@@ -1,6 +1,6 @@
 """The position in the stream of the connected relay."""
 
-from indexer.live.inbox import StreamPosition
+from indexer.live.stream_position import StreamPosition
 from indexer.sync.repo import StreamPoint
 from indexer.sync.stream import Watermark
 

@@ -18,8 +18,9 @@ from indexer.db.scope import CurrentScope
 from indexer.db.write import WrittenBatch
 from indexer.live.account_limits import AccountLimits
 from indexer.live.batch_writer import BatchWriter, WriterSettings
-from indexer.live.inbox import Inbox, StreamPosition
+from indexer.live.inbox import Inbox
 from indexer.live.key_lookups import KeyLookups
+from indexer.live.stream_position import StreamPosition
 from indexer.net.identity.did_resolver import DidResolver
 from indexer.net.identity.identity_cache import IdentityCache
 from indexer.net.new_accounts import NewAccounts
@@ -122,7 +123,7 @@ class WriterScenario:
                 self.db,
                 self.inbox,
                 keys,
-                self.position,
+                [self.position],
                 self.owned,
                 self._settings,
                 self.metrics,

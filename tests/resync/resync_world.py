@@ -224,7 +224,7 @@ class LivePath:
                 cached = self._directory.cached
                 key_state = answer or (KeyState(cached.key) if cached else None)
                 repos = await self._db.repos.load([self._owner.did])
-                context = PlanContext(self._policy, MIRROR, time())
+                context = PlanContext(self._policy, time())
                 plan = plan_batch(messages, repos, lambda _did, key_state=key_state: key_state, context)  # type: ignore[misc]
                 stale = frozenset(plan.stale_identities)
                 try:

@@ -11,10 +11,11 @@ from indexer.sync.events import CommitEvent, decode_frame
 from indexer.sync.policy import PlanContext, Policy
 from indexer.sync.repo import Head, Repo, SyncStatus
 from indexer.sync.scope import Scope
+from indexer.sync.stream import Origin
 from tests.vectors import vectors
 
 NOW = 1_795_000_000.0  # later than every rev in the vectors
-CONTEXT = PlanContext(Policy(Scope(), DEFAULT_LIMITS), "wss://bsky.network", NOW)
+CONTEXT = PlanContext(Policy(Scope(), DEFAULT_LIMITS), NOW, Origin("wss://bsky.network"))
 
 
 @cache

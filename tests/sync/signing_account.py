@@ -16,6 +16,7 @@ from indexer.sync.plan import plan_event
 from indexer.sync.policy import KeyState, PlanContext, Policy
 from indexer.sync.repo import Head, Repo, SyncStatus
 from indexer.sync.scope import Scope
+from indexer.sync.stream import Origin
 from tests.sync.hidden_deletion import hide_deletion
 
 NOW = 1_790_000_000.0
@@ -23,7 +24,7 @@ TIME = "2026-09-21T00:00:00Z"
 RELAY = "wss://relay.test"
 POST = "app.bsky.feed.post"
 STORE_ALL = Policy(Scope(), DEFAULT_LIMITS)
-CONTEXT = PlanContext(STORE_ALL, RELAY, NOW)
+CONTEXT = PlanContext(STORE_ALL, NOW, Origin(RELAY))
 IN_PROGRESS, SYNCHRONIZED, DESYNCHRONIZED = SyncStatus.IN_PROGRESS, SyncStatus.SYNCHRONIZED, SyncStatus.DESYNCHRONIZED
 
 
@@ -116,7 +117,7 @@ def received_message(kind: str, payload: dict[str, Any]) -> ReceivedMessage:
     """Return the message as the batch writer receives it."""
     frame = encoded_frame(kind, payload)
     event: Any = decode_frame(frame, DEFAULT_LIMITS)
-    return ReceivedMessage(event.seq, frame, event)
+    return ReceivedMessage(Origin(RELAY), event.seq, frame, event)
 
 
 def plan(

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from indexer.sync.account import plan_active, plan_hidden
 from indexer.sync.repo import Outcome, Repo, StreamPoint
+from indexer.sync.stream import Origin
 from tests.sync.signing_account import CONTEXT, NOW, RELAY, SigningAccount, plan
 
 OTHER = "wss://other.test"
-CONTEXTS = {relay: replace(CONTEXT, relay=relay) for relay in (RELAY, OTHER)}
+CONTEXTS = {relay: replace(CONTEXT, origin=Origin(relay)) for relay in (RELAY, OTHER)}
 
 
 def message(alice: SigningAccount, seq: int, seconds: float, *, active: bool = False) -> dict[str, Any]:
@@ -77,7 +78,10 @@ def test_message_of_another_relay_counts_if_a_time_is_unknown(stored: str, sent:
 def test_times_of_two_hosts_are_not_compared() -> None:
     """An account may move to a host whose clock is slow. Messages of former hosts are rejected before."""
     alice = SigningAccount()
-    former, later = replace(CONTEXT, host="former.test"), replace(CONTEXTS[OTHER], host="later.test")
+    former, later = (
+        replace(CONTEXT, origin=Origin(RELAY, host="former.test")),
+        replace(CONTEXT, origin=Origin(OTHER, host="later.test")),
+    )
     keys = [alice.key_state._replace(host=host, final=True, fetched_at=NOW) for host in ("former.test", "later.test")]
     hidden = plan(alice.row(), "account", message(alice, 5, 0), keys[0], former).repo
     assert not hidden.active

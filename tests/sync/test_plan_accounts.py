@@ -31,6 +31,7 @@ from indexer.sync.repo import (
     synchronize,
 )
 from indexer.sync.resync import HOST_STATUSES, Completion, plan_failure
+from indexer.sync.stream import Origin
 from tests.sync.signing_account import CONTEXT, DESYNCHRONIZED, NOW, RELAY, SYNCHRONIZED, SigningAccount, plan
 
 
@@ -162,7 +163,7 @@ class TestAccounts:
         takedown = alice.account_event(active=False, status="takendown") | {"seq": 3}
         row = alice.row(hosting_relay=RELAY, hosting_seq=900)
         assert plan(row, "account", takedown, None).outcome is Outcome.REPLAYED
-        restarted = plan(row, "account", takedown, None, replace(CONTEXT, epoch=1))
+        restarted = plan(row, "account", takedown, None, replace(CONTEXT, origin=Origin(RELAY, epoch=1)))
         assert restarted.outcome is Outcome.APPLIED
         assert (restarted.repo.active, restarted.repo.hosting_epoch, restarted.repo.hosting_seq) == (False, 1, 3)
 

@@ -25,6 +25,7 @@ from indexer.sync.events import CommitEvent, MalformedEvent, UnknownEvent
 from indexer.sync.policy import UNAVAILABLE, KeyState, Policy
 from indexer.sync.repo import PARKED, TRANSITIONS, Outcome, Repo, SyncStatus
 from indexer.sync.scope import Scope
+from indexer.sync.stream import Origin
 from indexer.sync.verify import VerifiedCommit
 from tests.profiles import scaled
 from tests.sync.hidden_deletion import high_path
@@ -149,10 +150,15 @@ def test_the_old_key_is_not_used_after_an_identity_event() -> None:
 def test_rejected_messages_become_dead_letters_and_change_nothing() -> None:
     alice = SigningAccount("alice")
     long = MalformedEvent(Rejection.FIELD_INVALID, "rev", "#commit", 7, alice.did)
-    forged = received_message("commit", alice.first_commit())
-    batch = [ReceivedMessage(7, b"x" * 200_000, long), forged, ReceivedMessage(9, b"", UnknownEvent("#new", 9))]
+    third_epoch = Origin(RELAY, 3)
+    forged = received_message("commit", alice.first_commit())._replace(origin=third_epoch)
+    batch = [
+        ReceivedMessage(third_epoch, 7, b"x" * 200_000, long),
+        forged,
+        ReceivedMessage(third_epoch, 9, b"", UnknownEvent("#new", 9)),
+    ]
     mallory = SigningAccount("mallory").key_state._replace(final=True)
-    plan = plan_batch(batch, {}, lambda _: mallory, replace(CONTEXT, epoch=3))
+    plan = plan_batch(batch, {}, lambda _: mallory, CONTEXT)
     assert [item.outcome for item in plan.settled] == [Outcome.REJECTED, Outcome.REJECTED, Outcome.IGNORED]
     assert [item.why for item in plan.settled] == [Rejection.FIELD_INVALID, Rejection.SIGNATURE_INVALID, None]
     assert [dead_letter.reason for dead_letter in plan.dead_letters] == [
@@ -222,7 +228,7 @@ def test_commits_are_verified_with_the_prepared_results() -> None:
 
 def test_messages_up_to_the_maximum_of_bytes_are_planned() -> None:
     batch = [
-        ReceivedMessage(seq, b"x" * size, UnknownEvent("#new", seq))
+        ReceivedMessage(CONTEXT.origin, seq, b"x" * size, UnknownEvent("#new", seq))
         for seq, size in enumerate([MAX_BATCH_BYTES - 1, 1, 1, 1], start=1)
     ]
     plan = plan_of(batch, None)
@@ -235,9 +241,9 @@ def test_commits_to_verify_ahead_are_those_of_the_first_frames() -> None:
     sent = [received_message("commit", alice.commit_post(f"p{number}")) for number in range(4)]
     sent.insert(1, received_message("identity", alice.identity_event()))
     size = sum(len(message.frame) for message in sent[:3])
-    assert commits_within(sent, size) == [sent[0].event, sent[2].event, sent[3].event]
-    assert commits_within(sent, size - 1) == [sent[0].event, sent[2].event]
-    assert commits_within(sent, 0) == [sent[0].event]
+    assert commits_within(sent, size) == [sent[0], sent[2], sent[3]]
+    assert commits_within(sent, size - 1) == [sent[0], sent[2]]
+    assert commits_within(sent, 0) == [sent[0]]
 
 
 def test_message_whose_effects_cannot_be_stored_causes_a_resync_and_a_dead_letter() -> None:

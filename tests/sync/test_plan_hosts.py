@@ -9,7 +9,8 @@ from indexer.sync.changes import NeedsKey, Plan
 from indexer.sync.plan import plan_event
 from indexer.sync.policy import MAX_IDENTITY_AGE, UNAVAILABLE
 from indexer.sync.repo import Outcome, Repo
-from tests.sync.signing_account import CONTEXT, SigningAccount, decoded_event, plan
+from indexer.sync.stream import Origin
+from tests.sync.signing_account import CONTEXT, RELAY, SigningAccount, decoded_event, plan
 
 
 @pytest.mark.parametrize("kind", ["commit", "sync", "account", "identity"])
@@ -22,7 +23,7 @@ def test_a_pds_is_accepted_only_for_accounts_that_it_hosts(kind: str) -> None:
         "account": alice.account_event(active=False, status="deactivated"),
         "identity": alice.identity_event(),
     }[kind]
-    context = replace(CONTEXT, host="pds.test")
+    context = replace(CONTEXT, origin=Origin(RELAY, host="pds.test"))
     here = alice.key_state._replace(host="pds.test")
     elsewhere = alice.key_state._replace(host="new.test")
     message = decoded_event(kind, payload)
@@ -38,7 +39,7 @@ def test_a_pds_is_accepted_only_for_accounts_that_it_hosts(kind: str) -> None:
 def test_an_account_that_becomes_inactive_on_a_pds_may_have_moved() -> None:
     """Its former PDS sends no `#identity`, so the known identity may still name this PDS."""
     alice = SigningAccount()
-    context = replace(CONTEXT, host="pds.test")
+    context = replace(CONTEXT, origin=Origin(RELAY, host="pds.test"))
     here = alice.key_state._replace(host="pds.test")
     inactive = decoded_event("account", alice.account_event(active=False, status="deactivated"))
     active = decoded_event("account", alice.account_event(active=True))
@@ -60,7 +61,7 @@ def test_a_pds_hides_no_account_while_its_identity_cannot_be_looked_up(case: str
         "lookup failed": here._replace(stale=True),
         "nothing known": UNAVAILABLE,
     }[case]
-    context = replace(CONTEXT, host="pds.test")
+    context = replace(CONTEXT, origin=Origin(RELAY, host="pds.test"))
     ignored = plan(alice.row(), "account", alice.account_event(active=False, status="deactivated"), key, context)
     assert ignored == Plan(alice.row(), Outcome.IGNORED, refresh_identity=True)
     assert plan(alice.row(), "account", alice.account_event(active=True), key, context).outcome is Outcome.APPLIED

@@ -9,11 +9,13 @@ from indexer.sync.changes import NeedsKey, Plan
 from indexer.sync.plan import key_to_verify, plan_event
 from indexer.sync.policy import UNAVAILABLE, KeyState
 from indexer.sync.repo import TOMBSTONED, Outcome, Repo, SyncStatus
+from indexer.sync.stream import Origin
 from tests.sync.signing_account import (
     CONTEXT,
     DESYNCHRONIZED,
     IN_PROGRESS,
     NOW,
+    RELAY,
     SYNCHRONIZED,
     SigningAccount,
     decoded_event,
@@ -156,6 +158,9 @@ def test_the_key_to_verify_ahead_is_the_known_one_of_the_host_of_the_stream() ->
     alice = SigningAccount()
     row, event = alice.row(), decoded_event("commit", alice.commit_post("a"))
     key = alice.key_state._replace(host="pds.test")
-    pds, other = replace(CONTEXT, host="pds.test"), replace(CONTEXT, host="other.test")
+    pds, other = (
+        replace(CONTEXT, origin=Origin(RELAY, host="pds.test")),
+        replace(CONTEXT, origin=Origin(RELAY, host="other.test")),
+    )
     assert key_to_verify(row, event, key, CONTEXT) is key_to_verify(row, event, key, pds) is key.key
     assert key_to_verify(row, event, key, other) is None

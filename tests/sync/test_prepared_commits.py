@@ -14,8 +14,9 @@ from indexer.sync.batch import PreparedCommits, ReceivedMessage, commits_to_veri
 from indexer.sync.events import CommitEvent
 from indexer.sync.policy import KeyState, Policy
 from indexer.sync.repo import Repo
+from indexer.sync.stream import Origin
 from indexer.sync.verify import VerifiedCommit, verify_commit
-from tests.sync.signing_account import CONTEXT, POST, STORE_ALL, SigningAccount, decoded_event, received_message
+from tests.sync.signing_account import CONTEXT, POST, RELAY, STORE_ALL, SigningAccount, decoded_event, received_message
 
 LIKES = replace(STORE_ALL, scope=replace(STORE_ALL.scope, collections=CollectionFilter(["app.bsky.feed.like"])))
 
@@ -23,7 +24,7 @@ LIKES = replace(STORE_ALL, scope=replace(STORE_ALL.scope, collections=Collection
 def test_commits_that_cheaper_checks_decide_are_not_verified_ahead() -> None:
     account = SigningAccount()
     before = account.row()
-    event = decoded_event("commit", account.commit_post("a"))
+    message = received_message("commit", account.commit_post("a"))
     after, did, key = account.row(), account.did, account.key_state
     for row, state, context in (
         (after, key, CONTEXT),
@@ -33,13 +34,14 @@ def test_commits_that_cheaper_checks_decide_are_not_verified_ahead() -> None:
         (before._replace(active=False), key, CONTEXT),
         (before._replace(tracked=False), key, CONTEXT),
         (Repo(did), key, replace(CONTEXT, refused=frozenset({did}))),
-        (before, key, replace(CONTEXT, host="pds.test")),
         (before, key, replace(CONTEXT, now=0.0)),
     ):
-        assert commits_to_verify([event], {did: row}.__getitem__, {did: state}.get, context) == []
+        assert commits_to_verify([message], {did: row}.__getitem__, {did: state}.get, context) == []
+    of_a_host = message._replace(origin=Origin(RELAY, host="pds.test"))
+    assert commits_to_verify([of_a_host], {did: before}.__getitem__, {did: key}.get, CONTEXT) == []
     for row in (before, Repo(did)):
-        verified = commits_to_verify([event], {did: row}.__getitem__, {did: key}.get, CONTEXT)
-        assert verified == [(event, account.key.public)]
+        verified = commits_to_verify([message], {did: row}.__getitem__, {did: key}.get, CONTEXT)
+        assert verified == [(message.event, account.key.public)]
 
 
 def result_of_core(event: CommitEvent, account: SigningAccount, *, converted: bool = True) -> VerifiedCommit:

@@ -147,7 +147,7 @@ class Crawl:
             self.outbound,
             self.metrics,
             gaps or self.gaps(settings),
-            lambda: self.host.url if sources is None else next(iter(sources), None),
+            lambda: [self.host.url] if sources is None else sources[:1],
             stream_point,
             self.scope(track),
             settings,

@@ -121,7 +121,7 @@ async def test_second_daemon_on_a_shard_waits_visibly_and_takes_over(database: s
                 await until(lambda: second.stages.shard_ownership.last_error is not None)
                 [reason] = [reason for reason in second.stages.probe.not_ready() if reason.code == "shard-lock"]
                 assert "this one waits: session" in reason.message
-                assert second.stages.subscription.connection is None, "it does not consume"
+                assert second.stages.streams[0].subscription.connection is None, "it does not consume"
                 reader = StatusReader(first.db, Shard())
 
                 async def status_has_both() -> bool:

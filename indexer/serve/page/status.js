@@ -171,6 +171,10 @@ function showTrouble(status) {
   fill("conditions", status.process.conditions.map((condition) => [
     `${condition.name} ${condition.subject}`.trim(), ago(condition.seconds), condition.count ? whole(condition.count) : "–", condition.message,
   ]));
+  fill("streams", status.process.streams.map((stream) => [
+    text(stream.relay), `${stream.connected ? "connected" : "not connected"}${stream.last_error === null ? "" : `: ${stream.last_error}`}`,
+    duration(stream.lag_seconds), ago(stream.silent_seconds), whole(stream.seq),
+  ]));
   fill("gaps", status.gaps.map((gap) => [gap.relay, gap.reason, whole(gap.first_seq), whole(gap.last_seq), duration(gap.open_seconds)]));
   set("gaps-note", status.read_seconds_ago === null ? "not known yet" : more(status.gaps.length, status.gaps_open));
 }

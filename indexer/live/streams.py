@@ -1,0 +1,36 @@
+"""The streams that the daemon reads at once: each one has a connection, a position and a consumer of its own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic
+
+from indexer.live.firehose_consumer import FirehoseConsumer, StreamContinuity
+from indexer.live.stream_position import StreamPosition
+from indexer.net.relay.subscription import Subscription
+
+
+@dataclass(eq=False, slots=True)
+class Stream:
+    """A stream, of one relay or of the first of several that works."""
+
+    subscription: Subscription
+    continuity: StreamContinuity
+    position: StreamPosition
+    consumer: FirehoseConsumer
+
+    @property
+    def relay(self) -> str | None:
+        """The URL of the connected relay; None if none is connected."""
+        connection = self.subscription.connection
+        return None if connection is None else connection.relay
+
+
+def open_relays(streams: Sequence[Stream]) -> list[str]:
+    """Return the URLs of the relays that are connected."""
+    return [stream.relay for stream in streams if stream.relay is not None]
+
+
+def silent_seconds(streams: Sequence[Stream], relay: str | None = None) -> float | None:
+    """Return the time since the last message, of one relay or of any; None if there was none."""
+    times = [at for stream in streams for sender, at in stream.consumer.last_message.items() if relay in (None, sender)]
+    return monotonic() - max(times) if times else None
