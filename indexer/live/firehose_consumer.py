@@ -279,7 +279,7 @@ class FirehoseConsumer:
         Nearly all messages take this path, at less than half the cost of `_process`. No other task runs meanwhile, so
         the stage need not report that it has work.
         """
-        if not self.continuity.checked or self.inbox.is_full:
+        if not self.continuity.checked or self.inbox.is_full(self.position.origin):
             return False
         if not self.position.watermark.add(event.seq, event.time):
             return False
@@ -313,12 +313,12 @@ class FirehoseConsumer:
     async def _wait_until_settled(self) -> None:
         """Wait for the batch writer, which is no work of this stage."""
         self.stage.idle()
-        await self.inbox.wait_until_settled()
+        await self.inbox.wait_until_settled(self.position.origin)
         self.stage.moved()
 
     async def _put(self, received: ReceivedMessage) -> None:
         """Put a message into the inbox, possibly after waiting for the batch writer."""
-        if self.inbox.is_full:
+        if self.inbox.is_full(received.origin):
             self.stage.idle()
         await self.inbox.put(received)
 

@@ -25,9 +25,9 @@ LOOKUP_STALL_SECONDS = 240.0
 """A lookup that takes longer has stalled. The pause before a refresh, a turn in a full queue and the timeout take
 less."""
 MAX_WAITING_SHARE = 1 / 2
-"""Share of the inbox that messages may occupy while they wait for keys."""
+"""Share of the bytes of one stream in the inbox that messages may occupy while they wait for keys."""
 MAX_WAITING_SHARE_OF_DID = 1 / 4
-"""Share of the inbox that the waiting messages of one DID may occupy."""
+"""Share of these bytes that the waiting messages of one DID may occupy."""
 
 log = structlog.get_logger(__name__)
 
@@ -77,7 +77,7 @@ class KeyLookups:
     For each DID method, known identities apart from new DIDs, at most `concurrency` lookups run at a time, each for at
     most `timeout` seconds, and `MAX_QUEUED_PER_SLOT` times as many are queued. Beyond that, a key counts as
     unavailable. While a message waits for a key, all later messages of its DID wait, too: messages of one DID are
-    planned in stream order. If they exceed their share of the inbox, of each DID or in total, the wait of the DID with
+    planned in stream order. If they exceed their share of the inbox, for each DID or in total, the wait of the DID with
     the most bytes ends, and its key counts as unavailable.
     """
 
@@ -140,8 +140,8 @@ class KeyLookups:
         """
         total = sum(wait.bytes for wait in self._waiting.values())
         for did, wait in sorted(self._waiting.items(), key=lambda item: -item[1].bytes):
-            within_share = wait.bytes <= self._inbox.max_bytes * MAX_WAITING_SHARE_OF_DID
-            if within_share and total <= self._inbox.max_bytes * MAX_WAITING_SHARE:
+            within_share = wait.bytes <= self._inbox.share * MAX_WAITING_SHARE_OF_DID
+            if within_share and total <= self._inbox.share * MAX_WAITING_SHARE:
                 return
             log.debug("key.unavailable", did=did, error=f"{wait.bytes} bytes of messages wait for the key")
             wait.lookup.cancel()
