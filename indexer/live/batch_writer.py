@@ -18,6 +18,7 @@ from indexer.db.periodic import DatabaseAttempt
 from indexer.db.scope import CurrentScope
 from indexer.errors import RefusedWriteError
 from indexer.live.account_limits import AccountLimits
+from indexer.live.copies import Copies
 from indexer.live.inbox import Inbox
 from indexer.live.key_lookups import KeyLookups
 from indexer.live.repo_row_cache import RepoRowCache
@@ -30,7 +31,7 @@ from indexer.sync.events import MalformedEvent, UnknownEvent
 from indexer.sync.policy import KeyStateOf, PlanContext
 from indexer.sync.repo import Outcome, Repo
 from indexer.sync.shard import Shard
-from indexer.sync.stream import Cursor, Origin
+from indexer.sync.stream import Cursor, Origin, Position
 from indexer.telemetry.conditions import MESSAGES_REFUSED, Conditions
 from indexer.telemetry.metrics import Metrics
 
@@ -134,7 +135,8 @@ class BatchWriter:
         self._rows = RepoRowCache()
         self.stage = StageProgress("batch writer", needs_shard=True)
         self.totals = SettledTotals()
-        self._ahead = VerificationAhead(self.core, self.inbox, self._rows, self.keys.key_state)
+        self._copies = Copies(self.inbox)
+        self._ahead = VerificationAhead(self.core, self.inbox, self._copies, self._rows, self.keys.key_state)
 
     @property
     def lag(self) -> float | None:
@@ -157,7 +159,10 @@ class BatchWriter:
     async def _write_next(self) -> None:
         """Take the next batch and write it; or, after some time without a message, save the cursors."""
         taken = await self._take()
-        messages = self.keys.hold_back(taken)
+        first, copies = self._copies.hold_back(taken)
+        self._finish(copies)
+        self._count_copies(copies)
+        messages = self.keys.hold_back(first)
         crash_point("batch.taken")
         if not self.owned.is_set():
             self._rows.clear()
@@ -271,10 +276,13 @@ class BatchWriter:
         """
         plan = whole.without(unconfirmed)
         with self.metrics.batch_seconds["apply"].time():
-            done = self._by_stream([item.received for item in plan.settled])
-            cursors = self._cursors({position: _seqs(messages) for position, messages in done})
+            done = [*(item.received for item in plan.settled), *self._copies.of(plan.settled)]
+            reached = self._positions_if_done(done)
+            cursors = tuple([self._cursor(*one) for one in reached])
             batch = Batch(plan.writes, tuple(plan.dead_letters), frozenset(plan.stale_identities), cursors)
             applied = await self.db.write(batch)
+        for position, saved in () if applied.skipped else reached:
+            position.saved = saved
         self._rows.put([write.repo for write in batch.writes])
         self._rows.drop(applied.skipped | unconfirmed)
         for action, count in applied.changes.items():
@@ -287,47 +295,48 @@ class BatchWriter:
         if self.inbox.unsettled:
             return
         now, known = time(), [position for position in self.positions if position.is_known()]
-        if cursors := self._cursors(dict.fromkeys(known, ()), caught_up_at=now):
+        reached = [(position, position.watermark.position_if_done(())) for position in known]
+        if cursors := tuple([self._cursor(*one, caught_up_at=now) for one in reached if one[1].seq is not None]):
             await self.db.write(Batch(cursors=cursors))
-        for position in known:
+        for position, saved in reached:
+            position.saved = saved
             position.clock.advance(now, now)
             self._show_cursor(position)
 
-    def _by_stream(self, messages: Iterable[ReceivedMessage]) -> list[tuple[StreamPosition, list[ReceivedMessage]]]:
-        """Return the messages of each stream, with its position."""
-        messages_of = defaultdict[Origin, list[ReceivedMessage]](list)
+    def _positions_if_done(self, messages: Iterable[ReceivedMessage]) -> list[tuple[StreamPosition, Position]]:
+        """Return the positions in the streams once these messages are done, of those that are not saved yet."""
+        seqs = defaultdict[Origin, list[int]](list)
         for message in messages:
-            messages_of[message.origin].append(message)
-        return [(one, messages_of[one.origin]) for one in self.positions if one.origin in messages_of]
+            if message.seq is not None:
+                seqs[message.origin].append(message.seq)
+        reached = [(one, one.watermark.position_if_done(seqs.get(one.origin, ()))) for one in self.positions]
+        return [(one, position) for one, position in reached if position.seq is not None and position != one.saved]
 
-    def _cursors(
-        self, done: Mapping[StreamPosition, Iterable[int]], caught_up_at: float | None = None
-    ) -> tuple[Cursor, ...]:
-        """Return the cursors to save once these numbers of the streams are done."""
-        reached = [(one, one.watermark.position_if_done(seqs)) for one, seqs in done.items()]
-        return tuple(
-            [
-                Cursor(
-                    relay=one.origin.relay,
-                    shard=str(self.settings.shard),
-                    seq=position.seq,
-                    event_time=position.event_time,
-                    caught_up_at=one.clock.reached if caught_up_at is None else caught_up_at,
-                    epoch=one.origin.epoch,
-                )
-                for one, position in reached
-                if position.seq is not None
-            ]
+    def _cursor(self, stream: StreamPosition, reached: Position, caught_up_at: float | None = None) -> Cursor:
+        return Cursor(
+            relay=stream.origin.relay,
+            shard=str(self.settings.shard),
+            seq=reached.seq or 0,
+            event_time=reached.event_time,
+            caught_up_at=stream.clock.reached if caught_up_at is None else caught_up_at,
+            epoch=stream.origin.epoch,
         )
 
-    def _mark_done(self, position: StreamPosition, messages: Sequence[ReceivedMessage]) -> None:
-        """Mark messages of a stream as done. Their times count up to its new position."""
-        position.watermark.mark_done(_seqs(messages))
-        reached = position.watermark.position or 0
-        stored = [message.event for message in messages if (message.seq or reached) <= reached]
-        times = [(event.did, event.time) for event in stored if not isinstance(event, _WITHOUT_TIME)]
-        position.clock.observe(times, time())
-        self._show_cursor(position)
+    def _finish(self, messages: Sequence[ReceivedMessage]) -> None:
+        """Mark messages as done, whose effects are durable. Their times count up to the new position of the stream."""
+        of_streams = defaultdict[Origin, list[ReceivedMessage]](list)
+        for message in messages:
+            of_streams[message.origin].append(message)
+        for position in self.positions:
+            if not (done := of_streams.get(position.origin)):
+                continue
+            position.watermark.mark_done([message.seq for message in done if message.seq is not None])
+            reached = position.watermark.position or 0
+            stored = [message.event for message in done if (message.seq or reached) <= reached]
+            times = [(event.did, event.time) for event in stored if not isinstance(event, _WITHOUT_TIME)]
+            position.clock.observe(times, time())
+            self._show_cursor(position)
+        self.inbox.settle(messages)
 
     def _show_cursor(self, position: StreamPosition) -> None:
         if (seq := position.watermark.position) is not None:
@@ -340,15 +349,15 @@ class BatchWriter:
         """
         self.keys.identities.mark_stale(plan.stale_identities)
         written = plan.without(conflicts)
+        copies, rejected_copies = self._copies.settle(written.settled)
         done = [item.received for item in written.settled]
-        for position, of_stream in self._by_stream(done):
-            self._mark_done(position, of_stream)
         self.keys.discard_results(message.event.did for message in done if message.event.did)
         self._count(written)
+        self._count_copies(copies)
         planned = messages[: len(messages) - len(plan.postponed)]
         self._ahead.drop(planned)
         again = [message for message in planned if message.did in conflicts] if conflicts else []
-        self.inbox.put_back([*again, *plan.postponed])
+        self.inbox.put_back([*again, *plan.postponed, *rejected_copies])
         waiting = defaultdict[str | None, list[ReceivedMessage]](list)
         for message in written.waiting:
             waiting[message.did].append(message)
@@ -356,7 +365,7 @@ class BatchWriter:
         for did, need in written.needed_keys.items():
             self.keys.start(need, waiting[did])
         self.keys.limit_waiting_bytes()
-        self.inbox.settle(done)
+        self._finish([*done, *copies])
         crash_point("batch.settled")
 
     def _count(self, written: BatchPlan) -> None:
@@ -373,6 +382,8 @@ class BatchWriter:
             text = f"{letter.did or 'a message without a DID'}, seq {letter.seq}: {letter.detail or letter.reason.text}"
             self.totals.examples[letter.reason] = text
 
-
-def _seqs(messages: Sequence[ReceivedMessage]) -> list[int]:
-    return [message.seq for message in messages if message.seq is not None]
+    def _count_copies(self, copies: Sequence[ReceivedMessage]) -> None:
+        self.totals.settled += len(copies)
+        for (kind, relay), count in Counter([(copy.event.kind, copy.origin.relay) for copy in copies]).items():
+            self.metrics.events[kind, Outcome.REPLAYED].inc(count)
+            self.metrics.duplicate_events.labels(relay).inc(count)

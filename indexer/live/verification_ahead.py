@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from indexer.core.core import CommitsBeingVerified, Core
+from indexer.live.copies import Copies
 from indexer.live.inbox import Inbox
 from indexer.live.repo_row_cache import RepoRowCache
 from indexer.sync.batch import MAX_BATCH_BYTES, PreparedCommits, ReceivedMessage, commits_to_verify, commits_within
@@ -41,6 +42,7 @@ class VerificationAhead:
 
     core: Core
     inbox: Inbox
+    copies: Copies
     rows: RepoRowCache
     key_state_of: KeyStateOf
     prepared: PreparedCommits = field(init=False, default_factory=PreparedCommits)
@@ -78,7 +80,7 @@ class VerificationAhead:
         `repos` are the rows before the present batch. The guess is that none changes in a way that matters here, and
         that the commits of a repo without a row, here or in the cache, are new.
         """
-        waiting = self.inbox.peek(batch_size)
+        waiting = self.copies.without_copies(self.inbox.peek(batch_size))
         if not self.core.verifies_ahead or len(waiting) < min(MIN_MESSAGES, batch_size):
             return
         commits = [one for one in commits_within(waiting, MAX_AHEAD_BYTES) if id(one.event) not in self.prepared]

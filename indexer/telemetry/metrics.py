@@ -149,6 +149,10 @@ class Metrics:
         self.events = self._series(
             Counter, "indexer_events_total", {"kind": KINDS, "outcome": Outcome}, "Messages processed, by outcome.",
             "Received messages minus `indexer_queue_messages` differ from the sum over all outcomes.")
+        self.duplicate_events = self._add(
+            Counter, "indexer_duplicate_events_total", ("relay",),
+            "Messages of the relay that another relay had brought before; part of the outcome `replayed`.",
+            "With several relays, the sum of its rates is far below the rate of one relay.")
         self.rejected = self._series(
             Counter, "indexer_rejected_total", {"reason": Rejection},
             "Messages rejected by their own fault; each leaves a dead letter.",

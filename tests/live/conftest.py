@@ -1,6 +1,6 @@
 """Fixtures for the tests of the live path."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 
 import asyncpg
@@ -8,6 +8,7 @@ import pytest
 
 from indexer.core.core import NativeCore
 from tests.live.writer_scenario import MakeScenario, ObservedDatabase, WriterScenario
+from tests.sync.signing_account import RELAY
 
 
 @pytest.fixture
@@ -15,9 +16,11 @@ async def make_scenario(database: str, sql: asyncpg.Connection) -> AsyncIterator
     """Make scenarios on one database, each with connections of its own."""
     async with AsyncExitStack() as stack:
 
-        async def make(*, batch_size: int = 500, core: NativeCore | None = None) -> WriterScenario:
+        async def make(
+            *, batch_size: int = 500, core: NativeCore | None = None, relays: Sequence[str] = (RELAY,)
+        ) -> WriterScenario:
             db = await ObservedDatabase.open(database, connections=5)
             stack.push_async_callback(db.close)
-            return WriterScenario(db, sql, batch_size, core)
+            return WriterScenario(db, sql, batch_size, core, relays)
 
         yield make

@@ -1,5 +1,6 @@
 """Commits that wait in the inbox are verified ahead, once each, and their results are kept as long as they wait."""
 
+from indexer.live.copies import Copies
 from indexer.live.inbox import Inbox
 from indexer.live.repo_row_cache import RepoRowCache
 from indexer.live.verification_ahead import MIN_MESSAGES, VerificationAhead
@@ -25,7 +26,7 @@ class Waiting:
             self.inbox.append(message)
         self.core = CountingCore()
         self._key_state_of = {account.did: account.key_state}.get
-        self.ahead = VerificationAhead(self.core, self.inbox, RepoRowCache(), self._key_state_of)
+        self.ahead = VerificationAhead(self.core, self.inbox, Copies(self.inbox), RepoRowCache(), self._key_state_of)
 
     async def prepare(self, batch: list[ReceivedMessage]) -> None:
         await self.ahead.prepare(batch, {}, self._key_state_of, CONTEXT)

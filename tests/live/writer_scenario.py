@@ -32,7 +32,7 @@ from indexer.sync.shard import Shard
 from indexer.sync.stream import Watermark
 from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metrics import Metrics
-from tests.sync.signing_account import RELAY, STORE_ALL, SigningAccount, received_message
+from tests.sync.signing_account import STORE_ALL, SigningAccount, received_message
 from tests.waiting import until
 
 # The quick tests try one seed of a random test.
@@ -93,20 +93,29 @@ class NoDirectory(DidResolver):
 
 
 class WriterScenario:
-    """Accounts, an inbox, and a batch writer that can be restarted with empty caches."""
+    """Accounts, streams, an inbox, and a batch writer that can be restarted with empty caches."""
 
-    def __init__(self, db: ObservedDatabase, sql: asyncpg.Connection, batch_size: int, core: NativeCore | None) -> None:
+    def __init__(
+        self,
+        db: ObservedDatabase,
+        sql: asyncpg.Connection,
+        batch_size: int,
+        core: NativeCore | None,
+        relays: Sequence[str],
+    ) -> None:
         self.db = db
         self._core = core or PYTHON_CORE
         self.sql = sql
         self.metrics = Metrics()
-        self.inbox = Inbox(10**9)
+        self.inbox = Inbox(10**9, len(relays))
         self.owned = asyncio.Event()
         self.owned.set()
-        self.position = StreamPosition(lambda: True)
-        self.position.begin(RELAY, 0, Watermark(0))
+        self.positions = [StreamPosition(lambda: True) for _ in relays]
+        for position, relay in zip(self.positions, relays, strict=True):
+            position.begin(relay, 0, Watermark(0))
+        self.position = self.positions[0]
         self._settings = WriterSettings(Shard(), batch_size=batch_size, retry_interval=0.0, idle_after=3_600.0)
-        self._seq = 0
+        self._seqs = [0 for _ in relays]
 
     @asynccontextmanager
     async def writer(self) -> AsyncIterator[None]:
@@ -123,7 +132,7 @@ class WriterScenario:
                 self.db,
                 self.inbox,
                 keys,
-                [self.position],
+                self.positions,
                 self.owned,
                 self._settings,
                 self.metrics,
@@ -152,16 +161,18 @@ class WriterScenario:
             ]
         )
 
-    async def put(self, *messages: ReceivedMessage) -> None:
+    async def put(self, *messages: ReceivedMessage, stream: int = 0) -> None:
+        position = self.positions[stream]
         for message in messages:
-            self._seq += 1
-            self.position.watermark.add(self._seq)
-            await self.inbox.put(message._replace(seq=self._seq))
+            self._seqs[stream] += 1
+            position.watermark.add(self._seqs[stream])
+            await self.inbox.put(message._replace(origin=position.origin, seq=self._seqs[stream]))
 
     async def settled(self) -> None:
         async with asyncio.timeout(60):
             await self.inbox.wait_until_settled()
-        assert (self.position.watermark.position, len(self.position.watermark)) == (self._seq, 0)
+        assert [position.watermark.position for position in self.positions] == self._seqs
+        assert not any(len(position.watermark) for position in self.positions)
 
     async def process(self, *messages: ReceivedMessage) -> None:
         await self.put(*messages)
