@@ -19,6 +19,7 @@ from indexer.db.scope import CurrentScope
 from indexer.errors import RefusedWriteError
 from indexer.live.account_limits import AccountLimits
 from indexer.live.copies import Copies
+from indexer.live.held_messages import HOLD_SECONDS, HeldMessages
 from indexer.live.inbox import Inbox
 from indexer.live.key_lookups import KeyLookups
 from indexer.live.repo_row_cache import RepoRowCache
@@ -59,6 +60,7 @@ class WriterSettings:
             or more bytes than are read at a time.
         retry_interval: Pause after a database error.
         idle_after: The shard counts as caught up after this time without a message.
+        hold: The time in which another stream must bring what an early commit lacks.
     """
 
     shard: Shard = Shard()  # noqa: RUF009 - immutable
@@ -66,6 +68,7 @@ class WriterSettings:
     batch_window: float = 0.03
     retry_interval: float = 1.0
     idle_after: float = 5.0
+    hold: float = HOLD_SECONDS
 
 
 class BatchSize:
@@ -136,6 +139,7 @@ class BatchWriter:
         self.stage = StageProgress("batch writer", needs_shard=True)
         self.totals = SettledTotals()
         self._copies = Copies(self.inbox)
+        self._held = HeldMessages(self.inbox, self.settings.hold)
         self._ahead = VerificationAhead(self.core, self.inbox, self._copies, self._rows, self.keys.key_state)
 
     @property
@@ -162,7 +166,7 @@ class BatchWriter:
         first, copies = self._copies.hold_back(taken)
         self._finish(copies)
         self._count_copies(copies)
-        messages = self.keys.hold_back(first)
+        messages = self._held.hold_back(self.keys.hold_back(first))
         crash_point("batch.taken")
         if not self.owned.is_set():
             self._rows.clear()
@@ -231,7 +235,9 @@ class BatchWriter:
         with self.scope.in_use() as policy:
             with self.metrics.batch_seconds["plan"].time():
                 key_state_of = self.keys.key_states(dids).get
-                context = self.account_limits.apply(dids, repos, key_state_of, PlanContext(policy, time()))
+                several = sum(position.is_known() for position in self.positions) > 1
+                context = PlanContext(policy, time(), other_streams=several, overdue=self._held.overdue)
+                context = self.account_limits.apply(dids, repos, key_state_of, context)
                 plan = await self._plan(messages, repos, key_state_of, context)
             crash_point("batch.planned")
             await self._apply(messages, plan, plan.unchanged & cached.keys())
@@ -351,7 +357,9 @@ class BatchWriter:
         written = plan.without(conflicts)
         copies, rejected_copies = self._copies.settle(written.settled)
         done = [item.received for item in written.settled]
-        self.keys.discard_results(message.event.did for message in done if message.event.did)
+        settled_dids = [message.event.did for message in done if message.event.did]
+        self.keys.discard_results(settled_dids)
+        self._held.discard_overdue(settled_dids)
         self._count(written)
         self._count_copies(copies)
         planned = messages[: len(messages) - len(plan.postponed)]
@@ -364,6 +372,11 @@ class BatchWriter:
         # Last, because a wait may end at once, and its messages come before these.
         for did, need in written.needed_keys.items():
             self.keys.start(need, waiting[did])
+        for did, rev in written.early.items():
+            if did in written.unchanged:
+                self._held.hold(did, rev, waiting[did])
+            else:
+                self.inbox.put_back(waiting[did])
         self.keys.limit_waiting_bytes()
         self._finish([*done, *copies])
         crash_point("batch.settled")

@@ -11,7 +11,16 @@ from typing import NamedTuple
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
 from indexer.reasons import Desync, Rejection
-from indexer.sync.changes import BufferedEvent, DeadLetter, NeedsKey, Plan, RecordChange, RepoWrite, selected_path
+from indexer.sync.changes import (
+    BufferedEvent,
+    DeadLetter,
+    NeedsKey,
+    NeedsPredecessor,
+    Plan,
+    RecordChange,
+    RepoWrite,
+    selected_path,
+)
 from indexer.sync.events import CommitEvent, MalformedEvent, RepoEvent, SyncEvent, UnknownEvent
 from indexer.sync.plan import key_to_verify, plan_event
 from indexer.sync.policy import KeyState, KeyStateOf, PlanContext, Policy
@@ -85,6 +94,11 @@ class ReceivedMessage(NamedTuple):
         return self.event.did
 
 
+def has_rev_below(message: ReceivedMessage, rev: str) -> bool:
+    """Return True for a #commit or #sync with a lower rev."""
+    return isinstance(message.event, CommitEvent | SyncEvent) and message.event.rev < rev
+
+
 class _Contexts(dict[Origin, PlanContext]):
     """The context of a batch for each origin of its messages."""
 
@@ -138,9 +152,10 @@ class BatchPlan:
 
     Attributes:
         settled: Messages with an outcome.
-        waiting: Messages that need a key, and all later messages of the same accounts.
+        waiting: Messages that need a key, or that are early, and all later messages of the same accounts.
         postponed: The last messages, if the batch has more than `MAX_BATCH_BYTES` or `MAX_BATCH_CHANGES` without them.
         needed_keys: The keys that `waiting` messages need, by DID.
+        early: The revs of the early commits that wait, by DID. Commits with lower revs do not wait behind them.
         stale_identities: DIDs that need an identity refresh.
         drafts: The accumulated changes, by DID.
     """
@@ -149,6 +164,7 @@ class BatchPlan:
     waiting: list[ReceivedMessage] = field(default_factory=list)
     postponed: list[ReceivedMessage] = field(default_factory=list)
     needed_keys: dict[str, NeedsKey] = field(default_factory=dict)
+    early: dict[str, str] = field(default_factory=dict)
     dead_letters: list[DeadLetter] = field(default_factory=list)
     stale_identities: set[str] = field(default_factory=set)
     drafts: dict[str, _Draft] = field(default_factory=dict)
@@ -172,6 +188,7 @@ class BatchPlan:
             [message for message in self.waiting if message.did not in dids],
             self.postponed,
             {did: need for did, need in self.needed_keys.items() if did not in dids},
+            {did: rev for did, rev in self.early.items() if did not in dids},
             [dead_letter for dead_letter in self.dead_letters if dead_letter.did not in dids],
             self.stale_identities - dids,
             {did: draft for did, draft in self.drafts.items() if did not in dids},
@@ -202,7 +219,9 @@ def plan_batch(
             _reject(result, received, event.type, event.reason, event.detail)
         elif isinstance(event, UnknownEvent):
             result.settled.append(SettledMessage(received, Outcome.IGNORED))
-        elif event.did in result.needed_keys:
+        elif event.did in result.needed_keys or (
+            event.did in result.early and not has_rev_below(received, result.early[event.did])
+        ):
             result.waiting.append(received)
         else:
             draft = result.drafts.get(event.did)
@@ -214,6 +233,10 @@ def plan_batch(
             if isinstance(plan, NeedsKey):
                 result.needed_keys[event.did] = plan
                 result.waiting.append(received)
+                continue
+            if isinstance(plan, NeedsPredecessor):
+                result.early[event.did] = plan.rev
+                result.waiting.insert(0, received)  # before those of the account with higher revs
                 continue
             _add(result, received, event, draft, plan)
             size += sum([change.size for change in plan.changes])

@@ -83,6 +83,13 @@ class NeedsKey:
 
 
 @dataclass(frozen=True, slots=True)
+class NeedsPredecessor:
+    """A commit with this rev has come too early: another stream may bring the commits before it."""
+
+    rev: str
+
+
+@dataclass(frozen=True, slots=True)
 class BufferedEvent:
     """A frame in the resync buffer, which is applied at the end of the repo's resync."""
 

@@ -12,7 +12,7 @@ from indexer.atproto.syntax import CollectionFilter
 from indexer.errors import UpstreamError
 from indexer.reasons import Desync, Rejection
 from indexer.sync.account import FIRST_COMMIT_SECONDS, plan_account
-from indexer.sync.changes import NeedsKey, Plan, RecordChange, RecordConverter, RecordKey, RepoWrite
+from indexer.sync.changes import NeedsKey, NeedsPredecessor, Plan, RecordChange, RecordConverter, RecordKey, RepoWrite
 from indexer.sync.events import AccountEvent, CommitEvent, IdentityEvent, RepoEvent, SyncEvent
 from indexer.sync.policy import KeyState, PlanContext, is_future
 from indexer.sync.repo import (
@@ -34,8 +34,10 @@ from indexer.sync.scope import Scope, Track
 from indexer.sync.verify import VerifiedCommit, verify_sync
 
 
-def plan_event(repo: Repo, event: RepoEvent, size: int, key: KeyState | None, context: PlanContext) -> Plan | NeedsKey:
-    """Plan one event, or return that a key is needed first; None for `key` means that it has not been looked up.
+def plan_event(
+    repo: Repo, event: RepoEvent, size: int, key: KeyState | None, context: PlanContext
+) -> Plan | NeedsKey | NeedsPredecessor:
+    """Plan one event, or return what is needed first; None for `key` means that it has not been looked up.
 
     `repo` is the current row, or `Repo(did)` if there is none. `size` is that of the frame in bytes.
     """
@@ -126,7 +128,7 @@ def _hosted_elsewhere(
 
 def _plan_signed(
     repo: Repo, event: CommitEvent | SyncEvent, key: KeyState | None, context: PlanContext
-) -> Plan | NeedsKey:
+) -> Plan | NeedsKey | NeedsPredecessor:
     """Plan a #commit or #sync. First come the checks that need no key."""
     if is_future(event.rev, context.now, context.policy.limits):
         return _plan_without_records(repo, Trigger.INVALID, context, why=Rejection.FUTURE_REV, detail=event.rev)
@@ -144,7 +146,9 @@ def _plan_signed(
     return _plan_with_key(repo, event, key, context)
 
 
-def _plan_with_key(repo: Repo, event: CommitEvent | SyncEvent, key: KeyState, context: PlanContext) -> Plan | NeedsKey:
+def _plan_with_key(
+    repo: Repo, event: CommitEvent | SyncEvent, key: KeyState, context: PlanContext
+) -> Plan | NeedsKey | NeedsPredecessor:
     """Verify a #commit or #sync with the key, and plan it."""
     if key.doubtful and repo.head is not None:
         return _plan_unchecked(repo, event, context)
@@ -154,13 +158,25 @@ def _plan_with_key(repo: Repo, event: CommitEvent | SyncEvent, key: KeyState, co
     try:
         if isinstance(event, SyncEvent):
             return _plan_sync(repo, verify_sync(event, key.key, limits), context)
-        return _plan_commit(repo, context.verify(event, key.key, limits), context)
+        commit = context.verify(event, key.key, limits)
+        return (
+            NeedsPredecessor(event.rev)
+            if _is_early(repo, event, commit, context)
+            else _plan_commit(repo, commit, context)
+        )
     except UpstreamError as error:
         if error.reason is Rejection.SIGNATURE_INVALID and not key.final:
             return NeedsKey(repo.did, refresh=True)
         if error.reason is Rejection.SIGNATURE_INVALID and key.stale:
             return _plan_unchecked(repo, event, context)
         return _plan_without_records(repo, Trigger.INVALID, context, why=error.reason, detail=error.detail)
+
+
+def _is_early(repo: Repo, event: CommitEvent, commit: VerifiedCommit, context: PlanContext) -> bool:
+    """Return True if an authentic commit names a predecessor that is not stored, and that another stream may bring."""
+    if not context.other_streams or repo.did in context.overdue or repo.sync_status is not SyncStatus.SYNCHRONIZED:
+        return False
+    return repo.head is not None and (event.since or "") > repo.head.rev and repo.head.data != commit.prev_data
 
 
 def _is_replay(repo: Repo, event: CommitEvent | SyncEvent) -> bool:

@@ -1,6 +1,7 @@
 """The inputs of planning besides the event and the repo: the operator's policy, the context, and the signing key."""
 
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -44,6 +45,8 @@ class PlanContext:
         origin: The stream of the event. Those of a batch may come from several.
         refused: Unknown DIDs whose messages add no repo, because their registered domain added too many.
         limited: Accounts of hosts that added too many, so that a first commit does not replace the first fetch.
+        other_streams: True if another stream may bring the commits that are missing before one.
+        overdue: Accounts of which no stream has brought the missing commits in time.
         verify: Returns what `verify_commit` returns, or raises what it raises.
     """
 
@@ -52,6 +55,8 @@ class PlanContext:
     origin: Origin = NO_STREAM
     refused: frozenset[str] = frozenset()
     limited: frozenset[str] = frozenset()
+    other_streams: bool = False
+    overdue: AbstractSet[str] = frozenset()
     verify: Callable[[CommitEvent, PublicKey, Limits], VerifiedCommit] = verify_commit
 
 

@@ -15,7 +15,7 @@ from indexer.errors import BrokenInvariantError, UnavailableError
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.backoff import backoff_seconds
 from indexer.sync.batch import DEAD_LETTER_BYTES, MAX_BATCH_CHANGES
-from indexer.sync.changes import Batch, BufferedEvent, DeadLetter, NeedsKey, Plan, RecordChange, RepoWrite
+from indexer.sync.changes import Batch, BufferedEvent, DeadLetter, Plan, RecordChange, RepoWrite
 from indexer.sync.events import CommitEvent, MalformedEvent, SyncEvent, decode_frame
 from indexer.sync.plan import plan_event
 from indexer.sync.policy import KeyState, PlanContext
@@ -221,8 +221,8 @@ def _drain(
         raise BrokenInvariantError(f"{repo.did}: a buffered frame is neither a #commit nor a #sync")
     # The account was active when the event was buffered. It may be hidden by now, which must not end the chain here.
     plan = plan_event(repo._replace(active=True), event, 0, key, context)
-    if isinstance(plan, NeedsKey):
-        raise BrokenInvariantError(f"{repo.did}: planning asked for a key although the key is final")
+    if not isinstance(plan, Plan):
+        raise BrokenInvariantError(f"{repo.did}: planning asked for more although the key is final")
     plan = plan._replace(repo=plan.repo._replace(active=repo.active))
     if isinstance(plan.why, Rejection):
         return plan, _dead_letter(repo, buffered, event.kind, plan.why, plan.detail), event.rev

@@ -17,10 +17,14 @@ async def make_scenario(database: str, sql: asyncpg.Connection) -> AsyncIterator
     async with AsyncExitStack() as stack:
 
         async def make(
-            *, batch_size: int = 500, core: NativeCore | None = None, relays: Sequence[str] = (RELAY,)
+            *,
+            batch_size: int = 500,
+            core: NativeCore | None = None,
+            relays: Sequence[str] = (RELAY,),
+            hold: float = 3_600.0,
         ) -> WriterScenario:
             db = await ObservedDatabase.open(database, connections=5)
             stack.push_async_callback(db.close)
-            return WriterScenario(db, sql, batch_size, core, relays)
+            return WriterScenario(db, sql, batch_size, core, relays, hold)
 
         yield make

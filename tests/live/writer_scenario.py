@@ -102,6 +102,7 @@ class WriterScenario:
         batch_size: int,
         core: NativeCore | None,
         relays: Sequence[str],
+        hold: float,
     ) -> None:
         self.db = db
         self._core = core or PYTHON_CORE
@@ -114,7 +115,9 @@ class WriterScenario:
         for position, relay in zip(self.positions, relays, strict=True):
             position.begin(relay, 0, Watermark(0))
         self.position = self.positions[0]
-        self._settings = WriterSettings(Shard(), batch_size=batch_size, retry_interval=0.0, idle_after=3_600.0)
+        self._settings = WriterSettings(
+            Shard(), batch_size=batch_size, retry_interval=0.0, idle_after=3_600.0, hold=hold
+        )
         self._seqs = [0 for _ in relays]
 
     @asynccontextmanager

@@ -323,3 +323,21 @@ def test_unchanged_accounts_are_those_without_a_write() -> None:
     plan = plan_batch(batch, rows, {carol.did: carol.key_state}.get, CONTEXT)
     assert plan.unchanged == {bob.did}
     assert [write.repo.did for write in plan.writes] == [carol.did]
+
+
+def test_early_commits_wait_and_those_with_lower_revs_pass_them() -> None:
+    alice, bob = SigningAccount("alice"), SigningAccount("bob")
+    rows = {account.did: account.row() for account in (alice, bob)}
+    first, second, third, fourth = [received_message("commit", alice.commit_post(rkey)) for rkey in "abcd"]
+    identity = received_message("identity", alice.identity_event())
+    other = received_message("commit", bob.commit_post("a"))
+    keys = {account.did: account.key_state for account in (alice, bob)}
+    context = replace(CONTEXT, other_streams=True)
+    plan = plan_batch([third, identity, fourth, second, other], rows, keys.get, context)
+    assert (plan.waiting, plan.early) == ([second, third, identity, fourth], {alice.did: second.event.rev})  # type: ignore[union-attr]
+    assert [item.received for item in plan.settled] == [other]
+    assert plan.unchanged == {alice.did}
+    assert plan.without({alice.did}).early == {}
+    plan = plan_batch([third, identity, first], rows, keys.get, context)
+    assert (plan.waiting, [item.received for item in plan.settled]) == ([third, identity], [first])
+    assert plan.unchanged == set()

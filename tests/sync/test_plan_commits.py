@@ -8,7 +8,10 @@ from indexer.atproto.cid import cid_of
 from indexer.atproto.syntax import CollectionFilter, tid_of
 from indexer.demo.local_repo import Write
 from indexer.reasons import Desync, FetchFailure, Rejection
-from indexer.sync.changes import Plan
+from indexer.sync.changes import NeedsPredecessor, Plan
+from indexer.sync.events import CommitEvent
+from indexer.sync.plan import plan_event
+from indexer.sync.policy import PlanContext
 from indexer.sync.repo import Outcome, Repo, SyncStatus
 from indexer.sync.scope import Scope
 from tests.sync.signing_account import (
@@ -20,6 +23,7 @@ from tests.sync.signing_account import (
     STORE_ALL,
     SYNCHRONIZED,
     SigningAccount,
+    decoded_event,
     plan,
 )
 
@@ -47,6 +51,26 @@ def test_only_selected_collections_are_written_but_the_head_advances() -> None:
     planned = plan(before, "commit", alice.commit(*writes), alice.key_state, context)
     assert [change.collection for change in planned.changes] == ["com.example.note"]
     assert planned.repo.head == alice.head
+
+
+def test_a_commit_is_early_if_another_stream_may_bring_its_predecessor() -> None:
+    alice = SigningAccount()
+    before, missed = alice.row(), decoded_event("commit", alice.commit_post("missed"))
+    after_missed, in_progress = alice.row(), alice.row(IN_PROGRESS)._replace(head=before.head)
+    early = decoded_event("commit", alice.commit_post("early"))
+    context = replace(CONTEXT, other_streams=True)
+
+    def planned(repo: Repo, event: CommitEvent = early, context: PlanContext = context) -> bool:
+        return isinstance(plan_event(repo, event, 0, alice.key_state, context), Plan)
+
+    assert plan_event(before, early, 0, alice.key_state, context) == NeedsPredecessor(early.rev)
+    assert planned(before, missed)
+    assert planned(after_missed)
+    assert planned(in_progress), "it is buffered"
+    assert planned(before, context=CONTEXT)
+    assert planned(before, context=replace(context, overdue=frozenset({alice.did})))
+    assert planned(before, early._replace(since=None)), "nothing says that there is a predecessor"
+    assert planned(before, early._replace(since=before.head and before.head.rev)), "the predecessor is stored"
 
 
 @pytest.mark.parametrize(
