@@ -80,11 +80,15 @@ async def run_daemon(
 async def wait_for_cursor(running: Daemon, relay_url: str, seq: int) -> None:
     """Wait until the cursor in the database has reached `seq`, and the metrics include what was written."""
 
+    def position() -> int:
+        positions = [stream.position for stream in running.streams]
+        return max([one.watermark.position or 0 for one in positions if one.origin.relay == relay_url], default=0)
+
     async def reached() -> bool:
         cursor = await stored_seq(running.db, relay_url)
-        return cursor is not None and cursor >= seq and (running.streams[0].position.watermark.position or 0) >= seq
+        return cursor is not None and cursor >= seq and position() >= seq
 
     def state() -> str:
-        return f"cursor at {running.streams[0].position.watermark.position}, wanted {seq}: {running.status.document()}"
+        return f"cursor at {position()}, wanted {seq}: {running.status.document()}"
 
     await until(reached, state)

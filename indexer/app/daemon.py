@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic, time
 from typing import Any
+from urllib.parse import urlsplit
 
 import structlog
 from aiohttp import web
@@ -214,9 +215,11 @@ class Daemon:
         new_accounts = settings.new_accounts_per_host / shard.count
         self.new_accounts = NewAccounts(new_accounts)
         self.shard_ownership = ShardOwnership(self.db, shard, retry=tuning.retry)
-        self.inbox = Inbox(INBOX_BYTES)
+        at_once = settings.relay_mode == "all" and settings.upstream == "relay"
+        groups = [[relay] for relay in settings.relays] if at_once else [settings.relays]
+        self.inbox = Inbox(INBOX_BYTES, len(groups))
         self.open_gaps = OpenGaps(self.db.gaps, shard, self.metrics, tuning.gap_refresh)
-        self.streams = [self._stream(settings.relays)]
+        self.streams = [self._stream(relays) for relays in groups]
         self.reconciliation = Reconciliation(
             self.db,
             self.outbound,
@@ -270,7 +273,10 @@ class Daemon:
         )
         position = StreamPosition(lambda: continuity.is_known, upstream_is_pds=settings.upstream == "pds")
         decode = self.core.decoder(settings.limits, self._shard)
-        consumer = FirehoseConsumer(subscription, continuity, self.inbox, position, self._shard, decode, self.metrics)
+        name = "firehose consumer" if self.inbox.streams == 1 else f"firehose consumer {urlsplit(relays[0]).netloc}"
+        consumer = FirehoseConsumer(
+            subscription, continuity, self.inbox, position, self._shard, decode, self.metrics, name
+        )
         return Stream(subscription, continuity, position, consumer)
 
     def _build_resync_stages(self) -> None:
@@ -381,7 +387,7 @@ class Daemon:
         )
         self.database_monitor = DatabaseMonitor(self.db, DatabaseCheck(self.db.dsn), self.conditions, self.metrics)
         self.daemon_monitor = DaemonMonitor(
-            self.batch_writer.totals, self.identities.lookups, self.hosts, self.conditions
+            self.batch_writer.totals, self.identities.lookups, self.hosts, self.streams, self.conditions
         )
         self.history = SampledHistory(self.batch_writer, self.resync_pool)
 

@@ -1,11 +1,11 @@
 """Find conditions in the state of the running daemon.
 
-They are about the database, rejected messages, failing identity lookups and failing hosts.
+They are about the database, rejected messages, failing identity lookups, failing hosts and failing relays.
 """
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import NoReturn
@@ -13,6 +13,7 @@ from typing import NoReturn
 from indexer.db import Database
 from indexer.db.process_reports import DatabaseCheck, ProcessReport
 from indexer.live.batch_writer import SettledTotals
+from indexer.live.streams import Stream
 from indexer.net.http.host_limits import HostLimits
 from indexer.net.identity.did_resolver import Method
 from indexer.net.identity.identity_cache import LookupTotals
@@ -22,6 +23,7 @@ from indexer.telemetry.conditions import (
     HOST_FAILING,
     IDENTITY_LOOKUPS_FAILING,
     MESSAGES_REJECTED,
+    RELAY_FAILING,
     ConditionKind,
     Conditions,
 )
@@ -112,6 +114,7 @@ class DaemonMonitor:
     settled: SettledTotals
     lookups: Mapping[Method, LookupTotals]
     hosts: HostLimits
+    streams: Sequence[Stream]
     conditions: Conditions
     clock: Callable[[], float] = monotonic
 
@@ -147,6 +150,13 @@ class DaemonMonitor:
         for state in self.hosts.failing():
             message = f"requests to {state.host} fail: {state.last_error}; it is asked again after growing pauses"
             self.conditions.report(HOST_FAILING, state.host, message=message, count=0)
+        for stream in self.streams if len(self.streams) > 1 else ():
+            relay = stream.subscription.relays[0]
+            if (trouble := stream.trouble) is None:
+                self.conditions.end(RELAY_FAILING, relay)
+            else:
+                message = f"the stream of {relay} delivers nothing: {trouble}; other relays are consumed meanwhile"
+                self.conditions.report(RELAY_FAILING, relay, message=message, count=0)
         self.conditions.update()
 
     def _judge(self, kind: ConditionKind, subject: str, part: int, total: int, minimum: int, message: str) -> None:

@@ -264,8 +264,11 @@ class Settings(BaseModel):
     data_dir: Annotated[Path, "a directory"] = Field(default_factory=lambda: user_data_path("indexer"))
     """Directory of the embedded Postgres, and of exports while they are verified. Needs a disk with room."""
     relays: Relays = ("wss://relay1.us-east.bsky.network",)
-    """Relays to consume. The first one that works is used, so name more than one for availability. Each has its own
+    """Relays to consume. Name more than one for availability, and to get what one of them omits. Each has its own
     cursor."""
+    relay_mode: Literal["all", "failover"] = "all"
+    """Consume `all` relays at once, or the first one that works (`failover`). A further relay costs its traffic, and
+    little CPU. With `INDEXER_UPSTREAM=pds`, it is always `failover`."""
     upstream: Literal["relay", "pds"] = "relay"
     """Kind of hosts in `INDEXER_RELAYS`. Choose `pds` to consume a PDS directly: its events count only for accounts
     that it hosts."""

@@ -212,14 +212,15 @@ def _streams(daemon: "Daemon") -> Iterator[Stage]:
     relays = daemon.settings.relays if "live" in daemon.settings.roles else ()
 
     def stream_errors() -> Iterator[ReadinessReason]:
-        """Yield why no stream works. While one of several works, the others are only shown."""
+        """Yield why no stream works. While one works, the trouble of another is a condition."""
+        if any(stream.trouble is None for stream in streams):
+            return
         if not open_relays(streams):
             errors = [stream.subscription.last_error for stream in streams if stream.subscription.last_error]
             message = "; last error: ".join(["no relay is connected", *errors[:1]])
             since = max(stream.subscription.disconnected_since for stream in streams)
             yield ReadinessReason("relay-disconnected", message, seconds_since(since))
-        failing = [one for one in [stream.consumer for stream in streams] if one.last_error]
-        for consumer in failing if len(failing) == len(streams) else ():
+        for consumer in [stream.consumer for stream in streams]:
             if consumer.last_error and consumer.failing_since is not None:
                 yield ReadinessReason("stream-error", consumer.last_error, seconds_since(consumer.failing_since))
 
@@ -227,12 +228,11 @@ def _streams(daemon: "Daemon") -> Iterator[Stage]:
         """Return the state of the streams. Of each one, every message up to `seq` is stored."""
         rows = [
             {
-                "relay": stream.position.origin.relay or None,
-                "connected": stream.relay is not None,
+                "relay": stream.position.origin.relay or stream.subscription.relays[0],
+                "trouble": stream.trouble,
                 "seq": stream.position.watermark.position,
                 "lag_seconds": stream.position.lag,
                 "silent_seconds": silent_seconds([stream]),
-                "last_error": stream.subscription.last_error or stream.consumer.last_error,
             }
             for stream in streams
         ]

@@ -24,6 +24,14 @@ class Stream:
         connection = self.subscription.connection
         return None if connection is None else connection.relay
 
+    @property
+    def trouble(self) -> str | None:
+        """Why the stream delivers nothing; None if it is connected and its last message was in order."""
+        if self.consumer.last_error or self.relay is not None:
+            return self.consumer.last_error
+        error = self.subscription.last_error
+        return f"not connected; last error: {error}" if error else "not connected"
+
 
 def open_relays(streams: Sequence[Stream]) -> list[str]:
     """Return the URLs of the relays that are connected."""

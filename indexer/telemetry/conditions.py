@@ -43,6 +43,8 @@ IDENTITY_LOOKUPS_FAILING = ConditionKind("identity-lookups-failing", quiet_secon
 """Most identity lookups at the PLC directory failed in the last minute. They are retried."""
 HOST_FAILING = ConditionKind("host-failing", quiet_seconds=15.0)
 """Requests to a host fail, so that it is paused again and again. The subject is the host."""
+RELAY_FAILING = ConditionKind("relay-failing")
+"""The stream of a relay, the subject, delivers nothing, while that of another relay does. The daemon is ready."""
 RESYNCS_FAILING = ConditionKind("resyncs-failing", quiet_seconds=600.0)
 """Resyncs fail. The subject is the reason and the host. The log level debug shows each one."""
 RESYNCS_SLOW = ConditionKind("resyncs-slow", quiet_seconds=600.0)

@@ -15,6 +15,7 @@ def fake_stream(relay: str = "wss://one.example", **changes: Any) -> Any:
     """Return a connected stream, with some attributes of its parts replaced."""
     parts: dict[str, dict[str, Any]] = {
         "subscription": {
+            "relays": [relay],
             "connection": SimpleNamespace(relay=relay),
             "last_error": None,
             "disconnected_since": monotonic() - 40,

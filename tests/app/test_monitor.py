@@ -14,6 +14,7 @@ from indexer.net.http.host_limits import FAILURE_THRESHOLD, HostLimits, RateLimi
 from indexer.net.identity.identity_cache import LookupTotals
 from indexer.reasons import FetchFailure, Rejection
 from indexer.telemetry.conditions import Conditions
+from tests.app.fake_daemon import fake_stream
 
 
 class Monitored:
@@ -22,8 +23,9 @@ class Monitored:
         self.settled, self.lookups = SettledTotals(), {"plc": LookupTotals(), "web": LookupTotals()}
         self.hosts = HostLimits(RateLimits(host=1_000), lambda: self.now, lambda _result: None)
         self.conditions = Conditions(lambda: self.now)
+        self.streams = [fake_stream("wss://one.example")]
         lookups: Any = self.lookups
-        self.monitor = DaemonMonitor(self.settled, lookups, self.hosts, self.conditions, lambda: self.now)
+        self.monitor = DaemonMonitor(self.settled, lookups, self.hosts, self.streams, self.conditions, lambda: self.now)
 
     async def after(self, seconds: float, *, rejected: int = 0, applied: int = 0) -> list[tuple[str, str]]:
         """Settle messages, check after some time, and return the active conditions."""
@@ -110,3 +112,17 @@ def test_growth_is_counted_within_the_window() -> None:
     assert recent.add(2.0 + WINDOW_SECONDS, {"a": 6, "b": 1}) == Counter(a=3)
     assert recent.add(30.0 + WINDOW_SECONDS, {"a": 6, "b": 1}) == Counter(a=1)
     assert recent.add(1_000.0, {"a": 6, "b": 1}) == Counter()
+
+
+async def test_a_relay_of_several_that_delivers_nothing_is_a_condition_until_it_does(monitored: Monitored) -> None:
+    lost: dict[str, Any] = {"subscription": {"connection": None, "last_error": "503"}}
+    monitored.streams[:] = [fake_stream(**lost)]
+    assert await monitored.after(2) == [], "the only one makes the daemon unready"
+    monitored.streams[:] = [fake_stream(), fake_stream("wss://two.example", **lost)]
+    assert await monitored.after(2) == [("relay-failing", "wss://two.example")]
+    [condition] = monitored.conditions.active()
+    assert "not connected; last error: 503" in condition.message
+    monitored.streams[1] = fake_stream("wss://two.example", consumer={"last_error": "FutureCursor"})
+    assert await monitored.after(100) == [("relay-failing", "wss://two.example")]
+    monitored.streams[1] = fake_stream("wss://two.example")
+    assert await monitored.after(2) == []

@@ -122,6 +122,19 @@ def test_reason_why_the_daemon_is_not_ready_has_a_number(
     assert value <= found.value < value + 100
 
 
+def test_daemon_is_ready_while_one_of_two_streams_works() -> None:
+    works: dict[str, Any] = {}
+    lost = {"subscription": {"connection": None}}
+    failing = {"consumer": {"last_error": "FutureCursor", "failing_since": ago(30)}}
+    for streams, codes in (
+        ([works, lost], []),
+        ([failing, works], []),
+        ([lost, failing], ["stream-error"]),
+        ([lost, lost], ["relay-disconnected"]),
+    ):
+        assert [reason.code for reason in probe_of(streams=streams).not_ready()] == codes
+
+
 def test_all_reasons_are_given_at_once() -> None:
     conditions = Conditions()
     conditions.report(IDENTITY_LOOKUPS_FAILING, message="identity lookups fail", value=0.98)

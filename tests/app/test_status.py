@@ -63,10 +63,9 @@ def test_document_of_an_idle_daemon() -> None:
     assert 2 <= row.pop("silent_seconds") < 60
     assert row == {
         "relay": "wss://one.example",
-        "connected": True,
+        "trouble": None,
         "seq": 7,
         "lag_seconds": 0.25,
-        "last_error": None,
     }
     assert process["conditions"] == []
     assert document.to_json()["process"]["history"]["times"] == []

@@ -66,7 +66,10 @@ def relay_of(daemon: RunningDaemon) -> str | None:
 @pytest.mark.slow
 async def test_change_over_to_another_relay_loses_nothing(database: str, tmp_path: Path) -> None:
     """The second relay has no cursor, and sends only new messages; the first one is resumed at its cursor."""
-    async with FaultyNetwork(relays=2) as network, daemon_of(network, database, tmp_path, start="live") as daemon:
+    async with (
+        FaultyNetwork(relays=2) as network,
+        daemon_of(network, database, tmp_path, start="live", relay_mode="failover") as daemon,
+    ):
         await until(lambda: relay_of(daemon) == network.relay_urls[0])
         accounts = await create_synchronized(daemon, 5)
         await network.relay.stop()

@@ -307,6 +307,7 @@ class World:
             "INDEXER_DATABASE_URL": dsn,
             "INDEXER_DATA_DIR": str(self.directory),
             "INDEXER_RELAYS": ",".join(relay.websocket_url for relay in self.relays),
+            "INDEXER_RELAY_MODE": "failover",
             "INDEXER_PLC_URL": self.plc.url,
             "INDEXER_START": "oldest",
             "INDEXER_COLLECTIONS": ",".join(self.schedule.collections),

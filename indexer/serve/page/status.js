@@ -172,7 +172,7 @@ function showTrouble(status) {
     `${condition.name} ${condition.subject}`.trim(), ago(condition.seconds), condition.count ? whole(condition.count) : "–", condition.message,
   ]));
   fill("streams", status.process.streams.map((stream) => [
-    text(stream.relay), `${stream.connected ? "connected" : "not connected"}${stream.last_error === null ? "" : `: ${stream.last_error}`}`,
+    stream.relay, stream.trouble ?? "connected",
     duration(stream.lag_seconds), ago(stream.silent_seconds), whole(stream.seq),
   ]));
   fill("gaps", status.gaps.map((gap) => [gap.relay, gap.reason, whole(gap.first_seq), whole(gap.last_seq), duration(gap.open_seconds)]));
