@@ -70,7 +70,10 @@ class ArrivalWatch:
         while True:
             await self.notified.wait()
             self.notified.clear()
-            cursors = {row[0]: row[1] for row in await connection.fetch("select shard, seq from indexer.cursor")}
+            cursors = {
+                row[0]: row[1]
+                for row in await connection.fetch("select shard, max(seq) from indexer.cursor group by shard")
+            }
             now = monotonic()
             for shard, numbers in self._commits_of.items():
                 end = bisect_right(numbers, cursors.get(shard, 0) - SEQ_OFFSET)

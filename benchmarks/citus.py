@@ -99,7 +99,7 @@ def main(
     if warm_up >= exports:
         raise click.UsageError("--warm-up must be less than --exports")
     backfill = WorkloadSpec(exports, export_records, resync.SIGMA, exports=True)
-    live_options = LiveOptions(fast, paced, 0, rate, 1, 0, 0, 0, links=False)
+    live_options = LiveOptions(fast, paced, 0, rate, 1, 0, 0, 0, copies=False, links=False)
     resync_options = ResyncOptions(stored, 0, workers=8, processes=1, idle_repos=0, idle_records=0, warm_up=warm_up)
     parts: dict[str, Measurement] = {}
     if only != "resync":

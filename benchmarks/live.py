@@ -56,6 +56,7 @@ class LiveOptions:
         known: Number of idle repos whose identities are in memory.
         idle_repos: Number of idle repos in the database.
         idle_records: Number of records of idle repos in the database.
+        copies: Receive each commit from a second relay, too.
         links: Keep links.
         cache: Before the measurement, remove the database from the page cache (`cold`), or read the rows of the
             workload (`warm`).
@@ -70,6 +71,7 @@ class LiveOptions:
     known: int
     idle_repos: int
     idle_records: int
+    copies: bool
     links: bool
     cache: str | None = None
     keep: Path | None = None
@@ -102,6 +104,7 @@ class LiveOptions:
     show_default=True,
     help="Number of idle repos whose identities are in memory, at most 1000000.",
 )
+@click.option("--copies", is_flag=True, help="Receive each commit from a second relay, too.")
 @click.option("--links", is_flag=True, help="Keep links (INDEXER_LINKS).")
 @idle_rows.idle_options
 @click.option(
@@ -195,12 +198,10 @@ async def measure_daemons(
     """Send the first two parts of the stream to the daemons; return their rate, latency and CPU time, and the floor."""
     async with AsyncExitStack() as stack:
         processes = [
-            await stack.enter_async_context(
-                _daemon(database, load, directory, f"{index}/{options.shards}", links=options.links)
-            )
+            await stack.enter_async_context(_daemon(database, load, directory, f"{index}/{options.shards}", options))
             for index in range(options.shards)
         ]
-        await load.wait_for_subscribers(options.shards)
+        await load.wait_for_subscribers(options.shards * (1 + options.copies))
         for process in processes:
             await process.wait_until_counted()
         await _load_identities(load, processes, options.known)
@@ -280,10 +281,13 @@ async def _wait_for_links(dsn: str) -> None:
 
 
 def _daemon(
-    database: DatabaseServer, load: LoadProcess, directory: Path, shard: str, *, links: bool
+    database: DatabaseServer, load: LoadProcess, directory: Path, shard: str, options: LiveOptions
 ) -> AbstractAsyncContextManager[DaemonProcess]:
     data = directory / f"daemon {shard.replace('/', ' of ')}"
-    return harness.daemon(database.dsn, data, relays=load.url, start="oldest", roles="live", shard=shard, links=links)
+    relays = f"{load.url},{load.url.replace('127.0.0.1', 'localhost')}" if options.copies else load.url
+    return harness.daemon(
+        database.dsn, data, relays=relays, start="oldest", roles="live", shard=shard, links=options.links
+    )
 
 
 def _speed(daemons: MeasuredDaemons, commits: range) -> Figures:

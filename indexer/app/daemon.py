@@ -56,7 +56,7 @@ from indexer.net.identity.handle_verifier import HandleVerifier
 from indexer.net.identity.identity_cache import IdentityCache
 from indexer.net.new_accounts import NewAccounts
 from indexer.net.pds.pds_client import PdsClient
-from indexer.net.relay.stream_socket import SHORT_INTERVAL
+from indexer.net.relay.stream_socket import SHORT_INTERVAL, ReadTimes
 from indexer.net.relay.subscription import Subscription
 from indexer.net.server.address import Address
 from indexer.readers.access import Access
@@ -219,6 +219,7 @@ class Daemon:
         groups = [[relay] for relay in settings.relays] if at_once else [settings.relays]
         self.inbox = Inbox(INBOX_BYTES, len(groups))
         self.open_gaps = OpenGaps(self.db.gaps, shard, self.metrics, tuning.gap_refresh)
+        self._read_times = ReadTimes()
         self.streams = [self._stream(relays) for relays in groups]
         self.reconciliation = Reconciliation(
             self.db,
@@ -257,7 +258,7 @@ class Daemon:
     def _stream(self, relays: Sequence[str]) -> Stream:
         """Return a stream of the first of these relays that works."""
         settings, tuning = self.settings, self.tuning
-        connection = replace(tuning.connection, read_interval=settings.batch_window)
+        connection = replace(tuning.connection, read_interval=settings.batch_window, read_times=self._read_times)
         if settings.upstream == "pds":
             connection = replace(connection, message_timeout=PDS_MESSAGE_TIMEOUT)
         max_bytes = FRAME_SIZE_MARGIN * settings.limits.frame_bytes

@@ -163,10 +163,9 @@ class BatchWriter:
     async def _write_next(self) -> None:
         """Take the next batch and write it; or, after some time without a message, save the cursors."""
         taken = await self._take()
-        first, copies = self._copies.hold_back(taken)
-        self._finish(copies)
-        self._count_copies(copies)
-        messages = self._held.hold_back(self.keys.hold_back(first))
+        messages = self._held.hold_back(self.keys.hold_back(self._without_copies(taken)))
+        if messages:
+            self._batch_began_at = monotonic()
         crash_point("batch.taken")
         if not self.owned.is_set():
             self._rows.clear()
@@ -188,14 +187,19 @@ class BatchWriter:
 
         A message that arrives when no batch has begun for a while is taken at once, and so is a full batch.
         """
-        taken = await self.inbox.take(
-            self._batch_size.current,
+        return await self.inbox.take(
+            self._batch_size.current * self.inbox.streams,  # of each message, all other streams may have a copy
             not_before=self._batch_began_at + self.settings.batch_window,
             idle_timeout=self.settings.idle_after,
         )
-        if taken:
-            self._batch_began_at = monotonic()
-        return taken
+
+    def _without_copies(self, taken: Sequence[ReceivedMessage]) -> Sequence[ReceivedMessage]:
+        """Return the messages of a batch, and put the rest back. Copies are dropped, or wait."""
+        first, copies = self._copies.hold_back(taken)
+        self._finish(copies)
+        self._count_copies(copies)
+        self.inbox.put_back(first[self._batch_size.current :])
+        return first[: self._batch_size.current]
 
     async def _write_or_halve(self, messages: Sequence[ReceivedMessage]) -> None:
         """Write a batch. If its content makes the database fail, continue with half of it, or reject a single message.

@@ -80,7 +80,7 @@ class VerificationAhead:
         `repos` are the rows before the present batch. The guess is that none changes in a way that matters here, and
         that the commits of a repo without a row, here or in the cache, are new.
         """
-        waiting = self.copies.without_copies(self.inbox.peek(batch_size))
+        waiting = self.copies.without_copies(self.inbox.peek(batch_size * self.inbox.streams))[:batch_size]
         if not self.core.verifies_ahead or len(waiting) < min(MIN_MESSAGES, batch_size):
             return
         commits = [one for one in commits_within(waiting, MAX_AHEAD_BYTES) if id(one.event) not in self.prepared]

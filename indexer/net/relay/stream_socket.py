@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from time import monotonic
 from typing import Any, Literal
@@ -25,6 +25,26 @@ _SEND_SECONDS = 1.0
 _LOST = "connection lost without a close frame"
 
 
+class ReadTimes:
+    """The times at which several streams are read next: about the same times are made equal.
+
+    So copies of a message are in one batch, and a batch has the messages of all streams.
+    """
+
+    def __init__(self) -> None:
+        self._times: dict[object, float] = {}
+
+    def plan(self, stream: object, at: float, tolerance: float) -> float:
+        """Return when to read a stream that is to be read about `at`, in the time of the event loop."""
+        nearest = min(self._times.values(), key=lambda time: abs(time - at), default=at)
+        self._times[stream] = nearest if abs(nearest - at) <= tolerance else at
+        return self._times[stream]
+
+    def remove(self, stream: object) -> None:
+        """Note that a stream is read now, or no longer."""
+        self._times.pop(stream, None)
+
+
 @dataclass(frozen=True, slots=True)
 class ConnectionSettings:
     """Timeouts and delays of the connection, in seconds.
@@ -32,6 +52,7 @@ class ConnectionSettings:
     Attributes:
         read_interval: The longest time from one read of the socket to the next, unless many bytes arrive: each read
             costs a turn of the event loop. 0: messages are read when they arrive.
+        read_times: Shared by connections that are read together.
         ping_interval: Without any bytes, before a ping is sent. If nothing arrives in half of that time after the ping,
             the connection is closed.
         stable_after: A connection that lasted this long, and was not silent at its end, resets the delay, and the next
@@ -42,6 +63,7 @@ class ConnectionSettings:
 
     connect_timeout: float = 15.0  # for the TCP connection and the handshakes
     read_interval: float = 0.0
+    read_times: ReadTimes = field(default_factory=ReadTimes)
     ping_interval: float = 30.0
     message_timeout: float = 90.0  # without any message, before the connection is closed
     first_delay: float = 1.0  # before the first reconnection; it doubles each time
@@ -69,12 +91,17 @@ class StreamSocket:
     """
 
     def __init__(
-        self, socket: aiohttp.ClientWebSocketResponse[bool], transport: asyncio.Transport, read_interval: float
+        self,
+        socket: aiohttp.ClientWebSocketResponse[bool],
+        transport: asyncio.Transport,
+        read_interval: float,
+        read_times: ReadTimes,
     ) -> None:
         self._socket = socket
         self._transport = transport
         self._reading = _below_tls(transport)
         self._read_interval = read_interval
+        self._read_times = read_times
         self._interval: asyncio.TimerHandle | None = None
         self._bytes = 0  # of messages, in the present interval
         self._paused = False
@@ -115,11 +142,15 @@ class StreamSocket:
             self._reading.pause_reading()
             self._paused = True
         seconds = self._read_interval * (1 if before < FEW_BYTES else SHORT_INTERVAL)
-        self._interval = asyncio.get_running_loop().call_later(seconds, self._resume_reading)
+        loop = asyncio.get_running_loop()
+        self._interval = loop.call_at(
+            self._read_times.plan(self, loop.time() + seconds, seconds / 2), self._resume_reading
+        )
         self._turn_ends = monotonic() + TURN_SECONDS  # other tasks see the messages of one read together
 
     def _resume_reading(self) -> None:
         self._interval = None
+        self._read_times.remove(self)
         if self._paused:
             self._paused = False
             self._reading.resume_reading()
@@ -147,6 +178,7 @@ class StreamSocket:
 
     def abort(self) -> None:
         """End the connection at once."""
+        self._read_times.remove(self)
         if self._interval is not None:
             self._interval.cancel()
         self._transport.abort()
@@ -211,7 +243,7 @@ async def open_stream(
             raise StreamSocketError(f"HTTP {error.status}: {error.message}") from error
         except (aiohttp.ClientError, UnicodeError) as error:
             raise StreamSocketError(f"{type(error).__name__}: {error}") from error
-        stream = StreamSocket(socket, handshake.transport, settings.read_interval)
+        stream = StreamSocket(socket, handshake.transport, settings.read_interval, settings.read_times)
         try:
             yield stream
         finally:

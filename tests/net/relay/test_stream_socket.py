@@ -17,6 +17,7 @@ from indexer.net.relay.stream_socket import (
     MANY_BYTES,
     SHORT_INTERVAL,
     ConnectionSettings,
+    ReadTimes,
     StreamSocket,
     open_stream,
 )
@@ -162,3 +163,15 @@ async def test_socket_is_read_once_per_interval_with_tls(certificate: Path, monk
         monkeypatch.setattr(SSLProtocol, "buffer_updated", count)
         assert [await stream.receive() for _ in messages] == [data for _, data in messages]
     assert reads < len(messages) / 2
+
+
+def test_streams_that_are_read_at_about_the_same_time_are_read_together() -> None:
+    times = ReadTimes()
+    assert times.plan("a", 10.0, 0.5) == 10.0
+    assert times.plan("b", 10.4, 0.5) == 10.0
+    assert times.plan("c", 10.6, 0.5) == 10.6
+    assert times.plan("d", 10.35, 0.5) == 10.6, "the nearest"
+    times.remove("a")
+    times.remove("b")
+    assert times.plan("a", 10.2, 0.5) == 10.6
+    assert times.plan("a", 12.0, 0.5) == 12.0
