@@ -268,7 +268,7 @@ class Daemon:
             self.open_gaps,
             subscription,
             self._shard,
-            settings.start,
+            settings.start if relays[0] == settings.relays[0] or isinstance(settings.start, str) else "live",
             proof_timeout=tuning.proof_timeout,
             retry=tuning.retry,
         )

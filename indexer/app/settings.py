@@ -276,7 +276,7 @@ class Settings(BaseModel):
         Literal["live", "oldest"] | Annotated[int, Field(ge=0, lt=2**63)], "`live`, `oldest`, or a sequence number"
     ] = "live"
     """Where a stream without a stored cursor starts: at the newest event, or at the oldest one that the relay has. A
-    sequence number counts only for a new database."""
+    sequence number counts only for a new database, and for the first relay."""
     track: Literal["all", "listed", "signal"] = "all"
     """Accounts to index: `all`; only those that `indexer add` or `indexer discover` added (`listed`); or also those
     with a record of a signal collection (`signal`). This and the next two settings are the scope of a new database;

@@ -314,7 +314,10 @@ class BatchWriter:
             self._show_cursor(position)
 
     def _positions_if_done(self, messages: Iterable[ReceivedMessage]) -> list[tuple[StreamPosition, Position]]:
-        """Return the positions in the streams once these messages are done, of those that are not saved yet."""
+        """Return the positions in the streams once these messages are done, of those that have moved.
+
+        Where a stream begins is not saved before it has sent a message: the relay may refuse to begin there.
+        """
         seqs = defaultdict[Origin, list[int]](list)
         for message in messages:
             if message.seq is not None:

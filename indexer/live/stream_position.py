@@ -56,7 +56,7 @@ class StreamPosition:
         is_known: Return True while the stream is connected, and it is known whether messages before it are missing.
         origin: The relay, and the epoch of its sequence; `NO_STREAM` before the first connection.
         clock: The time up to which everything is stored.
-        saved: The position that was saved last, in this connection.
+        saved: The position that was saved last, or at which this connection began.
     """
 
     is_known: Callable[[], bool]
@@ -64,7 +64,7 @@ class StreamPosition:
     origin: Origin = field(default=NO_STREAM, init=False)
     watermark: Watermark = field(default_factory=Watermark, init=False)
     clock: EventClock = field(default_factory=EventClock, init=False)
-    saved: Position | None = field(default=None, init=False)
+    saved: Position = field(default=Position(None, None), init=False)
 
     @property
     def lag(self) -> float | None:
@@ -85,7 +85,7 @@ class StreamPosition:
     def begin(self, relay: str, epoch: int, watermark: Watermark) -> None:
         """Start again in the stream of `relay`; all messages of the previous connection must be done."""
         self.origin = Origin(relay, epoch, host_of(relay) if self.upstream_is_pds else None)
-        self.watermark, self.saved = watermark, None
+        self.watermark, self.saved = watermark, watermark.position_if_done(())
 
     def last_stored(self) -> StreamPoint | None:
         """Return the message at the position of the cursor; None if it is not known."""

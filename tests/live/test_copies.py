@@ -173,3 +173,22 @@ async def test_both_streams_bring_everything_and_each_commit_is_applied_once(
         assert len(changes) == len(set(changes)) == len([post for post in posts if post.did == account.did])
     assert scenario.outcomes().total() == 2 * len(posts)
     assert scenario.outcomes()["applied"] <= len(posts), "an applied one counts as replayed if the answer was lost"
+
+
+async def test_cursor_of_a_stream_is_saved_when_it_has_moved_also_by_copies_alone(make_scenario: MakeScenario) -> None:
+    scenario, ada = await make_scenario(relays=RELAYS), SigningAccount("ada")
+    await scenario.add(ada)
+    posts = [new_post(ada, number) for number in range(3)]
+    cursors = "select relay, seq from indexer.cursor order by relay"
+    async with scenario.writer():
+        await scenario.put(posts[0])
+        await scenario.settled()
+        assert list(map(tuple, await scenario.sql.fetch(cursors))) == [(RELAYS[0], 1)]
+        await scenario.put(posts[0], stream=1)
+        await scenario.settled()
+        assert len(scenario.db.batches) == 1, "copies alone cause no transaction"
+        await scenario.put(posts[1])
+        await scenario.settled()
+        assert list(map(tuple, await scenario.sql.fetch(cursors))) == [(RELAYS[0], 2), (RELAYS[1], 1)]
+    duplicates = scenario.metrics.registry.get_sample_value("indexer_duplicate_events_total", {"relay": RELAYS[1]})
+    assert duplicates == 1
