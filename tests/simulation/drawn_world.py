@@ -5,7 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from tests.simulation.fault_schedule import BEGINNING, MINUTE, Action, Commit, HostingStatus, Join, Value, Write
+from tests.simulation.fault_schedule import (
+    BEGINNING,
+    MINUTE,
+    Action,
+    Commit,
+    HostingStatus,
+    Join,
+    RelayMode,
+    Value,
+    Write,
+)
 
 HOSTS = 3
 RELAYS = 2
@@ -33,6 +43,7 @@ class DrawnWorld:
         accounts: All accounts in the order in which they joined.
         bystanders: Those that no fault affects.
         scope: The selected collections.
+        mode: `all` if the daemon follows all relays at once, `failover` if it follows one of them.
     """
 
     def __init__(self, seed: int) -> None:
@@ -41,6 +52,7 @@ class DrawnWorld:
         self.accounts: list[DrawnAccount] = []
         self.bystanders: list[DrawnAccount] = []
         self.scope = self.random.choice(SCOPES)
+        self.mode: RelayMode = "failover" if seed % 3 == 1 else "all"
         self._silent: list[DrawnAccount] = []
         self._time = BEGINNING
         self._records = 0

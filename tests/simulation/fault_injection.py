@@ -34,6 +34,7 @@ from tests.simulation.fault_schedule import (
     LostCommit,
     LostWindow,
     Moment,
+    OmittedCommit,
     RepeatedMessages,
     RestartedSequence,
     StoppedRelay,
@@ -84,6 +85,15 @@ async def _lose_commit(world: World, fault: LostCommit) -> AsyncIterator[None]:
     world.fired[fault] += all(
         relay.dropped[fault.did] == dropped + 1 for relay, dropped in zip(world.relays, before, strict=True)
     )
+
+
+@_carries_out(OmittedCommit)
+async def _omit_commit(world: World, fault: OmittedCommit) -> AsyncIterator[None]:
+    relay = world.relays[fault.relay]
+    before = relay.dropped[fault.did]
+    relay.drop(fault.did)
+    yield
+    world.fired[fault] += relay.dropped[fault.did] == before + 1
 
 
 @_carries_out(DamagedCommit)

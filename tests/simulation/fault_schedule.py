@@ -23,6 +23,7 @@ ForgedMessage = Literal[
 DatabaseProblem = Literal["refused", "hanging"]
 HostProblem = Literal["dead", "forging", "old exports", "cut exports", "denying", "failing", "hanging", "slow"]
 HostingStatus = Literal["deactivated", "takendown", "suspended", "deleted"]
+RelayMode = Literal["all", "failover"]
 
 MINUTE = 60_000_000
 BEGINNING = 1_767_225_600_000_000
@@ -100,6 +101,13 @@ class AccountFault(Fault):
 @dataclass(frozen=True)
 class LostCommit(AccountFault):
     """The relays do not send the next commit of the account."""
+
+
+@dataclass(frozen=True)
+class OmittedCommit(AccountFault):
+    """One relay does not send the next commit of the account. The others do."""
+
+    relay: int
 
 
 @dataclass(frozen=True)
@@ -242,7 +250,7 @@ class RestartedSequence(Fault):
 
 @dataclass(frozen=True)
 class StoppedRelay(Fault):
-    """The relay of the daemon stops, so that the daemon changes over to another one."""
+    """A relay that the daemon follows stops. With `failover`, the daemon changes over to another one."""
 
 
 @dataclass(frozen=True)
@@ -298,6 +306,7 @@ class Schedule:
     Attributes:
         hosts: The number of hosts (PDSes).
         relays: The number of relays.
+        mode: `all` if the daemon follows all relays at once, `failover` if it follows one of them.
         collections: The collections that are selected at the beginning.
         bystanders: Accounts that no fault affects, and that do not act while messages are lost. The first one does not
             act either between the first fault that may open a gap and `last`.
@@ -311,6 +320,7 @@ class Schedule:
     seed: int
     hosts: int
     relays: int
+    mode: RelayMode
     collections: tuple[str, ...]
     bystanders: tuple[str, ...]
     first: tuple[Action, ...]

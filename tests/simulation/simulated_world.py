@@ -190,11 +190,11 @@ class World:
 
     @property
     def relay(self) -> RecordingRelay | None:
-        """The relay that the daemon is connected to."""
+        """A relay that the daemon is connected to; the only one, unless the daemon follows all of them."""
         return next((relay for relay in self.relays if relay.subscribers), None)
 
     async def caught_up(self) -> None:
-        """Wait until the daemon has written everything that its relay has sent."""
+        """Wait until the daemon has written everything that its relays have sent."""
         await until(self._is_caught_up, self.daemon.log_tail)
 
     async def received(self) -> int:
@@ -269,9 +269,10 @@ class World:
         return {row["did"]: row["quiet"] for row in await self.sql.fetch(_QUIET)}
 
     async def _is_caught_up(self) -> bool:
-        relay = self.relay
-        if relay is None:
-            return False
+        followed = self.relays if self.schedule.mode == "all" else [self.relay]
+        return all([relay is not None and await self._has_all_of(relay) for relay in followed])
+
+    async def _has_all_of(self, relay: RecordingRelay) -> bool:
         seq = await self.sql.fetchval("select seq from indexer.cursor where relay = $1", relay.websocket_url)
         return seq is not None and relay.sequence_of(seq) == len(relay.ended) and seq >= relay.newest
 
@@ -307,7 +308,7 @@ class World:
             "INDEXER_DATABASE_URL": dsn,
             "INDEXER_DATA_DIR": str(self.directory),
             "INDEXER_RELAYS": ",".join(relay.websocket_url for relay in self.relays),
-            "INDEXER_RELAY_MODE": "failover",
+            "INDEXER_RELAY_MODE": self.schedule.mode,
             "INDEXER_PLC_URL": self.plc.url,
             "INDEXER_START": "oldest",
             "INDEXER_COLLECTIONS": ",".join(self.schedule.collections),

@@ -26,6 +26,7 @@ from tests.simulation.fault_schedule import (
     LostCommit,
     LostWindow,
     Migrate,
+    RelayMode,
     RepeatedMessages,
     RestartedSequence,
     RotateKey,
@@ -50,7 +51,7 @@ GAPS: Mapping[type[Fault], frozenset[str]] = {
     RepeatedMessages: frozenset({"sequence-restarted", "no-cursor"}),
     StoppedRelay: frozenset({"no-cursor"}),
 }
-"""The reasons of the gaps that faults open. The daemon has no cursor of a relay that it has not used before."""
+"""The reasons of the gaps that faults may open. The daemon has no cursor of a relay that it has not used before."""
 REFUSALS = {
     "takendown": "repo-takendown",
     "suspended": "repo-suspended",
@@ -205,8 +206,14 @@ def truth_of(schedule: Schedule) -> Truth:
         repo.reasons.add("lease-expired")  # a killed or slow worker has not finished
         if repo.status == "deleted":
             repo.reasons.add("erased")
-    gaps = frozenset[str]().union(*(GAPS.get(type(fault), frozenset()) for fault in schedule.faults))
+    gaps = frozenset[str]().union(*(_gaps_of(fault, schedule.mode) for fault in schedule.faults))
     return Truth(repos, scopes, gaps, undisturbed)
+
+
+def _gaps_of(fault: Fault, mode: RelayMode) -> frozenset[str]:
+    """Return the reasons of the gaps that a fault opens. A daemon that follows all relays may lose one of them."""
+    is_covered = isinstance(fault, StoppedRelay) and mode == "all"
+    return frozenset() if is_covered else GAPS.get(type(fault), frozenset())
 
 
 def _act(repos: dict[str, TrueRepo], actions: Iterable[Action]) -> None:
@@ -250,7 +257,7 @@ def _add_reasons(repos: Mapping[str, TrueRepo], schedule: Schedule, scopes: Sequ
     changes = iter(pairwise(scopes))
     gaps = False
     for episode in schedule.episodes:
-        gaps = gaps or any(type(fault) in GAPS for fault in episode.faults)
+        gaps = gaps or any(_gaps_of(fault, schedule.mode) for fault in episode.faults)
         if any(isinstance(fault, ChangedScope) for fault in episode.faults):
             _add_reasons_of_scope(repos, *next(changes))
         _add_reasons_of_faults(repos, episode)
