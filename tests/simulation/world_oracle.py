@@ -263,7 +263,10 @@ def _add_reasons(repos: Mapping[str, TrueRepo], schedule: Schedule, scopes: Sequ
         _add_reasons_of_faults(repos, episode)
         # Their messages are lost, or a gap of this or another relay is open, and its list is ahead of the stream.
         for did in {action.did for action in episode.actions + episode.after} if gaps else ():
-            repos[did].reasons |= MISSED
+            repo = repos[did]
+            repo.reasons |= MISSED
+            if schedule.mode == "all":  # a list may be read while a commit waits for one that another relay may bring
+                repo.certain = repo.certain and repo.certain | {"behind"}
     _add_reasons_of_faults(repos, schedule.ending)
     for repo in repos.values():
         if repo.final.reason is not None:
