@@ -106,7 +106,7 @@ class SoakWorld(World):
 
     def __init__(self, dsn: str, directory: Path, seed: int, *, links: bool) -> None:
         """Create it. With `links`, the daemons keep links."""
-        super().__init__(Schedule(seed, HOSTS, RELAYS, EVERYTHING, (), ()), dsn, directory)
+        super().__init__(Schedule(seed, HOSTS, RELAYS, "all", EVERYTHING, (), ()), dsn, directory)
         self.steady_directory = directory / "steady"
         self._links = links
         self.reserved: set[str] = set()
