@@ -20,6 +20,7 @@ KEYS = {
     "cursors": "relay shard",
     "gaps": "relay shard opened_at",
     "hosts": "host",
+    "relay_hosts": "relay host",
     "rejected": "id",
     "scope_progress": "collection",
 }

@@ -48,6 +48,7 @@ VIEWS = (
     "cursors",
     "gaps",
     "hosts",
+    "relay_hosts",
     "rejected",
     "scope_progress",
 )

@@ -91,7 +91,8 @@ export interface Gap {
   closed_by: string;
 }
 
-/** Request statistics of hosts that were asked for exports, identities and handles. */
+/** Hosts that relays list, or that were asked for exports, identities and handles. Requests to them, and what
+ * their own repo lists showed when they were last read to the end. */
 export interface Host {
   /** The host name, with a port other than the default one. */
   host: string;
@@ -109,8 +110,29 @@ export interface Host {
   last_error: string | null;
   /** When a request last succeeded; null if never. */
   last_success_at: Date | null;
-  /** When this row was last updated. */
-  updated_at: Date;
+  /** When the request statistics were last updated; null without requests. */
+  updated_at: Date | null;
+  /** Accounts that the host lists as active; null if its list was never read. */
+  accounts: Int8 | null;
+  /** Accounts that the host lists as inactive. */
+  inactive_accounts: Int8;
+  /** Those of accounts of which no identity that names this host is known. They are not added because of its
+   * list. */
+  unproven_accounts: Int8;
+  /** Those of accounts that are tracked here, and whose identities name this host. */
+  repos: Int8;
+  /** Those of repos that were synchronized. */
+  synchronized_repos: Int8;
+  /** How many of repos relays withhold, omit (more repos than accounts at any relay), or bring late. */
+  accounts_not_passed_on: Int8;
+  /** The time in the newest stored rev of repos, by the clocks of accounts. */
+  last_commit_at: Date;
+  /** When the last complete reading of the list began. */
+  list_began_at: Date;
+  /** When it ended. */
+  list_ended_at: Date;
+  /** Why the last reading of the list failed; null if it did not. */
+  list_error: string | null;
 }
 
 /** The state of links, in one row. */
@@ -213,6 +235,25 @@ export interface RejectedMessage {
   time: Date;
 }
 
+/** The hosts that each relay consumes, and the accounts of them that it withholds. */
+export interface RelayHost {
+  /** The URL of the relay. */
+  relay: string;
+  /** The host name, as in atproto.hosts. */
+  host: string;
+  /** Accounts of the host at the relay by its own word, those included that it withholds; null if it does not
+   * say. */
+  accounts: Int8 | null;
+  /** The status of the host at the relay: active, idle, offline, throttled, banned, or as sent; null if none. */
+  status: string | null;
+  /** Tracked accounts that the relay withheld when the list of the host was last read; null if it never was. */
+  withheld_accounts: Int8 | null;
+  /** The same by the status that the relay gives as its reason: a JSON object; null if there are none. */
+  withheld_by_status: Json;
+  /** When the relay last listed the host. */
+  listed_at: Date;
+}
+
 /** Every tracked repo. Indexed by did; other conditions scan the whole table. */
 export interface Repo {
   /** The DID of the account. */
@@ -280,6 +321,7 @@ export interface Views {
   "atproto.readers": Reader;
   "atproto.records": Record;
   "atproto.rejected": RejectedMessage;
+  "atproto.relay_hosts": RelayHost;
   "atproto.repos": Repo;
   "atproto.scope_progress": ScopeProgress;
 }

@@ -118,7 +118,10 @@ class Gap(PublicView):
 
 
 class Host(PublicView):
-    """Request statistics of hosts that were asked for exports, identities and handles."""
+    """Hosts that relays list, or that were asked for exports, identities and handles.
+
+    Requests to them, and what their own repo lists showed when they were last read to the end.
+    """
 
     __tablename__ = "hosts"
 
@@ -138,8 +141,28 @@ class Host(PublicView):
     """The latest failure, beginning with a reason of docs/reasons.md. Null if none."""
     last_success_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
     """When a request last succeeded; null if never."""
-    updated_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
-    """When this row was last updated."""
+    updated_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
+    """When the request statistics were last updated; null without requests."""
+    accounts: Mapped[int | None] = mapped_column(BigInteger)
+    """Accounts that the host lists as active; null if its list was never read."""
+    inactive_accounts: Mapped[int] = mapped_column(BigInteger)
+    """Accounts that the host lists as inactive."""
+    unproven_accounts: Mapped[int] = mapped_column(BigInteger)
+    """Those of accounts of which no identity that names this host is known. They are not added because of its list."""
+    repos: Mapped[int] = mapped_column(BigInteger)
+    """Those of accounts that are tracked here, and whose identities name this host."""
+    synchronized_repos: Mapped[int] = mapped_column(BigInteger)
+    """Those of repos that were synchronized."""
+    accounts_not_passed_on: Mapped[int] = mapped_column(BigInteger)
+    """How many of repos relays withhold, omit (more repos than accounts at any relay), or bring late."""
+    last_commit_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
+    """The time in the newest stored rev of repos, by the clocks of accounts."""
+    list_began_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
+    """When the last complete reading of the list began."""
+    list_ended_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
+    """When it ended."""
+    list_error: Mapped[str | None] = mapped_column(Text)
+    """Why the last reading of the list failed; null if it did not."""
 
 
 class LinkProgress(PublicView):
@@ -261,6 +284,27 @@ class RejectedMessage(PublicView):
     """The rule that the message broke (docs/reasons.md)."""
     time: Mapped[datetime] = mapped_column(DateTime(timezone=True))
     """When the message was rejected."""
+
+
+class RelayHost(PublicView):
+    """The hosts that each relay consumes, and the accounts of them that it withholds."""
+
+    __tablename__ = "relay_hosts"
+
+    relay: Mapped[str] = mapped_column(Text, primary_key=True)
+    """The URL of the relay."""
+    host: Mapped[str] = mapped_column(Text, primary_key=True)
+    """The host name, as in atproto.hosts."""
+    accounts: Mapped[int | None] = mapped_column(BigInteger)
+    """Accounts of the host at the relay by its own word, those included that it withholds; null if it does not say."""
+    status: Mapped[str | None] = mapped_column(Text)
+    """The status of the host at the relay: active, idle, offline, throttled, banned, or as sent; null if none."""
+    withheld_accounts: Mapped[int | None] = mapped_column(BigInteger)
+    """Tracked accounts that the relay withheld when the list of the host was last read; null if it never was."""
+    withheld_by_status: Mapped[Any] = mapped_column(JSONB)
+    """The same by the status that the relay gives as its reason: a JSON object; null if there are none."""
+    listed_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
+    """When the relay last listed the host."""
 
 
 class Repo(PublicView):

@@ -78,6 +78,7 @@ from indexer.sync.repo import StreamPoint
 from indexer.sync.scope import Track
 from indexer.tasks.discover import SignalDiscovery
 from indexer.tasks.erasure import AccountErasure
+from indexer.tasks.hosts import LOOKUP_SHARE, HostCrawl
 from indexer.tasks.identities import HandleChecks, IdentityRefresh
 from indexer.tasks.open_transactions import OpenTransactions
 from indexer.tasks.reconcile import Reconciliation
@@ -328,6 +329,21 @@ class Daemon:
         )
         self.account_erasure = AccountErasure(
             self.db, self.identities, self.pds, settings.deletion_grace, shard, interval=tuning.erasure_interval
+        )
+        self.host_crawl = HostCrawl(
+            self.db,
+            self.outbound,
+            self.identities,
+            self.metrics,
+            self.conditions,
+            self.scope,
+            {relay: http_origin(relay) for relay in settings.relays},
+            self._open_source,
+            self._stream_point,
+            lambda: self.batch_writer.lag,
+            replace(tuning.hosts, shard=shard, interval=settings.hosts_interval),
+            settings.new_accounts_per_host / shard.count,
+            settings.plc_rate * LOOKUP_SHARE,
         )
         self.scope_tasks = list(self._scope_tasks())
         self.links = LinkReader(self.db, wanted=settings.links)

@@ -334,6 +334,9 @@ class Settings(BaseModel):
     sweep_interval: Seconds = 86_400
     """How often to compare the relay's repo list with the database, and to try parked repos again. `0`: only after
     messages may have been missed; parked repos stay."""
+    hosts_interval: Seconds = 86_400
+    """How often to read the repo list of each host that the relays list, for accounts that relays withhold or omit.
+    `0`: only `indexer discover --hosts` does."""
     change_retention: Seconds = 604_800
     """How long changes stay in the change log, unless it reaches `INDEXER_CHANGE_BYTES`. Raise it to let consumers
     be away longer: they are disconnected after twice this time, but not before an hour. `0`: no limit of time."""

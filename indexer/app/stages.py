@@ -85,6 +85,7 @@ def all_stages(daemon: "Daemon", others: Iterable[StageProgress]) -> list[Stage]
         *_live(daemon),
         *_gaps(daemon),
         *_tasks(daemon),
+        *_hosts(daemon),
         *_resync(daemon),
         *_feed(daemon),
     ]
@@ -308,6 +309,25 @@ def _tasks(daemon: "Daemon") -> Iterator[Stage]:
     handle_checks = () if daemon.handle_checks is None else (daemon.handle_checks,)
     for task in (*handle_checks, *daemon.scope_tasks):
         yield Stage(task.stage.name, "live", task.run, [task.stage], needs_shard=True)
+
+
+def _hosts(daemon: "Daemon") -> Iterator[Stage]:
+    crawl = daemon.host_crawl
+
+    def hosts() -> Reading:
+        return {(state,): crawl.totals.get(state, 0) for state in ("listed", "failing", "withheld")}
+
+    yield Stage(
+        crawl.stage.name,
+        "live",
+        crawl.run if crawl.settings.interval and daemon.settings.upstream == "relay" else None,
+        [crawl.stage],
+        needs_shard=True,
+        gauges={
+            "indexer_hosts": hosts,
+            "indexer_withheld_accounts": lambda: crawl.totals.get("accounts", 0),
+        },
+    )
 
 
 def _resync(daemon: "Daemon") -> Iterator[Stage]:

@@ -12,6 +12,7 @@ from indexer.net.identity.identity_cache import IdentityLifetimes
 from indexer.net.relay.stream_socket import ConnectionSettings
 from indexer.resync.pool import WorkerPoolSettings
 from indexer.resync.queue import MaintenanceSettings
+from indexer.tasks.hosts import HostSettings
 from indexer.tasks.reconcile import ReconciliationSettings
 from indexer.tasks.scope import ScopeSettings
 
@@ -30,6 +31,7 @@ class Tuning:
         writer: The times of the batch writer; its shard and its window are those of the settings.
         pool: The times of the resync pool; workers and the timeout of an attempt follow from the settings.
         maintenance: The times of the queue maintenance; `unpark_after` is that of the settings.
+        hosts: The times of the reading of hosts' lists; shard and interval are those of the settings.
         retry: Between two attempts to acquire the shard lock, to load the cursors, and to store a gap.
         proof_timeout: After the connection, for the relay to send the message at the cursor again.
         gap_refresh: Between two reads of the open gaps.
@@ -53,6 +55,7 @@ class Tuning:
     writer: WriterSettings = field(default_factory=WriterSettings)
     pool: WorkerPoolSettings = field(default_factory=WorkerPoolSettings)
     maintenance: MaintenanceSettings = field(default_factory=MaintenanceSettings)
+    hosts: HostSettings = field(default_factory=HostSettings)
     retry: float = 1.0
     proof_timeout: float = PROOF_TIMEOUT
     gap_refresh: float = REFRESH_SECONDS

@@ -19,7 +19,9 @@ from indexer.db.scope import CurrentScope
 from indexer.errors import UnavailableError
 from indexer.sync.shard import Shard
 from indexer.tasks.discover import Discovery
+from indexer.tasks.hosts import LOOKUP_SHARE, HostCrawl, HostSettings
 from indexer.tasks.reconcile import Reconciliation, ReconciliationSettings
+from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.log import printable
 from indexer.telemetry.metrics import Metrics
 
@@ -116,17 +118,23 @@ async def takedown_command(settings: Settings, *, did: str, reverse: bool, as_js
 )
 @click.option("--relay", metavar="URL", type=parse_origin, help="Ask this relay. Default: the first of INDEXER_RELAYS.")
 @click.option("--pds", metavar="URL", type=parse_origin, help="Ask this PDS instead of a relay.")
+@click.option("--hosts", is_flag=True, help="Ask each host that the relays of INDEXER_RELAYS list.")
 @json_lines_option
 async def discover_command(
-    settings: Settings, *, collections: tuple[str, ...], relay: str | None, pds: str | None, as_json: bool
+    settings: Settings, *, collections: tuple[str, ...], relay: str | None, pds: str | None, hosts: bool, as_json: bool
 ) -> int:
     """List the accounts of a host and start tracking the unknown ones.
 
     The daemon fetches each repo and follows it from then on. An interrupted discovery continues where it stopped. Only
     a few hosts besides relays can list accounts by collection.
+
+    With --hosts, an account is added only if the scope wants it and its identity names the host that lists it. The
+    daemon does the same every INDEXER_HOSTS_INTERVAL.
     """
-    if relay and pds:
-        raise click.UsageError("Give either --relay or --pds, not both.")
+    if bool(relay) + bool(pds) + hosts > 1 or (hosts and collections):
+        raise click.UsageError("Give only one of --relay, --pds and --hosts, and no collection with --hosts.")
+    if hosts:
+        return await _discover_hosts(settings, as_json=as_json)
     source = relay or pds or http_origin(settings.relays[0])
     async with connect_database(settings) as db, open_outbound_client(settings) as outbound:
         discovery = Discovery(db, outbound)
@@ -144,6 +152,40 @@ async def discover_command(
             echo_result(result, f"{name}: {progress.listed} listed, {progress.found} added", as_json=as_json)
     if discovery.invalid_entries:
         click.echo(f"entries of the list that are not valid: {discovery.invalid_entries}", err=True)
+    return ExitCode.OK
+
+
+async def _discover_hosts(settings: Settings, *, as_json: bool) -> int:
+    """Read the repo lists of all hosts once, and show the progress."""
+    metrics = Metrics()
+    relays = {relay: http_origin(relay) for relay in settings.relays}
+    async with (
+        connect_database(settings) as db,
+        open_outbound_client(settings) as outbound,
+        open_identities(settings, db, outbound, metrics) as identities,
+    ):
+        crawl = HostCrawl(
+            db,
+            outbound,
+            identities,
+            metrics,
+            Conditions(),
+            CurrentScope(db.scope, await stored_policy(settings, db)),
+            relays,
+            lambda: next(iter(relays.values())),
+            lambda _source: None,
+            lambda: None,
+            HostSettings(poll=1.0),
+            settings.new_accounts_per_host,
+            settings.plc_rate * LOOKUP_SHARE,
+        )
+        with CommandProgress("repo lists of hosts", None) as shown:
+            progress = await crawl.read_all(
+                lambda read, total: shown.show(read, total=total, note=f"{crawl.added:,} accounts added")
+            )
+    result = {"hosts": progress.listed, "failed": progress.found, "added": crawl.added}
+    text = f"hosts: {progress.listed} listed, {progress.found} failed, {crawl.added} accounts added"
+    echo_result(result, text, as_json=as_json)
     return ExitCode.OK
 
 

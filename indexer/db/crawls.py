@@ -17,10 +17,11 @@ from indexer.sync.repo import OUT_OF_SCOPE, TOMBSTONED, SyncStatus
 from indexer.sync.scope import Scope
 from indexer.sync.shard import Shard
 
-Purpose = Literal["discover", "sweep", "signal", "untrack", "recheck"]
+Purpose = Literal["discover", "sweep", "signal", "untrack", "recheck", "hosts"]
 """`discover`: a command adds the listed accounts. `sweep`: a reconciliation. `signal`: the list of a signal collection.
 `untrack`: a search of stored repos that are out of scope; its cursor is a DID, and `source` is empty. `recheck`: the
-list of an added collection, which was compared at `began_at` and is compared again later; `source` is empty."""
+list of an added collection, which was compared at `began_at` and is compared again later; `source` is empty. `hosts`:
+the list of hosts of a relay; without a source, the lists of all hosts, which a command reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,8 @@ class Crawls(Area):
     async def desynchronize_behind(self, revs: Mapping[str, str], now: float) -> int:
         """Desynchronize the repos that still have an older rev; return how many.
 
-        A repo that is being fetched only notes the rev. A repo that changes meanwhile is compared again.
+        A repo that is being fetched only notes the rev, and one that waits because its relay withholds it becomes due.
+        A repo that changes meanwhile is compared again.
         """
         desynchronized, pending = 0, list(revs)
         while pending:
@@ -189,7 +191,7 @@ class Crawls(Area):
             async with self._pool.transaction() as connection:
                 pending = list((await write(connection, Batch(tuple(writes)), layout=self._pool.layout)).skipped)
             desynchronized += sum(
-                planned.repo.sync_status is SyncStatus.DESYNCHRONIZED
+                planned.before.sync_status is SyncStatus.SYNCHRONIZED
                 for planned in writes
                 if planned.repo.did not in pending
             )

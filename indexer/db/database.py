@@ -12,6 +12,7 @@ from indexer.db.database_errors import NOT_BY_VALUES, DatabaseError, refused_wri
 from indexer.db.dead_letters import DeadLetters
 from indexer.db.exports import Exports
 from indexer.db.gaps import Gaps
+from indexer.db.host_lists import HostLists
 from indexer.db.hosts import Hosts
 from indexer.db.identities import Identities
 from indexer.db.lexicon_indexes import LexiconIndexes
@@ -40,6 +41,7 @@ class Database(Connections):
         self.exports = Exports(self)
         self.feed = Feed(self)
         self.gaps = Gaps(self)
+        self.host_lists = HostLists(self)
         self.hosts = Hosts(self)
         self.identities = Identities(self)
         self.lexicons = Lexicons(self)

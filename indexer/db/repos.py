@@ -161,35 +161,44 @@ class Repos(Area):
 
 
 async def add_repos(
-    connection: Connection, dids: Iterable[str], *, wanted_in: int = CHOSEN, wanted_before: int = CHOSEN
+    connection: Connection,
+    dids: Iterable[str],
+    *,
+    wanted_in: int = CHOSEN,
+    wanted_before: int = CHOSEN,
+    from_stream: bool = False,
 ) -> int:
     """Start tracking repos; return how many were not tracked yet.
 
-    Repos that the stream added, and that were not fetched yet, no longer count as new accounts of their host. Repos
-    that an operator untracked stay untracked.
+    Repos that the stream added, and that were not fetched yet, no longer count as new accounts of their host, unless
+    `from_stream`. Repos that an operator untracked stay untracked.
 
     Args:
         connection: The connection, within a transaction.
         dids: The repos.
         wanted_in: The version of the scope that wants them; by default a command does.
         wanted_before: Also mark repos that are tracked already, if they were wanted only before this version.
+        from_stream: Only their own host has named them, which proves as little as a message of the stream.
     """
-    repos = [Repo(did, version=1, wanted_in=wanted_in) for did in sorted(set(dids))]
+    repos = [Repo(did, version=1, wanted_in=wanted_in, from_stream=from_stream) for did in sorted(set(dids))]
     added = 0
     for start in range(0, len(repos), BATCH_SIZE):
         batch = repos[start : start + BATCH_SIZE]
         skipped = (await write(connection, Batch(tuple([RepoWrite(Repo(repo.did), repo) for repo in batch])))).skipped
-        added += len(batch) - len(skipped) + await _name_known(connection, sorted(skipped), wanted_in, wanted_before)
+        known = await _name_known(connection, sorted(skipped), wanted_in, wanted_before, from_stream=from_stream)
+        added += len(batch) - len(skipped) + known
     return added
 
 
-async def _name_known(connection: Connection, dids: Sequence[str], wanted_in: int, wanted_before: int) -> int:
+async def _name_known(
+    connection: Connection, dids: Sequence[str], wanted_in: int, wanted_before: int, *, from_stream: bool
+) -> int:
     """Mark repos that have a row as named; return how many were out of scope, and are tracked again."""
     tracked = 0
     while dids:
         rows = await connection.fetch(_TO_NAME, dids, buckets_of(dids), wanted_before)
-        repos = [repo_of(row) for row in rows]
-        writes = [RepoWrite(repo, named(repo, wanted_in, wanted_before)) for repo in repos]
+        repos = [repo for repo in map(repo_of, rows) if repo.out_of_scope or not from_stream]
+        writes = [RepoWrite(repo, named(repo, wanted_in, wanted_before, from_stream=from_stream)) for repo in repos]
         dids = sorted((await write(connection, Batch(tuple(writes)))).skipped)
         tracked += sum(repo.out_of_scope and repo.did not in dids for repo in repos)
     return tracked

@@ -147,6 +147,7 @@ def page_response(
     *,
     cursor_on_last_page: bool,
     max_limit: int = 1_000,
+    name: str = "repos",
 ) -> web.Response:
     """Return the page of a list that `cursor` and `limit` of the request name. It leaves out entries that are None.
 
@@ -154,7 +155,7 @@ def page_response(
     """
     start, limit = _parse_number(request, "cursor", 0, 1 << 31), _parse_number(request, "limit", 500, max_limit)
     end = start + limit
-    body: dict[str, Any] = {"repos": [entry for entry in entries[start:end] if entry is not None]}
+    body: dict[str, Any] = {name: [entry for entry in entries[start:end] if entry is not None]}
     if end < len(entries) or (cursor_on_last_page and start < len(entries)):
         body["cursor"] = str(min(end, len(entries)))
     return web.json_response(body)

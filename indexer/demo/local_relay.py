@@ -22,6 +22,7 @@ from indexer.demo.local_pds import (
 from indexer.demo.local_plc import LocalPlc
 from indexer.demo.local_repo import LocalRepo
 
+LIST_HOSTS = "/xrpc/com.atproto.sync.listHosts"
 LIST_REPOS_BY_COLLECTION = "/xrpc/com.atproto.sync.listReposByCollection"
 SUBSCRIBE_REPOS = "/xrpc/com.atproto.sync.subscribeRepos"
 MAX_BY_COLLECTION = 2_000
@@ -72,6 +73,7 @@ class LocalRelay(HttpServer):
             self.route(path, self._redirect)
         self.route(LIST_REPOS, self.list_repos)
         self.route(LIST_REPOS_BY_COLLECTION, self.list_repos_by_collection)
+        self.route(LIST_HOSTS, self._list_hosts)
         self.route(SUBSCRIBE_REPOS, self._subscribe)
 
     def follow(self, pds: LocalPds) -> None:
@@ -120,6 +122,19 @@ class LocalRelay(HttpServer):
         if identity is None:
             raise XrpcError("RepoNotFound", f"identity not found: {did}", 404)
         return web.Response(status=302, headers={hdrs.LOCATION: f"{identity.pds}{request.path_qs}"})
+
+    async def _list_hosts(self, request: web.Request) -> web.Response:
+        """Return a page of the PDSes, with the numbers of their accounts."""
+        entries = [
+            {
+                "hostname": pds.url.partition("://")[2],
+                "seq": self.seq,
+                "accountCount": len(pds.hosted),
+                "status": "active",
+            }
+            for pds in self._pdses
+        ]
+        return page_response(request, entries, cursor_on_last_page=False, name="hosts")
 
     async def list_repos(self, request: web.Request) -> web.Response:
         """Return a page of the active accounts."""

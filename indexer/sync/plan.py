@@ -28,6 +28,7 @@ from indexer.sync.repo import (
     synchronize,
     track_again,
     transition,
+    unpark_withheld,
     unparked,
 )
 from indexer.sync.scope import Scope, Track
@@ -272,14 +273,17 @@ def plan_listed(repo: Repo, rev: str, now: float) -> Repo:
     """Return the row of a repo that a host lists at `rev`: desynchronized if the stored rev is older, else the same.
 
     Repo lists are not signed, so the listed rev counts as unverified. During a resync it is only noted: the end of the
-    resync compares it with the export.
+    resync compares it with the export. A repo that its relay withholds becomes due.
     """
     if not repo.active or (repo.head is not None and rev <= repo.head.rev):
         return repo
     listed = repo._replace(latest_unverified_rev=max(rev, repo.latest_unverified_rev or ""))
     if repo.sync_status is SyncStatus.SYNCHRONIZED:
         return desynchronize(listed, Trigger.BEHIND, Desync.BEHIND, now)
-    return amend(listed) if repo.sync_status is SyncStatus.IN_PROGRESS and listed != repo else repo
+    if repo.sync_status is SyncStatus.IN_PROGRESS:
+        return amend(listed) if listed != repo else repo
+    due = unpark_withheld(listed, now)
+    return repo if due is listed else due
 
 
 def _plan_identity(repo: Repo, context: PlanContext) -> Plan:

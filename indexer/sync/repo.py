@@ -97,7 +97,8 @@ class Repo(NamedTuple):
         erase_at: Unix seconds from which the records of a deleted account may be erased.
         unproven_since: When the first undecidable commit since the last complete export was applied (Unix seconds);
             None: there is none. Such a commit may hide a change, so that the stored records may be wrong.
-        from_stream: True if a message of the stream added the repo, and no repo list and no command has named it since.
+        from_stream: True if a message of the stream or the list of its host added the repo, and neither the repo list
+            of a relay nor a command has named it since.
         scope_version: The version of the scope for which the stored records are complete.
         tracked: False if an operator untracked the repo, or if the scope wants it no more (`OUT_OF_SCOPE`). Its records
             are erased, and all its messages are ignored.
@@ -313,16 +314,17 @@ def amend(repo: Repo, **fields: Any) -> Repo:
 
 def desynchronize(repo: Repo, trigger: Trigger, reason: Desync, now: float) -> Repo:
     """Return the row of a repo that needs a resync: immediately, or later if it also broke recently."""
-    since = repo.synchronized_at if repo.sync_status is SyncStatus.SYNCHRONIZED else None
+    kept = repo.sync_reason if repo.sync_reason in UNPROVEN_REASONS else reason
+    synchronized = repo.sync_status is SyncStatus.SYNCHRONIZED
+    return move(repo, trigger, sync_reason=kept, **_next_attempt(repo, now, current=synchronized), **_NO_BUFFER)
+
+
+def _next_attempt(repo: Repo, now: float, *, current: bool) -> dict[str, Any]:
+    """Return the fields of a repo that needs a resync; `current`: its last resync was complete."""
+    since = repo.synchronized_at if current else None
     recent_breaks = 0 if since is not None and now - since > STABLE_SECONDS else repo.attempts
-    return move(
-        repo,
-        trigger,
-        sync_reason=repo.sync_reason if repo.sync_reason in UNPROVEN_REASONS else reason,
-        attempts=recent_breaks + 1,
-        next_attempt_at=now + backoff_seconds(recent_breaks, repo.did) if recent_breaks else None,
-        **_NO_BUFFER,
-    )
+    wait = now + backoff_seconds(recent_breaks, repo.did) if recent_breaks else None
+    return {"attempts": recent_breaks + 1, "next_attempt_at": wait}
 
 
 def synchronize(repo: Repo, trigger: Trigger, head: Head, now: float, scope_version: int) -> Repo:
@@ -362,14 +364,14 @@ def track_again(repo: Repo, wanted_in: int, *, from_stream: bool) -> Repo:
     )
 
 
-def named(repo: Repo, wanted_in: int, wanted_before: int) -> Repo:
+def named(repo: Repo, wanted_in: int, wanted_before: int, *, from_stream: bool = False) -> Repo:
     """Return the row of a repo that a command or a repo list has named, for this version of the scope.
 
     It is tracked again if it was out of scope. If it was never fetched, it no longer waits as a new account of its
     host. If it was wanted only before the version `wanted_before`, it is wanted now.
     """
     if repo.out_of_scope:
-        return track_again(repo, wanted_in, from_stream=False)
+        return track_again(repo, wanted_in, from_stream=from_stream)
     fields: dict[str, Any] = {}
     if repo.from_stream and repo.head is None:
         fields["from_stream"] = False
@@ -399,9 +401,18 @@ def hide(repo: Repo, status: str | None, erase_at: float | None = None) -> Repo:
 def withhold(repo: Repo) -> Repo:
     """Return the row of a synchronized repo that its relay withholds: no message tells when it changes.
 
-    Like any parked repo, it is compared with its host after `INDEXER_SWEEP_INTERVAL`.
+    It is fetched when its host lists a newer rev, and like any parked repo after `INDEXER_SWEEP_INTERVAL`.
     """
     return move(repo, Trigger.WITHHELD, sync_reason=Desync.WITHHELD, next_attempt_at=PARKED)
+
+
+def unpark_withheld(repo: Repo, now: float) -> Repo:
+    """Return the row of a withheld repo that has changed on its host: due at once, or later if it changed recently.
+
+    It is the same object if the repo does not wait for such a change.
+    """
+    waits = repo.next_attempt_at == PARKED and repo.sync_reason is Desync.WITHHELD
+    return amend(repo, **_next_attempt(repo, now, current=True)) if waits else repo
 
 
 def end_claim(

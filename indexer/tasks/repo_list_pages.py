@@ -1,7 +1,9 @@
-"""Read a host's whole repo list page by page, with retries, and remember the listed accounts in a small filter."""
+"""Read a whole list page by page, with retries, and remember the listed accounts in a small filter."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from hashlib import blake2b
+from typing import Protocol, TypeVar
 
 import stamina
 import structlog
@@ -20,12 +22,41 @@ MAX_ATTEMPTS = 6
 log = structlog.get_logger(__name__)
 
 
-async def repo_list_pages(
-    outbound: OutboundClient, source: str, collection: str, cursor: str | None, requests: Work
-) -> AsyncIterator[RepoListPage]:
-    """Yield the pages of the repo list of `source`, from `cursor` to the end.
+class _Page(Protocol):
+    """A page of any list: the cursor of the next one, and what is wrong with its entries."""
 
-    Each request is work of `requests`; a pause before a retry is not.
+    @property
+    def cursor(self) -> str | None: ...
+
+    @property
+    def invalid(self) -> Sequence[str]: ...
+
+
+_P = TypeVar("_P", bound=_Page)
+
+
+def repo_list_pages(
+    outbound: OutboundClient,
+    source: str,
+    collection: str,
+    cursor: str | None,
+    requests: Work,
+    attempts: int = MAX_ATTEMPTS,
+) -> AsyncIterator[RepoListPage]:
+    """Yield the pages of the repo list of `source`, as `list_pages` does."""
+    return list_pages(partial(list_repos, outbound, source, collection), source, cursor, requests, attempts)
+
+
+async def list_pages(
+    fetch: Callable[[str | None], Awaitable[_P]],
+    source: str,
+    cursor: str | None,
+    requests: Work,
+    attempts: int = MAX_ATTEMPTS,
+) -> AsyncIterator[_P]:
+    """Yield the pages that `fetch` returns for their cursors, from `cursor` to the end.
+
+    Each request is work of `requests`; a pause before a retry is not. A request is sent at most `attempts` times.
 
     Raises:
         UnavailableError: All attempts to fetch a page failed, or the cursors lead in a circle (BAD_ANSWER).
@@ -37,11 +68,11 @@ async def repo_list_pages(
     try:
         while True:
             async for attempt in stamina.retry_context(
-                on=_retry_after, attempts=MAX_ATTEMPTS, timeout=None, wait_initial=1.0, wait_max=60.0
+                on=_retry_after, attempts=attempts, timeout=None, wait_initial=1.0, wait_max=60.0
             ):
                 with attempt, requests.busy():
                     try:
-                        page = await list_repos(outbound, source, collection, cursor)
+                        page = await fetch(cursor)
                     except UnavailableError as error:
                         log.debug("repo-list.page-failed", source=source, attempt=attempt.num, error=str(error))
                         raise

@@ -57,6 +57,8 @@ MESSAGES_REFUSED = ConditionKind("messages-refused", quiet_seconds=600.0)
 """The database cannot store the effects of some messages. They become dead letters, and their repos are resynced."""
 NEW_ACCOUNTS_LIMITED = ConditionKind("new-accounts-limited", quiet_seconds=600.0)
 """The stream added too many accounts of a registered domain, which is the subject. Further ones wait."""
+ACCOUNTS_WITHHELD = ConditionKind("accounts-withheld", quiet_seconds=86_400.0)
+"""Relays do not pass on more accounts of a host, the subject, than before. They are fetched when its list changes."""
 HTTP_CONNECTIONS_LIMITED = ConditionKind("http-connections-limited", quiet_seconds=60.0)
 """The HTTP server has as many connections as it allows. Each new one closes the oldest of the largest network."""
 WEBSOCKETS_LIMITED = ConditionKind("websockets-limited", quiet_seconds=60.0)

@@ -246,6 +246,17 @@ class Metrics:
             "indexer_host_consecutive_failures", ("host",),
             f"Failed requests since the last response, for the {MAX_LISTED} failing hosts with the most of them.",
             "The host has many repos and does not recover.")
+        self.host_lists = self._series(
+            Counter, "indexer_host_lists_total", {"result": ("complete", "failed")},
+            "Repo lists of hosts that were read to their end, or could not be.", "`failed` is most of them.")
+        self._at_scrape(
+            "indexer_hosts", ("state",),
+            "Hosts that relays list: `listed` (their repo lists were read), `failing` (the last reading failed), and "
+            "`withheld` (with accounts that no relay passes on).", "`failing` is most of `listed`.")
+        self._at_scrape(
+            "indexer_withheld_accounts", (),
+            "Accounts that relays withhold, omit or bring too late, as the repo lists of their hosts show.",
+            "It grows: see `atproto.relay_hosts`.")
 
     def _add_change_log_metrics(self) -> None:
         self._section = "Change log and its consumers"

@@ -1,6 +1,7 @@
 """The commands that read the repo lists of hosts, on a small network."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import time
@@ -91,3 +92,37 @@ async def test_resync_is_requested_for_repos_that_are_behind(
     assert (result.returncode, result.stdout) == (0, "resyncs: 1 requested\n")
     repos = await db.repos.load(list(network.accounts))
     assert {did: repo.sync_reason for did, repo in repos.items() if repo.sync_reason} == {ada.did: Desync.BEHIND}
+
+
+async def test_discover_hosts_adds_accounts_that_the_relay_does_not_list(
+    network: FaultyNetwork, session: Session, db: Database
+) -> None:
+    network.relay.listed.clear()
+    assert (await session.run("discover")).stdout.endswith(": 0 listed, 0 added\n")
+    result = await session.run("discover", "--hosts")
+    assert (result.returncode, result.stdout) == (0, "hosts: 2 listed, 0 failed, 3 accounts added\n")
+    assert await tracked(db, network) == list(network.accounts)
+    assert (await session.run("discover", "--hosts")).stdout == "hosts: 2 listed, 0 failed, 0 accounts added\n"
+
+
+async def test_interrupted_discover_hosts_reads_only_the_lists_that_are_left(
+    network: FaultyNetwork, session: Session, db: Database
+) -> None:
+    await session.run("discover", "--hosts")
+    await network.pdses[0].stop()
+    assert "2 listed, 1 failed" in (await session.run("discover", "--hosts")).stdout
+    progress = await db.crawls.progress("hosts", "")
+    assert progress is not None
+    await db.crawls.save(replace(progress, finished_at=None))
+    await network.pdses[0].start()
+    before = await list_times(db)
+    await session.run("discover", "--hosts")
+    assert await list_times(db) == before
+    await session.run("discover", "--hosts")
+    assert all(after > at for at, after in zip(before, await list_times(db), strict=True)), "it is a new one"
+
+
+async def list_times(db: Database) -> list[float]:
+    async with db.connection() as connection:
+        rows = await connection.fetch("select ended_at from indexer.host_list order by host")
+    return [row["ended_at"].timestamp() for row in rows]

@@ -77,6 +77,7 @@ def test_version_help_and_completion_load_no_slow_library(
         "resync", f"resync {DID} --all", "resync someone.example",
         "repo nobody", "record https://example.com", f"record at://{DID}", f"record at://{DID}/com.example.note/..",
         "discover --relay https://a.example --pds https://b.example", "discover --relay a.example",
+        "discover --hosts --pds https://a.example", "discover --hosts --collection com.example.note",
         "discover --pds https://a.example/xrpc", "discover --pds https://[::1", "discover --collection notes",
         f"audit {DID} --sample 5", "audit --sample 0", "audit someone.example", "export --collection notes",
         *(f"cursor reset wss://a.example --yes --to={to}" for to in ("yesterday", "-1", "1" * 30, 2**63)),

@@ -103,11 +103,15 @@ class DeathWorld:
 
     def create_unseen_account(self) -> FaultyAccount:
         """Create an account with records of which the relay sends only the last commit: so its repo is fetched."""
-        handle = f"{self._name()}.test"
-        self.network.relay.drop(did_of(handle), EVENTS_OF_A_NEW_ACCOUNT)
-        account = self.network.create_account(handle)
+        account = self.create_omitted_account()
         account.create(NOTE, {"text": "seen"})
         return account
+
+    def create_omitted_account(self) -> FaultyAccount:
+        """Create an account that only its host lists until its first commit."""
+        handle = f"{self._name()}.test"
+        self.network.relay.drop(did_of(handle), EVENTS_OF_A_NEW_ACCOUNT)
+        return self.network.create_account(handle)
 
     def create_account(self) -> FaultyAccount:
         return self.network.create_account(f"{self._name()}.test")

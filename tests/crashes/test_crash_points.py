@@ -23,6 +23,7 @@ from indexer.demo.local_repo import Write
 from indexer.demo.scenario import NOTE
 from indexer.resync.apply import SHARED_BYTES
 from indexer.sync.scope import Scope, Track
+from indexer.tasks.hosts import HostSettings
 from tests.background import running
 from tests.citus_server import CitusServer
 from tests.crashes.death_world import Act, DeathWorld, death_world
@@ -99,6 +100,10 @@ async def create_unseen_account(world: DeathWorld) -> None:
     world.create_unseen_account()
 
 
+async def create_omitted_account(world: DeathWorld) -> None:
+    world.create_omitted_account()
+
+
 async def create_large_account(world: DeathWorld) -> None:
     """Create an account whose repo is too large to be written with others."""
     account = world.create_unseen_account()
@@ -163,6 +168,7 @@ class Operation:
     sampled: Sequence[int] = (0,)
 
 
+LIST_HOSTS_SOON = replace(MORTAL, hosts=HostSettings(first_wait=0.0, poll=0.05, settle=0.3))
 FORGET_SOON = replace(MORTAL, maintenance=replace(MORTAL.maintenance, forget_after=0.1))
 OPERATIONS = {
     "live": Operation(
@@ -193,6 +199,13 @@ OPERATIONS = {
         sampled=(1, 2, 4, 7),
     ),
     "hosts": Operation(both("hosts.saved"), lose_commit),
+    "lists of hosts": Operation(
+        [*both("hosts.added"), Death("hosts.page")],
+        create_omitted_account,
+        settings={"hosts_interval": "0.1"},
+        tuning=LIST_HOSTS_SOON,
+        sampled=(1, 2),
+    ),
     "stop": Operation(
         [Death("claim.returned"), Death("daemon.draining")], lose_commit_of_hanging_host, stop_when_fetching
     ),

@@ -16,6 +16,7 @@ from indexer.sync.account import (
     plan_hidden,
     plan_status_unknown,
 )
+from indexer.sync.backoff import backoff_seconds
 from indexer.sync.changes import Plan
 from indexer.sync.plan import plan_listed
 from indexer.sync.repo import (
@@ -307,6 +308,21 @@ def test_a_newer_listed_rev_causes_a_resync_and_counts_as_unverified() -> None:
         (noted, NEWER), (ROW, STORED), (ROW, tid_of(500)), (ROW._replace(active=False), NEWER), (waiting, NEWER)
     ):  # fmt: skip
         assert plan_listed(repo, rev, NOW) is repo
+
+
+def test_withheld_repo_becomes_due_when_its_host_lists_a_newer_rev_and_later_if_that_repeats() -> None:
+    withheld = ROW._replace(
+        sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=Desync.WITHHELD, next_attempt_at=PARKED, withheld_since=1.0
+    )
+    due = plan_listed(withheld, NEWER, NOW)
+    assert (due.sync_status, due.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.WITHHELD)
+    assert (due.next_attempt_at, due.attempts, due.latest_unverified_rev) == (None, 1, NEWER)
+    assert plan_listed(due, NEWER, NOW) is due, "it is due already"
+    recently = plan_listed(withheld._replace(attempts=3, synchronized_at=NOW - 60), NEWER, NOW)
+    assert recently.attempts == 4
+    assert recently.next_attempt_at == NOW + backoff_seconds(3, ROW.did)
+    settled = plan_listed(withheld._replace(attempts=3, synchronized_at=NOW - 7_200), NEWER, NOW)
+    assert (settled.next_attempt_at, settled.attempts) == (None, 1)
 
 
 def test_repo_of_which_no_hosting_status_is_known_is_fetched_again() -> None:

@@ -48,7 +48,8 @@ create table indexer.repo (
     hosting_epoch bigint not null default 0,
     -- When the first undecidable commit since the last complete export was applied; null: there is none.
     unproven_since timestamptz,
-    -- True if a message of the stream added the repo, and no repo list and no command has named it since.
+    -- True if a message of the stream or the list of its host added the repo, and neither the repo list of a relay nor a
+    -- command has named it since.
     from_stream boolean not null default false,
     -- The version of the scope for which the stored records are complete.
     scope_version bigint not null default 0,
@@ -145,6 +146,42 @@ create table indexer.host (
     last_error text,
     last_success timestamptz,
     updated_at timestamptz not null default now(),
+    primary key (host)
+) with (
+    fillfactor = 50
+);
+
+-- The hosts that each relay consumes, as its list of hosts said last.
+create table indexer.relay_host (
+    relay text collate "C" not null,
+    host text collate "C" not null,
+    -- The accounts of the host at the relay, those included that it withholds; null: the relay does not say.
+    accounts bigint,
+    status text,
+    listed_at timestamptz not null,
+    primary key (relay, host)
+);
+
+-- The repo list of each of these hosts.
+create table indexer.host_list (
+    host text collate "C" not null,
+    url text not null,
+    -- The bucket of the name: the process that has it reads the list.
+    host_bucket smallint not null,
+    -- What the last complete reading counted, and when it began and ended: HostCounts in indexer/db/host_lists.py.
+    counts jsonb,
+    began_at timestamptz,
+    finished_at timestamptz,
+    -- The end of the last reading, complete or failed.
+    ended_at timestamptz,
+    -- Accounts of this host that no relay passes on, as far as it is known.
+    lacking bigint not null default 0,
+    -- The reading that is not complete: its counts so far, its beginning, and the cursor of the next page.
+    reading jsonb,
+    reading_since timestamptz,
+    cursor text,
+    failures integer not null default 0,
+    last_error text,
     primary key (host)
 ) with (
     fillfactor = 50

@@ -141,12 +141,21 @@ comment on column atproto.links.bucket is
     'The bucket of the DID. Queries on a cluster compare it with atproto.bucket_of($1).';
 
 create view atproto.hosts as
-select host, requests, failures, consecutive_failures as failures_in_a_row,
+select host, coalesce(requests, 0) as requests, coalesce(h.failures, 0) as failures,
+    coalesce(consecutive_failures, 0) as failures_in_a_row,
     case when paused_until > now() then paused_until end as paused_until,
     case when paused_until > now() then pause_reason end as pause_reason,
-    last_error, last_success as last_success_at, updated_at
-from indexer.host;
-comment on view atproto.hosts is 'Request statistics of hosts that were asked for exports, identities and handles.';
+    h.last_error, last_success as last_success_at, updated_at,
+    (counts->>'accounts')::bigint as accounts, (counts->>'inactive')::bigint as inactive_accounts,
+    (counts->>'unproven')::bigint as unproven_accounts, (counts->>'repos')::bigint as repos,
+    (counts->>'synchronized')::bigint as synchronized_repos, case when finished_at is not null then lacking end
+        as accounts_not_passed_on,
+    to_timestamp((counts->>'last_commit')::float8) as last_commit_at, began_at as list_began_at, finished_at as list_ended_at,
+    l.last_error as list_error
+from indexer.host h full join indexer.host_list l using (host);
+comment on view atproto.hosts is
+    'Hosts that relays list, or that were asked for exports, identities and handles. Requests to them, and what their '
+    'own repo lists showed when they were last read to the end.';
 comment on column atproto.hosts.host is 'The host name, with a port other than the default one.';
 comment on column atproto.hosts.requests is 'Requests sent.';
 comment on column atproto.hosts.failures is 'Requests without response, or with a server error.';
@@ -157,4 +166,36 @@ comment on column atproto.hosts.pause_reason is
 comment on column atproto.hosts.last_error is
     'The latest failure, beginning with a reason of docs/reasons.md. Null if none.';
 comment on column atproto.hosts.last_success_at is 'When a request last succeeded; null if never.';
-comment on column atproto.hosts.updated_at is 'When this row was last updated.';
+comment on column atproto.hosts.updated_at is 'When the request statistics were last updated; null without requests.';
+comment on column atproto.hosts.accounts is 'Accounts that the host lists as active; null if its list was never read.';
+comment on column atproto.hosts.inactive_accounts is 'Accounts that the host lists as inactive.';
+comment on column atproto.hosts.unproven_accounts is
+    'Those of accounts of which no identity that names this host is known. They are not added because of its list.';
+comment on column atproto.hosts.repos is 'Those of accounts that are tracked here, and whose identities name this host.';
+comment on column atproto.hosts.synchronized_repos is 'Those of repos that were synchronized.';
+comment on column atproto.hosts.accounts_not_passed_on is
+    'How many of repos relays withhold, omit (more repos than accounts at any relay), or bring late.';
+comment on column atproto.hosts.last_commit_at is 'The time in the newest stored rev of repos, by the clocks of accounts.';
+comment on column atproto.hosts.list_began_at is 'When the last complete reading of the list began.';
+comment on column atproto.hosts.list_ended_at is 'When it ended.';
+comment on column atproto.hosts.list_error is 'Why the last reading of the list failed; null if it did not.';
+
+create view atproto.relay_hosts as
+select relay, r.host, accounts, status,
+    case when counts is not null then (
+        select coalesce(sum(number::bigint), 0)::bigint from jsonb_each_text(counts->'withheld'->relay) w(status, number)
+    ) end as withheld_accounts,
+    counts->'withheld'->relay as withheld_by_status, listed_at
+from indexer.relay_host r left join indexer.host_list l on l.host = r.host;
+comment on view atproto.relay_hosts is 'The hosts that each relay consumes, and the accounts of them that it withholds.';
+comment on column atproto.relay_hosts.relay is 'The URL of the relay.';
+comment on column atproto.relay_hosts.host is 'The host name, as in atproto.hosts.';
+comment on column atproto.relay_hosts.accounts is
+    'Accounts of the host at the relay by its own word, those included that it withholds; null if it does not say.';
+comment on column atproto.relay_hosts.status is
+    'The status of the host at the relay: active, idle, offline, throttled, banned, or as sent; null if none.';
+comment on column atproto.relay_hosts.withheld_accounts is
+    'Tracked accounts that the relay withheld when the list of the host was last read; null if it never was.';
+comment on column atproto.relay_hosts.withheld_by_status is
+    'The same by the status that the relay gives as its reason: a JSON object; null if there are none.';
+comment on column atproto.relay_hosts.listed_at is 'When the relay last listed the host.';

@@ -1,8 +1,9 @@
-"""XRPC queries with JSON responses: lists of accounts, and the status of one account (docs/protocol.md#repo-lists).
+"""XRPC queries with JSON responses: lists of accounts and hosts, and the status of one account.
 
-An error is `{"error": name, "message": text}` with any 4xx or 5xx status.
+An error is `{"error": name, "message": text}` with any 4xx or 5xx status (docs/protocol.md#repo-lists).
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -12,7 +13,7 @@ from urllib.parse import urlencode, urlsplit
 import orjson
 
 from indexer.atproto.limits import max_items
-from indexer.atproto.syntax import is_did, is_tid
+from indexer.atproto.syntax import is_did, is_handle, is_tid
 from indexer.errors import UnavailableError
 from indexer.net.http.http_client import OutboundClient
 from indexer.reasons import FetchFailure
@@ -28,6 +29,8 @@ _COLLECTION_PAGE_SIZE = 2_000
 _PAGE_BYTES = 4 * 1024 * 1024
 _PAGE_TIMEOUT = 60.0
 _CURSOR_CHARACTERS = 2_048
+_LOCAL_HOST = re.compile(r"(localhost|127\.0\.0\.1):[0-9]{1,5}").fullmatch
+"""Matches the name of a host of a local network, which has a port and speaks http."""
 
 _FAILURES = {
     "RepoNotFound": FetchFailure.REPO_NOT_FOUND,
@@ -182,6 +185,34 @@ class RepoListPage:
     cursor: str | None  # of the next page; None on the last page
 
 
+class ListedHost(NamedTuple):
+    """An entry of the list of hosts that a relay consumes.
+
+    Attributes:
+        host: The name, in lower case. Only one of a local network has a port.
+        accounts: The accounts of the host at the relay, those that it withholds included; None if it does not say.
+        status: The relay's status of the host, as in `com.atproto.sync.defs#hostStatus`; None if it does not say.
+    """
+
+    host: str
+    accounts: int | None = None
+    status: str | None = None
+
+    @property
+    def url(self) -> str:
+        """The base URL of the host."""
+        return f"http{'' if _LOCAL_HOST(self.host) else 's'}://{self.host}"
+
+
+@dataclass(frozen=True, slots=True)
+class HostListPage:
+    """A page of the list of hosts. `invalid` says what is wrong with entries without a host name."""
+
+    hosts: tuple[ListedHost, ...]
+    invalid: tuple[str, ...]
+    cursor: str | None  # of the next page; None on the last page
+
+
 class RepoStatus(NamedTuple):
     """The hosting status of an account on one host; `status` is as in `hosting_status`, and may be an odd one."""
 
@@ -201,9 +232,35 @@ async def list_repos(outbound: OutboundClient, host: str, collection: str, curso
     method = "com.atproto.sync.listReposByCollection" if collection else "com.atproto.sync.listRepos"
     parameters = {"limit": str(_COLLECTION_PAGE_SIZE if collection else _PAGE_SIZE)}
     parameters |= {"collection": collection} if collection else {}
+    entries, next_cursor = await _list_page(outbound, host, method, parameters, cursor, "repos")
+    accounts, invalid = [], []
+    for entry in entries:
+        account, problem = _account(entry)
+        accounts += [account] if account else []
+        invalid += [problem] if problem else []
+    return RepoListPage(tuple(accounts), tuple(invalid), next_cursor)
+
+
+async def list_hosts(outbound: OutboundClient, relay: str, cursor: str | None) -> HostListPage:
+    """Fetch the page after `cursor` of the hosts that a relay consumes (`listHosts`).
+
+    Raises:
+        UnavailableError: As `list_repos` raises it.
+    """
+    parameters = {"limit": str(_PAGE_SIZE)}
+    entries, next_cursor = await _list_page(outbound, relay, "com.atproto.sync.listHosts", parameters, cursor, "hosts")
+    hosts = [_host(entry) for entry in entries]
+    invalid = [f"no host name in {entry!r:.200}" for entry, host in zip(entries, hosts, strict=True) if host is None]
+    return HostListPage(tuple([host for host in hosts if host]), tuple(invalid), next_cursor)
+
+
+async def _list_page(
+    outbound: OutboundClient, host: str, method: str, parameters: dict[str, str], cursor: str | None, name: str
+) -> tuple[list[Any], str | None]:
+    """Return the entries of a page, and the cursor of the next one (None: it is the last page)."""
     parameters |= {"cursor": cursor} if cursor is not None else {}
     body = await query(outbound, host, method, parameters, max_bytes=_PAGE_BYTES, timeout=_PAGE_TIMEOUT)
-    entries, next_cursor = body.get("repos"), body.get("cursor")
+    entries, next_cursor = body.get(name), body.get("cursor")
     if type(next_cursor) is int:
         next_cursor = str(next_cursor)
     if (
@@ -215,12 +272,7 @@ async def list_repos(outbound: OutboundClient, host: str, collection: str, curso
         raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: the response is not a page of a list")
     if next_cursor is not None and next_cursor == cursor:
         raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: the cursor {cursor!r:.100} leads to itself")
-    accounts, invalid = [], []
-    for entry in entries:
-        account, problem = _account(entry)
-        accounts += [account] if account else []
-        invalid += [problem] if problem else []
-    return RepoListPage(tuple(accounts), tuple(invalid), next_cursor or None)
+    return entries, next_cursor or None
 
 
 async def fetch_repo_status(outbound: OutboundClient, host: str, did: str) -> RepoStatus:
@@ -285,3 +337,13 @@ def _account(entry: Any) -> tuple[ListedAccount | None, str | None]:
         problem = None
     status = hosting_status(entry) if active is False else None
     return ListedAccount(did, rev if has_rev else None, active is not False, status), problem
+
+
+def _host(entry: Any) -> ListedHost | None:
+    """Return the host of an entry; None if it names none. A field that is not valid counts as absent."""
+    name = entry.get("hostname") if isinstance(entry, dict) else None
+    if not isinstance(name, str) or not (is_handle(name) or _LOCAL_HOST(name)):
+        return None
+    accounts = entry.get("accountCount")
+    is_count = type(accounts) is int and 0 <= accounts < 1 << 53
+    return ListedHost(name.lower(), accounts if is_count else None, hosting_status(entry))

@@ -7,7 +7,7 @@ import pytest
 
 from indexer.errors import UnavailableError
 from indexer.net.http.http_client import OutboundClient
-from indexer.net.pds.xrpc import ListedAccount, RepoStatus, fetch_repo_status, list_repos
+from indexer.net.pds.xrpc import ListedAccount, ListedHost, RepoStatus, fetch_repo_status, list_hosts, list_repos
 from indexer.reasons import FetchFailure
 from tests.faulty_network import FaultyNetwork
 from tests.net.http.scripted_host import ScriptedHost, http_response
@@ -38,6 +38,39 @@ async def test_list_of_the_accounts_of_a_collection(net: FaultyNetwork, outbound
     bob.create("com.example.other", {"text": "hello"})
     page = await list_repos(outbound, net.relay.url, "com.example.note", None)
     assert page.accounts == (ListedAccount(ada.did),)
+
+
+async def test_list_of_the_hosts_of_a_relay(net: FaultyNetwork, outbound: OutboundClient) -> None:
+    net.create_account("ada.test", pds=0)
+    page = await list_hosts(outbound, net.relay.url, None)
+    assert [(host.url, host.accounts, host.status) for host in page.hosts] == [
+        (net.pdses[0].url, 1, "active"),
+        (net.pdses[1].url, 0, "active"),
+    ]
+    assert (page.invalid, page.cursor) == ((), None)
+
+
+async def test_entries_without_a_public_host_name_are_skipped(host: ScriptedHost, outbound: OutboundClient) -> None:
+    entries: list[object] = [
+        *(
+            {"hostname": name}
+            for name in ("", "a b.example.com", "10.0.0.1", "[::1]", "localhost", "a.example.com:1", 7)
+        ),
+        *({"hostname": name} for name in ("https://a.example.com", "a.example.com/x", "a" * 300 + ".example.com")),
+        *(None, [], {"host": "a.example.com"}),
+        {"hostname": "A.Example.com", "accountCount": -1, "status": 7},
+        {"hostname": "b.example.com", "accountCount": True, "seq": "x", "status": "of tomorrow"},
+        {"hostname": "c.example.com", "accountCount": 1 << 60},
+    ]
+    host.pages["/xrpc/com.atproto.sync.listHosts?limit=1000"] = http_response(orjson.dumps({"hosts": entries}))
+    page = await list_hosts(outbound, host.url, None)
+    assert page.hosts == (
+        ListedHost("a.example.com", None, "invalid: 7"),
+        ListedHost("b.example.com", None, "of tomorrow"),
+        ListedHost("c.example.com"),
+    )
+    assert len(page.invalid) == len(entries) - 3
+    assert page.hosts[0].url == "https://a.example.com"
 
 
 async def test_hosting_status_of_an_account(net: FaultyNetwork, outbound: OutboundClient) -> None:

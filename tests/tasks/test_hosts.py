@@ -1,0 +1,169 @@
+"""The repo lists of hosts: accounts that relays withhold or omit are found, and followed."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from time import time
+from typing import Any
+
+import pytest
+
+from indexer.atproto.syntax import tid_micros, tid_of
+from indexer.db import Database
+from indexer.reasons import Desync
+from indexer.sync.repo import PARKED, Head, SyncStatus
+from indexer.sync.scope import Track
+from indexer.tasks.hosts import HostCrawl
+from tests.db.repo_rows import head, insert, synchronized
+from tests.tasks.host_crawl import QUICK, Hosts, host_network
+from tests.waiting import until
+
+pytestmark = pytest.mark.slow
+
+NOTE = "com.example.note"
+
+
+@pytest.fixture
+async def hosts(db: Database) -> AsyncIterator[Hosts]:
+    async with host_network(db) as hosts:
+        yield hosts
+
+
+async def store(hosts: Hosts, crawl: HostCrawl, did: str, at: Head, **fields: Any) -> None:
+    """Store an account with its identity, at this head."""
+    await crawl.identities.lookup(did)
+    await insert(hosts.db, synchronized("any", did=did, head=at, synchronized_at=time(), **fields))
+
+
+async def test_accounts_that_only_their_host_lists_are_added_and_the_relay_is_asked(hosts: Hosts) -> None:
+    shown, throttled, gone = [hosts.network.create_account(pds=0) for _ in range(3)]
+    hosts.network.relay.withheld.add(throttled.did)
+    gone.set_status("deactivated")
+    await hosts.read()
+    repos = await hosts.repos()
+    assert set(repos) == {shown.did, throttled.did}
+    assert {repo.from_stream for repo in repos.values()} == {True}, "only the host has named them"
+    assert (repos[shown.did].withheld_since, repos[shown.did].hosting_status) == (None, None)
+    assert repos[throttled.did].withheld_since is not None
+    assert repos[throttled.did].hosting_status == "throttled"
+
+
+async def test_what_a_list_counts_is_public(hosts: Hosts) -> None:
+    network = hosts.network
+    stored, throttled, elsewhere, gone, unknown = [network.create_account(pds=0) for _ in range(5)]
+    network.relay.withheld.add(throttled.did)
+    network.pdses[0].hosted["did:plc:aaaaaaaaaaaaaaaaaaaaaaaa"] = network.pdses[0].hosted[stored.did]  # invented
+    elsewhere.pds = network.pdses[1]
+    elsewhere.rotate_key()  # publishes the new PDS
+    gone.set_status("deactivated")
+    crawl = hosts.crawl()
+    await store(hosts, crawl, stored.did, head(stored.rev))
+    await hosts.read(crawl)
+    await hosts.read(crawl)
+    view, at_relay = await hosts.view(), await hosts.relay_view()
+    assert {name: view[name] for name in view if name.endswith(("accounts", "repos", "passed_on"))} == {
+        "accounts": 5, "inactive_accounts": 1, "unproven_accounts": 2, "repos": 3, "synchronized_repos": 1,
+        "accounts_not_passed_on": 1,
+    }  # fmt: skip
+    assert view["last_commit_at"].timestamp() == pytest.approx(tid_micros(stored.rev) / 1e6)
+    assert view["list_began_at"] <= view["list_ended_at"]
+    assert (at_relay["accounts"], at_relay["status"]) == (6, "active")
+    assert (at_relay["withheld_accounts"], at_relay["withheld_by_status"]) == (1, '{"throttled": 1}')
+    assert unknown.did in await hosts.repos()
+
+
+WITHHELD: dict[str, Any] = {
+    "sync_status": SyncStatus.DESYNCHRONIZED, "sync_reason": Desync.WITHHELD, "next_attempt_at": PARKED,
+    "withheld_since": 1.0, "hosting_status": "throttled",
+}  # fmt: skip
+
+
+async def test_withheld_account_becomes_due_when_its_host_lists_a_newer_rev(hosts: Hosts) -> None:
+    account, crawl = hosts.network.create_account(pds=0), hosts.crawl()
+    before = account.rev
+    await store(hosts, crawl, account.did, head(before), **WITHHELD)
+    await hosts.read(crawl)
+    assert (await hosts.repos())[account.did].next_attempt_at == PARKED, "it is the stored rev"
+    account.create(NOTE, {"n": 1})
+    await hosts.read(crawl)
+    repo = (await hosts.repos())[account.did]
+    assert (repo.next_attempt_at, repo.latest_unverified_rev) == (None, account.rev)
+    assert repo.sync_reason is Desync.WITHHELD
+
+
+async def test_revs_that_the_host_makes_up_cause_fetches_after_growing_pauses(hosts: Hosts) -> None:
+    """The fetch of each finds the stored head, so that the repo waits again."""
+    account, crawl = hosts.network.create_account(pds=0), hosts.crawl()
+    await store(hosts, crawl, account.did, head("3laaaaaaaaa22"), **WITHHELD)
+    waits = []
+    for rev in ("3laaaaaaaab22", "3laaaaaaaac22", "3laaaaaaaad22", "3laaaaaaaae22"):
+        hosts.network.pdses[0].pages = lambda _cursor, rev=rev: {"repos": [{"did": account.did, "rev": rev}]}
+        began = time()
+        await hosts.read(crawl)
+        repo = (await hosts.repos())[account.did]
+        waits.append(round((repo.next_attempt_at or began) - began))
+        await hosts.db.repos.update(
+            account.did, lambda repo: repo._replace(version=repo.version + 1, next_attempt_at=PARKED)
+        )
+    assert waits[0] == 0
+    assert 40 < waits[1] < waits[2] < waits[3] < 400
+
+
+@pytest.mark.parametrize(("lag", "behind"), [(0.0, True), (3_600.0, False), (None, False)])
+async def test_account_whose_commits_the_stream_did_not_bring_is_desynchronized_unless_the_stream_lags(
+    hosts: Hosts, lag: float | None, behind: bool
+) -> None:
+    hosts.lag = lag
+    account, crawl = hosts.network.create_account(pds=0), hosts.crawl()
+    await store(hosts, crawl, account.did, head(account.rev))
+    account.create(NOTE, {"n": 1})
+    await hosts.read(crawl)
+    repo = (await hosts.repos())[account.did]
+    assert (repo.sync_reason is Desync.BEHIND) is behind
+    assert (await hosts.view())["accounts_not_passed_on"] == behind
+    assert await hosts.db.host_lists.most_lacking(range(256)) == [hosts.name()] * behind
+
+
+async def test_account_that_catches_up_in_time_stays_synchronized(hosts: Hosts) -> None:
+    account = hosts.network.create_account(pds=0)
+    crawl = hosts.crawl(replace(QUICK, settle=0.5))
+    await store(hosts, crawl, account.did, head(account.rev))
+    account.create(NOTE, {"n": 1})
+    reading = asyncio.create_task(hosts.read(crawl))
+    await until(lambda: bool(hosts.network.pdses[0].requests))
+    await hosts.db.repos.update(
+        account.did, lambda repo: repo._replace(version=repo.version + 1, head=head(account.rev))
+    )
+    await reading
+    assert (await hosts.repos())[account.did].sync_status is SyncStatus.SYNCHRONIZED
+
+
+async def test_rev_in_the_future_means_nothing(hosts: Hosts) -> None:
+    account, crawl = hosts.network.create_account(pds=0), hosts.crawl()
+    await store(hosts, crawl, account.did, head(account.rev))
+    future = tid_of(int((time() + 3_600) * 1e6))
+    hosts.network.pdses[0].pages = lambda _cursor: {"repos": [{"did": account.did, "rev": future}]}
+    await hosts.read(crawl)
+    assert (await hosts.repos())[account.did].sync_status is SyncStatus.SYNCHRONIZED
+
+
+async def test_status_that_the_host_lists_and_confirms_is_followed(hosts: Hosts) -> None:
+    leaving, back, taken = [hosts.network.create_account(pds=0) for _ in range(3)]
+    crawl = hosts.crawl()
+    await store(hosts, crawl, leaving.did, head(leaving.rev))
+    await store(hosts, crawl, back.did, head(back.rev), active=False, hosting_status="deactivated")
+    await store(hosts, crawl, taken.did, head(taken.rev), active=False, hosting_status="takendown")
+    leaving.set_status("deactivated")
+    await hosts.read(crawl)
+    repos = await hosts.repos()
+    assert [repos[one.did].active for one in (leaving, back, taken)] == [False, True, False], (
+        "a relay may hide an account that is active on its host"
+    )
+
+
+@pytest.mark.parametrize("track", [Track.LISTED, Track.SIGNAL])
+async def test_scope_that_does_not_want_all_repos_adds_none_of_a_list(hosts: Hosts, track: Track) -> None:
+    hosts.network.create_account(pds=0)
+    await hosts.read(hosts.crawl(track=track))
+    assert not await hosts.repos()
+    assert (await hosts.view())["accounts"] == 1
