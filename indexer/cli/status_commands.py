@@ -149,6 +149,10 @@ TABLES = {
         ),
     ),
     "dead letters": ("rejections", "reason, last_hour, stored, age of the newest: newest_seconds_ago"),
+    "withheld accounts": (
+        "withheld",
+        "host, repos, synchronized, at the relay: at_relay, not_passed_on, age of the list: listed_seconds_ago",
+    ),
     "paused hosts": ("hosts", "host, paused for: seconds_left, reason, failures_in_a_row, last_error"),
 }
 """The tables by title: the list of the document, and the columns. A column has the name of its field, or its own name

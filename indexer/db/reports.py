@@ -74,7 +74,7 @@ class Counts:
 MAX_ROWS = 50
 """Rows of each list of the status."""
 MAX_HOSTS = 10
-"""Paused hosts in the status."""
+"""Paused hosts, and hosts with withheld accounts, in the status."""
 # The columns are the fields of the rows of the status document. Times of the clocks of the processes are compared with
 # $1, the present time by such a clock.
 _CURSORS = """
@@ -91,6 +91,12 @@ _HOSTS = """
         $1 - date_part('epoch', last_success) as last_success_seconds_ago
     from indexer.host where paused_until > to_timestamp($1::float8)
     order by consecutive_failures desc, paused_until desc limit $2
+"""
+_WITHHELD = """
+    select host, (counts->>'repos')::bigint as repos, (counts->>'synchronized')::bigint as synchronized,
+        lacking as not_passed_on, (select max(accounts) from indexer.relay_host r where r.host = l.host) as at_relay,
+        $1 - date_part('epoch', finished_at) as listed_seconds_ago
+    from indexer.host_list l where lacking > 0 order by lacking desc, host limit $2
 """
 _CONSUMERS = """
     select name, seq, behind, coalesce(date_part('epoch', clock_timestamp() - behind_since), 0) as lag_seconds,
@@ -264,6 +270,7 @@ async def load_state(connection: Connection, now: float) -> tuple[dict[str, Any]
         "gaps_open": len(gaps),
         "gaps": gaps[:MAX_ROWS],
         "hosts": await rows(_HOSTS, now, MAX_HOSTS),
+        "withheld": await rows(_WITHHELD, now, MAX_HOSTS),
         "rejections": [
             row | {"meaning": _REJECTION_TEXTS.get(row["reason"], "")} for row in await rows(REJECTIONS, MAX_ROWS)
         ],

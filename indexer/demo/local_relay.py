@@ -73,7 +73,7 @@ class LocalRelay(HttpServer):
             self.route(path, self._redirect)
         self.route(LIST_REPOS, self.list_repos)
         self.route(LIST_REPOS_BY_COLLECTION, self.list_repos_by_collection)
-        self.route(LIST_HOSTS, self._list_hosts)
+        self.route(LIST_HOSTS, self.list_hosts)
         self.route(SUBSCRIBE_REPOS, self._subscribe)
 
     def follow(self, pds: LocalPds) -> None:
@@ -123,7 +123,7 @@ class LocalRelay(HttpServer):
             raise XrpcError("RepoNotFound", f"identity not found: {did}", 404)
         return web.Response(status=302, headers={hdrs.LOCATION: f"{identity.pds}{request.path_qs}"})
 
-    async def _list_hosts(self, request: web.Request) -> web.Response:
+    async def list_hosts(self, request: web.Request) -> web.Response:
         """Return a page of the PDSes, with the numbers of their accounts."""
         entries = [
             {

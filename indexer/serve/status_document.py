@@ -56,6 +56,8 @@ class StatusDocument:
         gaps_open: The number of open gaps of all shards; `gaps` has some of them.
         daemons: The processes with the role `live`. One `waits` while another process holds a part of its shard.
         hosts: Some paused hosts, those with the most failures in a row.
+        withheld: Some hosts with accounts that no relay passes on, those with the most of them first. `at_relay` is the
+            number of accounts that a relay has by its own word.
         rejections: The dead letters by reason; relay, DID and detail are those of the newest one.
         consumers: `seq` is the last change that the consumer was given, `behind` the number of those that it was not,
             `lag_seconds` the age of the oldest of them. One that is `cut_off` has to be registered again.
@@ -75,6 +77,7 @@ class StatusDocument:
     gaps: list[Row] = field(default_factory=list)
     daemons: list[Row] = field(default_factory=list)
     hosts: list[Row] = field(default_factory=list)
+    withheld: list[Row] = field(default_factory=list)
     rejections: list[Row] = field(default_factory=list)
     consumers: list[Row] = field(default_factory=list)
     set_aside_events: int = 0

@@ -157,13 +157,14 @@ class HostCrawl:
         self.stage = StageProgress("host lists")
         self.totals: dict[str, int] = {}
         self.added = 0
-        self._looks = self.stage.add()
+        self._looks, self._relay_requests = self.stage.add(), self.stage.add()
         self._visiting: dict[str, str] = {}
         self._started_at = monotonic()
         self._added, self._refused = NewAccounts(self.new_accounts), NewAccounts(REFUSED_PER_HOUR)
         self._lookups = AsyncLimiter(1, 1 / self.lookup_rate)
+        self._statuses = self.stage.add()
         checks = partial(
-            HostingStatusChecks, self.db, self.outbound, self.metrics, self.scope, self.stage.add(), self.identities
+            HostingStatusChecks, self.db, self.outbound, self.metrics, self.scope, self._statuses, self.identities
         )
         self._at_relay = checks(self.stream_point, sources_are_hosts=False)
         self._at_host = checks(lambda _source: None, sources_are_hosts=True)
@@ -254,11 +255,11 @@ class HostCrawl:
         Raises:
             UnavailableError: The relay or the database is unavailable. The progress so far is saved.
         """
-        source, domains, requests = self.relays[relay], Counter[str](), self.stage.add()
+        source, domains = self.relays[relay], Counter[str]()
         progress = await self.db.crawls.progress("hosts", source)
         if progress is None or progress.finished_at is not None:
             progress = CrawlProgress("hosts", source, began_at=round(time(), 3))
-        pages = list_pages(partial(list_hosts, self.outbound, source), source, progress.cursor, requests)
+        pages = list_pages(partial(list_hosts, self.outbound, source), source, progress.cursor, self._relay_requests)
         number = 0
         async for page in pages:
             number += 1
@@ -331,11 +332,10 @@ class HostCrawl:
             if not await self._take(page, visit):
                 return False
             _check_size(visit.reading.counts)
-            if page.cursor is None:
-                return True
-            visit.reading = await self.db.host_lists.save_page(visit.reading, page.cursor, time())
-            if visit.is_over or len(visit.behind) > MAX_BEHIND:
-                return False
+            if page.cursor is not None:
+                visit.reading = await self.db.host_lists.save_page(visit.reading, page.cursor, time())
+                if visit.is_over or len(visit.behind) > MAX_BEHIND:
+                    return False
             work.idle()
         return True
 
@@ -345,12 +345,14 @@ class HostCrawl:
         listed = {account.did: account for account in page.accounts}
         active = {did: account for did, account in listed.items() if account.active or not hides(account.status)}
         stored = await self.db.host_lists.hosted(list(listed))
+        unknown = [did for did in active if did not in stored or stored[did].out_of_scope]
+        if unknown and self.scope.scope.track is Track.ALL:
+            if not await self._add(unknown, visit):
+                return False
+            stored = await self.db.host_lists.hosted(list(listed))
+            unknown = []
         names = {repo.pds: host_of(repo.pds or "") for repo in stored.values()}
         ours = {did: repo for did, repo in stored.items() if repo.tracked and names[repo.pds] == host}
-        unknown = [did for did in active if did not in stored or stored[did].out_of_scope]
-        added = await self._add(unknown, visit) if self.scope.scope.track is Track.ALL else len(unknown)
-        if added is None:
-            return False
         here = {did: repo for did, repo in ours.items() if did in active}
         behind = {did: rev for did, repo in here.items() if (rev := self._newer_rev(repo, active[did], now))}
         withheld = {did: rev for did, rev in behind.items() if here[did].withheld}
@@ -363,8 +365,7 @@ class HostCrawl:
         counts.pages += 1
         counts.accounts += len(active)
         counts.inactive += len(listed) - len(active)
-        counts.unproven += len(active) - len(here) - added
-        counts.repos += added if self.scope.scope.track is Track.ALL else 0
+        counts.unproven += len(active) - len(here) - len(unknown)
         return True
 
     def _newer_rev(self, repo: HostedRepo, account: ListedAccount, now: float) -> str | None:
@@ -404,28 +405,33 @@ class HostCrawl:
             differs = repo.active if is_hidden else not repo.active and repo.hosting_status == "deactivated"
             if differs and visit.statuses:
                 visit.statuses -= 1
-                try:
-                    await self._at_host.follow(visit.reading.url, did, ListReport(account.active, account.status))
-                except DatabaseError:
-                    raise
-                except UnavailableError as error:
-                    log.debug("host-list.status-failed", did=did, error=str(error))
+                report = ListReport(account.active, account.status)
+                await self._follow(self._at_host, visit.reading.url, did, report)
                 visit.work.moved()
 
-    async def _add(self, dids: Sequence[str], visit: _Visit) -> int | None:
-        """Track accounts whose identities name the host; return how many, or None if the time was over before."""
-        added = 0
+    async def _follow(self, checks: HostingStatusChecks, source: str, did: str, listed: ListReport) -> None:
+        """Follow the hosting status of an account. If the source does not tell it, the next reconciliation asks."""
+        try:
+            await checks.follow(source, did, listed)
+        except DatabaseError:
+            raise
+        except UnavailableError as error:
+            log.debug("host-list.status-failed", did=did, error=str(error))
+        finally:
+            self._statuses.idle()
+
+    async def _add(self, dids: Sequence[str], visit: _Visit) -> bool:
+        """Track accounts whose identities name the host; return False if the time was over before."""
         for start in range(0, len(dids), ADDED_TOGETHER):
             if visit.is_over:
-                return None
+                return False
             proven = [did for did in dids[start : start + ADDED_TOGETHER] if await self._is_hosted(did, visit)]
             if proven:
                 await self._track(proven)
-            added += len(proven)
-        return added
+        return True
 
     async def _track(self, dids: Sequence[str]) -> None:
-        """Track accounts, and ask a relay about each: it may hide or withhold them. If it fails, reconciliations ask.
+        """Track accounts, and ask a relay about each: it may hide or withhold them.
 
         If the scope changes meanwhile, the next reading adds what it wants.
         """
@@ -433,14 +439,8 @@ class HostCrawl:
         self.added += added
         self.metrics.desynchronized[Desync.NEW].inc(added)
         for did in dids if added else ():
-            if (relay := self.open_source()) is None:
-                return
-            try:
-                await self._at_relay.follow(relay, did, UNLISTED)
-            except DatabaseError:
-                raise
-            except UnavailableError as error:
-                log.debug("host-list.status-failed", did=did, error=str(error))
+            if (relay := self.open_source()) is not None:
+                await self._follow(self._at_relay, relay, did, UNLISTED)
 
     async def _is_hosted(self, did: str, visit: _Visit) -> bool:
         """Return True if the identity of an unknown account names the host, and its domain may add an account now.
@@ -479,7 +479,7 @@ class HostCrawl:
                     dids = [account.did for account in page.accounts]
                     stored = await self.db.host_lists.hosted(dids)
                     unknown = [did for did in dids if did not in stored or stored[did].out_of_scope]
-                    if await self._add(unknown, visit) is None or number >= MAX_PAGES:
+                    if not await self._add(unknown, visit) or number >= MAX_PAGES:
                         return
                     visit.work.idle()
             except MethodNotOfferedError:

@@ -102,6 +102,7 @@ async def create_unseen_account(world: DeathWorld) -> None:
 
 async def create_omitted_account(world: DeathWorld) -> None:
     world.create_omitted_account()
+    world.act(1)
 
 
 async def create_large_account(world: DeathWorld) -> None:

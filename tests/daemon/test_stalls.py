@@ -191,6 +191,7 @@ STALLS: dict[str, Stall] = {
     "change log retention": lock_of("change"),
     "firehose consumer": stalled_consumer,
     "handle checks": stalled_handles,
+    "host lists": lock_of("host_list"),
     "host states": stalled_hosts,
     "identity refresh": lock_of("identity"),
     "inbox": stalled_inbox,

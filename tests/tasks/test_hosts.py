@@ -9,11 +9,16 @@ from typing import Any
 import pytest
 
 from indexer.atproto.syntax import tid_micros, tid_of
+from indexer.concurrency.stage_progress import Work
 from indexer.db import Database
 from indexer.reasons import Desync
+from indexer.sync.account import plan_active
 from indexer.sync.repo import PARKED, Head, SyncStatus
 from indexer.sync.scope import Track
+from indexer.sync.shard import Shard
 from indexer.tasks.hosts import HostCrawl
+from indexer.telemetry.conditions import ACCOUNTS_WITHHELD
+from tests.background import running
 from tests.db.repo_rows import head, insert, synchronized
 from tests.tasks.host_crawl import QUICK, Hosts, host_network
 from tests.waiting import until
@@ -167,3 +172,114 @@ async def test_scope_that_does_not_want_all_repos_adds_none_of_a_list(hosts: Hos
     await hosts.read(hosts.crawl(track=track))
     assert not await hosts.repos()
     assert (await hosts.view())["accounts"] == 1
+
+
+async def test_accounts_with_records_of_signal_collections_are_added_if_the_host_lists_them(hosts: Hosts) -> None:
+    wanted, _ = [hosts.network.create_account(pds=0) for _ in range(2)]
+    elsewhere = hosts.network.create_account(pds=1)
+    hosts.network.pdses[0].by_collection = [wanted.did, elsewhere.did]
+    await hosts.read(hosts.crawl(track=Track.SIGNAL, signals=[NOTE]))
+    assert set(await hosts.repos()) == {wanted.did}
+
+
+async def test_more_accounts_that_no_relay_passes_on_are_a_condition_until_there_is_none(hosts: Hosts) -> None:
+    accounts, crawl = [hosts.network.create_account(pds=0) for _ in range(3)], hosts.crawl()
+    relay = hosts.network.relay
+    relay.withheld.update(account.did for account in accounts[:2])
+    await hosts.read(crawl)
+    [condition] = hosts.conditions.active()
+    assert (condition.kind, condition.subject, condition.value) == (ACCOUNTS_WITHHELD, hosts.name(), 2)
+    assert "do not pass on 2 of 3 accounts (0 before), and withhold 2 of them" in condition.message
+    await hosts.read(crawl)
+    assert [one.count for one in hosts.conditions.active()] == [1], "there are not more than before"
+    [row] = (await hosts.db.reports.state())[0]["withheld"]
+    assert row.pop("listed_seconds_ago") >= 0
+    assert row == {"host": hosts.name(), "repos": 3, "synchronized": 0, "not_passed_on": 2, "at_relay": 3}
+    for account in accounts:
+        await hosts.db.repos.update(account.did, lambda repo: plan_active(repo, time()))
+    await hosts.read(crawl)
+    assert not hosts.conditions.active()
+    assert not (await hosts.db.reports.state())[0]["withheld"]
+
+
+@pytest.mark.parametrize(("at_relay", "status", "omitted"), [(2, "active", 1), (None, None, 0), (9, "banned", 3)])
+async def test_accounts_that_a_relay_does_not_count_or_of_a_banned_host_are_omitted(
+    hosts: Hosts, at_relay: int | None, status: str | None, omitted: int
+) -> None:
+    for _ in range(3):
+        hosts.network.create_account(pds=0)
+    stored = await hosts.read()
+    row = (stored.host, stored.url, at_relay, status)
+    await hosts.db.host_lists.save_hosts(hosts.network.relay_url, [row], time())
+    await hosts.crawl().read_list(await hosts.stored(), Work())
+    assert (await hosts.view())["accounts_not_passed_on"] == omitted
+
+
+async def test_list_of_a_followed_host_is_read_again_soon_and_others_after_the_interval(hosts: Hosts) -> None:
+    hidden = hosts.network.create_account(pds=0)
+    hosts.network.create_account(pds=1)
+    hosts.network.relay.withheld.add(hidden.did)
+    crawl = hosts.crawl()
+    async with running(crawl.run()):
+        await until(lambda: len(hosts.network.pdses[0].requests) > 6)  # two for each reading
+    assert len(hosts.network.pdses[1].requests) == 2
+    assert crawl.totals == {"hosts": 2, "listed": 2, "failing": 0, "withheld": 1, "accounts": 1}
+
+
+async def test_failing_list_is_due_again_after_growing_pauses(hosts: Hosts) -> None:
+    await hosts.crawl().read_hosts(hosts.network.relay_url)
+    lists, now, due = hosts.db.host_lists, time(), []
+    for _ in range(4):
+        await lists.save_failure(hosts.name(), "unreachable", now)
+        waits = [wait for wait in range(60, 9_000, 60) if hosts.name() in await due_at(hosts, now + wait, now - 1)]
+        due.append(waits[0])
+    assert due == [360, 660, 1_260, 2_460]
+
+
+async def due_at(hosts: Hosts, now: float, since: float) -> set[str]:
+    return {one.host for one in await hosts.db.host_lists.due(range(256), since, now)}
+
+
+async def test_interrupted_reading_continues_at_its_cursor_with_what_it_has_counted(hosts: Hosts) -> None:
+    first, second = [hosts.network.create_account(pds=0).did for _ in range(2)]
+    pds = hosts.network.pdses[0]
+    pages: dict[str, dict[str, Any]] = {
+        "": {"repos": [{"did": first}], "cursor": "a"},
+        "a": {"repos": [{"did": second}], "cursor": "b"},
+        "b": {"repos": []},
+    }
+
+    def page(cursor: str) -> dict[str, Any]:
+        pds.delay = 3_600.0 if cursor == "" else 0.0
+        return pages[cursor]
+
+    pds.pages = page
+    reading = asyncio.create_task(hosts.read())
+    await until(lambda: pds.requests == ["", "a"])
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    pds.delay = 0.0
+    await hosts.read()
+    assert pds.requests == ["", "a", "a", "b"]
+    view = await hosts.view()
+    assert (view["accounts"], view["repos"]) == (2, 2)
+
+
+async def test_processes_divide_the_hosts_and_read_no_list_twice(db: Database) -> None:
+    async with host_network(db, pds=8) as hosts:
+        for number in range(24):
+            hosts.network.create_account(pds=number % 8)
+        crawls = [hosts.crawl(replace(QUICK, shard=Shard(index, 2))) for index in range(2)]
+        async with running(*[crawl.run() for crawl in crawls]):
+            await until(lambda: all_complete(hosts))
+        assert [len(pds.requests) for pds in hosts.network.pdses] == [2] * 8, "two pages each"
+        assert hosts.network.relay.host_pages == 1
+        assert set(await hosts.repos()) == set(hosts.network.accounts), "of the buckets of both processes"
+        owned = [sum(Shard(index, 2).owns(hosts.name(pds)) for pds in range(8)) for index in range(2)]
+        assert [crawl.totals["hosts"] for crawl in crawls] == owned
+
+
+async def all_complete(hosts: Hosts) -> bool:
+    async with hosts.db.connection() as connection:
+        number = await connection.fetchval("select count(*) from indexer.host_list where finished_at is not null")
+    return bool(number == len(hosts.network.pdses))

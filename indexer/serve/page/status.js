@@ -168,6 +168,9 @@ function showTrouble(status) {
     host.host, `${host.reason} for ${duration(host.seconds_left)}`,
     whole(host.failures_in_a_row), ago(host.last_success_seconds_ago), text(host.last_error),
   ]));
+  fill("withheld", status.withheld.map((host) => [
+    host.host, whole(host.not_passed_on), whole(host.at_relay), whole(host.repos), whole(host.synchronized), ago(host.listed_seconds_ago),
+  ]));
   fill("conditions", status.process.conditions.map((condition) => [
     `${condition.name} ${condition.subject}`.trim(), ago(condition.seconds), condition.count ? whole(condition.count) : "–", condition.message,
   ]));
