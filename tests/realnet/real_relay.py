@@ -72,6 +72,12 @@ class RealRelay:
         response = await self._http.post("/admin/pds/changeLimits", json={"host": host, "repo_limit": number})
         response.raise_for_status()
 
+    async def counts(self, pds: RealPds, number: int) -> bool:
+        """Return True if the relay knows so many accounts of a PDS, those included that it withholds."""
+        hosts = (await self._http.get("/xrpc/com.atproto.sync.listHosts")).json()["hosts"]
+        name = pds.public_url.partition("://")[2]
+        return {"hostname": name, "accountCount": number}.items() <= next(iter(hosts), {}).items()
+
     def log_tail(self) -> str:
         """Return the end of the relay's log."""
         return self._log.read_text()[-2_000:]

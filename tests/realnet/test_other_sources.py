@@ -1,6 +1,8 @@
 """Accounts that a real relay withholds, and methods that a real PDS does not offer."""
 
 import asyncio
+import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,11 +14,15 @@ from indexer.app.settings import Settings
 from indexer.app.tuning import Tuning
 from indexer.concurrency.stage_progress import Work
 from indexer.net.pds.xrpc import MethodNotOfferedError
+from indexer.tasks.hosts import HostSettings
 from indexer.tasks.repo_list_pages import repo_list_pages
 from indexer.tasks.scope import ScopeSettings
+from tests.background import running
 from tests.daemon_harness import run_daemon, settings_for
+from tests.database_checks import assert_change_log_consistent, fetch
+from tests.passed_time import expire_waits
 from tests.realnet.compare_with_pdses import records_of, visible_repos, wait_until_equal
-from tests.realnet.real_network import real_network
+from tests.realnet.real_network import RealAccount, real_network
 from tests.realnet.real_relay import real_relay, require_relay
 from tests.realnet.test_network import NOTE, THING
 from tests.waiting import until
@@ -63,6 +69,57 @@ async def test_accounts_above_the_limit_of_bluesky_relay_stay_visible_and_are_no
                 await until(lambda: is_withheld(database, set()))
             error = await refused_list(settings, http_origin(relay.relay_url))
             assert (error.definite, error.detail.endswith("404 Not Found")) == (True, True)
+
+
+async def test_accounts_that_bluesky_relay_withholds_are_found_on_their_host_and_followed(
+    database: str, empty_database: str, tmp_path: Path
+) -> None:
+    """The relay shows three of ten accounts. The daemon starts later, so that its stream names none of the others."""
+    require_relay()
+    hosts = HostSettings(first_wait=0.0, poll=0.2, follow=0.5, settle=1.0)
+    with real_network(1, tmp_path) as network:
+        pds = network.pds[0]
+        async with real_relay(network, empty_database, tmp_path, max_accounts=3) as relay:
+            accounts = []
+            for number in range(10):
+                accounts.append(await asyncio.to_thread(pds.create_account, f"account{number}"))
+                await asyncio.to_thread(accounts[-1].create, THING, {"n": 1})
+                await until(partial(relay.counts, pds, number + 1))
+            settings = settings_for(relay.relay_url, network.plc_url, tmp_path, start="live", resync_source="pds")
+            async with (
+                run_daemon(settings, database, tuning=Tuning(hosts=hosts)),
+                running(expire_waits(database)),
+            ):
+                await wait_until_stored(database, accounts)
+                await until(lambda: withheld_by_status(database, {"throttled": 7}))
+                for account in accounts:
+                    await asyncio.to_thread(account.create, THING, {"n": 2})
+                await wait_until_stored(database, accounts)
+                await relay.allow_accounts(pds, 20)
+                for account in accounts:
+                    await asyncio.to_thread(account.create, THING, {"n": 3})
+                await wait_until_equal(database, await records_of(*accounts))
+                await until(lambda: is_withheld(database, set()))
+                await until(lambda: withheld_by_status(database, None))
+    await assert_change_log_consistent(database)
+    doubled = "select did, rkey from atproto.changes where action = 'create' group by did, rkey having count(*) > 1"
+    assert await fetch(database, doubled) == []
+
+
+async def wait_until_stored(database: str, accounts: Sequence[RealAccount]) -> None:
+    """Wait until exactly these accounts are visible, with all their records."""
+    served = await records_of(*accounts)
+
+    async def equal() -> bool:
+        return {did: records for did, (_, records) in (await visible_repos(database)).items()} == served
+
+    await until(equal)
+
+
+async def withheld_by_status(database: str, expected: dict[str, int] | None) -> bool:
+    """Return True if the public view says so about the only host of the relay."""
+    rows = await fetch(database, "select withheld_by_status from atproto.relay_hosts")
+    return [row["withheld_by_status"] and json.loads(row["withheld_by_status"]) for row in rows] == [expected]
 
 
 async def refused_list(settings: Settings, source: str) -> MethodNotOfferedError:
