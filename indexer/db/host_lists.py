@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
-import asyncpg
 import orjson
 
 from indexer.crash_points import crash_point
@@ -15,7 +14,6 @@ from indexer.db.columns import buckets_of, columns_of, of_buckets, typed, unnest
 from indexer.db.connections import Area
 from indexer.db.repos import add_repos
 from indexer.db.scope import holds
-from indexer.sync.identity import MAX_HOSTS
 from indexer.sync.repo import OUT_OF_SCOPE, SyncStatus
 from indexer.sync.scope import Scope
 from indexer.sync.shard import bucket_of
@@ -42,12 +40,11 @@ _REMOVE_WITHOUT_RELAY = """
 
 _MOST_LACKING = """
     select host from indexer.host_list where lacking > 0 and host_bucket = any($1::smallint[])
-    order by lacking desc, host limit $2
+    order by lacking desc, host
 """
 # Hosts that fail are last, so that invented ones delay no others. So are lists that were read for long already.
 _DUE = f"""
-    select host, url, counts, reading, date_part('epoch', reading_since) as reading_since, cursor, failures, lacking
-    from indexer.host_list
+    select host from indexer.host_list
     where host_bucket = any($1::smallint[]) and (
         ended_at is null or ended_at < to_timestamp($2) or ended_at > to_timestamp($3::float8 + 60)
         or reading is not null
@@ -56,7 +53,11 @@ _DUE = f"""
         or host = any($4::text[]) and failures = 0
             and ended_at < to_timestamp($3::float8 - $5::float8 * greatest(1, (counts->>'pages')::integer))
     )
-    order by failures, reading is not null, ended_at nulls first, host limit $6
+    order by failures, reading is not null, ended_at nulls first, host
+"""
+_LOAD = """
+    select host, url, cursor, reading, date_part('epoch', reading_since) as reading_since, lacking, failures
+    from indexer.host_list where host = $1
 """
 
 _HOSTED = f"""
@@ -129,7 +130,7 @@ class HostCounts:
 
 @dataclass(frozen=True, slots=True)
 class HostList:
-    """The repo list of a host that is due.
+    """The repo list of a host, and its reading.
 
     Attributes:
         cursor: The cursor of the next page; None for the first page.
@@ -189,9 +190,9 @@ class HostLists(Area):
             await connection.execute(_REMOVE_UNLISTED, relay, began_at)
             await connection.execute(_REMOVE_WITHOUT_RELAY)
 
-    async def most_lacking(self, buckets: Sequence[int], limit: int = MAX_HOSTS) -> list[str]:
+    async def most_lacking(self, buckets: Sequence[int]) -> list[str]:
         """Return the hosts with accounts that no relay passes on, those with the most of them first."""
-        return [host for (host,) in await self._fetch(_MOST_LACKING, list(buckets), limit)]
+        return [host for (host,) in await self._fetch(_MOST_LACKING, list(buckets))]
 
     async def due(
         self,
@@ -200,9 +201,8 @@ class HostLists(Area):
         now: float,
         followed: Sequence[str] = (),
         page_seconds: float = 0.0,
-        limit: int = MAX_HOSTS,
-    ) -> list[HostList]:
-        """Return the lists that are to be read: hosts that do not fail are first.
+    ) -> list[str]:
+        """Return the hosts whose lists are to be read: those that do not fail are first.
 
         Args:
             buckets: Those of the names of hosts.
@@ -210,10 +210,18 @@ class HostLists(Area):
             now: The present time.
             followed: Hosts whose lists are due again this many `page_seconds` for each page after their last reading.
             page_seconds: See `followed`.
-            limit: Maximum number of lists.
         """
-        rows = await self._fetch(_DUE, list(buckets), since, now, list(followed), page_seconds, limit)
-        return [_host_list(row) for row in rows]
+        rows = await self._fetch(_DUE, list(buckets), since, now, list(followed), page_seconds)
+        return [host for (host,) in rows]
+
+    async def load(self, host: str) -> HostList | None:
+        """Return the list of a host; None if no relay lists the host any more."""
+        rows = await self._fetch(_LOAD, host)
+        if not rows:
+            return None
+        fields: dict[str, Any] = dict(rows[0])
+        reading = fields.pop("reading")
+        return HostList(counts=HostCounts(**orjson.loads(reading)) if reading else HostCounts(), **fields)
 
     async def hosted(self, dids: Sequence[str]) -> dict[str, HostedRepo]:
         """Return what is stored about listed accounts, by DID; unknown ones are left out."""
@@ -255,9 +263,3 @@ class HostLists(Area):
 
 def _json(counts: HostCounts) -> str:
     return orjson.dumps(asdict(counts)).decode()
-
-
-def _host_list(row: asyncpg.Record) -> HostList:
-    fields: dict[str, Any] = dict(row)
-    reading, _ = fields.pop("reading"), fields.pop("counts")
-    return HostList(counts=HostCounts(**orjson.loads(reading)) if reading else HostCounts(), **fields)

@@ -88,7 +88,8 @@ def plan_hidden(
     `plan_active`.
     """
     if not hides(_reported(status)):
-        return _withheld(repo, status, now)
+        after = _withheld(repo, status, now)
+        return repo if after is repo else _with_place(after, point, now)
     if not repo.active:
         return repo
     erase_at = now + deletion_grace if status == DELETED else None

@@ -62,6 +62,8 @@ LOOKUP_SHARE = 0.25
 """Share of `INDEXER_PLC_RATE` for lookups of listed accounts."""
 REFUSED_PER_HOUR = 100.0
 """Accounts that hosts of one registered domain may list without having them, in an hour. Then no more are looked up."""
+RETRY_SECONDS = 300.0
+"""Pause before the list of hosts of a relay is read again that could not be read."""
 ATTEMPTS = 2
 """Attempts to fetch a page of a host."""
 
@@ -159,7 +161,7 @@ class HostCrawl:
         self.added = 0
         self._looks, self._relay_requests = self.stage.add(), self.stage.add()
         self._visiting: dict[str, str] = {}
-        self._started_at = monotonic()
+        self._not_before = dict.fromkeys(self.relays, monotonic() + self.settings.first_wait)
         self._added, self._refused = NewAccounts(self.new_accounts), NewAccounts(REFUSED_PER_HOUR)
         self._lookups = AsyncLimiter(1, 1 / self.lookup_rate)
         self._statuses = self.stage.add()
@@ -228,15 +230,12 @@ class HostCrawl:
         return hosts[: -(-settings.followed // settings.shard.count)]
 
     async def _read_relays(self) -> None:
-        """Read the lists of hosts that are due. A list that fails is due again after the next pass of the interval."""
+        """Read the lists of hosts that are due. One that could not be read is due again a few minutes later."""
         settings = self.settings
-        if monotonic() < self._started_at + settings.first_wait:
-            return
         for relay, source in self.relays.items():
-            if not settings.shard.owns(relay):
+            if not settings.shard.owns(relay) or monotonic() < self._not_before[relay]:
                 continue
-            last = await self.db.crawls.progress("hosts", source)
-            now = time()
+            last, now = await self.db.crawls.progress("hosts", source), time()
             if last is not None and last.finished_at is not None and 0 <= now - last.finished_at < settings.interval:
                 continue
             try:
@@ -245,9 +244,9 @@ class HostCrawl:
             except DatabaseError:
                 raise
             except UnavailableError as error:
-                log.warning("hosts.relay-failed", relay=relay, error=str(error))
-                failed = CrawlProgress("hosts", source, began_at=now, finished_at=time())
-                await self.db.crawls.save(failed)
+                pause = settings.interval if isinstance(error, MethodNotOfferedError) else RETRY_SECONDS
+                log.warning("hosts.relay-failed", relay=relay, error=str(error), retry_seconds=pause)
+                self._not_before[relay] = monotonic() + pause
 
     async def read_hosts(self, relay: str) -> CrawlProgress:
         """Read the list of hosts of a relay, or the rest of it if that was interrupted; return the final progress.
@@ -284,29 +283,32 @@ class HostCrawl:
             settings.shard.buckets, since, time(), followed, settings.follow if follow else 0.0
         )
         domains = Counter(self._visiting.values())
-        for reading in due:
-            domain = registered_domain(reading.host)
+        for host in due:
             if len(self._visiting) >= settings.concurrency:
                 break
-            if reading.host not in self._visiting and domains[domain] < settings.per_domain:
+            domain = registered_domain(host)
+            if host not in self._visiting and domains[domain] < settings.per_domain:
                 domains[domain] += 1
-                self._visiting[reading.host] = domain
-                group.create_task(self._visit(reading), name=f"repo list of {reading.host}")
-        return len({reading.host for reading in due}.union(self._visiting))
+                self._visiting[host] = domain
+                group.create_task(self._visit(host), name=f"repo list of {host}")
+        return len({*due, *self._visiting})
 
-    async def _visit(self, reading: HostList) -> None:
+    async def _visit(self, host: str) -> None:
         try:
             with self.stage.task() as work, DatabaseAttempt(work):
-                await self.read_list(reading, work)
+                await self.read_list(host, work)
         finally:
-            del self._visiting[reading.host]
+            del self._visiting[host]
 
-    async def read_list(self, reading: HostList, work: Work) -> None:
+    async def read_list(self, host: str, work: Work) -> None:
         """Read the repo list of a host, from the page where its reading stopped, and save what it counts.
 
         Raises:
             DatabaseError: The database is unavailable.
         """
+        reading = await self.db.host_lists.load(host)
+        if reading is None:
+            return
         visit = _Visit(reading, work, monotonic() + self.settings.visit)
         try:
             complete = await self._read_pages(visit)
@@ -319,9 +321,9 @@ class HostCrawl:
         except DatabaseError:
             raise
         except UnavailableError as error:
-            log.debug("host-list.failed", host=reading.host, error=str(error))
+            log.debug("host-list.failed", host=host, error=str(error))
             self.metrics.host_lists["failed"].inc()
-            await self.db.host_lists.save_failure(reading.host, str(error), time())
+            await self.db.host_lists.save_failure(host, str(error), time())
 
     async def _read_pages(self, visit: _Visit) -> bool:
         """Read pages until the list or the time is over; return True if the list was read to its end."""

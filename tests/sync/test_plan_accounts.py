@@ -26,6 +26,7 @@ from indexer.sync.repo import (
     Head,
     Outcome,
     Repo,
+    StreamPoint,
     SyncStatus,
     Trigger,
     move,
@@ -323,6 +324,14 @@ def test_withheld_repo_becomes_due_when_its_host_lists_a_newer_rev_and_later_if_
     assert recently.next_attempt_at == NOW + backoff_seconds(3, ROW.did)
     settled = plan_listed(withheld._replace(attempts=3, synchronized_at=NOW - 7_200), NEWER, NOW)
     assert (settled.next_attempt_at, settled.attempts) == (None, 1)
+
+
+def test_answer_that_a_repo_is_withheld_names_the_relay_that_gave_it() -> None:
+    point = StreamPoint("wss://relay.example", 2, 7, NOW)
+    withheld = plan_hidden(ROW, "throttled", NOW, 0.0, point)
+    assert (withheld.withheld_since, withheld.hosting_status) == (NOW, "throttled")
+    assert (withheld.hosting_relay, withheld.hosting_epoch, withheld.hosting_seq) == point[:3]
+    assert plan_hidden(withheld, "throttled", NOW, 0.0, point) is withheld
 
 
 def test_repo_of_which_no_hosting_status_is_known_is_fetched_again() -> None:

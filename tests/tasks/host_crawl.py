@@ -43,6 +43,7 @@ class WithholdingRelay(LocalRelay):
         invented: Names of further hosts that it lists first.
         endless: True if its list of hosts never ends, and has none.
         host_pages: Pages of this list that were requested.
+        failure: The status with which it refuses each of them; None: it answers.
     """
 
     def __init__(self, plc: LocalPlc) -> None:
@@ -50,6 +51,7 @@ class WithholdingRelay(LocalRelay):
         self.withheld = set[str]()
         self.invented: Sequence[str] = ()
         self.endless, self.host_pages = False, 0
+        self.failure: int | None = None
         self.route(GET_REPO_STATUS, self._get_repo_status)
 
     def receive(self, pds: LocalPds, did: str, kind: str, payload: dict[str, Any]) -> None:
@@ -64,6 +66,8 @@ class WithholdingRelay(LocalRelay):
 
     async def list_hosts(self, request: web.Request) -> web.Response:
         self.host_pages += 1
+        if self.failure is not None:
+            raise XrpcError("Refused", "no such list", self.failure)
         if self.endless:
             return web.json_response({"hosts": [], "cursor": str(self.host_pages)})
         response = await super().list_hosts(request)
@@ -171,13 +175,14 @@ class Hosts:
         """Read the list of one PDS; return its stored state."""
         crawl = crawl or self.crawl()
         await crawl.read_hosts(self.network.relay_url)
-        await crawl.read_list(await self.stored(pds), Work())
+        await crawl.read_list(self.name(pds), Work())
         return await self.stored(pds)
 
     async def stored(self, pds: int = 0) -> HostList:
         """Return the stored state of the list of a PDS."""
-        due = await self.db.host_lists.due(range(256), inf, time())
-        return next(one for one in due if one.host == self.name(pds))
+        stored = await self.db.host_lists.load(self.name(pds))
+        assert stored is not None
+        return stored
 
     async def view(self, pds: int = 0) -> dict[str, Any]:
         """Return the row of the public view of a PDS."""

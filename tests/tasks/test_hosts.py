@@ -7,6 +7,8 @@ from time import time
 from typing import Any
 
 import pytest
+import stamina
+from structlog.testing import capture_logs
 
 from indexer.atproto.syntax import tid_micros, tid_of
 from indexer.concurrency.stage_progress import Work
@@ -211,7 +213,7 @@ async def test_accounts_that_a_relay_does_not_count_or_of_a_banned_host_are_omit
     stored = await hosts.read()
     row = (stored.host, stored.url, at_relay, status)
     await hosts.db.host_lists.save_hosts(hosts.network.relay_url, [row], time())
-    await hosts.crawl().read_list(await hosts.stored(), Work())
+    await hosts.crawl().read_list(hosts.name(), Work())
     assert (await hosts.view())["accounts_not_passed_on"] == omitted
 
 
@@ -231,13 +233,27 @@ async def test_failing_list_is_due_again_after_growing_pauses(hosts: Hosts) -> N
     lists, now, due = hosts.db.host_lists, time(), []
     for _ in range(4):
         await lists.save_failure(hosts.name(), "unreachable", now)
-        waits = [wait for wait in range(60, 9_000, 60) if hosts.name() in await due_at(hosts, now + wait, now - 1)]
+        waits = [
+            wait for wait in range(60, 9_000, 60) if hosts.name() in await lists.due(range(256), now - 1, now + wait)
+        ]
         due.append(waits[0])
     assert due == [360, 660, 1_260, 2_460]
 
 
-async def due_at(hosts: Hosts, now: float, since: float) -> set[str]:
-    return {one.host for one in await hosts.db.host_lists.due(range(256), since, now)}
+@pytest.mark.parametrize(("status", "requests"), [(501, 1), (400, 2)])
+async def test_list_of_hosts_that_cannot_be_read_is_read_again_soon_unless_the_relay_has_none(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, status: int, requests: int
+) -> None:
+    monkeypatch.setattr("indexer.tasks.hosts.RETRY_SECONDS", 0.01)
+    hosts.network.relay.failure = status
+    with stamina.set_testing(True, attempts=1), capture_logs() as lines:
+        async with running(hosts.crawl().run()):
+            await until(lambda: hosts.network.relay.host_pages >= requests)
+            hosts.network.relay.failure = None
+            if requests > 1:
+                await until(lambda: all_complete(hosts))
+    failed = [line["retry_seconds"] for line in lines if line["event"] == "hosts.relay-failed"]
+    assert set(failed) == ({0.01} if requests > 1 else {QUICK.interval})
 
 
 async def test_interrupted_reading_continues_at_its_cursor_with_what_it_has_counted(hosts: Hosts) -> None:

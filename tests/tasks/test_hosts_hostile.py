@@ -189,11 +189,11 @@ async def test_relay_that_invents_hosts_fills_a_bounded_table_and_delays_no_hone
     progress = await crawl.read_hosts(hosts.network.relay_url)
     assert (progress.found, await sizes(hosts.db)) == (40, (0, 40, 40))
     due = await hosts.db.host_lists.due(range(256), time(), time())
-    for one in due:
-        if one.host.endswith(".liar.test") or one.host.startswith("liar"):
-            await hosts.db.host_lists.save_failure(one.host, "no-such-host", time())
+    for host in due:
+        if "liar" in host:
+            await hosts.db.host_lists.save_failure(host, "no-such-host", time())
     due = await hosts.db.host_lists.due(range(256), time(), time())
-    assert {one.host for one in due[:2]} == {hosts.name(0), hosts.name(1)}
+    assert set(due[:2]) == {hosts.name(0), hosts.name(1)}
     relay.invented = []
     await crawl.read_hosts(hosts.network.relay_url)
     assert await sizes(hosts.db) == (0, 2, 2)
