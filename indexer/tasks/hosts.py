@@ -3,7 +3,7 @@
 A relay may withhold or omit accounts, and their commits. So the hosts that relays list (`listHosts`) are asked
 themselves (`listRepos`), every `HostSettings.interval`. A list is not signed, and any host can list any DID: an account
 is added only if its identity names the host, and revs are compared only of accounts that the host really has
-(docs/protocol.md#repo-lists).
+(docs/protocol.md#lists-of-hosts).
 
 Hosts with accounts that no relay passes on are *followed*: their lists are read again a minute later for each page.
 """
@@ -106,6 +106,7 @@ class _Visit:
     """The reading of one list at a stretch.
 
     Attributes:
+        reading: The list, as it was saved last, with what is counted since then.
         work: The activity of the stage.
         ends_at: When other hosts have their turn (monotonic seconds).
         behind: The listed revs of accounts that seem to be behind, by DID.

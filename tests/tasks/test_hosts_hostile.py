@@ -166,6 +166,30 @@ async def test_list_of_slow_pages_is_read_in_turns_from_its_cursor(hosts: Hosts)
     await hosts.read(crawl)
     assert slow.requests == ["", "", "1", "2"], "the accounts of the first page were not looked up in time"
     assert (await hosts.view())["accounts"] == 3
+    slow.requests.clear()
+    hurried = hosts.crawl(replace(QUICK, visit=0.0))
+    for read in ([""], ["", "1"], ["", "1", "2"]):
+        await hosts.read(hurried)
+        assert slow.requests == read, "a page at a time"
+        assert ((await hosts.stored()).cursor is None) is (read[-1] == "2")
+
+
+async def test_hosts_of_one_domain_leave_visits_to_others(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "registered_domain", lambda _host: "liar.test")
+    for pds in hosts.network.pdses:
+        pds.delay = 3_600.0
+    crawl, looks = hosts.crawl(replace(QUICK, concurrency=2, per_domain=1)), list[object]()
+
+    async def count_look() -> list[str]:
+        looks.append(None)
+        return []
+
+    monkeypatch.setattr(crawl, "most_lacking", count_look)
+    async with running(crawl.run()):
+        await until(lambda: any(pds.requests for pds in hosts.network.pdses))
+        looks.clear()
+        await until(lambda: len(looks) > 5)
+        assert sorted(len(pds.requests) for pds in hosts.network.pdses) == [0, 1]
 
 
 async def test_host_with_accounts_without_end_adds_those_of_an_hour(hosts: Hosts) -> None:
