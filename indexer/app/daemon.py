@@ -338,7 +338,7 @@ class Daemon:
             self.conditions,
             self.scope,
             {relay: http_origin(relay) for relay in settings.relays},
-            self._open_source,
+            lambda: next(iter(self._open_sources()), None),
             self._stream_point,
             lambda: self.batch_writer.lag,
             replace(tuning.hosts, shard=shard, interval=settings.hosts_interval),
