@@ -175,6 +175,18 @@ async def test_both_streams_bring_everything_and_each_commit_is_applied_once(
     assert scenario.outcomes()["applied"] <= len(posts), "an applied one counts as replayed if the answer was lost"
 
 
+async def test_a_copy_and_its_first_message_are_done_in_one_transaction(make_scenario: MakeScenario) -> None:
+    scenario, ada = await make_scenario(relays=RELAYS), SigningAccount("ada")
+    await scenario.add(ada)
+    post = new_post(ada, 0)
+    for stream in (0, 1):
+        await scenario.put(post, stream=stream)
+    async with scenario.writer():
+        await scenario.settled()
+    [batch] = scenario.db.batches
+    assert [(cursor.relay, cursor.seq) for cursor in batch.cursors] == [(relay, 1) for relay in RELAYS]
+
+
 async def test_cursor_of_a_stream_is_saved_when_it_has_moved_also_by_copies_alone(make_scenario: MakeScenario) -> None:
     scenario, ada = await make_scenario(relays=RELAYS), SigningAccount("ada")
     await scenario.add(ada)
