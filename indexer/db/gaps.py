@@ -1,6 +1,6 @@
 """The tables of gaps and of cursors, and the open gaps of this process's shard.
 
-The firehose consumer opens gaps, and a reconciliation closes them.
+The firehose consumer opens gaps. A reconciliation closes them, or the stream of another relay that covers them.
 """
 
 import asyncio
@@ -57,9 +57,9 @@ _CLOSE = """
     update indexer.gap set
         reconciled = reconciled + range::int4multirange,
         closed_at = case when positions <@ reconciled + range::int4multirange then now() end,
-        closed_by = case when positions <@ reconciled + range::int4multirange then $4 end
+        closed_by = case when positions <@ reconciled + range::int4multirange then $5 end
     from compared
-    where closed_at is null and id <= $3 and positions && range
+    where closed_at is null and id between $3 and $4 and positions && range
 """
 
 # The epoch of a relay belongs to all its shards. Numbers of the old epoch, also those of #account messages, are not
@@ -125,6 +125,11 @@ class Gaps(Area):
         """Store where a gap ends."""
         await self._execute("update indexer.gap set last_seq = $2 where id = $1", gap_id, last_seq)
 
+    async def close_covered(self, gap_id: int, positions: range, relay: str) -> None:
+        """Close a gap as far as it is about these positions, because the stream of this relay covers it."""
+        async with self._pool.transaction() as connection:
+            await close_gaps(connection, positions, gap_id, relay, first_gap=gap_id)
+
     async def load_open(self) -> list[OpenGap]:
         """Return the open gaps of all shards, oldest first."""
         return [
@@ -138,17 +143,19 @@ class Gaps(Area):
         ]
 
 
-async def close_gaps(connection: Connection, positions: range, last_gap: int, closed_by: str) -> None:
-    """Close the open gaps up to the ID `last_gap` as far as they are about these positions.
+async def close_gaps(
+    connection: Connection, positions: range, last_gap: int, closed_by: str, *, first_gap: int = 0
+) -> None:
+    """Close the open gaps with these IDs, from `first_gap` to `last_gap`, as far as they are about these positions.
 
-    A gap that other shards have to compare, too, is closed by the last of them.
+    A gap that concerns other shards, too, is closed by the last of them.
     """
-    await connection.execute(_CLOSE, positions.start, positions.stop, last_gap, closed_by)
+    await connection.execute(_CLOSE, positions.start, positions.stop, first_gap, last_gap, closed_by)
 
 
 @dataclass(eq=False)
 class OpenGaps:
-    """Opens gaps, and has a copy of the open ones for readiness, metrics and the reconciliation.
+    """Opens and closes gaps, and has a copy of the open ones for readiness, metrics and the reconciliation.
 
     Attributes:
         stage: Its progress. Loading the gaps, and checking the silence of the relay, is work.
@@ -182,6 +189,15 @@ class OpenGaps:
         log.error("gap.opened", id=opened.id, **fields)
         self._set([*(self.gaps or ()), opened])
         return opened
+
+    async def close_covered(self, gap: OpenGap, relay: str) -> None:
+        """Close a gap for this shard, because the stream of this relay covers it.
+
+        Raises:
+            DatabaseError: The database is unavailable.
+        """
+        await self.stored.close_covered(gap.id, self.shard.positions, relay)
+        await self.refresh()
 
     async def refresh(self) -> None:
         """Load the open gaps, and log those that were closed since the last time.

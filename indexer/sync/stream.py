@@ -49,15 +49,15 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class OpenGap:
-    """A gap that no reconciliation has closed yet.
+    """A gap that is not closed yet.
 
     Attributes:
         id: Increases with each gap, so that a reconciliation knows which gaps were opened before it began. It is drawn
             before the gap is committed, and after the loss was noticed: so a gap that is committed later with a lower
             ID is about messages that were missed before the reconciliation began, too.
         opened_at: Unix seconds.
-        reconciled: The positions that a reconciliation has compared since. After a change of the number of shards,
-            several processes close the gap together: each one compares the positions of its own shard.
+        reconciled: The positions for which it is closed. After a change of the number of shards, several processes
+            close the gap together: each one for the positions of its own shard.
     """
 
     id: int

@@ -31,6 +31,19 @@ async def reconcile(db: Database, shard: Shard, last_gap: int) -> None:
     await db.crawls.add_listed([], progress.after_page(None, 0, 0, time()), close_gaps=True)
 
 
+async def test_covered_gap_is_closed_alone_by_all_shards_that_it_concerns(
+    db: Database, sql: asyncpg.Connection
+) -> None:
+    before, covered, after = [await open_gap(db, Shard(0, 1)) for _ in range(3)]
+    await db.gaps.close_covered(covered.id, Shard(0, 2).positions, "wss://one.test")
+    assert await affected(db, Shard(1, 2)) == [before.id, covered.id, after.id]
+    assert await affected(db, Shard(0, 2)) == [before.id, after.id]
+    await db.gaps.close_covered(covered.id, Shard(1, 2).positions, "wss://two.test")
+    assert await affected(db, Shard(0, 1)) == [before.id, after.id]
+    rows = await sql.fetch("select closed_by from atproto.gaps order by opened_at")
+    assert [row["closed_by"] for row in rows] == [None, "wss://two.test", None]
+
+
 async def affected(db: Database, shard: Shard) -> list[int]:
     return [gap.id for gap in await db.gaps.load_open() if gap.affects(shard)]
 

@@ -29,7 +29,8 @@ create table indexer.gap (
         int4range( split_part(shard, '/', 1)::int * 256 / split_part(shard, '/', 2)::int, (split_part(shard, '/',
             1)::int + 1) * 256 / split_part(shard, '/', 2)::int )
     ) stored,
-    -- Positions that a reconciliation has compared since. The gap is closed when all positions were.
+    -- Positions that a reconciliation has compared since, or for which another stream covers the gap. The gap is closed
+    -- when these are all.
     reconciled int4multirange not null default '{}'::int4multirange,
     primary key (id)
 );
@@ -110,7 +111,7 @@ comment on column atproto.gaps.opened_at is 'When the gap was noticed.';
 comment on column atproto.gaps.first_seq is 'The first seq that may be missing; null if not known.';
 comment on column atproto.gaps.last_seq is 'The last seq that may be missing; null if not known.';
 comment on column atproto.gaps.closed_at is 'When every affected repo was found equal or desynchronized; null if open.';
-comment on column atproto.gaps.closed_by is 'The host whose repo list closed the gap.';
+comment on column atproto.gaps.closed_by is 'The host whose repo list closed the gap, or the URL of the relay whose stream covered it.';
 
 create view atproto.rejected as select id, relay, seq, did, kind, reason, time from indexer.dead_letter;
 comment on view atproto.rejected is
