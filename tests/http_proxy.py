@@ -27,28 +27,34 @@ class HttpMessages(Messages):
     """Heads, each with its body in pieces of a few bytes, or with the frames of the websocket that it opens.
 
     A head is never received together with the body before it: the client waits for the answer to each request.
+
+    Attributes:
+        is_websocket: True after a head that opened a websocket.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._websocket = False
+        self.is_websocket = False
 
     def first(self) -> tuple[str, int]:
-        if self._websocket:
-            return "frame", _size_of_frame(self.buffer)
+        if self.is_websocket:
+            return "frame", frame_sizes(self.buffer)[1]
         if not self.buffer.startswith(HEADS):
             return "body", min(len(self.buffer), PIECE_BYTES)
         head, end, _ = self.buffer.partition(b"\r\n\r\n")
-        self._websocket = bool(end) and b"upgrade: websocket" in head.lower()
-        return "upgrade" if self._websocket else "head", len(head + end) if end else 0
+        self.is_websocket = bool(end) and b"upgrade: websocket" in head.lower()
+        return "upgrade" if self.is_websocket else "head", len(head + end) if end else 0
 
 
-def _size_of_frame(data: bytearray) -> int:
-    """Return the size of the websocket frame that begins here; 0 if it is not complete (RFC 6455, section 5.2)."""
-    if len(data) < 2:
-        return 0
-    length = data[1] & 0x7F
+def frame_sizes(data: bytes | bytearray, start: int = 0) -> tuple[int, int]:
+    """Return the size of the header of the websocket frame at `start`, and of the whole frame.
+
+    Both are 0 if the frame is not complete (RFC 6455, section 5.2).
+    """
+    if len(data) < start + 2:
+        return 0, 0
+    length, extended = data[start + 1] & 0x7F, start + 2
     extra = {126: 2, 127: 8}.get(length, 0)
-    header = 2 + extra + (4 if data[1] & 0x80 else 0)
-    size = header + (int.from_bytes(data[2 : 2 + extra]) if extra else length)
-    return size if len(data) >= max(header, size) else 0
+    header = 2 + extra + (4 if data[start + 1] & 0x80 else 0)
+    size = header + (int.from_bytes(data[extended : extended + extra]) if extra else length)
+    return (header, size) if len(data) >= start + max(header, size) else (0, 0)

@@ -64,6 +64,10 @@ class TcpProxy(ABC):
     def messages(self) -> tuple[Messages, Messages]:
         """Return what divides a new connection into messages: those of the client, and those of the server."""
 
+    def passes(self, kind: str, message: bytes) -> bool:  # noqa: ARG002 - of proxies that lose messages
+        """Return False for a message that is not to be forwarded. `kind` is as in `cuts`."""
+        return True
+
     def hang(self) -> None:
         self.mode = "hang"
         self._opened.clear()
@@ -137,7 +141,8 @@ class TcpProxy(ABC):
                 self._cut_if_due(f"{side} {kind}")
                 if side == "client" and self.rate is not None:
                     await asyncio.sleep(len(message) / self.rate)
-                writer.write(message)
+                if self.passes(f"{side} {kind}", message):
+                    writer.write(message)
             await writer.drain()
         writer.close()
 

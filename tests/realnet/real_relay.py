@@ -1,10 +1,12 @@
 """Run Bluesky's own relay on loopback. Its database is one of the test's Postgres."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import asyncpg
 import httpx
 import pytest
 
@@ -22,20 +24,23 @@ class RealRelay:
     """A relay process.
 
     Attributes:
+        port: Its port on loopback.
         relay_url: The websocket URL of its stream.
         plc_url: The directory that it asks.
     """
 
     def __init__(self, plc_url: str, dsn: str, directory: Path, max_accounts: int) -> None:
-        port = free_ports(2)
+        self.port = port = free_ports(2)
         self.relay_url = f"ws://localhost:{port}"
         self.plc_url = plc_url
+        self._dsn = dsn
+        self._directory = directory / "relay"
         self._http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", auth=("admin", PASSWORD), trust_env=False)
         self._log = directory / "relay.log"
         self._command = [
             *(str(RELAY), "--admin-password", PASSWORD, "--plc-host", plc_url, "--log-level", "warn", "serve"),
             *("--bind", f"127.0.0.1:{port}", "--metrics-listen", f"127.0.0.1:{port + 1}", "--db-url", dsn),
-            *("--persist-dir", str(directory / "relay"), "--default-account-limit", str(max_accounts)),
+            *("--persist-dir", str(self._directory), "--default-account-limit", str(max_accounts)),
             "--lenient-sync-validation",  # as the relay of Bluesky runs: it forwards commits that break the chain
         ]
 
@@ -55,6 +60,15 @@ class RealRelay:
         """Stop the relay, and start it again."""
         await self.stop()
         await self.start()
+
+    async def forget_everything(self) -> None:
+        """Delete all that a stopped relay has stored. It starts a new sequence, and subscribes to no PDS."""
+        shutil.rmtree(self._directory)
+        connection = await asyncpg.connect(self._dsn)
+        try:
+            await connection.execute("drop schema public cascade; create schema public")
+        finally:
+            await connection.close()
 
     async def close(self) -> None:
         """Stop the relay for good."""
@@ -95,6 +109,7 @@ async def real_relay(
     network: RealNetwork, dsn: str, directory: Path, max_accounts: int = MAX_ACCOUNTS
 ) -> AsyncIterator[RealRelay]:
     """Run a relay that subscribes to the PDSes of the network, and passes on so many accounts of each."""
+    directory.mkdir(exist_ok=True)
     relay = RealRelay(network.plc_url, dsn, directory, max_accounts)
     try:
         await relay.start()
