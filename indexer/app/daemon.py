@@ -49,6 +49,7 @@ from indexer.live.batch_writer import BATCH_SIZE, BatchWriter
 from indexer.live.firehose_consumer import FirehoseConsumer, StreamContinuity
 from indexer.live.inbox import Inbox
 from indexer.live.key_lookups import KeyLookups
+from indexer.live.relay_comparison import RelayComparison
 from indexer.live.stream_position import StreamPosition
 from indexer.live.streams import Stream, open_relays
 from indexer.net.http.http_client import OutboundClient
@@ -222,6 +223,8 @@ class Daemon:
         self.open_gaps = OpenGaps(self.db.gaps, shard, self.metrics, tuning.gap_refresh)
         self._read_times = ReadTimes()
         self.streams = [self._stream(relays) for relays in groups]
+        compared = {stream.subscription.relays[0]: stream for stream in self.streams}
+        self.comparison = RelayComparison(compared, self.open_gaps, self.metrics, self.conditions, tuning.comparison)
         self.reconciliation = Reconciliation(
             self.db,
             self.outbound,
@@ -233,6 +236,7 @@ class Daemon:
             replace(tuning.reconciliation, shard=shard, interval=settings.sweep_interval),
             self.identities,
             sources_are_hosts=settings.upstream == "pds",
+            may_be_covered=self.comparison.covered.may_close_all,
         )
         self.key_lookups = KeyLookups(
             self.identities, self.inbox, timeout=tuning.key_lookup_timeout, concurrency=KEY_LOOKUP_CONCURRENCY
@@ -254,6 +258,7 @@ class Daemon:
             AccountLimits(self.new_accounts, NewAccounts(new_accounts), self.conditions),
             self.scope,
             self.core,
+            self.comparison.add,
         )
 
     def _stream(self, relays: Sequence[str]) -> Stream:

@@ -29,6 +29,7 @@ MAX_DRAIN_SHARE = 0.7
 FEED_STOP_SECONDS = 5.0
 """Maximum time to store what clients of the feed have acknowledged before the process ends."""
 SILENCE_CHECK_SECONDS = 1.0
+COMPARISON_SECONDS = 1.0
 MAX_LISTED_GAPS = 5
 """Open gaps that a reason names."""
 MAX_READY_LAG_SECONDS = 60.0
@@ -234,6 +235,7 @@ def _streams(daemon: "Daemon") -> Iterator[Stage]:
                 "seq": stream.position.watermark.position,
                 "lag_seconds": stream.position.lag,
                 "silent_seconds": silent_seconds([stream]),
+                **daemon.comparison.show(stream.subscription.relays[0]),
             }
             for stream in streams
         ]
@@ -280,7 +282,7 @@ def _streams(daemon: "Daemon") -> Iterator[Stage]:
 
 def _gaps(daemon: "Daemon") -> Iterator[Stage]:
     """Yield the stages that find, load and close gaps."""
-    gaps, reconciliation = daemon.open_gaps, daemon.reconciliation
+    gaps, reconciliation, comparison = daemon.open_gaps, daemon.reconciliation, daemon.comparison
 
     async def check_silence() -> None:
         for stream in daemon.streams:
@@ -300,6 +302,13 @@ def _gaps(daemon: "Daemon") -> Iterator[Stage]:
     yield Stage("open gaps", "live", gaps.run, [gaps.stage], not_ready=open_gaps)
     check = gaps.stage.add()
     yield Stage("stream continuity", "live", lambda: run_periodically(check_silence, SILENCE_CHECK_SECONDS, check), [])
+    yield Stage(
+        comparison.stage.name,
+        "live",
+        lambda: run_periodically(comparison.check, COMPARISON_SECONDS, comparison.stage),
+        [comparison.stage],
+        needs_shard=True,
+    )
     yield Stage("reconciliation", "live", reconciliation.run, [reconciliation.stage], needs_shard=True)
 
 

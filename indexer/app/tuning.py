@@ -6,6 +6,7 @@ from indexer.app.clients import KEY_LOOKUP_TIMEOUT
 from indexer.db.gaps import REFRESH_SECONDS
 from indexer.live.batch_writer import WriterSettings
 from indexer.live.firehose_consumer import PROOF_TIMEOUT
+from indexer.live.relay_comparison import ComparisonSettings
 from indexer.net.http.host_limits import HostPauses
 from indexer.net.http.http_client import Timeouts
 from indexer.net.identity.identity_cache import IdentityLifetimes
@@ -27,6 +28,7 @@ class Tuning:
         connection: Of the stream.
         identities: Ages and intervals of identities.
         max_identities: Identities in memory.
+        comparison: The times of the comparison of relays.
         reconciliation: Its times; shard and interval are those of the settings.
         writer: The times of the batch writer; its shard and its window are those of the settings.
         pool: The times of the resync pool; workers and the timeout of an attempt follow from the settings.
@@ -51,6 +53,7 @@ class Tuning:
     connection: ConnectionSettings = field(default_factory=ConnectionSettings)
     identities: IdentityLifetimes = field(default_factory=IdentityLifetimes)
     max_identities: int = 200_000
+    comparison: ComparisonSettings = field(default_factory=ComparisonSettings)
     reconciliation: ReconciliationSettings = field(default_factory=ReconciliationSettings)
     writer: WriterSettings = field(default_factory=WriterSettings)
     pool: WorkerPoolSettings = field(default_factory=WorkerPoolSettings)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from math import inf
@@ -26,7 +26,7 @@ from indexer.live.repo_row_cache import RepoRowCache
 from indexer.live.stream_position import StreamPosition
 from indexer.live.verification_ahead import VerificationAhead
 from indexer.reasons import Desync, Rejection
-from indexer.sync.batch import BatchPlan, ReceivedMessage, is_quick, plan_batch, plan_refusal
+from indexer.sync.batch import BatchPlan, ReceivedMessage, SettledMessage, is_quick, plan_batch, plan_refusal
 from indexer.sync.changes import Batch
 from indexer.sync.events import MalformedEvent, UnknownEvent
 from indexer.sync.policy import KeyStateOf, PlanContext
@@ -118,6 +118,7 @@ class BatchWriter:
 
     Attributes:
         positions: The positions in the streams from which the messages come.
+        compare: Takes the messages that are settled, and then copies of messages that are settled.
     """
 
     db: Database
@@ -131,6 +132,7 @@ class BatchWriter:
     account_limits: AccountLimits
     scope: CurrentScope
     core: Core
+    compare: Callable[[Iterable[SettledMessage], Iterable[ReceivedMessage]], None]
 
     def __post_init__(self) -> None:
         self._batch_size = BatchSize(self.settings.batch_size)
@@ -198,6 +200,7 @@ class BatchWriter:
         first, copies = self._copies.hold_back(taken)
         self._finish(copies)
         self._count_copies(copies)
+        self.compare((), copies)
         self.inbox.put_back(first[self._batch_size.current :])
         return first[: self._batch_size.current]
 
@@ -369,6 +372,7 @@ class BatchWriter:
         self._held.discard_overdue(settled_dids)
         self._count(written)
         self._count_copies(copies)
+        self.compare(written.settled, copies)
         planned = messages[: len(messages) - len(plan.postponed)]
         self._ahead.drop(planned)
         again = [message for message in planned if message.did in conflicts] if conflicts else []
@@ -390,7 +394,7 @@ class BatchWriter:
 
     def _count(self, written: BatchPlan) -> None:
         self.totals.settled += len(written.settled)
-        results = Counter([(received.event.kind, outcome, why) for received, outcome, why in written.settled])
+        results = Counter([(received.event.kind, outcome, why) for received, outcome, why, _ in written.settled])
         for (kind, outcome, why), count in results.items():
             self.metrics.events[kind, outcome].inc(count)
             if isinstance(why, Rejection):

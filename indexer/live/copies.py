@@ -69,7 +69,7 @@ class Copies:
         """Return the copies that are done together with these messages."""
         if not self._waiting:
             return []
-        accepted = [received for received, outcome, _ in settled if outcome is not Outcome.REJECTED]
+        accepted = [received for received, outcome, *_ in settled if outcome is not Outcome.REJECTED]
         places = [(message.origin, message.seq) for message in accepted if message.seq is not None]
         return [copy for place in places for copy in self._waiting.get(place, ())]
 
@@ -77,7 +77,7 @@ class Copies:
         """Note that the outcomes are durable; return the copies that are done, and those to plan on their own."""
         done: list[ReceivedMessage] = []
         again: list[ReceivedMessage] = []
-        for received, outcome, _ in settled if self._recent or self._waiting else ():
+        for received, outcome, *_ in settled if self._recent or self._waiting else ():
             if (identity := _identify(received)) is None:
                 continue
             place, fingerprint = identity

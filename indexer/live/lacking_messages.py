@@ -30,6 +30,7 @@ class _Stream:
         inactive: Accounts that are not active, in the relay's own words.
         withheld: Those of them that it withholds.
         newest: When the newest of the messages that it has brought arrived for the first time.
+        charged: The number of messages with which it was charged.
         charged_at: When it was charged last.
     """
 
@@ -39,6 +40,7 @@ class _Stream:
     inactive: set[str] = field(default_factory=set)
     withheld: set[str] = field(default_factory=set)
     newest: float = -inf
+    charged: int = 0
     charged_at: float = -inf
 
 
@@ -117,8 +119,18 @@ class LackingMessages:
             if stream.caught_up_since is None or stream.caught_up_since > latest:
                 continue
             if messages := _overdue(stream, latest):
-                stream.charged_at, charged[relay] = now, messages
+                charged[relay] = messages
+                stream.charged_at = now
+                stream.charged += len(messages)
         return charged
+
+    def is_compared(self, relay: str) -> bool:
+        """Return True while a stream is caught up, so that it is charged with what it lacks."""
+        return self._streams[relay].caught_up_since is not None
+
+    def charged(self, relay: str) -> int:
+        """Return the number of messages with which a stream was charged so far."""
+        return self._streams[relay].charged
 
     def newest(self, relay: str) -> float:
         """Return when the newest message that a stream has brought arrived for the first time, from any stream."""

@@ -124,11 +124,16 @@ def commits_to_verify(
 
 
 class SettledMessage(NamedTuple):
-    """A message with its outcome, which is final once the batch is written."""
+    """A message with its outcome, which is final once the batch is written.
+
+    Attributes:
+        is_new: True for an authentic #commit or #sync whose rev is above all revs of the account that were known.
+    """
 
     received: ReceivedMessage
     outcome: Outcome
     why: Rejection | Desync | None = None
+    is_new: bool = False
 
 
 @dataclass(slots=True)
@@ -293,13 +298,23 @@ def _add(result: BatchPlan, received: ReceivedMessage, event: RepoEvent, draft: 
     if plan.outcome is Outcome.REJECTED and isinstance(plan.why, Rejection):
         _reject(result, received, event.kind, plan.why, plan.detail)
         return
+    is_new = isinstance(event, CommitEvent | SyncEvent) and _proves_new_rev(draft.after, plan.repo, event.rev)
     draft.after = plan.repo
     draft.changes.extend(plan.changes)
     if plan.buffer:
         draft.buffered.append(BufferedEvent(event.did, received.origin.relay, event.seq, received.frame))
     elif plan.repo.sync_status is not SyncStatus.IN_PROGRESS:
         draft.buffered.clear()
-    result.settled.append(SettledMessage(received, plan.outcome, plan.why))
+    result.settled.append(SettledMessage(received, plan.outcome, plan.why, is_new))
+
+
+def _proves_new_rev(before: Repo, after: Repo, rev: str) -> bool:
+    """Return True if an event with this rev was authentic, and its rev is above all revs that the row had."""
+    if after is before or (before.head is not None and rev <= before.head.rev):
+        return False
+    if rev <= (before.latest_verified_rev or "") or rev <= (before.latest_unverified_rev or ""):
+        return False
+    return rev == after.latest_verified_rev or (after.head is not None and rev == after.head.rev)
 
 
 def _reject(result: BatchPlan, received: ReceivedMessage, kind: str, reason: Rejection, detail: str) -> None:

@@ -296,6 +296,7 @@ class Reconciliation:
         scope: If the present scope wants all repos, listed accounts that are unknown are tracked.
         identities: The identities of accounts, which name their hosts.
         sources_are_hosts: True if the sources are PDSes, False if they are relays.
+        may_be_covered: Returns True while other streams may still cover the open gaps: no reconciliation is due yet.
         stage: Its progress. Each request for a page, and each comparison of a page, is work.
         last_error: Why the last reconciliation failed, with its source; None if it did not fail.
         waits_until: The end of the wait before a page is compared again (monotonic seconds); None if there is no wait.
@@ -311,6 +312,7 @@ class Reconciliation:
     settings: ReconciliationSettings
     identities: IdentityCache
     sources_are_hosts: bool = False
+    may_be_covered: Callable[[], bool] = lambda: False
     last_error: str | None = field(default=None, init=False)
     waits_until: float | None = field(default=None, init=False)
 
@@ -398,11 +400,12 @@ class Reconciliation:
         while True:
             with DatabaseAttempt(self.stage):
                 sources = self.open_sources()
-                if sources and (self.gaps.gaps or await self._is_due(sources)):
+                if sources and ((self.gaps.gaps and not self.may_be_covered()) or await self._is_due(sources)):
                     return await self._next_source(sources)
-            await self.gaps.wait_until_opened(self.settings.poll)
-            if not self.open_sources():
+            if self.gaps.gaps:
                 await asyncio.sleep(self.settings.poll)
+            else:
+                await self.gaps.wait_until_opened(self.settings.poll)
 
     async def _is_due(self, sources: Sequence[str]) -> bool:
         """Return True if the interval is over. The first reconciliation is due one interval after the first start."""

@@ -55,6 +55,8 @@ VALUES_MISSING = ConditionKind("values-missing", quiet_seconds=3_600.0)
 """No source has the blocks of some records. Their CIDs are stored, and resyncs are requested later."""
 MESSAGES_REFUSED = ConditionKind("messages-refused", quiet_seconds=600.0)
 """The database cannot store the effects of some messages. They become dead letters, and their repos are resynced."""
+RELAY_LACKS_MESSAGES = ConditionKind("relay-lacks-messages", quiet_seconds=600.0)
+"""A relay, the subject, has not sent messages that another relay has sent."""
 NEW_ACCOUNTS_LIMITED = ConditionKind("new-accounts-limited", quiet_seconds=600.0)
 """The stream added too many accounts of a registered domain, which is the subject. Further ones wait."""
 ACCOUNTS_WITHHELD = ConditionKind("accounts-withheld", quiet_seconds=86_400.0)

@@ -173,8 +173,16 @@ class Metrics:
             "first.",
             "It is above 60 (the daemon is not ready) or grows.")
         self.gaps_open = self._add(
-            Gauge, "indexer_gaps_open", (), "Gaps in the stream that no reconciliation has closed yet.",
+            Gauge, "indexer_gaps_open", (), "Gaps in the streams that are not closed yet.",
             "It is above 0 for longer than a reconciliation takes.")
+        self.relay_missing_messages = self._add(
+            Counter, "indexer_relay_missing_messages_total", ("relay",),
+            "Messages that the relay has not sent within a minute after another relay.",
+            "It grows: the relay omits messages, or the other one is ahead of it by more than a minute.")
+        self.relay_uncompared_messages = self._add(
+            Counter, "indexer_relay_uncompared_messages_total", ("relay",),
+            "Messages of other relays that this relay may lack: it was disconnected or behind for too long to know.",
+            "It grows while the relay is connected.")
         self._at_scrape(
             "indexer_queue_bytes", (), "Size of the messages that are received and not settled.",
             "It stays at its limit of 16 MiB: the database is slower than the stream.")

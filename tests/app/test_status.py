@@ -66,6 +66,8 @@ def test_document_of_an_idle_daemon() -> None:
         "trouble": None,
         "seq": 7,
         "lag_seconds": 0.25,
+        "compared": True,
+        "missing_messages": 2,
     }
     assert process["conditions"] == []
     assert document.to_json()["process"]["history"]["times"] == []

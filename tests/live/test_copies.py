@@ -204,3 +204,19 @@ async def test_cursor_of_a_stream_is_saved_when_it_has_moved_also_by_copies_alon
         assert list(map(tuple, await scenario.sql.fetch(cursors))) == [(RELAYS[0], 2), (RELAYS[1], 1)]
     duplicates = scenario.metrics.registry.get_sample_value("indexer_duplicate_events_total", {"relay": RELAYS[1]})
     assert duplicates == 1
+
+
+async def test_messages_are_compared_when_they_are_settled_and_their_copies_after_them(
+    make_scenario: MakeScenario,
+) -> None:
+    scenario, alice = await make_scenario(relays=RELAYS), SigningAccount()
+    await scenario.add(alice)
+    post = new_post(alice, 1)
+    async with scenario.writer():
+        await scenario.put(post)
+        await scenario.put(post, stream=1)
+        await scenario.settled()
+        await scenario.put(post, stream=1)
+        await scenario.settled()
+    one, two = RELAYS
+    assert scenario.compared == [(one, "commit", True), (two, "commit", None), (two, "commit", None)]

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from math import inf
 from time import time
@@ -24,7 +24,7 @@ from indexer.live.stream_position import StreamPosition
 from indexer.net.identity.did_resolver import DidResolver
 from indexer.net.identity.identity_cache import IdentityCache
 from indexer.net.new_accounts import NewAccounts
-from indexer.sync.batch import ReceivedMessage
+from indexer.sync.batch import ReceivedMessage, SettledMessage
 from indexer.sync.changes import Batch, RepoWrite
 from indexer.sync.identity import StoredIdentity
 from indexer.sync.repo import Repo
@@ -93,7 +93,11 @@ class NoDirectory(DidResolver):
 
 
 class WriterScenario:
-    """Accounts, streams, an inbox, and a batch writer that can be restarted with empty caches."""
+    """Accounts, streams, an inbox, and a batch writer that can be restarted with empty caches.
+
+    Attributes:
+        compared: Relay and kind of the settled messages and of the copies, with `is_new` of the settled ones.
+    """
 
     def __init__(
         self,
@@ -119,6 +123,11 @@ class WriterScenario:
             Shard(), batch_size=batch_size, retry_interval=0.0, idle_after=3_600.0, hold=hold
         )
         self._seqs = [0 for _ in relays]
+        self.compared: list[tuple[str, str, bool | None]] = []
+
+    def _compare(self, settled: Iterable[SettledMessage], copies: Iterable[ReceivedMessage]) -> None:
+        self.compared += [(one.received.origin.relay, one.received.event.kind, one.is_new) for one in settled]
+        self.compared += [(copy.origin.relay, copy.event.kind, None) for copy in copies]
 
     @asynccontextmanager
     async def writer(self) -> AsyncIterator[None]:
@@ -143,6 +152,7 @@ class WriterScenario:
                 limits,
                 scope,
                 self._core,
+                self._compare,
             )
             running = asyncio.create_task(writer.run())
             try:

@@ -1,6 +1,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -145,6 +146,57 @@ def test_the_old_key_is_not_used_after_an_identity_event() -> None:
     assert plan.stale_identities == {alice.did}
     assert plan.waiting == [batch[2]]
     assert plan.needed_keys == {alice.did: NeedsKey(alice.did, refresh=False)}
+
+
+def news_of(plan: BatchPlan) -> list[tuple[Outcome, bool]]:
+    return [(item.outcome, item.is_new) for item in plan.settled]
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome", "repeated"),
+    [
+        (SyncStatus.SYNCHRONIZED, Outcome.APPLIED, Outcome.REPLAYED),
+        (SyncStatus.DESYNCHRONIZED, Outcome.IGNORED, Outcome.IGNORED),
+        (SyncStatus.IN_PROGRESS, Outcome.BUFFERED, Outcome.BUFFERED),
+    ],
+)
+def test_authentic_commit_is_new_once(status: SyncStatus, outcome: Outcome, repeated: Outcome) -> None:
+    alice = SigningAccount()
+    row = alice.row(status)
+    commits = [received_message("commit", alice.commit_post(rkey)) for rkey in "abc"]
+    plan = plan_of([commits[0], commits[0], commits[2], commits[1]], alice.key_state, {alice.did: row})
+    assert news_of(plan)[:2] == [(outcome, True), (repeated, False)]
+    assert [item.is_new for item in plan.settled][2:] == [True, False], "a later rev is known"
+
+
+def test_sync_is_new_if_its_rev_is() -> None:
+    alice = SigningAccount()
+    row, old = alice.row(), received_message("sync", alice.sync_event())
+    alice.commit_post("lost")
+    sync = received_message("sync", alice.sync_event())
+    plan = plan_of([old, sync, sync], alice.key_state, {alice.did: row})
+    assert news_of(plan) == [(Outcome.IGNORED, False), (Outcome.DESYNCHRONIZED, True), (Outcome.IGNORED, False)]
+
+
+def test_commit_that_was_heard_before_its_key_was_known_is_not_new() -> None:
+    alice = SigningAccount()
+    row, commit = alice.row(), received_message("commit", alice.commit_post("a"))
+    unchecked = plan_of([commit], UNAVAILABLE, {alice.did: row})
+    [write] = unchecked.writes
+    checked = plan_of([commit], alice.key_state, {alice.did: write.repo})
+    assert news_of(unchecked) == [(Outcome.DESYNCHRONIZED, False)]
+    assert news_of(checked) == [(Outcome.IGNORED, False)]
+
+
+def test_what_is_forged_or_not_signed_is_not_new() -> None:
+    alice = SigningAccount()
+    batch = [
+        received_message("commit", alice.commit_post("a")),
+        received_message("account", alice.account_event(active=True)),
+        received_message("identity", alice.identity_event()),
+    ]
+    plan = plan_of(batch, SigningAccount("mallory").key_state._replace(final=True), {alice.did: alice.row()})
+    assert [item.is_new for item in plan.settled] == [False, False, False]
 
 
 def test_rejected_messages_become_dead_letters_and_change_nothing() -> None:

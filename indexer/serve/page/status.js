@@ -176,7 +176,7 @@ function showTrouble(status) {
   ]));
   fill("streams", status.process.streams.map((stream) => [
     stream.relay, stream.trouble ?? "connected",
-    duration(stream.lag_seconds), ago(stream.silent_seconds), whole(stream.seq),
+    duration(stream.lag_seconds), ago(stream.silent_seconds), whole(stream.missing_messages), whole(stream.seq),
   ]));
   fill("gaps", status.gaps.map((gap) => [gap.relay, gap.reason, whole(gap.first_seq), whole(gap.last_seq), duration(gap.open_seconds)]));
   set("gaps-note", status.read_seconds_ago === null ? "not known yet" : more(status.gaps.length, status.gaps_open));
