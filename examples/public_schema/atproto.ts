@@ -87,7 +87,7 @@ export interface Gap {
   last_seq: Int8 | null;
   /** When every affected repo was found equal or desynchronized; null if open. */
   closed_at: Date | null;
-  /** The host whose repo list closed the gap. */
+  /** The host whose repo list closed the gap, or the URL of the relay whose stream covered it. */
   closed_by: string;
 }
 

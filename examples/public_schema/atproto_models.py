@@ -114,7 +114,7 @@ class Gap(PublicView):
     closed_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
     """When every affected repo was found equal or desynchronized; null if open."""
     closed_by: Mapped[str] = mapped_column(Text)
-    """The host whose repo list closed the gap."""
+    """The host whose repo list closed the gap, or the URL of the relay whose stream covered it."""
 
 
 class Host(PublicView):

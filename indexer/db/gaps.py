@@ -129,6 +129,7 @@ class Gaps(Area):
         """Close a gap as far as it is about these positions, because the stream of this relay covers it."""
         async with self._pool.transaction() as connection:
             await close_gaps(connection, positions, gap_id, relay, first_gap=gap_id)
+            crash_point("gap.covered")
 
     async def load_open(self) -> list[OpenGap]:
         """Return the open gaps of all shards, oldest first."""

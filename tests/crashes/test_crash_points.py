@@ -21,6 +21,7 @@ from indexer.db import Database
 from indexer.demo.local_pds import GET_REPO
 from indexer.demo.local_repo import Write
 from indexer.demo.scenario import NOTE
+from indexer.live.relay_comparison import ComparisonSettings
 from indexer.resync.apply import SHARED_BYTES
 from indexer.sync.scope import Scope, Track
 from indexer.tasks.hosts import HostSettings
@@ -62,6 +63,13 @@ async def nothing(_world: DeathWorld) -> None:
 async def write(world: DeathWorld) -> None:
     world.create_account()
     world.act(3)
+
+
+async def write_on(world: DeathWorld) -> None:
+    """Let accounts write all the time."""
+    while True:
+        world.act(1)
+        await asyncio.sleep(0.05)
 
 
 async def lose_commit(world: DeathWorld) -> None:
@@ -451,6 +459,7 @@ async def test_killed_a_few_times_at_random(database: str, tmp_path: Path, recor
 TRIM_DEATHS = [*both("change-log.truncated"), Death("change-log.segment")] * 2
 FEED_DEATHS = [*both("feed.begun", "feed.saved"), Death("feed.saved", passes=2)]
 REPLAY_DEATHS = both("dead-letter.resolved")
+COVER_DEATHS = both("gap.covered")
 MIGRATION_DEATHS = [Death("migration.version"), *both("migration.done")]
 NUMBERING_DEATHS = [Death(f"numbering.{step}", passes=passes) for step in ("begun", "done") for passes in (1, 2, 3)]
 
@@ -537,6 +546,22 @@ async def test_replay_of_dead_letters_is_killed(
         record_property("deaths", world.deaths.total())
 
 
+@tiers(COVER_DEATHS, (1,))
+async def test_killed_when_the_stream_of_another_relay_covers_a_gap(
+    database: str, tmp_path: Path, record_property: RecordProperty, deaths: Sequence[Death]
+) -> None:
+    """A second relay is added, whose gap the first one covers."""
+    quick = replace(MORTAL, comparison=ComparisonSettings(margin=0.5))
+    async with FaultyNetwork(relays=2) as network, death_world(database, tmp_path, network=network) as world:
+        world.change_settings({"relays": ",".join(network.relay_urls)}, quick)
+        for death in deaths:
+            await world.die(death, write, write_on)
+        await world.settle()
+        gaps = await world.execute("select relay, reason, closed_by from atproto.gaps")
+        assert [tuple(gap) for gap in gaps] == [(network.relay_urls[1], "no-cursor", network.relay_urls[0])]
+        record_property("deaths", world.deaths.total())
+
+
 @tiers(MIGRATION_DEATHS, (0, 2))
 async def test_migration_is_killed(
     empty_database: str, tmp_path: Path, record_property: RecordProperty, deaths: Sequence[Death]
@@ -583,6 +608,7 @@ DEATHS = [
     *TRIM_DEATHS,
     *FEED_DEATHS,
     *REPLAY_DEATHS,
+    *COVER_DEATHS,
     *MIGRATION_DEATHS,
     *NUMBERING_DEATHS,
 ]
