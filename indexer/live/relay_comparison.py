@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from time import monotonic
 
 from indexer.concurrency.stage_progress import StageProgress
@@ -114,7 +115,8 @@ class RelayComparison:
         self.conditions.report(RELAY_LACKS_MESSAGES, relay, message=message, count=len(messages))
 
     def _stored_until(self) -> Mapping[str, float | None]:
-        return {relay: stream.position.clock.reached for relay, stream in self.streams.items()}
+        several = self.streams.items() if self._has_several else ()
+        return {relay: stream.position.clock.reached for relay, stream in several}
 
 
 def _is_caught_up(stream: Stream, now: float) -> bool:
@@ -122,5 +124,6 @@ def _is_caught_up(stream: Stream, now: float) -> bool:
     connection, lag = stream.subscription.connection, stream.position.lag
     if connection is None or not stream.position.is_known():
         return False
-    silent = min(now - connection.opened_at, silent_seconds([stream]) or 0.0)
+    since_message = silent_seconds([stream])
+    silent = min(now - connection.opened_at, inf if since_message is None else since_message)
     return silent > SILENT_SECONDS or (lag is not None and lag <= CAUGHT_UP_LAG)
