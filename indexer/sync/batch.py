@@ -310,9 +310,8 @@ def _add(result: BatchPlan, received: ReceivedMessage, event: RepoEvent, draft: 
 
 def _proves_new_rev(before: Repo, after: Repo, rev: str) -> bool:
     """Return True if an event with this rev was authentic, and its rev is above all revs that the row had."""
-    if after is before or (before.head is not None and rev <= before.head.rev):
-        return False
-    if rev <= (before.latest_verified_rev or "") or rev <= (before.latest_unverified_rev or ""):
+    known = before.head.rev if before.head else ""
+    if rev <= max(known, before.latest_verified_rev or "", before.latest_unverified_rev or ""):
         return False
     return rev == after.latest_verified_rev or (after.head is not None and rev == after.head.rev)
 

@@ -102,6 +102,17 @@ def test_account_that_a_relay_calls_inactive_is_not_charged_to_it() -> None:
     }
 
 
+def test_newest_message_of_a_stream_is_one_that_no_stream_has_brought_long_before() -> None:
+    messages = lacking(FIRST, SECOND)
+    assert messages.newest(FIRST) < 0.0
+    messages.add(FIRST, ALICE, rev_of(1), 1.0, is_new=True)
+    messages.add(SECOND, ALICE, rev_of(1), 5.0, is_new=False)
+    assert (messages.newest(FIRST), messages.newest(SECOND)) == (1.0, 1.0)
+    messages.add(SECOND, BOB, rev_of(2), 6.0, is_new=True)
+    messages.add(FIRST, ALICE, rev_of(1), 9.0, is_new=False)
+    assert (messages.newest(FIRST), messages.newest(SECOND)) == (1.0, 6.0)
+
+
 def test_remembered_inactive_accounts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("indexer.live.lacking_messages.MAX_INACTIVE", 1)
     messages = lacking(FIRST, SECOND)

@@ -178,6 +178,14 @@ def test_sync_is_new_if_its_rev_is() -> None:
     assert news_of(plan) == [(Outcome.IGNORED, False), (Outcome.DESYNCHRONIZED, True), (Outcome.IGNORED, False)]
 
 
+def test_second_state_with_the_stored_rev_is_not_new() -> None:
+    alice = SigningAccount()
+    sync = received_message("sync", alice.sync_event())
+    row = alice.row()
+    other = row._replace(head=alice.head._replace(data=b"another tree"))
+    assert news_of(plan_of([sync], alice.key_state, {alice.did: other})) == [(Outcome.DESYNCHRONIZED, False)]
+
+
 def test_commit_that_was_heard_before_its_key_was_known_is_not_new() -> None:
     alice = SigningAccount()
     row, commit = alice.row(), received_message("commit", alice.commit_post("a"))
