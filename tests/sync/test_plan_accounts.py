@@ -306,6 +306,7 @@ def test_a_newer_listed_rev_causes_a_resync_and_counts_as_unverified() -> None:
     assert noted.version > fetching.version
     waiting = ROW._replace(sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=Desync.NEW)
     for repo, rev in (
+        (waiting._replace(next_attempt_at=PARKED), NEWER),
         (noted, NEWER), (ROW, STORED), (ROW, tid_of(500)), (ROW._replace(active=False), NEWER), (waiting, NEWER)
     ):  # fmt: skip
         assert plan_listed(repo, rev, NOW) is repo

@@ -95,6 +95,11 @@ async def test_withheld_account_becomes_due_when_its_host_lists_a_newer_rev(host
     await hosts.read(crawl)
     repo = (await hosts.repos())[account.did]
     assert (repo.next_attempt_at, repo.latest_unverified_rev) == (None, account.rev)
+    await hosts.db.repos.update(
+        account.did, lambda repo: repo._replace(version=repo.version + 1, next_attempt_at=PARKED)
+    )
+    behind = await hosts.db.crawls.desynchronize_behind({account.did: account.rev}, time())
+    assert behind == 0, "it was not synchronized before"
     assert repo.sync_reason is Desync.WITHHELD
 
 

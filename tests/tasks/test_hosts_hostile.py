@@ -13,6 +13,7 @@ import stamina
 from aiohttp import web
 
 from indexer.atproto.syntax import tid_of
+from indexer.concurrency.stage_progress import Work
 from indexer.db import Database
 from indexer.sync.repo import SyncStatus
 from indexer.tasks import hosts as module
@@ -171,7 +172,10 @@ async def test_list_of_slow_pages_is_read_in_turns_from_its_cursor(hosts: Hosts)
     for read in ([""], ["", "1"], ["", "1", "2"]):
         await hosts.read(hurried)
         assert slow.requests == read, "a page at a time"
-        assert ((await hosts.stored()).cursor is None) is (read[-1] == "2")
+        is_complete = read[-1] == "2"
+        assert ((await hosts.stored()).cursor is None) is is_complete
+        due = await hosts.db.host_lists.due(range(256), time() - 3_600, time())
+        assert (hosts.name() in due) is not is_complete, "the rest is due"
 
 
 async def test_hosts_of_one_domain_leave_visits_to_others(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +220,8 @@ async def test_relay_that_invents_hosts_fills_a_bounded_table_and_delays_no_hone
     for host in due:
         if "liar" in host:
             await hosts.db.host_lists.save_failure(host, "no-such-host", time())
+    for pds in range(2):
+        await crawl.read_list(hosts.name(pds), Work())
     due = await hosts.db.host_lists.due(range(256), time(), time())
     assert set(due[:2]) == {hosts.name(0), hosts.name(1)}
     relay.invented = []
