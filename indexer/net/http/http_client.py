@@ -101,8 +101,9 @@ class OutboundClient:
         if resolve is None:
             resolve = resolve_with_system if allow_private else DnsResolver(settings.dns_servers)
         self._resolver = CheckedResolver(resolve, connect, allow_private=allow_private)
+        self._tls = tls or _default_tls()
         self._session = aiohttp.ClientSession(
-            connector=checked_connector(self._resolver, tls or _default_tls(), allow_private=allow_private),
+            connector=self._connector(),
             response_class=_ResponseWithPeer,
             headers={"User-Agent": settings.user_agent, "Accept-Encoding": ACCEPT_ENCODING},
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect, sock_read=settings.timeouts.read),
@@ -177,6 +178,27 @@ class OutboundClient:
                     raise UnavailableError(FetchFailure.BAD_ANSWER, detail)
                 target = self._allowed_url(location, target)
         raise UnavailableError(FetchFailure.BAD_ANSWER, f"more than {_MAX_REQUESTS - 1} redirects from {url[:200]}")
+
+    @asynccontextmanager
+    async def opening(self, url: str) -> AsyncIterator[aiohttp.BaseConnector]:
+        """Allow the block to open one websocket to the URL, with this connector, when the limits of the host allow it.
+
+        The block closes the connector. The handshake counts as one request.
+        """
+        target = self._allowed_url(url)
+        host = target.host_port_subcomponent or ""
+        async with self.hosts.slot(host, resolve=partial(self._servers, target)) as slot:
+            with slot.record_errors(), _transport_errors(target):
+                try:
+                    yield self._connector()
+                except aiohttp.WSServerHandshakeError as error:
+                    slot.record_response(error.status, retry_after_seconds(error.status, error.headers or {}, time()))
+                    detail = f"{_shown(target)}: HTTP {error.status}"
+                    raise UnavailableError(FetchFailure.HTTP_STATUS, detail) from error
+            slot.record_response(HTTPStatus.SWITCHING_PROTOCOLS, None)
+
+    def _connector(self) -> aiohttp.TCPConnector:
+        return checked_connector(self._resolver, self._tls, allow_private=self._allow_private_hosts)
 
     async def _servers(self, url: URL) -> list[str]:
         """Return the network addresses of the host of a URL; see `CheckedResolver.resolve` for the errors."""

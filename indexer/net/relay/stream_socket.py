@@ -1,15 +1,18 @@
 """The websocket on which a relay sends its stream. The only module of this package that knows the websocket library."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from math import inf
 from time import monotonic
 from typing import Any, Literal
 
 import aiohttp
 from aiohttp import WSCloseCode, WSMsgType
+
+from indexer.errors import UnavailableError
 
 STREAM_PATH = "/xrpc/com.atproto.sync.subscribeRepos"
 TURN_SECONDS = 0.005
@@ -20,6 +23,8 @@ FEW_BYTES, MANY_BYTES = 96 << 10, 240 << 10
 without pauses. One read takes at most 256 KiB."""
 SHORT_INTERVAL = 2 / 3
 """The length of an interval after one with more than a few bytes."""
+MESSAGE_COST = 1_000
+"""Bytes that a message costs besides its size, where `ConnectionSettings.bytes_per_second` limits a stream."""
 _SEND_SECONDS = 1.0
 """Time to send a pong or a close frame, if the relay does not read what was sent before."""
 _LOST = "connection lost without a close frame"
@@ -59,6 +64,8 @@ class ConnectionSettings:
             one is to the first relay.
         switch_after: Without a stable connection, before the next relay is tried: without a cursor of it, all repos
             would be compared with its list.
+        bytes_per_second: The rate at which messages are received, in the mean of some seconds. Each one also costs
+            `MESSAGE_COST`. Whoever sends faster has to wait.
     """
 
     connect_timeout: float = 15.0  # for the TCP connection and the handshakes
@@ -70,9 +77,12 @@ class ConnectionSettings:
     max_delay: float = 12.0  # before the jitter of 25 %
     stable_after: float = 60.0
     switch_after: float = 60.0
+    bytes_per_second: float = inf
 
 
 Ending = Literal["lost", "closed by this side", "message over the size limit"]
+Opening = Callable[[str], AbstractAsyncContextManager[aiohttp.BaseConnector]]
+"""Allows the block to open one connection to a URL, with this connector. Raises `UnavailableError`."""
 
 
 class StreamSocketError(ConnectionError):
@@ -91,17 +101,15 @@ class StreamSocket:
     """
 
     def __init__(
-        self,
-        socket: aiohttp.ClientWebSocketResponse[bool],
-        transport: asyncio.Transport,
-        read_interval: float,
-        read_times: ReadTimes,
+        self, socket: aiohttp.ClientWebSocketResponse[bool], transport: asyncio.Transport, settings: ConnectionSettings
     ) -> None:
         self._socket = socket
         self._transport = transport
         self._reading = _below_tls(transport)
-        self._read_interval = read_interval
-        self._read_times = read_times
+        self._read_interval = settings.read_interval
+        self._read_times = settings.read_times
+        self._seconds_per_byte = 1 / settings.bytes_per_second
+        self._paid_until = 0.0  # when the bytes so far have taken the time that the rate allows
         self._interval: asyncio.TimerHandle | None = None
         self._bytes = 0  # of messages, in the present interval
         self._paused = False
@@ -118,11 +126,16 @@ class StreamSocket:
             if monotonic() > self._turn_ends:
                 await asyncio.sleep(0)  # messages that arrived together would not let other tasks run
                 self._turn_ends = monotonic() + TURN_SECONDS
+            if self._seconds_per_byte and (early := self._paid_until - monotonic()) > 1:
+                await asyncio.sleep(early)
             message = await self._socket.receive()
             kind = message.type
             if kind is WSMsgType.BINARY or kind is WSMsgType.TEXT:
                 data: bytes = message.data
                 self._pause_reading(len(data))
+                if self._seconds_per_byte:
+                    cost = self._seconds_per_byte * (MESSAGE_COST + len(data))
+                    self._paid_until = max(self._paid_until, monotonic()) + cost
                 return data
             if kind is WSMsgType.PING:
                 await self._pong(message.data)
@@ -204,8 +217,19 @@ def _end(kind: WSMsgType, data: Any, reason: str | None) -> StreamSocketError:
 
 
 @asynccontextmanager
+async def open_to_any_address(_url: str) -> AsyncIterator[aiohttp.BaseConnector]:
+    """Allow a connection to the URL of a relay, which the operator chose: to any address."""
+    yield aiohttp.TCPConnector(resolver=aiohttp.ThreadedResolver())
+
+
+@asynccontextmanager
 async def open_stream(
-    relay: str, cursor: int | None, max_bytes: int, user_agent: str, settings: ConnectionSettings
+    relay: str,
+    cursor: int | None,
+    max_bytes: int,
+    user_agent: str,
+    settings: ConnectionSettings,
+    opening: Opening = open_to_any_address,
 ) -> AsyncIterator[StreamSocket]:
     """Open the stream of `relay` after `cursor` (None: only new messages), and close it at the end.
 
@@ -217,24 +241,29 @@ async def open_stream(
     """
     url = f"{relay.rstrip('/')}{STREAM_PATH}" + ("" if cursor is None else f"?cursor={cursor}")
     handshake = _Handshake()
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(resolver=aiohttp.ThreadedResolver()),
-        headers={"User-Agent": user_agent},
-        timeout=aiohttp.ClientTimeout(total=None),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        trust_env=False,
-        middlewares=[handshake],
-    ) as session:
+    async with AsyncExitStack() as stack:
         try:
-            async with asyncio.timeout(settings.connect_timeout):
-                socket = await session.ws_connect(
-                    url,
-                    heartbeat=settings.ping_interval,
-                    autoping=False,
-                    autoclose=False,
-                    max_msg_size=max_bytes + 1,
-                    decode_text=False,
+            async with opening(url) as connector:
+                session = aiohttp.ClientSession(
+                    connector=connector,
+                    headers={"User-Agent": user_agent},
+                    timeout=aiohttp.ClientTimeout(total=None),
+                    cookie_jar=aiohttp.DummyCookieJar(),
+                    trust_env=False,
+                    middlewares=[handshake],
                 )
+                await stack.enter_async_context(session)
+                async with asyncio.timeout(settings.connect_timeout):
+                    socket = await session.ws_connect(
+                        url,
+                        heartbeat=settings.ping_interval,
+                        autoping=False,
+                        autoclose=False,
+                        max_msg_size=max_bytes + 1,
+                        decode_text=False,
+                    )
+        except UnavailableError as error:
+            raise StreamSocketError(str(error)) from error
         except TimeoutError as error:
             raise TimeoutError(f"not connected within {settings.connect_timeout:g} s") from error
         except aiohttp.ClientConnectorError as error:
@@ -243,7 +272,7 @@ async def open_stream(
             raise StreamSocketError(f"HTTP {error.status}: {error.message}") from error
         except (aiohttp.ClientError, UnicodeError) as error:
             raise StreamSocketError(f"{type(error).__name__}: {error}") from error
-        stream = StreamSocket(socket, handshake.transport, settings.read_interval, settings.read_times)
+        stream = StreamSocket(socket, handshake.transport, settings)
         try:
             yield stream
         finally:

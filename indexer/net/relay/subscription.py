@@ -15,7 +15,14 @@ from time import monotonic
 import structlog
 
 from indexer.atproto.limits import Limits
-from indexer.net.relay.stream_socket import ConnectionSettings, StreamSocket, StreamSocketError, open_stream
+from indexer.net.relay.stream_socket import (
+    ConnectionSettings,
+    Opening,
+    StreamSocket,
+    StreamSocketError,
+    open_stream,
+    open_to_any_address,
+)
 from indexer.sync.events import Event, decode_frame
 
 log = structlog.get_logger(__name__)
@@ -37,6 +44,7 @@ class Subscription:
     """Receives frames from the first of `relays` that works.
 
     Attributes:
+        opening: Allows each connection.
         oversized: Relays whose last connection ended with a message over `max_bytes`. They would send it again.
         disconnected_since: When the last connection ended, or this object was made (monotonic seconds).
     """
@@ -45,6 +53,7 @@ class Subscription:
     max_bytes: int  # a larger message is not received: it ends the connection
     user_agent: str
     settings: ConnectionSettings = field(default_factory=ConnectionSettings)
+    opening: Opening = open_to_any_address
     oversized: set[str] = field(default_factory=set, init=False)
     connection: Connection | None = field(default=None, init=False)  # None while not connected
     disconnected_since: float = field(default_factory=monotonic, init=False)
@@ -109,7 +118,7 @@ class Subscription:
 
     async def _frames_of(self, relay: str, cursor: int | None) -> AsyncGenerator[bytes, None]:
         log.debug("relay.connecting", relay=relay, cursor=cursor)
-        async with open_stream(relay, cursor, self.max_bytes, self.user_agent, self.settings) as socket:
+        async with open_stream(relay, cursor, self.max_bytes, self.user_agent, self.settings, self.opening) as socket:
             self._socket = socket
             self.connection = Connection(relay)
             self.last_error = None

@@ -1,4 +1,5 @@
 import asyncio
+import math
 import ssl
 from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -15,6 +16,7 @@ from websockets.asyncio.server import ServerConnection, serve
 from indexer.net.relay.stream_socket import (
     FEW_BYTES,
     MANY_BYTES,
+    MESSAGE_COST,
     SHORT_INTERVAL,
     ConnectionSettings,
     ReadTimes,
@@ -30,7 +32,10 @@ Message = tuple[float, bytes]
 
 @asynccontextmanager
 async def stream_of(
-    messages: Iterable[Message], read_interval: float, tls: ssl.SSLContext | None = None
+    messages: Iterable[Message],
+    read_interval: float,
+    tls: ssl.SSLContext | None = None,
+    bytes_per_second: float = math.inf,
 ) -> AsyncIterator[StreamSocket]:
     """Open the stream of a relay that sends these messages, and then nothing."""
 
@@ -42,7 +47,7 @@ async def stream_of(
 
     async with serve(send, "127.0.0.1", 0, ssl=tls) as server:
         port = server.sockets[0].getsockname()[1]
-        settings = ConnectionSettings(read_interval=read_interval)
+        settings = ConnectionSettings(read_interval=read_interval, bytes_per_second=bytes_per_second)
         scheme = "ws" if tls is None else "wss"
         async with open_stream(f"{scheme}://127.0.0.1:{port}", None, 1_000_000, "tests", settings) as stream:
             yield stream
@@ -145,6 +150,20 @@ async def test_reading_stays_paused_while_many_bytes_wait() -> None:
         await asyncio.sleep(5 * INTERVAL)
         assert sent - before < 100
         assert before < 1_000
+
+
+@pytest.mark.parametrize("size", [1, 10_000])
+async def test_messages_are_received_at_the_limited_rate(size: int) -> None:
+    cost = MESSAGE_COST + size
+    messages: list[Message] = [(0, bytes(size))] * 250
+    async with asyncio.timeout(30), stream_of(messages, 0, bytes_per_second=100 * cost) as stream:
+        await stream.receive()
+        began, times = monotonic(), list[float]()
+        for _ in messages[1:]:
+            await stream.receive()
+            times.append(monotonic() - began)
+    assert times[50] < 0.5, "a short burst is received at once"
+    assert times[-1] > 1.4
 
 
 async def test_socket_is_read_once_per_interval_with_tls(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
