@@ -132,7 +132,6 @@ async def open_replay(settings: Settings, db: Database) -> AsyncIterator[DeadLet
                 db,
                 identities,
                 await stored_policy(settings, db),
-                upstream_is_pds=settings.upstream == "pds",
                 key_timeout=KEY_LOOKUP_TIMEOUT,
             )
         await db.hosts.save(outbound.hosts.unsaved())

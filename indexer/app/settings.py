@@ -423,6 +423,7 @@ class Settings(BaseModel):
             store_values=self.store_values,
             lenient=self.inversion == "lenient",
             deletion_grace=self.deletion_grace,
+            upstream_is_pds=self.upstream == "pds",
         )
 
 

@@ -24,6 +24,7 @@ from indexer.db.resync_queue import Resyncs
 from indexer.db.scope import StoredScope
 from indexer.db.scope_changes import ScopeChanges
 from indexer.db.shard_lock import ShardLocks
+from indexer.db.subscribed_hosts import SubscribedHosts
 from indexer.db.tap_feed import Feed
 from indexer.db.write import WrittenBatch, write
 from indexer.sync.changes import Batch
@@ -40,6 +41,7 @@ class Database(Connections):
         self.dead_letters = DeadLetters(self)
         self.exports = Exports(self)
         self.feed = Feed(self)
+        self.subscribed_hosts = SubscribedHosts(self)
         self.gaps = Gaps(self)
         self.host_lists = HostLists(self)
         self.hosts = Hosts(self)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from indexer.atproto.record import Problem
 from indexer.crash_points import crash_point
+from indexer.db import subscribed_hosts
 from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
 from indexer.db.exports import PATH, SORT_TIMEOUT, in_chunks
 from indexer.db.scope import holds
@@ -154,6 +155,10 @@ class ResyncTransaction:
         Otherwise records of collections that are no longer selected could be written after the others were deleted.
         """
         return await holds(self.connection, self.scope_version)
+
+    async def is_subscribed(self, subscribed: int | None) -> bool:
+        """Return True if the account's host is still subscribed, as this row says; it is until the transaction ends."""
+        return subscribed is not None and await subscribed_hosts.holds(self.connection, subscribed)
 
     async def buffered(self) -> list[BufferedEvent]:
         """Return the events that were buffered since the last call, in order of arrival."""

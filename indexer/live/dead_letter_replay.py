@@ -61,7 +61,6 @@ class DeadLetterReplay:
     db: Database
     identities: IdentityCache
     policy: Policy
-    upstream_is_pds: bool = field(default=False, kw_only=True)
     key_timeout: float = field(kw_only=True)
 
     async def replay(self, dead_letter_id: int) -> ReplayResult:
@@ -90,7 +89,8 @@ class DeadLetterReplay:
         event = decode_frame(frame, self.policy.limits)
         if isinstance(event, InfoEvent | StreamError | OtherShardEvent):
             event = UnknownEvent(event.kind, None)  # it concerns no repo, and its effect on the stream is over
-        host = host_of(dead_letter.relay) if self.upstream_is_pds else None
+        is_host = self.policy.upstream_is_pds or dead_letter.relay.startswith("http")  # URLs of relays begin with ws
+        host = host_of(dead_letter.relay) if is_host else None
         received = ReceivedMessage(Origin(dead_letter.relay, dead_letter.epoch, host), event.seq, frame, event)
         for _ in range(MAX_ATTEMPTS):
             plan = await self._plan(received)

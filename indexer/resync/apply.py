@@ -158,13 +158,14 @@ class Applies:
         resync.enter(Phase.QUEUE)
         async with self._large_turns if resync.large else self._turns:
             resync.enter(Phase.WRITE)
-            if export is not None and claimed.head is None and export.size <= SHARED_BYTES:
+            alone = claimed.head is not None or resync.subscribed is not None
+            if export is not None and not alone and export.size <= SHARED_BYTES:
                 whole, chunk = await self._in_thread(_whole_chunk, export, policy)
                 if whole and not (chunk is not None and chunk.missing):
                     repo = NewRepo(claimed, export.head, key_state, policy, chunk)
                     if batch := await self.write_shared(repo):
                         return self._result(Counter(create=chunk.count if chunk else 0), Counter(), batch)
-            return await self._write_alone(policy, claimed, export, key_state)
+            return await self._write_alone(policy, resync, export, key_state)
 
     async def write_shared(self, repo: NewRepo) -> Batch | None:
         """Write the repo together with others; return its batch, or None if it needs a transaction of its own."""
@@ -186,8 +187,9 @@ class Applies:
             log.debug("resync.group-failed", repos=len(group), error=str(error))
             return {}
 
-    async def _write_alone(self, policy: Policy, claimed: Repo, export: Snapshot | None, key: KeyState) -> str:
+    async def _write_alone(self, policy: Policy, resync: Resync, export: Snapshot | None, key: KeyState) -> str:
         """Write the differences, drain the buffer, and end the resync, in a transaction of its own."""
+        claimed = resync.claimed
         head = export.head if export else claimed.head
         if head is None:
             raise BrokenInvariantError(f"{claimed.did}: no export, and no stored head")
@@ -198,7 +200,7 @@ class Applies:
                 self._accept_missing(claimed, missing)
             completion = Completion(claimed, head, key, PlanContext(policy, time()))
             drained = await self._drain(transaction, completion)
-            batch = completion.end()
+            batch = completion.end(subscribed=await transaction.is_subscribed(resync.subscribed))
             if not await transaction.finish(batch):
                 raise BrokenInvariantError(f"{claimed.did}: the row changed while it was locked")
             crash_point("resync.finished")

@@ -63,7 +63,8 @@ class ResyncAttempts:
         if await self._is_unchanged(claimed, identity, policy):
             return await self.applies.write(resync, policy, identity.key, None)
         failure: UpstreamError | UnavailableError = UnavailableError(FetchFailure.UNREACHABLE, "no source configured")
-        for source in self.sources:
+        # Another source may lack what the stream of the host has sent before.
+        for source in self.sources if resync.subscribed is None else (None,):
             try:
                 return await self._attempt_from(source, resync, shares, identity)
             except DatabaseError:

@@ -265,6 +265,8 @@ class WorkerPool:
         if identity.host != resync.host:
             self.shares.count_for(resync, identity.host, now)
         self._count_as_new(claimed, identity.host, now)
+        if claimed.withheld_since is not None and identity.pds is not None:
+            resync.subscribed = await self.db.subscribed_hosts.find(claimed.did, identity.pds)
         return await self.attempts.attempt(resync, self.shares, identity)
 
     async def _record_failure(self, claimed: Repo, failure: UnavailableError) -> str:

@@ -85,6 +85,7 @@ class Resync:
         phase_since: When it began, in Unix seconds.
         preloaded: True if its identity was loaded into memory, unless none is stored.
         deadline: When the attempt ends at the latest; None if it does not run.
+        subscribed: Says that its host was subscribed before the export was requested, if a relay withholds the account.
         ended: Set if it is ended because it is slow. It occupies what it has until its attempt is cleaned up.
     """
 
@@ -98,6 +99,7 @@ class Resync:
     phase_since: float = 0.0
     preloaded: bool = False
     deadline: asyncio.Timeout | None = None
+    subscribed: int | None = None
     ended: PostponedError | None = None
 
     @property

@@ -33,7 +33,7 @@ _OWN_STATUSES = frozenset({OUT_OF_SCOPE, TOMBSTONED})
 def plan_account(repo: Repo, event: AccountEvent, context: PlanContext) -> Plan:
     """Apply a relay's report about the account, unless a later one has been applied (docs/protocol.md#accounts)."""
     point = StreamPoint(context.origin.relay, context.origin.epoch, event.seq, event_seconds(event.time))
-    if _is_outdated(repo, point, compare_times=context.origin.host is None):
+    if _is_outdated(repo, point, compare_times=not context.policy.upstream_is_pds):
         return Plan(repo, Outcome.REPLAYED)
     status, is_hidden = _reported(event.status), not event.active and hides(_reported(event.status))
     if not repo.known and is_hidden:
@@ -41,15 +41,37 @@ def plan_account(repo: Repo, event: AccountEvent, context: PlanContext) -> Plan:
     placed = _with_place(repo, point, context.now + context.policy.limits.clock_drift_seconds)
     if not repo.known:
         placed = placed._replace(next_attempt_at=context.now + FIRST_COMMIT_SECONDS)
+    elif context.is_beside_relays:
+        return _plan_host_report(repo, placed, event, context)
     if is_hidden:
         return Plan(hide(placed, status, _erase_at(repo, event, context)), Outcome.APPLIED)
     if not event.active:
         after = _withheld(placed, status, context.now)
-        broken = Desync.WITHHELD if repo.sync_status is SyncStatus.SYNCHRONIZED and repo.active else None
+        broken = None if after.sync_status is repo.sync_status else Desync.WITHHELD
         return Plan(after if after is not placed else amend(placed), Outcome.APPLIED, why=broken)
     after = _active_again(placed, status, context.now)
     broken = None if after.sync_status is repo.sync_status else Desync.REACTIVATED
     return Plan(after, Outcome.APPLIED, why=broken)
+
+
+def _plan_host_report(repo: Repo, placed: Repo, event: AccountEvent, context: PlanContext) -> Plan:
+    """Apply a report on the stream of a subscribed host, which says nothing about what relays do.
+
+    So it does not change whether a relay withholds the account, or has taken it down.
+    """
+    status, is_own = _reported(event.status), repo.hosting_relay == context.origin.relay
+    hidden_by_relay = not (repo.active or is_own or repo.hosting_status == "deactivated")
+    if hidden_by_relay or not (event.active or hides(status)):
+        return Plan(repo, Outcome.IGNORED)
+    if event.active and repo.active:
+        after = unparked(repo, context.now)
+        return Plan(after, Outcome.IGNORED if after is repo else Outcome.APPLIED)
+    if event.active:
+        after = _active_again(placed, status, context.now)
+    else:
+        after = hide(placed, status, _erase_at(repo, event, context))
+    why = None if after.sync_status is repo.sync_status else Desync.REACTIVATED
+    return Plan(after._replace(withheld_since=repo.withheld_since), Outcome.APPLIED, why=why)
 
 
 def plan_existence(repo: Repo, now: float, deletion_grace: float, *, exists: bool) -> Repo:
@@ -153,8 +175,9 @@ def _withheld(repo: Repo, status: str | None, now: float) -> Repo:
     """
     if not repo.tracked or not repo.active or (repo.withheld_since is not None and repo.hosting_status == status):
         return repo
-    since = now if repo.withheld_since is None else repo.withheld_since
-    after = amend(repo, hosting_status=status, withheld_since=since)
+    if repo.withheld_since is not None:
+        return amend(repo, hosting_status=status)
+    after = amend(repo, hosting_status=status, withheld_since=now)
     return withhold(after) if after.sync_status is SyncStatus.SYNCHRONIZED else after
 
 

@@ -42,9 +42,9 @@ def plan_event(
 
     `repo` is the current row, or `Repo(did)` if there is none. `size` is that of the frame in bytes.
     """
-    if not repo.tracked and not (repo.out_of_scope and _may_add(event, context.policy.scope)):
+    if not repo.tracked and not (repo.out_of_scope and _may_add(event, context)):
         return Plan(repo, Outcome.IGNORED)
-    if not repo.known and (repo.did in context.refused or not _may_add(event, context.policy.scope)):
+    if not repo.known and (repo.did in context.refused or not _may_add(event, context)):
         return Plan(repo, Outcome.IGNORED)
     if context.origin.host is not None and (elsewhere := _hosted_elsewhere(repo, event, key, context)):
         return elsewhere
@@ -73,15 +73,21 @@ def key_to_verify(repo: Repo, event: CommitEvent, key: KeyState | None, context:
     host = context.origin.host
     if not (repo.tracked and repo.active) or (host is not None and key.host != host):
         return None
-    if not repo.known and (repo.did in context.refused or not _may_add(event, context.policy.scope)):
+    if not repo.known and (repo.did in context.refused or not _may_add(event, context)):
         return None
     if is_future(event.rev, context.now, context.policy.limits) or _is_replay(repo, event):
         return None
     return key.key
 
 
-def _may_add(event: RepoEvent, scope: Scope) -> bool:
-    """Return True if the event may add its unknown repo. What it says about itself is not verified yet."""
+def _may_add(event: RepoEvent, context: PlanContext) -> bool:
+    """Return True if the event may add its unknown repo. What it says about itself is not verified yet.
+
+    On the stream of a subscribed host, it may not: such hosts list their accounts, and lists have budgets.
+    """
+    scope = context.policy.scope
+    if context.is_beside_relays:
+        return False
     if scope.signals is None:
         return scope.track is Track.ALL
     return isinstance(event, CommitEvent) and any(_writes_signal(op.path, op.cid, scope.signals) for op in event.ops)
@@ -114,16 +120,21 @@ def _hosted_elsewhere(
 
     A PDS sends no `#identity` when an account moves to another one, only that the account is not active. If the lookup
     failed, or its limits did not allow it, this message is ignored: the next reconciliation asks whether it is true.
+
+    A subscribed host must not delay messages of other hosts' accounts by lookups of their identities.
     """
     if key is None:
         return NeedsKey(repo.did, refresh=False)
     leaves = isinstance(event, AccountEvent) and not event.active and repo.known
-    if not key.final and (leaves or (key.available and key.host != context.origin.host)):
-        return NeedsKey(repo.did, refresh=True)
-    if key.available and key.host != context.origin.host:
+    is_elsewhere = key.available and key.host != context.origin.host
+    if is_elsewhere and (key.final or context.is_beside_relays):
         return Plan(repo, Outcome.REJECTED, why=Rejection.WRONG_HOST, detail=f"hosted by {key.host}")
+    if not key.final and (leaves or is_elsewhere):
+        return NeedsKey(repo.did, refresh=True)
     if leaves and not key.is_recent(context.now):
         return Plan(repo, Outcome.IGNORED, refresh_identity=True)
+    if context.is_beside_relays and not key.available and not isinstance(event, CommitEvent | SyncEvent):
+        return Plan(repo, Outcome.IGNORED)
     return None
 
 

@@ -27,6 +27,7 @@ class Policy:
         lenient: Apply a commit whose inversion is undecidable, if its operations are consistent with the new tree.
         scope: Which repos are tracked and which collections are stored. It changes while the process runs.
         deletion_grace: Seconds between an account's deletion and the erasure of its records.
+        upstream_is_pds: The upstreams are PDSes. Otherwise they are relays.
     """
 
     scope: Scope
@@ -34,6 +35,7 @@ class Policy:
     store_values: bool = True
     lenient: bool = False
     deletion_grace: float = 604_800.0
+    upstream_is_pds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,11 @@ class PlanContext:
     other_streams: bool = False
     overdue: AbstractSet[str] = frozenset()
     verify: Callable[[CommitEvent, PublicKey, Limits], VerifiedCommit] = verify_commit
+
+    @property
+    def is_beside_relays(self) -> bool:
+        """True if the stream is that of a host that is subscribed beside the relays."""
+        return self.origin.host is not None and not self.policy.upstream_is_pds
 
 
 class KeyState(NamedTuple):

@@ -82,7 +82,7 @@ class Repo(NamedTuple):
             resync prefers a source whose export has reached it. It never decides which records are stored.
         active: False if upstream hides the account, for the reason in `hosting_status`.
         withheld_since: When the relay first said that it withholds the account, for the reason in `hosting_status`
-            (Unix seconds); None if it does not. A withheld account is active and never synchronized.
+            (Unix seconds); None if it does not. A withheld repo is synchronized only while its host is subscribed.
         hosting_relay: The relay that made the last report about the account with a known place in its stream: in an
             #account message, or as the answer to a request.
         hosting_epoch: The epoch of the sequence of `hosting_relay` that `hosting_seq` belongs to.
@@ -399,7 +399,7 @@ def hide(repo: Repo, status: str | None, erase_at: float | None = None) -> Repo:
 
 
 def withhold(repo: Repo) -> Repo:
-    """Return the row of a synchronized repo that its relay withholds: no message tells when it changes.
+    """Return the row of a synchronized repo that its relay withholds: no message may tell when it changes.
 
     It is fetched when its host lists a newer rev, and like any parked repo after `INDEXER_SWEEP_INTERVAL`.
     """

@@ -174,8 +174,12 @@ class Completion:
                 return True
         return False
 
-    def end(self) -> Batch:
+    def end(self, *, subscribed: bool = False) -> Batch:
         """Return the row of the repo and the dead letters, without the record changes.
+
+        Args:
+            subscribed: The stream of the account's host has delivered, and will deliver, what the export does not have.
+                So the repo may be synchronized although a relay withholds it.
 
         Raises:
             BrokenInvariantError: The row is not locked.
@@ -186,7 +190,7 @@ class Completion:
         if repo.sync_status is SyncStatus.SYNCHRONIZED:
             unverified_rev = locked.latest_unverified_rev or ""
             repo = _unless_behind(repo, unverified_rev, self._newest_buffered, self._context.now)
-            if repo.withheld_since is not None and repo.sync_status is SyncStatus.SYNCHRONIZED:
+            if repo.withheld_since is not None and not subscribed and repo.sync_status is SyncStatus.SYNCHRONIZED:
                 repo = withhold(repo)
         else:
             # The rest of the buffer is discarded, and the newest unverified rev may be of an event in it.

@@ -36,6 +36,7 @@ _FILL = """
     insert into indexer.dead_letter (bucket, relay, seq, did, kind, reason, detail, frame)
     select bucket, 'wss://relay.test', n, did, 'commit', 'too-large', '', 'frame' from account where n < 10;
     insert into indexer.cursor (relay, shard, seq, epoch) values ('wss://relay.test', '0/1', 2000, 0);
+    insert into indexer.subscribed_host (pds, shard) values ('https://pds.test', '0/1');
     insert into indexer.gap (relay, shard, reason, closed_at) values ('wss://relay.test', '0/1', 'no-cursor', now());
     insert into indexer.crawl_progress
         (purpose, source, collection, listed, found, began_at, finished_at, shard, last_gap)

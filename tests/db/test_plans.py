@@ -17,6 +17,7 @@ from indexer.db.reports import FEW_INCOMPLETE, REPO
 from indexer.db.repos import LOAD_REPOS
 from indexer.db.resync_queue import CLAIM, DUE, INCOMPLETE, PARKED, UNPROVEN
 from indexer.db.resync_transaction import ELIGIBLE
+from indexer.db.subscribed_hosts import STALE, WAITING
 from indexer.db.write import ADVANCE_REPOS, UPDATE_REPOS, write
 from indexer.sync.changes import Batch, RepoWrite
 from tests.database_server import DatabaseServer
@@ -217,7 +218,7 @@ async def test_statements_of_the_queue_read_few_rows(sql: asyncpg.Connection) ->
 async def test_maintenance_of_the_queue_reads_only_rows_that_are_due(sql: asyncpg.Connection) -> None:
     """Half of all repos are parked, a hundredth of them long enough.
 
-    Few repos lack values, few are unproven, and few lack a collection that was added to the scope.
+    Few repos lack values, few are unproven or withheld, and few lack a collection that was added to the scope.
     """
     await add_repos(
         sql,
@@ -226,6 +227,7 @@ async def test_maintenance_of_the_queue_reads_only_rows_that_are_due(sql: asyncp
         synchronized_at="to_timestamp(0)",
         updated_at="to_timestamp(n)",
         unproven_since="case when did like '%78' then now() end",
+        withheld_since="case when did like '%79' then now() end",
         scope_version="case when n % 1000 = 0 then 1 else 2 end",
     )
     await sql.execute(
@@ -239,6 +241,9 @@ async def test_maintenance_of_the_queue_reads_only_rows_that_are_due(sql: asyncp
     await sql.execute("set plan_cache_mode = force_generic_plan")
     found = await explain(sql, UNPROVEN, 200.0, ALL, 60)
     assert re.search(r"Index Scan using repo_unproven .*rows=60\b", found), found
+    for withheld in (STALE, WAITING):
+        found = await explain(sql, withheld, ALL, ["https://pds.test"], 500)
+        assert re.search(r"Index Scan using repo_withheld|Bitmap Index Scan on repo_withheld", found), found
     found = await explain(sql, PARKED, 200.0, ALL, 50)
     assert re.search(r"Limit .*rows=50\b", found), found
     assert re.search(r"Index Scan using repo_parked .*rows=50\b", found), found

@@ -67,23 +67,19 @@ class ReplayScenario:
         self.directory = FakeDirectory(self.owner)
 
     @asynccontextmanager
-    async def new_process(
-        self, policy: Policy = STORE_ALL, *, upstream_is_pds: bool = False
-    ) -> AsyncIterator[DeadLetterReplay]:
+    async def new_process(self, policy: Policy = STORE_ALL) -> AsyncIterator[DeadLetterReplay]:
         """Replay as a new process does, with an empty identity cache."""
         lifetimes = IdentityLifetimes(missing_max_age=0.0, changed_interval=0.05)
         identities = IdentityCache(
             self.directory, self.db.identities, Metrics(), clock=time, refresh_rate=inf, lifetimes=lifetimes
         )
         try:
-            yield DeadLetterReplay(self.db, identities, policy, upstream_is_pds=upstream_is_pds, key_timeout=5.0)
+            yield DeadLetterReplay(self.db, identities, policy, key_timeout=5.0)
         finally:
             await identities.close()
 
-    async def replay(
-        self, dead_letter_id: int, policy: Policy = STORE_ALL, *, upstream_is_pds: bool = False
-    ) -> ReplayResult:
-        async with self.new_process(policy, upstream_is_pds=upstream_is_pds) as dead_letters:
+    async def replay(self, dead_letter_id: int, policy: Policy = STORE_ALL) -> ReplayResult:
+        async with self.new_process(policy) as dead_letters:
             return await dead_letters.replay(dead_letter_id)
 
     async def synchronized(self, **fields: Any) -> Repo:
@@ -243,9 +239,21 @@ async def test_pds_stream_is_accepted_only_for_accounts_that_it_hosts(scenario: 
     dead_letter_id = await scenario.reject_event(
         "commit", scenario.owner.commit(Write.create(PATH, RECORD)), reason=Rejection.WRONG_HOST
     )
-    assert (await scenario.replay(dead_letter_id, upstream_is_pds=True)).reason is Rejection.WRONG_HOST
+    pdses = replace(STORE_ALL, upstream_is_pds=True)
+    assert (await scenario.replay(dead_letter_id, pdses)).reason is Rejection.WRONG_HOST
     scenario.directory.pds = RELAY.replace("wss", "https")
-    assert await scenario.replay(dead_letter_id, upstream_is_pds=True) == ReplayResult(dead_letter_id, Outcome.APPLIED)
+    assert await scenario.replay(dead_letter_id, pdses) == ReplayResult(dead_letter_id, Outcome.APPLIED)
+
+
+async def test_message_of_a_subscribed_host_is_accepted_only_for_accounts_that_it_hosts(
+    scenario: ReplayScenario,
+) -> None:
+    await scenario.synchronized()
+    dead_letter_id = await scenario.reject_event(
+        "commit", scenario.owner.commit(Write.create(PATH, RECORD)), reason=Rejection.WRONG_HOST
+    )
+    await scenario.sql.execute("update indexer.dead_letter set relay = 'https://liar.test'")
+    assert (await scenario.replay(dead_letter_id)).reason is Rejection.WRONG_HOST
 
 
 class ConcurrentlyChangedDatabase(Database):

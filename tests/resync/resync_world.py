@@ -381,7 +381,9 @@ class ResyncWorld:
         attempts = ResyncAttempts(applies, identities, hosts, policy, Metrics(), sources, Conditions())
         try:
             known = await self.directory.lookup(claimed.did, refresh=claimed.attempts > 0)
-            result = await attempts.attempt(shares.admit(claimed, "pds.test", time()), shares, known)
+            resync = shares.admit(claimed, "pds.test", time())
+            resync.subscribed = await self.db.subscribed_hosts.find(claimed.did, PDS)
+            result = await attempts.attempt(resync, shares, known)
             self.results[result] += 1
         except PostponedError as postponed:
             self.results[postponed.result] += 1

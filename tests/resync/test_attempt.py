@@ -11,7 +11,10 @@ import pytest
 from indexer.db import Database
 from indexer.demo.local_repo import Write
 from indexer.reasons import Desync, FetchFailure, Rejection
+from indexer.sync.batch import ReceivedMessage
+from indexer.sync.identity import StoredIdentity
 from indexer.sync.repo import PARKED, Outcome, SyncStatus
+from indexer.sync.shard import Shard
 from tests.resync.resync_world import MIRROR, PDS, ResyncWorld
 from tests.sync.signing_account import STORE_ALL, received_message
 
@@ -105,6 +108,64 @@ async def test_event_that_arrives_just_before_the_row_is_locked_is_drained(world
     assert world.live.outcomes[Outcome.BUFFERED] == 1
     assert world.results == {"synchronized": 1}
     assert await world.has_all_records()
+
+
+async def withheld(world: ResyncWorld) -> ResyncWorld:
+    """Synchronize the account, let the relay withhold it, and subscribe to its host."""
+    await synchronized(world)
+    await world.live.deliver([throttled(world)])
+    await world.db.identities.save([StoredIdentity(world.owner.did, None, PDS, None, time())])
+    await world.db.subscribed_hosts.add(PDS, Shard())
+    assert await world.db.subscribed_hosts.unpark(Shard()) == 1
+    return world
+
+
+def throttled(world: ResyncWorld) -> ReceivedMessage:
+    return received_message("account", world.owner.account_event(active=False, status="throttled"))
+
+
+async def test_new_withheld_repo_is_synchronized_by_its_first_export(world: ResyncWorld) -> None:
+    await world.live.deliver([throttled(world)])
+    await world.db.subscribed_hosts.add(PDS, Shard())
+    assert await world.attempt()
+    assert world.results == {"synchronized": 1}
+    assert (await world.row()).withheld_since is not None
+
+
+async def test_withheld_repo_is_synchronized_while_its_host_is_subscribed(world: ResyncWorld) -> None:
+    """The mirror, which may lack what the stream of the host has sent before, is not asked."""
+    await withheld(world)
+    world.owner.change(*world.owner.some_writes(world.random))
+    world.hosts.requests.clear()
+    world.at["export fetched"] = world.deliver_commit
+    assert await world.attempt()
+    assert world.live.outcomes[Outcome.BUFFERED] == 1
+    assert world.results == {"synchronized": 1}
+    assert world.hosts.requests == [("head", PDS), ("export", PDS)]
+    assert await world.has_all_records()
+    row = await world.row()
+    assert row.withheld_since is not None
+    await world.deliver_commit()
+    assert world.live.outcomes[Outcome.APPLIED] == 2, "the report, and the commit"
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("step", ["latest commit answered", "lock"])
+async def test_withheld_repo_is_not_synchronized_if_messages_of_its_host_were_missed_meanwhile(
+    world: ResyncWorld, step: str, again: bool
+) -> None:
+    await withheld(world)
+
+    async def miss() -> None:
+        assert await world.db.subscribed_hosts.remove(PDS, Shard()) == 0
+        if again:
+            await world.db.subscribed_hosts.add(PDS, Shard())
+
+    world.at[step] = miss
+    assert await world.attempt()
+    assert world.results == {Desync.WITHHELD: 1}
+    row = await world.row()
+    assert (row.sync_status, row.next_attempt_at) == (SyncStatus.DESYNCHRONIZED, PARKED)
 
 
 async def test_resync_that_began_before_the_scope_changed_writes_nothing(world: ResyncWorld) -> None:

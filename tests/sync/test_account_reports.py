@@ -78,10 +78,9 @@ def test_message_of_another_relay_counts_if_a_time_is_unknown(stored: str, sent:
 def test_times_of_two_hosts_are_not_compared() -> None:
     """An account may move to a host whose clock is slow. Messages of former hosts are rejected before."""
     alice = SigningAccount()
-    former, later = (
-        replace(CONTEXT, origin=Origin(RELAY, host="former.test")),
-        replace(CONTEXT, origin=Origin(OTHER, host="later.test")),
-    )
+    pdses = replace(CONTEXT, policy=replace(CONTEXT.policy, upstream_is_pds=True))
+    former = replace(pdses, origin=Origin(RELAY, host="former.test"))
+    later = replace(pdses, origin=Origin(OTHER, host="later.test"))
     keys = [alice.key_state._replace(host=host, final=True, fetched_at=NOW) for host in ("former.test", "later.test")]
     hidden = plan(alice.row(), "account", message(alice, 5, 0), keys[0], former).repo
     assert not hidden.active

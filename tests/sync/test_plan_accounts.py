@@ -1,6 +1,7 @@
 """Plan the effects of #account and #identity, of new accounts, and of repo lists."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from indexer.sync.account import (
 from indexer.sync.backoff import backoff_seconds
 from indexer.sync.changes import Plan
 from indexer.sync.plan import plan_listed
+from indexer.sync.policy import KeyState
 from indexer.sync.repo import (
     OUT_OF_SCOPE,
     PARKED,
@@ -192,6 +194,13 @@ class TestWithheldAccounts:
         assert (again.withheld_since, again.hosting_status) == (None, None)
         assert (again.sync_status, again.next_attempt_at) == (DESYNCHRONIZED, later.now), "it is compared with its host"
 
+    def test_another_word_for_the_trouble_does_not_desynchronize_a_subscribed_repo(self) -> None:
+        alice = SigningAccount()
+        subscribed = alice.row(withheld_since=NOW - 9, hosting_status="throttled")
+        planned = plan(subscribed, "account", alice.account_event(active=False, status="desynchronized"), None)
+        assert (planned.repo.sync_status, planned.repo.withheld_since) == (SYNCHRONIZED, NOW - 9)
+        assert (planned.repo.hosting_status, planned.why) == ("desynchronized", None)
+
     @pytest.mark.parametrize("status", ["takendown", "suspended", "deleted", "deactivated", "inactive", None])
     def test_a_status_of_the_account_hides(self, status: str | None) -> None:
         """Bluesky's relay sends `inactive` for an account of which its host gave no status."""
@@ -212,6 +221,8 @@ class TestWithheldAccounts:
         assert commit.sync_status is DESYNCHRONIZED
         completion = Completion(move(added, Trigger.CLAIMED), alice.head, alice.key_state, CONTEXT)
         completion.lock(move(added, Trigger.CLAIMED))
+        [subscribed] = completion.end(subscribed=True).writes
+        assert (subscribed.repo.sync_status, subscribed.repo.withheld_since) == (SYNCHRONIZED, NOW)
         [write] = completion.end().writes
         assert (write.repo.head, write.repo.withheld_since) == (alice.head, NOW)
         assert (write.repo.sync_status, write.repo.sync_reason) == (DESYNCHRONIZED, Desync.WITHHELD)
@@ -235,6 +246,68 @@ class TestWithheldAccounts:
         claimed = move(alice.row(DESYNCHRONIZED)._replace(sync_reason=why), Trigger.CLAIMED)
         failed = plan_failure(claimed, claimed, UnavailableError(FetchFailure.REPO_NOT_FOUND), NOW)
         assert (failed.active, failed.erase_at) == (why is Desync.CHAIN_BREAK, None)
+
+
+PDS = "https://pds.test"
+SUBSCRIBED = replace(CONTEXT, origin=Origin(PDS, host="pds.test"))
+
+
+class TestReportsOfSubscribedHosts:
+    """Reports on the stream of a host that is subscribed beside the relays."""
+
+    KEY = KeyState(None, final=True, host="pds.test", fetched_at=NOW)
+
+    def report(self, repo: Repo, **fields: Any) -> Plan:
+        return plan(repo, "account", SigningAccount().account_event(**fields), self.KEY, SUBSCRIBED)
+
+    @pytest.mark.parametrize("status", [SYNCHRONIZED, DESYNCHRONIZED])
+    def test_active_account_stays_withheld_by_the_relay(self, status: SyncStatus) -> None:
+        withheld = SigningAccount().row(status, withheld_since=NOW - 9, hosting_status="throttled", hosting_relay=RELAY)
+        assert self.report(withheld, active=True) == Plan(withheld, Outcome.IGNORED)
+
+    def test_parked_repo_is_tried_again_when_its_host_says_that_it_is_active(self) -> None:
+        parked = SigningAccount().row(DESYNCHRONIZED, withheld_since=NOW - 9, next_attempt_at=PARKED)
+        planned = self.report(parked, active=True)
+        assert planned == Plan(parked._replace(version=parked.version + 1, next_attempt_at=NOW), Outcome.APPLIED)
+
+    def test_host_hides_and_shows_an_account_that_the_relay_withholds_all_the_time(self) -> None:
+        withheld = SigningAccount().row(withheld_since=NOW - 9, hosting_status="throttled", hosting_relay=RELAY)
+        hidden = self.report(withheld, active=False, status="suspended")
+        assert (hidden.outcome, hidden.repo.active, hidden.repo.hosting_status) == (
+            Outcome.APPLIED, False, "suspended"
+        )  # fmt: skip
+        assert hidden.repo.withheld_since == NOW - 9
+        shown = self.report(hidden.repo._replace(hosting_seq=0), active=True)
+        assert (shown.repo.active, shown.repo.hosting_status, shown.why) == (True, None, Desync.REACTIVATED)
+        assert (shown.repo.sync_status, shown.repo.withheld_since) == (DESYNCHRONIZED, NOW - 9)
+
+    def test_host_shows_an_account_that_was_deactivated(self) -> None:
+        """The relay that has passed this on may withhold the account by now."""
+        deactivated = SigningAccount().row(active=False, hosting_status="deactivated", hosting_relay=RELAY)
+        assert self.report(deactivated, active=True).repo.active
+
+    def test_deletion_begins_the_grace_period(self) -> None:
+        deleted = self.report(SigningAccount().row(), active=False, status="deleted").repo
+        assert deleted.erase_at == NOW + CONTEXT.policy.deletion_grace
+
+    @pytest.mark.parametrize("fields", [{"active": True}, {"active": False, "status": "deactivated"}])
+    def test_account_that_a_relay_has_taken_down_stays_so(self, fields: dict[str, Any]) -> None:
+        """Its host could otherwise lift the takedown, also in two steps."""
+        taken = SigningAccount().row(active=False, hosting_status="takendown", hosting_relay=RELAY)
+        assert self.report(taken, **fields) == Plan(taken, Outcome.IGNORED)
+
+    @pytest.mark.parametrize("status", TROUBLES)
+    def test_only_a_relay_withholds(self, status: str) -> None:
+        row = SigningAccount().row()
+        assert self.report(row, active=False, status=status) == Plan(row, Outcome.IGNORED)
+        pdses = replace(SUBSCRIBED, policy=replace(CONTEXT.policy, upstream_is_pds=True))
+        event = SigningAccount().account_event(active=False, status=status)
+        assert plan(row, "account", event, self.KEY, pdses).repo.withheld_since == NOW
+
+    def test_earlier_report_than_that_of_the_relay_does_not_count(self) -> None:
+        """The stream of the host may lag behind that of the relay."""
+        row = SigningAccount().row(hosting_relay=RELAY, hosting_seq=7, hosting_time=NOW + 60)
+        assert self.report(row, active=False, status="deactivated").outcome is Outcome.REPLAYED
 
 
 # DIDs that are gone

@@ -91,6 +91,7 @@ create index repo_hidden on indexer.repo (bucket) where not active and priority 
 create index repo_leases on indexer.repo (lease_until) where sync_status = 'in-progress';
 create index repo_parked on indexer.repo (bucket, parked_at) where parked_at is not null;
 create index repo_scope on indexer.repo (bucket, scope_version);
+create index repo_withheld on indexer.repo (bucket) where withheld_since is not null;
 create index repo_unproven on indexer.repo (unproven_since) where unproven_since is not null;
 
 -- One row per resync queue: each combination of bucket and priority.

@@ -36,6 +36,16 @@ create table indexer.gap (
 );
 create index gap_open on indexer.gap (id) where closed_at is null;
 
+-- The hosts whose own streams are read, because a relay withholds accounts of them.
+create table indexer.subscribed_host (
+    -- Its URL, as in indexer.identity.
+    pds text collate "C" not null,
+    shard text not null,
+    -- Identifies the time for which no message of the stream was missed.
+    id bigint not null generated always as identity,
+    primary key (pds, shard)
+);
+
 -- Messages that were rejected by their own fault; the newest of each relay and reason.
 create table indexer.dead_letter (
     id bigint not null generated always as identity,
