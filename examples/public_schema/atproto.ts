@@ -288,8 +288,8 @@ export interface Repo {
   updated_at: Date;
   /** The bucket of the DID. Queries on a cluster compare it with atproto.bucket_of($1). */
   bucket: number;
-  /** Since when the relay does not pass on the account, for a reason of its own, so that records may be outdated;
-   * null if it does. */
+  /** Since when the relay does not pass on the account, for a reason of its own; null if it does. Records may be
+   * outdated, unless sync_status is synchronized: then the stream of the host is read. */
   withheld_since: Date | null;
   /** Why the last fetch failed (docs/reasons.md); null if it did not fail. */
   last_failure: string | null;

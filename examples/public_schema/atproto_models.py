@@ -348,8 +348,8 @@ class Repo(PublicView):
     bucket: Mapped[int] = mapped_column(SmallInteger)
     """The bucket of the DID. Queries on a cluster compare it with atproto.bucket_of($1)."""
     withheld_since: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
-    """Since when the relay does not pass on the account, for a reason of its own, so that records may be outdated;
-    null if it does."""
+    """Since when the relay does not pass on the account, for a reason of its own; null if it does. Records may be
+    outdated, unless sync_status is synchronized: then the stream of the host is read."""
     last_failure: Mapped[str | None] = mapped_column(Text)
     """Why the last fetch failed (docs/reasons.md); null if it did not fail."""
 

@@ -46,7 +46,8 @@ from indexer.db.process_reports import DatabaseCheck, ProcessReport
 from indexer.db.scope import CurrentScope
 from indexer.live.account_limits import AccountLimits
 from indexer.live.batch_writer import BATCH_SIZE, BatchWriter
-from indexer.live.firehose_consumer import FirehoseConsumer, StreamContinuity
+from indexer.live.firehose_consumer import FirehoseConsumer, GapRecorder, Start, StreamContinuity
+from indexer.live.host_streams import HOST_BYTES_PER_SECOND, HostStreams, MissedMessages
 from indexer.live.inbox import Inbox
 from indexer.live.key_lookups import KeyLookups
 from indexer.live.relay_comparison import RelayComparison
@@ -57,7 +58,13 @@ from indexer.net.identity.handle_verifier import HandleVerifier
 from indexer.net.identity.identity_cache import IdentityCache
 from indexer.net.new_accounts import NewAccounts
 from indexer.net.pds.pds_client import PdsClient
-from indexer.net.relay.stream_socket import SHORT_INTERVAL, ReadTimes
+from indexer.net.relay.stream_socket import (
+    SHORT_INTERVAL,
+    ConnectionSettings,
+    Opening,
+    ReadTimes,
+    open_to_any_address,
+)
 from indexer.net.relay.subscription import Subscription
 from indexer.net.server.address import Address
 from indexer.readers.access import Access
@@ -222,7 +229,7 @@ class Daemon:
         self.inbox = Inbox(INBOX_BYTES, len(groups))
         self.open_gaps = OpenGaps(self.db.gaps, shard, self.metrics, tuning.gap_refresh)
         self._read_times = ReadTimes()
-        self.streams = [self._stream(relays) for relays in groups]
+        self.streams = [self._relay_stream(relays) for relays in groups]
         compared = {stream.subscription.relays[0]: stream for stream in self.streams}
         self.comparison = RelayComparison(compared, self.open_gaps, self.metrics, self.conditions, tuning.comparison)
         self.reconciliation = Reconciliation(
@@ -241,11 +248,12 @@ class Daemon:
         self.key_lookups = KeyLookups(
             self.identities, self.inbox, timeout=tuning.key_lookup_timeout, concurrency=KEY_LOOKUP_CONCURRENCY
         )
+        positions = [stream.position for stream in self.streams]
         self.batch_writer = BatchWriter(
             self.db,
             self.inbox,
             self.key_lookups,
-            [stream.position for stream in self.streams],
+            positions,
             self.shard_ownership.owned,
             replace(
                 tuning.writer,
@@ -260,25 +268,57 @@ class Daemon:
             self.core,
             self.comparison.add,
         )
+        self.host_streams = HostStreams(
+            self.db,
+            self.inbox,
+            positions,
+            self._host_stream,
+            replace(tuning.host_streams, shard=shard, hosts=settings.host_streams),
+            self.metrics,
+        )
 
-    def _stream(self, relays: Sequence[str]) -> Stream:
+    def _relay_stream(self, relays: Sequence[str]) -> Stream:
         """Return a stream of the first of these relays that works."""
-        settings, tuning = self.settings, self.tuning
-        connection = replace(tuning.connection, read_interval=settings.batch_window, read_times=self._read_times)
+        settings = self.settings
+        start = settings.start if relays[0] == settings.relays[0] or isinstance(settings.start, str) else "live"
+        connection = self.tuning.connection
         if settings.upstream == "pds":
             connection = replace(connection, message_timeout=PDS_MESSAGE_TIMEOUT)
+        return self._stream(relays, connection, self.open_gaps, start)
+
+    def _host_stream(self, pds: str) -> Stream:
+        """Return the stream of a host that is read beside those of the relays."""
+        connection = replace(
+            self.tuning.connection, message_timeout=PDS_MESSAGE_TIMEOUT, bytes_per_second=HOST_BYTES_PER_SECOND
+        )
+        missed = MissedMessages(self.db, self._shard, self.metrics)
+        return self._stream([pds], connection, missed, "live", self.outbound.opening)
+
+    def _stream(
+        self,
+        relays: Sequence[str],
+        connection: ConnectionSettings,
+        gaps: GapRecorder,
+        start: Start,
+        opening: Opening | None = None,
+    ) -> Stream:
+        """Return a stream; `opening` allows each connection to a host."""
+        settings, tuning = self.settings, self.tuning
+        connection = replace(connection, read_interval=settings.batch_window, read_times=self._read_times)
         max_bytes = FRAME_SIZE_MARGIN * settings.limits.frame_bytes
-        subscription = Subscription(relays, max_bytes, settings.user_agent, connection)
+        subscription = Subscription(relays, max_bytes, settings.user_agent, connection, opening or open_to_any_address)
         continuity = StreamContinuity(
             self.db,
-            self.open_gaps,
+            gaps,
             subscription,
             self._shard,
-            settings.start if relays[0] == settings.relays[0] or isinstance(settings.start, str) else "live",
+            start,
             proof_timeout=tuning.proof_timeout,
             retry=tuning.retry,
         )
-        position = StreamPosition(lambda: continuity.is_known, upstream_is_pds=settings.upstream == "pds")
+        position = StreamPosition(
+            lambda: continuity.is_known, upstream_is_pds=settings.upstream == "pds", beside_relays=opening is not None
+        )
         decode = self.core.decoder(settings.limits, self._shard)
         name = "firehose consumer" if self.inbox.streams == 1 else f"firehose consumer {urlsplit(relays[0]).netloc}"
         consumer = FirehoseConsumer(

@@ -337,6 +337,9 @@ class Settings(BaseModel):
     hosts_interval: Seconds = 86_400
     """How often to read the repo list of each host that the relays list, for accounts that relays withhold or omit.
     `0`: only `indexer discover --hosts` does."""
+    host_streams: Annotated[int, Field(ge=0, le=100), "a whole number from 0 to 100"] = 8
+    """Hosts whose own streams are read, because no relay passes on some of their accounts: those with the most of them.
+    `0`: only their lists are read."""
     change_retention: Seconds = 604_800
     """How long changes stay in the change log, unless it reaches `INDEXER_CHANGE_BYTES`. Raise it to let consumers
     be away longer: they are disconnected after twice this time, but not before an hour. `0`: no limit of time."""

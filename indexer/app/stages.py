@@ -227,7 +227,7 @@ def _streams(daemon: "Daemon") -> Iterator[Stage]:
                 yield ReadinessReason("stream-error", consumer.last_error, seconds_since(consumer.failing_since))
 
     def show_streams() -> Row:
-        """Return the state of the streams. Of each one, every message up to `seq` is stored."""
+        """Return the state of the streams, those of hosts included. Of each, every message up to `seq` is stored."""
         rows = [
             {
                 "relay": stream.position.origin.relay or stream.subscription.relays[0],
@@ -237,7 +237,7 @@ def _streams(daemon: "Daemon") -> Iterator[Stage]:
                 "silent_seconds": silent_seconds([stream]),
                 **daemon.comparison.show(stream.subscription.relays[0]),
             }
-            for stream in streams
+            for stream in [*streams, *daemon.host_streams.streams.values()][:MAX_ROWS]
         ]
         stream = {
             "relay": next(iter(open_relays(streams)), None),
@@ -285,7 +285,7 @@ def _gaps(daemon: "Daemon") -> Iterator[Stage]:
     gaps, reconciliation, comparison = daemon.open_gaps, daemon.reconciliation, daemon.comparison
 
     async def check_silence() -> None:
-        for stream in daemon.streams:
+        for stream in [*daemon.streams, *daemon.host_streams.streams.values()]:
             await stream.continuity.check_silence()
 
     def open_gaps() -> Iterator[ReadinessReason]:
@@ -326,10 +326,20 @@ def _hosts(daemon: "Daemon") -> Iterator[Stage]:
     def hosts() -> Reading:
         return {(state,): crawl.totals.get(state, 0) for state in ("listed", "failing", "withheld")}
 
+    streams, has_relays = daemon.host_streams, daemon.settings.upstream == "relay"
+    yield Stage(
+        streams.stage.name,
+        "live",
+        streams.run if has_relays else None,
+        [streams.stage],
+        needs_shard=True,
+        drain={Drain.RECEIVE_NO_MORE: _end} if has_relays else {},
+        gauges={"indexer_host_streams": lambda: len(open_relays(list(streams.streams.values())))},
+    )
     yield Stage(
         crawl.stage.name,
         "live",
-        crawl.run if crawl.settings.interval and daemon.settings.upstream == "relay" else None,
+        crawl.run if crawl.settings.interval and has_relays else None,
         [crawl.stage],
         needs_shard=True,
         gauges={

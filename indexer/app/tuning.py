@@ -6,6 +6,7 @@ from indexer.app.clients import KEY_LOOKUP_TIMEOUT
 from indexer.db.gaps import REFRESH_SECONDS
 from indexer.live.batch_writer import WriterSettings
 from indexer.live.firehose_consumer import PROOF_TIMEOUT
+from indexer.live.host_streams import HostStreamSettings
 from indexer.live.relay_comparison import ComparisonSettings
 from indexer.net.http.host_limits import HostPauses
 from indexer.net.http.http_client import Timeouts
@@ -34,6 +35,7 @@ class Tuning:
         pool: The times of the resync pool; workers and the timeout of an attempt follow from the settings.
         maintenance: The times of the queue maintenance; `unpark_after` is that of the settings.
         hosts: The times of the reading of hosts' lists; shard and interval are those of the settings.
+        host_streams: The times of the streams of hosts; shard and number are those of the settings.
         retry: Between two attempts to acquire the shard lock, to load the cursors, and to store a gap.
         proof_timeout: After the connection, for the relay to send the message at the cursor again.
         gap_refresh: Between two reads of the open gaps.
@@ -59,6 +61,7 @@ class Tuning:
     pool: WorkerPoolSettings = field(default_factory=WorkerPoolSettings)
     maintenance: MaintenanceSettings = field(default_factory=MaintenanceSettings)
     hosts: HostSettings = field(default_factory=HostSettings)
+    host_streams: HostStreamSettings = field(default_factory=HostStreamSettings)
     retry: float = 1.0
     proof_timeout: float = PROOF_TIMEOUT
     gap_refresh: float = REFRESH_SECONDS

@@ -88,10 +88,17 @@ class StageProgress(Work):
     @contextmanager
     def task(self) -> Iterator[Work]:
         """Add an activity that has work and ends with the block."""
-        work = self.add()
+        work = Work()
         work.begin()
-        try:
+        with self.watching(work):
             yield work
+
+    @contextmanager
+    def watching(self, work: Work) -> Iterator[None]:
+        """Have another activity during the block."""
+        self._activities.add(work)
+        try:
+            yield
         finally:
             self._activities.discard(work)
 

@@ -15,7 +15,7 @@ from indexer.sync.changes import DeadLetter
 from indexer.sync.shard import bucket_of
 
 MAX_ROWS = 1_000
-"""Dead letters that are stored per relay and reason."""
+"""Dead letters that are stored per relay and reason. All subscribed hosts count as one relay."""
 MAX_BYTES = 64 * 1024 * 1024
 """Bytes of frames that are stored per relay and reason."""
 
@@ -61,11 +61,13 @@ _INSERT = f"""
     order by ordinal
 """
 
-# Each reason has its own bounds, so that many rejections for one reason do not remove those for other reasons.
+# Each reason has its own bounds, so that many rejections for one reason do not remove those for other reasons. URLs of
+# hosts begin with http, those of relays with ws.
 _TRIM = """
     with ranked as (
         select id, bucket, row_number() over newer as position, sum(octet_length(frame)) over newer as bytes
-        from indexer.dead_letter where relay = $1 and reason = any($2::text[])
+        from indexer.dead_letter
+        where (relay = $1 or starts_with($1, 'http') and starts_with(relay, 'http')) and reason = any($2::text[])
         window newer as (partition by reason order by id desc)
     )
     delete from indexer.dead_letter d using ranked r

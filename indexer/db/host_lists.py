@@ -42,6 +42,7 @@ _MOST_LACKING = """
     select host from indexer.host_list where lacking > 0 and host_bucket = any($1::smallint[])
     order by lacking desc, host
 """
+_LACKING = "select url, lacking from indexer.host_list where lacking > 0"
 # Hosts that fail are last, so that invented ones delay no others. So are lists that were read for long already.
 _DUE = f"""
     select host from indexer.host_list
@@ -193,6 +194,10 @@ class HostLists(Area):
     async def most_lacking(self, buckets: Sequence[int]) -> list[str]:
         """Return the hosts with accounts that no relay passes on, those with the most of them first."""
         return [host for (host,) in await self._fetch(_MOST_LACKING, list(buckets))]
+
+    async def lacking(self) -> dict[str, int]:
+        """Return how many accounts no relay passes on, by the URLs of their hosts, for the lists of all processes."""
+        return {row["url"]: row["lacking"] for row in await self._fetch(_LACKING)}
 
     async def due(
         self,

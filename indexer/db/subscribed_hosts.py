@@ -35,6 +35,11 @@ _WITHHELD = f"""
 STALE = _WITHHELD.format(
     condition=f"r.sync_status = '{SyncStatus.SYNCHRONIZED}' and coalesce(i.pds, '') <> all($2::text[])"
 )
+COUNT = """
+    select i.pds, count(*) from indexer.repo r join indexer.identity i on i.did = r.did and i.bucket = r.bucket
+    where r.withheld_since is not null and r.bucket = any($1::smallint[]) and r.active and i.pds is not null
+    group by i.pds
+"""
 # A repo that could not be fetched waits as long as any other one.
 WAITING = _WITHHELD.format(
     condition=f"""r.sync_status = '{SyncStatus.DESYNCHRONIZED}' and r.sync_reason = '{Desync.WITHHELD}' and r.active
@@ -54,6 +59,10 @@ class SubscribedHosts(Area):
         """Return the subscribed hosts of the shard."""
         return [pds for pds, of in await self._fetch(_LOAD) if of == str(shard)]
 
+    async def withheld(self, shard: Shard) -> dict[str, int]:
+        """Return the number of withheld accounts of the shard on each host that has some."""
+        return {row["pds"]: row["count"] for row in await self._fetch(COUNT, list(shard.buckets))}
+
     async def find(self, did: str, pds: str) -> int | None:
         """Return the ID of the row of an account's host, for the shard of the account; None if there is none."""
         layout = self._pool.layout
@@ -65,9 +74,13 @@ class SubscribedHosts(Area):
         await self._execute(_ADD, pds, str(shard))
 
     async def remove(self, pds: str, shard: Shard) -> int:
-        """Desynchronize the host's withheld repos, as messages of its stream may be missed; return how many."""
+        """Desynchronize the host's withheld repos, as messages of its stream may be missed; return how many.
+
+        The host may be added again meanwhile.
+        """
         await self._execute(_REMOVE, pds, str(shard))
-        return await self.withhold(shard)
+        crash_point("host.removed")
+        return await self._change_all(STALE, shard, withhold, removed=pds)
 
     async def remove_former(self, shard: Shard) -> None:
         """Remove the rows of other shards with some of the same buckets, from before the number of shards changed."""
@@ -86,13 +99,15 @@ class SubscribedHosts(Area):
         """Make the withheld repos due that wait, and whose host is subscribed; return how many."""
         return await self._change_all(WAITING, shard, partial(amend, next_attempt_at=time()))
 
-    async def _change_all(self, statement: str, shard: Shard, change: Callable[[Repo], Repo]) -> int:
+    async def _change_all(
+        self, statement: str, shard: Shard, change: Callable[[Repo], Repo], removed: str | None = None
+    ) -> int:
         """Change all repos that the statement selects, in transactions of a few; return how many."""
-        subscribed, changed = await self.load(shard), 0
+        subscribed, changed = [pds for pds in await self.load(shard) if pds != removed], 0
         while True:
             async with self._pool.transaction() as connection:
                 rows = await connection.fetch(statement, list(shard.buckets), subscribed, BATCH_SIZE)
                 changed += await change_repos(connection, map(repo_of, rows), change)
-                crash_point("queue.written")
+                crash_point("withheld.written")
             if not rows:
                 return changed

@@ -74,7 +74,7 @@ class LocalRelay(HttpServer):
         self.route(LIST_REPOS, self.list_repos)
         self.route(LIST_REPOS_BY_COLLECTION, self.list_repos_by_collection)
         self.route(LIST_HOSTS, self.list_hosts)
-        self.route(SUBSCRIBE_REPOS, self._subscribe)
+        self.route(SUBSCRIBE_REPOS, self.subscribe)
 
     def follow(self, pds: LocalPds) -> None:
         """Receive the events of a PDS from now on, and list its accounts."""
@@ -92,7 +92,8 @@ class LocalRelay(HttpServer):
         appended, self.appended = self.appended, asyncio.Event()
         appended.set()
 
-    async def _subscribe(self, request: web.Request) -> web.StreamResponse:
+    async def subscribe(self, request: web.Request) -> web.StreamResponse:
+        """Serve the stream to one subscriber."""
         socket = web.WebSocketResponse(compress=False)
         await socket.prepare(request)
         sending = asyncio.create_task(self.stream(request, socket))

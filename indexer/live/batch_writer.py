@@ -117,7 +117,7 @@ class BatchWriter:
     """Writes the batches of one shard, as long as the event `owned` is set.
 
     Attributes:
-        positions: The positions in the streams from which the messages come.
+        positions: The positions in the streams from which the messages come. `HostStreams` adds and removes some.
         compare: Takes the messages that are settled, and then copies of messages that are settled.
     """
 
@@ -147,12 +147,16 @@ class BatchWriter:
     @property
     def lag(self) -> float | None:
         """The least lag of the streams, each of which has all messages; None if none is known."""
-        return min([one.lag for one in self.positions if one.lag is not None], default=None)
+        return min([one.lag for one in self._counted if one.lag is not None], default=None)
 
     @property
     def cursor_age(self) -> float | None:
         """The least age of the cursors; None if none is known."""
-        return min([one.cursor_age for one in self.positions if one.cursor_age is not None], default=None)
+        return min([one.cursor_age for one in self._counted if one.cursor_age is not None], default=None)
+
+    @property
+    def _counted(self) -> list[StreamPosition]:
+        return [position for position in self.positions if not position.beside_relays]
 
     async def run(self) -> None:
         """Write batches forever. Only an exception that is a bug ends it."""
@@ -355,7 +359,7 @@ class BatchWriter:
         self.inbox.settle(messages)
 
     def _show_cursor(self, position: StreamPosition) -> None:
-        if (seq := position.watermark.position) is not None:
+        if (seq := position.watermark.position) is not None and not position.beside_relays:
             self.metrics.cursor_seq.labels(position.origin.relay).set(seq)
 
     async def _settle(self, messages: Sequence[ReceivedMessage], plan: BatchPlan, conflicts: frozenset[str]) -> None:
@@ -393,21 +397,31 @@ class BatchWriter:
         crash_point("batch.settled")
 
     def _count(self, written: BatchPlan) -> None:
-        self.totals.settled += len(written.settled)
+        """Count outcomes. The totals decide readiness, so those of hosts beside the relays do not count in them."""
+        beside = {position.origin.relay for position in self.positions if position.beside_relays}
+        counted = [item for item in written.settled if item.received.origin.relay not in beside]
+        self.totals.settled += len(counted)
+        self.totals.rejected.update([item.why for item in counted if isinstance(item.why, Rejection)])
         results = Counter([(received.event.kind, outcome, why) for received, outcome, why, _ in written.settled])
         for (kind, outcome, why), count in results.items():
             self.metrics.events[kind, outcome].inc(count)
             if isinstance(why, Rejection):
                 self.metrics.rejected[why].inc(count)
-                self.totals.rejected[why] += count
             elif isinstance(why, Desync) and outcome in _DESYNCHRONIZING:
                 self.metrics.desynchronized[why].inc(count)
         for letter in written.dead_letters:
             text = f"{letter.did or 'a message without a DID'}, seq {letter.seq}: {letter.detail or letter.reason.text}"
-            self.totals.examples[letter.reason] = text
+            if letter.relay not in beside:
+                self.totals.examples[letter.reason] = text
 
     def _count_copies(self, copies: Sequence[ReceivedMessage]) -> None:
         self.totals.settled += len(copies)
-        for (kind, relay), count in Counter([(copy.event.kind, copy.origin.relay) for copy in copies]).items():
+        for (kind, relay), count in Counter([(copy.event.kind, _relay_of(copy)) for copy in copies]).items():
             self.metrics.events[kind, Outcome.REPLAYED].inc(count)
-            self.metrics.duplicate_events.labels(relay).inc(count)
+            if relay is not None:
+                self.metrics.duplicate_events.labels(relay).inc(count)
+
+
+def _relay_of(message: ReceivedMessage) -> str | None:
+    """Return the relay that sent the message; None for the stream of a host: metrics do not name hosts."""
+    return message.origin.relay if message.origin.host is None else None

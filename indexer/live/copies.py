@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from indexer.concurrency.bounded_dict import BoundedDict
 from indexer.live.inbox import Inbox
 from indexer.sync.batch import ReceivedMessage, SettledMessage
-from indexer.sync.events import CommitEvent, MalformedEvent, UnknownEvent
+from indexer.sync.events import AccountEvent, CommitEvent, MalformedEvent, UnknownEvent
 from indexer.sync.repo import Outcome
 from indexer.sync.stream import Origin
 
@@ -69,7 +69,7 @@ class Copies:
         """Return the copies that are done together with these messages."""
         if not self._waiting:
             return []
-        accepted = [received for received, outcome, *_ in settled if outcome is not Outcome.REJECTED]
+        accepted = [received for received, outcome, *_ in settled if not _counts_for_itself(received, outcome)]
         places = [(message.origin, message.seq) for message in accepted if message.seq is not None]
         return [copy for place in places for copy in self._waiting.get(place, ())]
 
@@ -82,12 +82,20 @@ class Copies:
                 continue
             place, fingerprint = identity
             if self._recent.get(fingerprint) == place:
-                if outcome is Outcome.REJECTED:
+                if _counts_for_itself(received, outcome):
                     del self._recent[fingerprint]
                 else:
                     self._recent[fingerprint] = None
-            (again if outcome is Outcome.REJECTED else done).extend(self._waiting.pop(place, ()))
+            (again if _counts_for_itself(received, outcome) else done).extend(self._waiting.pop(place, ()))
         return done, again
+
+
+def _counts_for_itself(message: ReceivedMessage, outcome: Outcome) -> bool:
+    """Return True if the outcome is not that of its copies, too: it was rejected, or the stream is that of a host.
+
+    Such a stream adds no account, so what is ignored there may count on the stream of a relay.
+    """
+    return outcome is Outcome.REJECTED or (outcome is Outcome.IGNORED and message.origin.host is not None)
 
 
 def _identify(message: ReceivedMessage) -> tuple[_Place, int] | None:
@@ -98,4 +106,6 @@ def _identify(message: ReceivedMessage) -> tuple[_Place, int] | None:
     origin, seq, _, event, _ = message
     if seq is None or isinstance(event, UnknownEvent | MalformedEvent):
         return None
+    if isinstance(event, AccountEvent):  # a report of a host is not one of a relay
+        return (origin, seq), hash((event[1:], origin.host))
     return (origin, seq), hash(event[1:8] if isinstance(event, CommitEvent) else event[1:])

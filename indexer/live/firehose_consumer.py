@@ -13,14 +13,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from time import monotonic
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.crash_points import crash_point
 from indexer.db import Database
-from indexer.db.gaps import OpenGaps
 from indexer.db.periodic import DatabaseAttempt
 from indexer.live.inbox import Inbox
 from indexer.live.stream_position import StreamPosition
@@ -80,6 +79,17 @@ class StreamEntry:
         return self.resumed_at is not None and self.cursor == self.resumed_at.seq
 
 
+class GapRecorder(Protocol):
+    """Records gaps, as `OpenGaps` does."""
+
+    async def refresh(self) -> None:
+        """Load what is known about gaps."""
+
+    async def open(self, gap: Gap) -> OpenGap:
+        """Record a gap before the next message is processed."""
+        ...
+
+
 @dataclass(eq=False)
 class StreamContinuity:
     """The start of the present connection of one shard.
@@ -92,7 +102,7 @@ class StreamContinuity:
     """
 
     db: Database
-    gaps: OpenGaps
+    gaps: GapRecorder
     subscription: Subscription
     shard: Shard
     start: Start  # of a stream without a cursor; a number is only for the first stream

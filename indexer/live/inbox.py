@@ -44,12 +44,14 @@ class Inbox:
         stage: Its progress. Queued messages are work, and the inbox moves when the taker takes some.
         max_bytes: The approximate memory of unsettled messages of all streams from which no more are read.
         streams: The number of streams that are read.
+        limits: Bytes of streams that have a limit of their own in place of a share, by URL.
     """
 
     def __init__(self, max_bytes: int, streams: int = 1) -> None:
         self.stage = StageProgress("inbox", needs_shard=True)
         self.max_bytes = max_bytes
         self.streams = streams
+        self.limits: dict[str, int] = {}
         self._queues: dict[Origin, _Queue] = {}
         self._returned: deque[ReceivedMessage] = deque()
         self._queued = 0
@@ -70,12 +72,15 @@ class Inbox:
     @property
     def share(self) -> float:
         """The approximate memory of unsettled messages of one stream from which no more of it are read."""
-        return self.max_bytes / self.streams
+        return self.max_bytes / (self.streams - len(self.limits))
 
     def is_full(self, origin: Origin) -> bool:
         """Return True if `put` waits for room for a message of this stream."""
         queue = self._queues.get(origin)
-        return queue is not None and queue.unsettled_bytes >= self.share
+        return queue is not None and queue.unsettled_bytes >= self._limit(origin)
+
+    def _limit(self, origin: Origin) -> float:
+        return self.limits.get(origin.relay, self.share) if self.limits else self.share
 
     def __len__(self) -> int:
         """Return the number of queued messages."""
@@ -99,7 +104,7 @@ class Inbox:
         queue.all_settled.clear()
         queue.waiting.append(received)
         self._note_queued(1)
-        if queue.unsettled_bytes >= self.share:
+        if queue.unsettled_bytes >= self._limit(received.origin):
             self._has_enough.set()
 
     def put_back(self, messages: Iterable[ReceivedMessage]) -> None:

@@ -55,12 +55,14 @@ class StreamPosition:
     Attributes:
         is_known: Return True while the stream is connected, and it is known whether messages before it are missing.
         origin: The relay, and the epoch of its sequence; `NO_STREAM` before the first connection.
+        beside_relays: True if the stream is that of a host that is read beside those of relays: its lag does not count.
         clock: The time up to which everything is stored.
         saved: The position that was saved last, or at which this connection began.
     """
 
     is_known: Callable[[], bool]
     upstream_is_pds: bool = field(default=False, kw_only=True)
+    beside_relays: bool = field(default=False, kw_only=True)
     origin: Origin = field(default=NO_STREAM, init=False)
     watermark: Watermark = field(default_factory=Watermark, init=False)
     clock: EventClock = field(default_factory=EventClock, init=False)
@@ -84,7 +86,7 @@ class StreamPosition:
 
     def begin(self, relay: str, epoch: int, watermark: Watermark) -> None:
         """Start again in the stream of `relay`; all messages of the previous connection must be done."""
-        self.origin = Origin(relay, epoch, host_of(relay) if self.upstream_is_pds else None)
+        self.origin = Origin(relay, epoch, host_of(relay) if self.upstream_is_pds or self.beside_relays else None)
         self.watermark, self.saved = watermark, watermark.position_if_done(())
 
     def last_stored(self) -> StreamPoint | None:

@@ -56,9 +56,11 @@ def account_summary(row: Mapping[str, Any], now: datetime) -> Iterator[str]:
         yield "It is untracked: its records are erased, and its messages ignored. `indexer add` tracks it again."
     elif row["active"] and row["withheld_since"] is not None:
         withheld = _duration((now - row["withheld_since"]).total_seconds())
+        is_read = row["sync_status"] == SyncStatus.SYNCHRONIZED
         yield (
-            f"The relay has withheld the account for {withheld}, with the status "
-            f"{row['hosting_status']}: its latest changes may be missing. The records stay visible."
+            f"The relay has withheld the account for {withheld}, with the status {row['hosting_status']}: "
+            f"{'the stream of its host is read' if is_read else 'its latest changes may be missing'}. "
+            "The records stay visible."
         )
     elif not row["active"]:
         yield f"Its hosting status is {row['hosting_status']}, so the public views hide its records."

@@ -358,7 +358,8 @@ class HostCrawl:
         ours = {did: repo for did, repo in stored.items() if repo.tracked and names[repo.pds] == host}
         here = {did: repo for did, repo in ours.items() if did in active}
         behind = {did: rev for did, repo in here.items() if (rev := self._newer_rev(repo, active[did], now))}
-        withheld = {did: rev for did, rev in behind.items() if here[did].withheld}
+        # Withheld repos that are synchronized get the messages of the host's stream, and are compared again, too.
+        withheld = {did: r for did, r in behind.items() if here[did].withheld and not here[did].is_synchronized}
         if withheld:
             await self.db.crawls.desynchronize_behind(withheld, now)
         if self._is_caught_up():

@@ -265,6 +265,10 @@ class Metrics:
             "indexer_withheld_accounts", (),
             "Accounts that relays withhold, omit or bring too late, as the repo lists of their hosts show.",
             "It grows: see `atproto.relay_hosts`.")
+        self._at_scrape(
+            "indexer_host_streams", (),
+            "Hosts whose own streams are open, because no relay passes on some of their accounts.",
+            '0 while `indexer_hosts{state="withheld"}` is not.')
 
     def _add_change_log_metrics(self) -> None:
         self._section = "Change log and its consumers"

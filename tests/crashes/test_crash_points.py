@@ -28,6 +28,7 @@ from indexer.tasks.hosts import HostSettings
 from tests.background import running
 from tests.citus_server import CitusServer
 from tests.crashes.death_world import Act, DeathWorld, death_world
+from tests.crashes.test_host_streams import DEATHS as HOST_STREAM_DEATHS
 from tests.daemon.running_daemon import FilteredNetwork, publish_key_silently
 from tests.daemon_forks import DaemonFork, Death
 from tests.daemon_process import daemon_environment
@@ -609,6 +610,7 @@ DEATHS = [
     *FEED_DEATHS,
     *REPLAY_DEATHS,
     *COVER_DEATHS,
+    *HOST_STREAM_DEATHS,
     *MIGRATION_DEATHS,
     *NUMBERING_DEATHS,
 ]

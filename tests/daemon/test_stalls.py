@@ -193,6 +193,7 @@ STALLS: dict[str, Stall] = {
     "handle checks": stalled_handles,
     "host lists": lock_of("host_list"),
     "host states": stalled_hosts,
+    "host streams": lock_of("subscribed_host"),
     "identity refresh": lock_of("identity"),
     "inbox": stalled_inbox,
     "jetstream reader": stalled_reader,

@@ -17,7 +17,7 @@ from indexer.db.reports import FEW_INCOMPLETE, REPO
 from indexer.db.repos import LOAD_REPOS
 from indexer.db.resync_queue import CLAIM, DUE, INCOMPLETE, PARKED, UNPROVEN
 from indexer.db.resync_transaction import ELIGIBLE
-from indexer.db.subscribed_hosts import STALE, WAITING
+from indexer.db.subscribed_hosts import COUNT, STALE, WAITING
 from indexer.db.write import ADVANCE_REPOS, UPDATE_REPOS, write
 from indexer.sync.changes import Batch, RepoWrite
 from tests.database_server import DatabaseServer
@@ -241,8 +241,9 @@ async def test_maintenance_of_the_queue_reads_only_rows_that_are_due(sql: asyncp
     await sql.execute("set plan_cache_mode = force_generic_plan")
     found = await explain(sql, UNPROVEN, 200.0, ALL, 60)
     assert re.search(r"Index Scan using repo_unproven .*rows=60\b", found), found
-    for withheld in (STALE, WAITING):
-        found = await explain(sql, withheld, ALL, ["https://pds.test"], 500)
+    hosts = ["https://pds.test"]
+    for query, arguments in ((STALE, [hosts, 500]), (WAITING, [hosts, 500]), (COUNT, [])):
+        found = await explain(sql, query, ALL, *arguments)
         assert re.search(r"Index Scan using repo_withheld|Bitmap Index Scan on repo_withheld", found), found
     found = await explain(sql, PARKED, 200.0, ALL, 50)
     assert re.search(r"Limit .*rows=50\b", found), found

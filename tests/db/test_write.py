@@ -253,6 +253,9 @@ async def test_the_dead_letters_of_each_relay_and_reason_are_limited_in_number_a
     for seq in range(20, 30):
         await db.write(Batch(dead_letters=(dead_letter(seq, frame=bytes(40)),)))
     assert await left() == [1, 2, 28, 29]
+    for seq in range(30, 40):
+        await db.write(Batch(dead_letters=(dead_letter(seq, relay=f"https://{seq}.test", frame=bytes(40)),)))
+    assert await left() == [1, 2, 28, 29, 38, 39], "all hosts count as one relay"
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from tests.live.writer_scenario import SEEDS, MakeScenario, new_post
 from tests.sync.signing_account import SigningAccount, received_message
 
 ONE, TWO = Origin("wss://one.test"), Origin("wss://two.test")
+HOST = Origin("https://pds.test", host="pds.test")
 RELAYS = [ONE.relay, TWO.relay]
 
 
@@ -54,6 +55,21 @@ def test_copies_of_a_rejected_message_are_planned_on_their_own() -> None:
     assert copies.of(settled) == []
     assert copies.settle(settled) == ([], [copy])
     assert copies.hold_back([copy]) == ([copy], [])
+
+
+def test_message_that_was_ignored_on_the_stream_of_a_host_may_count_on_that_of_a_relay() -> None:
+    """Hosts add no accounts, and their reports about accounts are not those of relays."""
+    copies, first, copy = two_streams(), commit(HOST, 1), commit(ONE, 1)
+    assert copies.hold_back([first, copy]) == ([first], [])
+    ignored = [SettledMessage(first, Outcome.IGNORED)]
+    assert copies.of(ignored) == []
+    assert copies.settle(ignored) == ([], [copy])
+    assert copies.hold_back([copy]) == ([copy], [])
+    assert copies.settle([SettledMessage(copy, Outcome.IGNORED)]) == ([], [])
+    assert copies.hold_back([commit(TWO, 2)]) == ([], [commit(TWO, 2)])
+    event = SigningAccount().account_event(active=True)
+    reports = [received_message("account", event)._replace(origin=origin) for origin in (HOST, ONE)]
+    assert copies.hold_back(reports) == (reports, [])
 
 
 @pytest.mark.parametrize("field", ["did", "commit", "rev", "since", "prev_data", "ops", "blocks"])

@@ -13,6 +13,7 @@ from indexer.app.clients import http_origin, open_outbound_client
 from indexer.app.settings import Settings
 from indexer.app.tuning import Tuning
 from indexer.concurrency.stage_progress import Work
+from indexer.live.host_streams import HostStreamSettings
 from indexer.net.pds.xrpc import MethodNotOfferedError
 from indexer.tasks.hosts import HostSettings
 from indexer.tasks.repo_list_pages import repo_list_pages
@@ -25,7 +26,7 @@ from tests.realnet.compare_with_pdses import records_of, visible_repos, wait_unt
 from tests.realnet.real_network import RealAccount, real_network
 from tests.realnet.real_relay import real_relay, require_relay
 from tests.realnet.test_network import NOTE, THING
-from tests.waiting import until
+from tests.waiting import TIMEOUT, until
 
 pytestmark = [pytest.mark.proof("realnet"), pytest.mark.timeout(300)]
 
@@ -86,8 +87,9 @@ async def test_accounts_that_bluesky_relay_withholds_are_found_on_their_host_and
                 await asyncio.to_thread(accounts[-1].create, THING, {"n": 1})
                 await until(partial(relay.counts, pds, number + 1))
             settings = settings_for(relay.relay_url, network.plc_url, tmp_path, start="live", resync_source="pds")
+            tuning = Tuning(hosts=hosts, host_streams=HostStreamSettings(interval=0.5, linger=5.0))
             async with (
-                run_daemon(settings, database, tuning=Tuning(hosts=hosts)),
+                run_daemon(settings, database, tuning=tuning) as daemon,
                 running(expire_waits(database)),
             ):
                 await wait_until_stored(database, accounts)
@@ -95,25 +97,38 @@ async def test_accounts_that_bluesky_relay_withholds_are_found_on_their_host_and
                 for account in accounts:
                     await asyncio.to_thread(account.create, THING, {"n": 2})
                 await wait_until_stored(database, accounts)
+                await until(lambda: withheld_and_synchronized(database, 7))
+                for account in accounts:
+                    await asyncio.to_thread(account.create, THING, {"live": account.did})
+                    await wait_until_stored(database, accounts, seconds=5)
+                assert await withheld_and_synchronized(database, 7), "their host's stream brought them"
                 await relay.allow_accounts(pds, 20)
                 for account in accounts:
                     await asyncio.to_thread(account.create, THING, {"n": 3})
                 await wait_until_equal(database, await records_of(*accounts))
                 await until(lambda: is_withheld(database, set()))
                 await until(lambda: withheld_by_status(database, None))
+                await until(lambda: not daemon.host_streams.streams)
     await assert_change_log_consistent(database)
     doubled = "select did, rkey from atproto.changes where action = 'create' group by did, rkey having count(*) > 1"
     assert await fetch(database, doubled) == []
 
 
-async def wait_until_stored(database: str, accounts: Sequence[RealAccount]) -> None:
+async def wait_until_stored(database: str, accounts: Sequence[RealAccount], seconds: float = TIMEOUT) -> None:
     """Wait until exactly these accounts are visible, with all their records."""
     served = await records_of(*accounts)
 
     async def equal() -> bool:
         return {did: records for did, (_, records) in (await visible_repos(database)).items()} == served
 
-    await until(equal)
+    async with asyncio.timeout(seconds):
+        await until(equal)
+
+
+async def withheld_and_synchronized(database: str, number: int) -> bool:
+    """Return True if so many accounts are synchronized although the relay withholds them."""
+    query = "select from atproto.repos where withheld_since is not null and sync_status = 'synchronized'"
+    return len(await fetch(database, query)) == number
 
 
 async def withheld_by_status(database: str, expected: dict[str, int] | None) -> bool:

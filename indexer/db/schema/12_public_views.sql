@@ -95,8 +95,8 @@ comment on column atproto.repos.updated_at is 'When this row was last updated.';
 comment on column atproto.repos.bucket is
     'The bucket of the DID. Queries on a cluster compare it with atproto.bucket_of($1).';
 comment on column atproto.repos.withheld_since is
-    'Since when the relay does not pass on the account, for a reason of its own, so that records may be outdated; '
-    'null if it does.';
+    'Since when the relay does not pass on the account, for a reason of its own; null if it does. Records may be '
+    'outdated, unless sync_status is synchronized: then the stream of the host is read.';
 
 comment on view atproto.records is
     'The records of visible repos. Indexed by (did, collection, rkey) and by (collection, indexed_at).';
