@@ -28,8 +28,7 @@ MAX_DRAIN_SHARE = 0.7
 """Maximum share of `INDEXER_STOP_TIMEOUT` that is spent on writing the received messages after a signal."""
 FEED_STOP_SECONDS = 5.0
 """Maximum time to store what clients of the feed have acknowledged before the process ends."""
-SILENCE_CHECK_SECONDS = 1.0
-COMPARISON_SECONDS = 1.0
+GAP_CHECK_SECONDS = 1.0
 MAX_LISTED_GAPS = 5
 """Open gaps that a reason names."""
 MAX_READY_LAG_SECONDS = 60.0
@@ -282,7 +281,7 @@ def _streams(daemon: "Daemon") -> Iterator[Stage]:
 
 def _gaps(daemon: "Daemon") -> Iterator[Stage]:
     """Yield the stages that find, load and close gaps."""
-    gaps, reconciliation, comparison = daemon.open_gaps, daemon.reconciliation, daemon.comparison
+    gaps, reconciliation = daemon.open_gaps, daemon.reconciliation
 
     async def check_silence() -> None:
         for stream in [*daemon.streams, *daemon.host_streams.streams.values()]:
@@ -300,15 +299,10 @@ def _gaps(daemon: "Daemon") -> Iterator[Stage]:
             yield ReadinessReason("open-gaps", message, len(gaps.gaps))
 
     yield Stage("open gaps", "live", gaps.run, [gaps.stage], not_ready=open_gaps)
-    check = gaps.stage.add()
-    yield Stage("stream continuity", "live", lambda: run_periodically(check_silence, SILENCE_CHECK_SECONDS, check), [])
-    yield Stage(
-        comparison.stage.name,
-        "live",
-        lambda: run_periodically(comparison.check, COMPARISON_SECONDS, comparison.stage),
-        [comparison.stage],
-        needs_shard=True,
-    )
+    checks = {"stream continuity": check_silence, "relay comparison": daemon.comparison.check}
+    for name, check in checks.items():
+        run = partial(run_periodically, check, GAP_CHECK_SECONDS, gaps.stage.add())
+        yield Stage(name, "live", run, [], needs_shard=True)
     yield Stage("reconciliation", "live", reconciliation.run, [reconciliation.stage], needs_shard=True)
 
 

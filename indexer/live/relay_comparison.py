@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from math import inf
 from time import monotonic
 
-from indexer.concurrency.stage_progress import StageProgress
 from indexer.db.gaps import OpenGaps
 from indexer.live.covered_gaps import MARGIN_SECONDS, CoveredGaps
 from indexer.live.lacking_messages import MISSING_SECONDS, LackingMessages
@@ -40,7 +39,6 @@ class RelayComparison:
     """Compares the streams of relays. With a single one, there is nothing to compare.
 
     Attributes:
-        stage: Its progress. Each check is work.
         streams: By the URL of the relay.
         lacking: The messages that streams lack.
         covered: The gaps that streams may cover.
@@ -53,7 +51,6 @@ class RelayComparison:
     settings: ComparisonSettings
 
     def __post_init__(self) -> None:
-        self.stage = StageProgress("relay comparison", needs_shard=True)
         self._has_several = len(self.streams) > 1
         for relay in self.streams if self._has_several else ():
             self.metrics.relay_missing_messages.labels(relay)

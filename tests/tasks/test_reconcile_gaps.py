@@ -83,6 +83,23 @@ async def test_gap_starts_a_reconciliation_that_closes_it(crawl: Crawl) -> None:
     assert requested_cursors(crawl.host) == [None, "x"]
 
 
+async def test_no_reconciliation_begins_while_another_stream_may_cover_the_gap(crawl: Crawl) -> None:
+    asked = 0
+
+    def may_be_covered() -> bool:
+        nonlocal asked
+        asked += 1
+        assert crawl.host.requests == []
+        return asked < 3
+
+    crawl.lists((did(1), STORED))
+    async with reconciling(crawl) as process:
+        process.reconciliation.may_be_covered = may_be_covered
+        await process.gaps.open(gap())
+        await process.wait_until_closed()
+    assert asked == 3
+
+
 async def test_gap_opened_during_a_reconciliation_needs_another_one(crawl: Crawl) -> None:
     """The first page was read before the second gap was opened."""
 
