@@ -68,6 +68,22 @@ async def test_repos_of_a_host_are_desynchronized_when_it_is_left(
     assert await statuses(db, *names, "other") == [D] * len(names) + [S]
 
 
+async def test_host_that_is_added_again_at_once_is_left_all_the_same(
+    db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another task has noticed that the stream is open, before that one noticed its gap."""
+    await add(db, "ada", **WITHHELD)
+    load = db.subscribed_hosts.load
+
+    async def add_before(shard: Shard) -> list[str]:
+        await db.subscribed_hosts.add(PDS, shard)
+        return await load(shard)
+
+    monkeypatch.setattr(db.subscribed_hosts, "load", add_before)
+    assert await db.subscribed_hosts.remove(PDS, ALL) == 1
+    assert (await statuses(db, "ada"), await load(ALL)) == ([D], [PDS])
+
+
 async def test_repo_that_changes_meanwhile_is_desynchronized_too(
     db: Database, sql: asyncpg.Connection, database: str
 ) -> None:

@@ -136,7 +136,7 @@ A, B, C, D = "https://a.example", "https://b.example", "https://sub.b.example", 
 
 
 async def test_hosts_with_the_most_withheld_accounts_are_first_and_one_of_a_domain(world: World) -> None:
-    await world.withhold({A: 1, B: 3, C: 2, D: 2})
+    await world.withhold({A: 1, B: 4, C: 3, D: 2})
     async with world.running() as streams:
         await world.wait_for(streams, [B, D])
         assert [stream.url for stream in world.opened] == [B, D]
