@@ -24,6 +24,7 @@ from indexer.sync.repo import (
     unparked,
     withhold,
 )
+from indexer.sync.stream import Origin
 
 FIRST_COMMIT_SECONDS = 3.0
 """Time that the resync of a new account waits for its first commit, which may contain the whole repo."""
@@ -116,6 +117,17 @@ def plan_hidden(
         return repo
     erase_at = now + deletion_grace if status == DELETED else None
     return hide(_with_place(repo, point, now), _reported(status), erase_at)
+
+
+def plan_passed_on(repo: Repo, origin: Origin) -> Repo:
+    """Return the row of a repo of which this stream has brought an authentic message: another relay does not matter.
+
+    It is the same object unless another relay than that of the stream withholds the repo. The stream of a host says
+    nothing about relays.
+    """
+    if repo.withheld_since is None or origin.host is not None or repo.hosting_relay in (None, origin.relay):
+        return repo
+    return amend(repo, hosting_status=None, withheld_since=None)
 
 
 def plan_status_unknown(repo: Repo, now: float) -> Repo:

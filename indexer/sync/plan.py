@@ -11,7 +11,7 @@ from indexer.atproto.mst import EMPTY_TREE
 from indexer.atproto.syntax import CollectionFilter
 from indexer.errors import UpstreamError
 from indexer.reasons import Desync, Rejection
-from indexer.sync.account import FIRST_COMMIT_SECONDS, plan_account
+from indexer.sync.account import FIRST_COMMIT_SECONDS, plan_account, plan_passed_on
 from indexer.sync.changes import NeedsKey, NeedsPredecessor, Plan, RecordChange, RecordConverter, RecordKey, RepoWrite
 from indexer.sync.events import AccountEvent, CommitEvent, IdentityEvent, RepoEvent, SyncEvent
 from indexer.sync.policy import KeyState, PlanContext, is_future
@@ -229,7 +229,7 @@ def _with_failed_lookup(repo: Repo) -> Repo:
 
 def _plan_commit(repo: Repo, commit: VerifiedCommit, context: PlanContext) -> Plan:
     """Plan an authentic commit (docs/protocol.md#commits)."""
-    rev = commit.head.rev
+    repo, rev = plan_passed_on(repo, context.origin), commit.head.rev
     if not repo.known and not _is_signal(commit, context.policy.scope):
         return Plan(repo, Outcome.IGNORED)
     if commit.whole and _can_synchronize_without_export(repo, rev, context):
@@ -268,6 +268,7 @@ def _writes_signal(path: bytes | str, cid: bytes | None, signals: CollectionFilt
 
 def _plan_sync(repo: Repo, head: Head, context: PlanContext) -> Plan:
     """Plan an authentic #sync by its signed head (docs/protocol.md#sync-events)."""
+    repo = plan_passed_on(repo, context.origin)
     if head.data == EMPTY_TREE and _can_synchronize_without_export(repo, head.rev, context):
         return _advance(repo, Trigger.WHOLE, head, (), context)
     if repo.head is None or repo.head.data != head.data:

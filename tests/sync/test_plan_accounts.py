@@ -201,6 +201,30 @@ class TestWithheldAccounts:
         assert (planned.repo.sync_status, planned.repo.withheld_since) == (SYNCHRONIZED, NOW - 9)
         assert (planned.repo.hosting_status, planned.why) == ("desynchronized", None)
 
+    @pytest.mark.parametrize("kind", ["commit", "sync"])
+    def test_authentic_message_of_another_relay_ends_the_withholding(self, kind: str) -> None:
+        alice = SigningAccount()
+        before = plan(alice.row(), "account", alice.account_event(active=False, status="throttled"), None).repo
+        commit = alice.commit_post("a")
+        event = commit if kind == "commit" else alice.sync_event()
+        final, forged = [account.key_state._replace(final=True) for account in (alice, SigningAccount("mallory"))]
+        others = {
+            "same relay": CONTEXT.origin,
+            "host": Origin("https://pds.example", 0, "pds.example"),
+            "other": Origin("wss://b"),
+        }
+        after = {
+            name: plan(before, kind, event, final, replace(CONTEXT, origin=origin)).repo
+            for name, origin in others.items()
+        }
+        assert {name: repo.withheld_since for name, repo in after.items()} == {
+            "same relay": NOW,
+            "host": NOW,
+            "other": None,
+        }
+        assert (after["other"].hosting_status, after["other"].next_attempt_at) == (None, NOW), "it is compared at once"
+        assert plan(before, kind, event, forged, replace(CONTEXT, origin=others["other"])).repo.withheld_since == NOW
+
     @pytest.mark.parametrize("status", ["takendown", "suspended", "deleted", "deactivated", "inactive", None])
     def test_a_status_of_the_account_hides(self, status: str | None) -> None:
         """Bluesky's relay sends `inactive` for an account of which its host gave no status."""
