@@ -11,6 +11,7 @@ from tests.simulation.draw_faults import (
     draw_kill_at_point,
     nothing,
 )
+from tests.simulation.draw_lies import with_lies
 from tests.simulation.draw_omissions import with_omissions
 from tests.simulation.draw_status_changes import with_status_changes
 from tests.simulation.drawn_world import HOSTS, RELAYS, DrawnWorld
@@ -58,7 +59,7 @@ def draw_schedule(seed: int) -> Schedule:
         tuple(last),
         _draw_ending(world),
     )
-    return with_omissions(with_status_changes(schedule))
+    return with_lies(with_omissions(with_status_changes(schedule)))
 
 
 def _draw_episode(world: DrawnWorld, process: Draw) -> Episode:

@@ -16,6 +16,7 @@ from indexer.atproto.syntax import tid_of
 from indexer.demo.local_relay import message_frame
 from indexer.demo.local_repo import TidClock
 from indexer.demo.local_repo import Write as RepoWrite
+from indexer.net.http.http_client import host_of
 from tests import faulty_network
 from tests.daemon.running_daemon import commit_payload
 from tests.daemon_forks import Death
@@ -33,6 +34,7 @@ from tests.simulation.fault_schedule import (
     KilledDaemon,
     LostCommit,
     LostWindow,
+    LyingHost,
     Moment,
     OmittedCommit,
     RepeatedMessages,
@@ -58,6 +60,8 @@ OUTAGE_SECONDS = 0.3
 RESTARTED_SEQ = 9_000
 MAX_MESSAGES = 1_000
 """No sequence has as many messages, so a number tells to which sequence it belongs."""
+NO_CID = "bafyreigdyrzt5sfp7udm7hu76uh7y26nf3efuylqabf3oclgtqy55fbzdi"
+"""The CID of a commit that nobody has."""
 FAR_FUTURE = 4_000_000_000_000_000
 """Microseconds since 1970."""
 
@@ -343,6 +347,30 @@ async def _break_host(world: World, fault: BrokenHost) -> AsyncIterator[None]:
         return any(answer.fired for answer in answers) or await world.has_failed("unreachable", dids)
 
     world.unfinished.append((fault, has_failed))
+
+
+@_carries_out(LyingHost)
+async def _lie_in_list(world: World, fault: LyingHost) -> AsyncIterator[None]:
+    """Lie when the daemon is quiet: whatever happens to an account then, the lies have caused."""
+    await world.caught_up()
+    await until(world.all_quiet, world.daemon.log_tail)
+    host = world.hosts[fault.host]
+    others = [
+        account for account in world.accounts.values() if account.pds is not host and account.did not in host.hosted
+    ]
+    host.lies = [{"did": did, "head": NO_CID, "rev": fault.rev, "active": True} for did in fault.invented]
+    for number, account in enumerate(others):
+        status: dict[str, Any] = {"active": False, "status": "deleted"} if number % 2 else {"active": True}
+        host.lies.append({"did": account.did, "head": NO_CID, "rev": fault.rev} | status)
+    dids = list(world.accounts)
+    desynchronized, fetched = await world.desynchronized(dids), world.fetched()
+    unproven = await world.read_host_lists()
+    assert unproven[host_of(host.url)] >= sum(lie["active"] for lie in host.lies), unproven
+    assert await world.desynchronized(dids) == desynchronized, f"{fault} has desynchronized a repo"
+    assert world.fetched() == fetched, f"{fault} has caused a fetch"
+    world.fired[fault] += host.lied
+    host.lies = []
+    yield
 
 
 @_carries_out(ChangedScope)

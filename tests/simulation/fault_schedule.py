@@ -282,6 +282,22 @@ class BrokenHost(Fault):
 
 
 @dataclass(frozen=True)
+class LyingHost(Fault):
+    """A host lists accounts that do not exist, and those of other hosts with false revs and statuses.
+
+    Meanwhile, the lists of all hosts are read. Before, the daemon has fetched everything that it had to fetch.
+
+    Attributes:
+        invented: The DIDs that do not exist.
+        rev: The false rev.
+    """
+
+    host: int
+    invented: tuple[str, ...]
+    rev: str
+
+
+@dataclass(frozen=True)
 class Episode:
     """Actions while faults are in effect.
 

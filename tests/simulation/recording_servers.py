@@ -1,6 +1,7 @@
 """Relays that remember what they sent, and lose, damage and delay it; hosts that count; a directory that can hang."""
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -82,16 +83,28 @@ class CountingPds(FaultyPds):
 
     Attributes:
         fetched: How often the repo of each account was requested, by DID.
+        lies: Further entries of the first page of its list of accounts.
+        lied: How often it has sent them.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.fetched: Counter[str] = Counter()
+        self.lies: list[dict[str, Any]] = []
+        self.lied = 0
 
     def application(self) -> web.Application:
         application = super().application()
         application.middlewares.insert(0, self._count)
         return application
+
+    async def _list_repos(self, request: web.Request) -> web.Response:
+        response = await super()._list_repos(request)
+        if not self.lies or "cursor" in request.query:
+            return response
+        self.lied += 1
+        page = json.loads(response.text or "")
+        return web.json_response(page | {"repos": page["repos"] + self.lies})
 
     @web.middleware
     async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -1,8 +1,10 @@
 """A network on loopback that acts as a schedule says, and the daemon that indexes it."""
 
 import asyncio
+import os
+import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from hashlib import md5
 from pathlib import Path
@@ -133,7 +135,8 @@ class World:
         self.hosts = [CountingPds() for _ in range(schedule.hosts)]
         self.relays = [RecordingRelay(self.plc, first_seq=(n + 1) * FIRST_SEQ) for n in range(schedule.relays)]
         for host in self.hosts:
-            host.listeners += [relay.receive for relay in self.relays]
+            for relay in self.relays:
+                relay.follow(host)
         self.accounts: dict[str, FaultyAccount] = {}
         self.proxy = DatabaseProxy(dsn)
         self.fired: Counter[Fault] = Counter()
@@ -219,6 +222,15 @@ class World:
     async def has_backends(self) -> bool:
         """Return True if the daemon has a connection to the database."""
         return not await self.has_no_backend()
+
+    async def read_host_lists(self) -> Mapping[str, int]:
+        """Let a command read the lists of all hosts; return how many accounts of each list no identity proves."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "indexer", "discover", "--hosts", env=os.environ | self.environment(self.dsn)
+        )
+        assert await process.wait() == 0
+        rows = await self.sql.fetch("select host, unproven_accounts from atproto.hosts")
+        return {row["host"]: row["unproven_accounts"] for row in rows}
 
     async def gap_reasons(self, *, after: int = 0) -> set[str]:
         """Return the reasons of all gaps after this number."""
@@ -308,6 +320,7 @@ class World:
             "INDEXER_DATABASE_URL": dsn,
             "INDEXER_DATA_DIR": str(self.directory),
             "INDEXER_RELAYS": ",".join(relay.websocket_url for relay in self.relays),
+            "INDEXER_HOST_STREAMS": "0",
             "INDEXER_RELAY_MODE": self.schedule.mode,
             "INDEXER_PLC_URL": self.plc.url,
             "INDEXER_START": "oldest",
