@@ -246,7 +246,8 @@ class BatchWriter:
         with self.scope.in_use() as policy:
             with self.metrics.batch_seconds["plan"].time():
                 key_state_of = self.keys.key_states(dids).get
-                several = sum(position.is_known() for position in self.positions) > 1
+                # Also one that is not connected now: after a start, the first stream is some seconds ahead.
+                several = len(self.positions) > 1
                 context = PlanContext(policy, time(), other_streams=several, overdue=self._held.overdue)
                 context = self.account_limits.apply(dids, repos, key_state_of, context)
                 plan = await self._plan(messages, repos, key_state_of, context)

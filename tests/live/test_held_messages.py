@@ -55,9 +55,21 @@ async def test_early_commit_desynchronizes_its_repo_when_no_stream_brings_its_pr
     assert scenario.outcomes() == {"desynchronized": 1, "applied": 1, "ignored": 1}
 
 
-async def test_nothing_is_held_while_no_other_stream_is_open(make_scenario: MakeScenario) -> None:
+async def test_commit_is_held_also_before_the_other_stream_is_connected(make_scenario: MakeScenario) -> None:
     scenario, ada = await make_scenario(relays=RELAYS), SigningAccount("ada")
     scenario.positions[1].is_known = lambda: False
+    await scenario.add(ada)
+    missing, early = (new_post(ada, number) for number in range(2))
+    async with scenario.writer():
+        await scenario.put(early)
+        await until(lambda: not len(scenario.inbox))
+        await scenario.put(missing, stream=1)
+        await scenario.settled()
+    assert scenario.outcomes() == {"applied": 2}
+
+
+async def test_nothing_is_held_with_a_single_stream(make_scenario: MakeScenario) -> None:
+    scenario, ada = await make_scenario(), SigningAccount("ada")
     await scenario.add(ada)
     _, early = (new_post(ada, number) for number in range(2))
     async with scenario.writer():

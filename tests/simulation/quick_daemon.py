@@ -20,7 +20,7 @@ TUNING = replace(
     timeouts=Timeouts(read=5.0, rate_grace=1.0),
     host_pauses=HostPauses(first=0.2, maximum=0.5, max_configured=0.5),
     identities=IdentityLifetimes(missing_max_age=1.0, refresh_interval=0.3, changed_interval=0.1, timeout=10.0),
-    writer=WriterSettings(retry_interval=RETRY, idle_after=0.3),
+    writer=WriterSettings(retry_interval=RETRY, idle_after=0.3, hold=10.0),
     pool=WorkerPoolSettings(idle_interval=RETRY, lease=10.0),
     identity_refresh_interval=0.1,
 )
