@@ -24,7 +24,7 @@ from indexer.sync.repo import (
     unparked,
     withhold,
 )
-from indexer.sync.stream import Origin
+from indexer.sync.stream import NO_STREAM, Origin
 
 FIRST_COMMIT_SECONDS = 3.0
 """Time that the resync of a new account waits for its first commit, which may contain the whole repo."""
@@ -123,9 +123,10 @@ def plan_passed_on(repo: Repo, origin: Origin) -> Repo:
     """Return the row of a repo of which this stream has brought an authentic message: another relay does not matter.
 
     It is the same object unless another relay than that of the stream withholds the repo. The stream of a host says
-    nothing about relays.
+    nothing about relays, nor does a buffered message, whose stream is not known.
     """
-    if repo.withheld_since is None or origin.host is not None or repo.hosting_relay in (None, origin.relay):
+    is_of_relay = origin != NO_STREAM and origin.host is None
+    if repo.withheld_since is None or not is_of_relay or repo.hosting_relay in (None, origin.relay):
         return repo
     return amend(repo, hosting_status=None, withheld_since=None)
 

@@ -35,7 +35,7 @@ from indexer.sync.repo import (
     synchronize,
 )
 from indexer.sync.resync import HOST_STATUSES, Completion, plan_failure
-from indexer.sync.stream import Origin
+from indexer.sync.stream import NO_STREAM, Origin
 from tests.sync.signing_account import CONTEXT, DESYNCHRONIZED, NOW, RELAY, SYNCHRONIZED, SigningAccount, plan
 
 
@@ -211,6 +211,7 @@ class TestWithheldAccounts:
         others = {
             "same relay": CONTEXT.origin,
             "host": Origin("https://pds.example", 0, "pds.example"),
+            "unknown": NO_STREAM,
             "other": Origin("wss://b"),
         }
         after = {
@@ -220,6 +221,7 @@ class TestWithheldAccounts:
         assert {name: repo.withheld_since for name, repo in after.items()} == {
             "same relay": NOW,
             "host": NOW,
+            "unknown": NOW,
             "other": None,
         }
         assert (after["other"].hosting_status, after["other"].next_attempt_at) == (None, NOW), "it is compared at once"
