@@ -32,7 +32,7 @@ from indexer.cli.main import COMMANDS, load_command
 from indexer.db.migrate import migrate
 from indexer.embedded import database
 from indexer.net.server.address import Address
-from indexer.reasons import Desync, FetchFailure, GapReason, Rejection
+from indexer.reasons import Desync, FetchFailure, GapReason, LogFlaw, Rejection
 from indexer.sync.repo import TRANSITIONS, SyncStatus, Trigger
 from indexer.telemetry.metrics import MetricDefinition, Metrics
 
@@ -157,6 +157,11 @@ is parked until an event unparks it, or for `INDEXER_SWEEP_INTERVAL`.
 it.
 
 {_list([(reason, reason.text) for reason in GapReason])}
+## Why a log of PLC operations is not believed
+
+Nothing of the log is used; the next directory is asked.
+
+{_list([(flaw, flaw.text) for flaw in LogFlaw])}
 ## Problems of record values
 
 `atproto.records.value_problem`. The record keeps its path and its CID. Stored bytes are returned by

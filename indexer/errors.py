@@ -2,6 +2,7 @@
 
 IndexerError
 ├── UpstreamError            another host broke a rule: count and reject its message, then continue
+├── PlcLogError              a log of did:plc operations proves nothing: use nothing of it, ask the next directory
 ├── UnavailableError         a check or a fetch was not possible now: try again later
 ├── RefusedWriteError        the database cannot store these values: store less of them, then continue
 ├── BrokenInvariantError     this program broke one of its own rules: stop the process
@@ -12,7 +13,7 @@ IndexerError
     └── SchemaVersionError   the operator has to migrate the database
 """
 
-from indexer.reasons import FetchFailure, Rejection
+from indexer.reasons import FetchFailure, LogFlaw, Rejection
 
 
 class IndexerError(Exception):
@@ -29,6 +30,20 @@ class UpstreamError(IndexerError):
 
     def __init__(self, reason: Rejection, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else str(reason))
+        self.reason = reason
+        self.detail = detail
+
+
+class PlcLogError(IndexerError):
+    """A log of did:plc operations, or one of them, breaks a rule of the method.
+
+    Attributes:
+        reason: The reason from a closed set, for metrics.
+        detail: More about this case, for people.
+    """
+
+    def __init__(self, reason: LogFlaw, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
 

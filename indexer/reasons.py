@@ -147,3 +147,18 @@ class GapReason(DescribedEnum):
     CURSOR_UNPROVEN = "cursor-unproven", "The relay sent neither the message at the cursor again nor a later one."
     NO_CURSOR = "no-cursor", "The stream was entered without a usable cursor of this relay."
     SEQUENCE_RESTARTED = "sequence-restarted", "The relay started a new sequence of numbers."
+
+
+class LogFlaw(DescribedEnum):
+    """Why a log of did:plc operations is not believed. Nothing of it is used."""
+
+    MALFORMED = "log-malformed", "The log, or an operation in it, does not have the form of the specification."
+    TOO_LARGE = "log-too-large", "The log, or an operation in it, exceeds a limit of this program."
+    OTHER_DID = "log-other-did", "The hash of the first operation, or an entry, is that of another DID."
+    BROKEN_CHAIN = "log-broken-chain", "An operation does not follow one that is in force."
+    SIGNATURE_INVALID = "log-signature-invalid", "No rotation key that may sign an operation verifies its signature."
+    RECOVERY_LATE = "log-recovery-late", "An operation replaces another one after 72 hours, or is not the newest one."
+    INCONSISTENT = (
+        "log-inconsistent",
+        "The directory's CIDs or marks of nullified operations contradict the operations.",
+    )

@@ -17,7 +17,9 @@ MAX_LIST_ENTRIES = 100
 """Number of entries that are read of a list in a document. Most lists have fewer than ten."""
 MAX_URL_CHARACTERS = 2_048
 MAX_PORT = 65_535
-_PDS_TYPE = "AtprotoPersonalDataServer"
+PDS_TYPE = "AtprotoPersonalDataServer"
+"""The type of the service that hosts a repo."""
+
 
 # Accepts less than a URL parser, so that two parsers cannot find different hosts in the same text.
 _BASE_URL = re.compile(
@@ -56,7 +58,7 @@ def build_did_document(did: str, handle: str | None, signing_key: str | None, pd
         key = {"id": f"{did}#atproto", "type": "Multikey", "controller": did}
         document["verificationMethod"] = [key | {"publicKeyMultibase": signing_key.removeprefix("did:key:")}]
     if pds:
-        document["service"] = [{"id": "#atproto_pds", "type": _PDS_TYPE, "serviceEndpoint": pds}]
+        document["service"] = [{"id": "#atproto_pds", "type": PDS_TYPE, "serviceEndpoint": pds}]
     return document
 
 
@@ -84,7 +86,7 @@ def _pds(document: dict[str, Any], did: str, *, allow_http: bool) -> str | None:
         if service.get("id") not in ("#atproto_pds", f"{did}#atproto_pds"):
             continue
         type_ = service.get("type")
-        if _PDS_TYPE in (type_ if isinstance(type_, list) else [type_]):
+        if PDS_TYPE in (type_ if isinstance(type_, list) else [type_]):
             return _base_url(service.get("serviceEndpoint"), allow_http=allow_http)
     return None
 

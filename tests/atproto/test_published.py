@@ -17,7 +17,6 @@ from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.record import decode_record
 from indexer.atproto.syntax import AtUri, is_did, is_handle, is_nsid, is_record_key, is_tid
 from indexer.reasons import Rejection
-from tests.atproto.plc_operations import current_form, document_of
 from tests.atproto.test_car import read, result_or_reason, split
 from tests.vectors import vectors
 
@@ -145,22 +144,6 @@ def test_documents_are_parsed() -> None:
         parsed = parse_did_document(raw, did, allow_http=False)
         assert parsed.signing_key is not None
         assert (parsed.pds or "").startswith("https://")
-
-
-def test_documents_of_plc_operations_are_parsed() -> None:
-    count = 0
-    for entry in [entry for path in sorted(vectors("did-plc").rglob("*.json")) for entry in published(str(path))]:
-        did, operation = entry["did"], current_form(entry["operation"])
-        if operation["type"] == "plc_tombstone":
-            continue
-        parsed = parse_did_document(document_of(did, operation), did, allow_http=False)
-        pds = operation["services"].get("atproto_pds")
-        handle = next((alias for alias in operation["alsoKnownAs"] if "." in alias), None)
-        assert (parsed.signing_key and parsed.signing_key.did_key()) == operation["verificationMethods"].get("atproto")
-        assert parsed.pds == (pds and pds["endpoint"])
-        assert parsed.handle == (handle and handle.removeprefix("at://"))
-        count += 1
-    assert count > 20
 
 
 # Lexicons and identifiers

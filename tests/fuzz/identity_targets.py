@@ -15,13 +15,14 @@ from yarl import URL
 
 from indexer.atproto.crypto import parse_did_key
 from indexer.atproto.did_document import MAX_URL_CHARACTERS
+from indexer.atproto.plc import document_of, parse_operation
 from indexer.atproto.syntax import is_did, is_handle
-from indexer.errors import UnavailableError
+from indexer.demo.plc_operations import update
+from indexer.errors import PlcLogError, UnavailableError
 from indexer.net.identity.did_resolver import DidResolver, web_host
 from indexer.net.identity.handle_verifier import HandleVerifier
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import INVALID_HANDLE, StoredIdentity
-from tests.atproto.plc_operations import current_form, document_of
 from tests.fuzz import syntax_reference as reference
 from tests.fuzz.comparison import DifferenceError
 from tests.fuzz.examples import DID, HANDLE
@@ -53,12 +54,9 @@ class DidDocuments(HostAnswers):
     def seeds(self, _: Random, count: int) -> list[bytes]:
         """Return documents, each after one byte that selects the status, and published ones."""
         keys = [SigningAccount("documents", curve).key.public for curve in ("k256", "p256")]
-        operation = {
-            "type": "plc_operation",
-            "alsoKnownAs": [f"at://{HANDLE}"],
-            "services": {"atproto_pds": {"type": "AtprotoPersonalDataServer", "endpoint": "https://pds.example.com"}},
-        }
-        made = [document_of(DID, operation | {"verificationMethods": {"atproto": key.did_key()}}) for key in keys]
+        pds = "https://pds.example.com"
+        states = [update([], None, handle=HANDLE, signing_key=key.did_key(), pds=pds) for key in keys]
+        made = [document_of(DID, state) for state in states]
         for text in seed_files("did-plc/**/*.json", "indigo/identity/*.json"):
             made += _documents(json.loads(text))
         return [
@@ -94,9 +92,13 @@ def _documents(value: object) -> list[dict[str, object]]:
         return []
     if isinstance(value.get("operation"), dict):
         return _documents(value["operation"])
-    if value.get("type") in {"create", "plc_operation"}:
-        return [document_of(DID, current_form(value))]
-    return [value] if "verificationMethod" in value else []
+    if "verificationMethod" in value:
+        return [value]
+    try:
+        state = parse_operation(value).state
+    except PlcLogError:
+        return []
+    return [] if state is None else [document_of(DID, state)]
 
 
 def _check_identity(identity: StoredIdentity, *, http: bool) -> None:

@@ -60,6 +60,7 @@ TARGETS = {
     "commits": TargetRow("block_targets.Commits", limit=DECODING),
     "inversions": TargetRow("inversion_target.Inversions", limit=CostLimit(steps=10_000_000)),  # the reference counts
     "did-documents": TargetRow("identity_targets.DidDocuments", limit=DECODING),
+    "plc-logs": TargetRow("plc_target.PlcLogs"),
     "did-webs": TargetRow("identity_targets.DidWebs", limit=DECODING),
     "handles": TargetRow("identity_targets.Handles"),
     "records": TargetRow("database_targets.Records", "Postgres"),
