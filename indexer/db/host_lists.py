@@ -99,7 +99,7 @@ _SUMMARY = """
 
 @dataclass(slots=True)
 class HostCounts:
-    """What one reading of the repo list of a host counts. Accounts are those that the list names.
+    """The counts of one reading of the repo list of a host. Accounts are those that the list names.
 
     Attributes:
         pages: Pages of the list.
@@ -151,7 +151,7 @@ class HostList:
 
 
 class HostedRepo(NamedTuple):
-    """What is stored about an account that a host lists."""
+    """The stored state of an account that a host lists."""
 
     did: str
     pds: str | None

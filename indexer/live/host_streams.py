@@ -123,7 +123,7 @@ class HostStreams:
         await table.remove_former(shard)
         self._metrics.desynchronized[Desync.WITHHELD].inc(await table.withhold(shard))
         wanted, now = await self._wanted(), monotonic()
-        for pds in await table.load(shard):  # those of the last process first: they may have no gap yet
+        for pds in await table.load(shard):  # the former process read these, perhaps without a gap
             if pds not in self._readings and not self._begin(pds, group):
                 await self._leave(pds)
         for pds, reading in list(self._readings.items()):
@@ -147,7 +147,7 @@ class HostStreams:
     async def _wanted(self) -> Sequence[str]:
         """Return the hosts whose streams are to be read."""
         withheld = await self._db.subscribed_hosts.withheld(self.settings.shard)
-        lacking = await self._db.host_lists.lacking()  # those that relays omit included
+        lacking = await self._db.host_lists.lacking()  # includes omitted accounts
         accounts = {pds: max(withheld.get(pds, 0), lacking.get(pds, 0)) for pds in withheld | lacking}
         domains, wanted = Counter[str](), []
         for pds in sorted(accounts, key=lambda pds: (-accounts[pds], pds)):

@@ -131,7 +131,7 @@ def test_every_message_ends_once_and_a_copy_never_before_its_first_message(
     ]
     in_work: list[ReceivedMessage] = []
     ended = Counter[int]()
-    durable = set[bytes]()  # what an accepted message says
+    durable = set[bytes]()  # the contents of accepted messages
 
     def end(messages: list[ReceivedMessage]) -> None:
         for message in messages:
