@@ -1,5 +1,6 @@
 """A network whose relay withholds accounts, and whose PDSes have streams of their own."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -51,21 +52,19 @@ class WithholdingRelay(FaultyRelay):
 
 
 class WithholdingNetwork(FaultyNetwork):
-    """The network. Its accounts are on two PDSes in turn."""
+    """The network. Its accounts are on its PDSes in turn."""
 
     pds_type, relay_type = StreamingPds, WithholdingRelay
+    pdses: Sequence[StreamingPds]
     relay: WithholdingRelay
 
-    def __init__(self) -> None:
-        super().__init__()
-        for pds in self.pdses:
-            assert isinstance(pds, StreamingPds)
-            pds.events.plc = self.plc
-            pds.events.follow(pds)
+    def __init__(self, *, pds: int = 2) -> None:
+        super().__init__(pds=pds)
+        for host in self.pdses:
+            host.events.plc = self.plc
+            host.events.follow(host)
 
     @property
     def host(self) -> StreamingPds:
         """The PDS of the first account."""
-        pds = self.pdses[0]
-        assert isinstance(pds, StreamingPds)
-        return pds
+        return self.pdses[0]

@@ -42,7 +42,12 @@ _MOST_LACKING = """
     select host from indexer.host_list where lacking > 0 and host_bucket = any($1::smallint[])
     order by lacking desc, host
 """
-_LACKING = "select url, lacking from indexer.host_list where lacking > 0"
+_NOT_WITHHELD = """
+    select url, lacking - coalesce((
+        select sum(number::bigint) from jsonb_each(counts->'withheld') r, jsonb_each_text(r.value) w(status, number)
+    ), 0)::bigint as accounts
+    from indexer.host_list where lacking > 0
+"""
 # Hosts that fail are last, so that invented ones delay no others. So are lists that were read for long already.
 _DUE = f"""
     select host from indexer.host_list
@@ -195,9 +200,9 @@ class HostLists(Area):
         """Return the hosts with accounts that no relay passes on, those with the most of them first."""
         return [host for (host,) in await self._fetch(_MOST_LACKING, list(buckets))]
 
-    async def lacking(self) -> dict[str, int]:
-        """Return how many accounts no relay passes on, by the URLs of their hosts, for the lists of all processes."""
-        return {row["url"]: row["lacking"] for row in await self._fetch(_LACKING)}
+    async def not_withheld(self) -> dict[str, int]:
+        """Return how many accounts of any shard relays omit or bring late, by the URLs of their hosts."""
+        return {row["url"]: row["accounts"] for row in await self._fetch(_NOT_WITHHELD) if row["accounts"] > 0}
 
     async def due(
         self,

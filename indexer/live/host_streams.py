@@ -146,9 +146,8 @@ class HostStreams:
 
     async def _wanted(self) -> Sequence[str]:
         """Return the hosts whose streams are to be read."""
-        withheld = await self._db.subscribed_hosts.withheld(self.settings.shard)
-        lacking = await self._db.host_lists.lacking()  # includes omitted accounts
-        accounts = {pds: max(withheld.get(pds, 0), lacking.get(pds, 0)) for pds in withheld | lacking}
+        accounts = Counter(await self._db.subscribed_hosts.withheld(self.settings.shard))
+        accounts.update(await self._db.host_lists.not_withheld())  # it is not known which shards have them
         domains, wanted = Counter[str](), []
         for pds in sorted(accounts, key=lambda pds: (-accounts[pds], pds)):
             domains[domain := registered_domain(host_of(pds))] += 1
