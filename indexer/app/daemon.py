@@ -385,7 +385,6 @@ class Daemon:
             {relay: http_origin(relay) for relay in settings.relays},
             lambda: next(iter(self._open_sources()), None),
             self._stream_point,
-            lambda: self.batch_writer.lag,
             replace(tuning.hosts, shard=shard, interval=settings.hosts_interval),
             settings.new_accounts_per_host / shard.count,
             settings.plc_rate * LOOKUP_SHARE,

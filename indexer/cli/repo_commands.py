@@ -174,7 +174,6 @@ async def _discover_hosts(settings: Settings, *, as_json: bool) -> int:
             relays,
             lambda: next(iter(relays.values())),
             lambda _source: None,
-            lambda: None,
             HostSettings(poll=1.0),
             settings.new_accounts_per_host,
             settings.plc_rate * LOOKUP_SHARE,

@@ -4,7 +4,7 @@ The firehose consumer opens gaps. A reconciliation closes them, or the stream of
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -18,7 +18,7 @@ from indexer.db.connections import Area
 from indexer.db.periodic import run_periodically
 from indexer.reasons import GapReason
 from indexer.sync.repo import SyncStatus
-from indexer.sync.shard import Shard
+from indexer.sync.shard import BUCKETS, Shard
 from indexer.sync.stream import Cursor, Gap, OpenGap, Position
 from indexer.telemetry.metrics import Metrics
 
@@ -32,7 +32,9 @@ MAX_CLOSED_GAPS = 1_000
 """Closed gaps that are retained; older ones are deleted."""
 
 _CURSORS = """
-    select relay, shard, epoch, seq, event_time, date_part('epoch', updated_at) as updated_at from indexer.cursor
+    select relay, shard, epoch, seq, event_time, date_part('epoch', caught_up_at) as caught_up_at,
+        date_part('epoch', updated_at) as updated_at
+    from indexer.cursor
 """
 
 _OPEN = """
@@ -100,6 +102,14 @@ class Gaps(Area):
         """Return the stored cursors of all relays and shards."""
         async with self._pool.connection() as connection:
             return await load_cursors(connection)
+
+    async def caught_up_at(self, relays: Collection[str]) -> float:
+        """Return the time until which each shard has stored all messages of a relay, in Unix seconds; 0: not known."""
+        reached = [0.0] * BUCKETS
+        for cursor in await self.cursors():
+            for position in Shard.parse(cursor.shard).positions if cursor.relay in relays else ():
+                reached[position] = max(reached[position], cursor.caught_up_at or 0.0)
+        return min(reached)
 
     async def reset_cursor(self, relay: str, shards: Sequence[Shard], position: Position) -> None:
         """Store the position in a new epoch as the cursor of each shard, and open a gap for each shard."""

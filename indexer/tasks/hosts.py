@@ -133,8 +133,6 @@ class HostCrawl:
         relays: The base URLs of the relays by the URLs of their streams.
         open_source: Returns the base URL of a relay to ask about accounts; None if none is known to answer.
         stream_point: Returns the last stored message of a source's stream, as for `HostingStatusChecks`.
-        lag: Returns the lag of the stream in seconds; None if it is not known. While it is larger than `settle`, only
-            withheld accounts are compared: the stream will bring the commits of the others.
         new_accounts: Accounts that are added in an hour for one registered domain; 0: no limit.
         lookup_rate: Accounts that are looked up in a second.
         stage: Its progress. Each look for lists, each request and each account is work.
@@ -151,7 +149,6 @@ class HostCrawl:
     relays: Mapping[str, str]
     open_source: Callable[[], str | None]
     stream_point: Callable[[str], StreamPoint | None]
-    lag: Callable[[], float | None]
     settings: HostSettings
     new_accounts: float
     lookup_rate: float
@@ -362,7 +359,7 @@ class HostCrawl:
         withheld = {did: r for did, r in behind.items() if here[did].withheld and not here[did].is_synchronized}
         if withheld:
             await self.db.crawls.desynchronize_behind(withheld, now)
-        if self._is_caught_up():
+        if await self._is_caught_up():
             visit.behind |= {did: rev for did, rev in behind.items() if did not in withheld}
         await self._follow_statuses(ours, listed, visit)
         _count(counts, here.values(), next(iter(self.relays), ""))
@@ -379,9 +376,9 @@ class HostCrawl:
             return None
         return rev if repo.withheld or repo.sync_status != SyncStatus.DESYNCHRONIZED else None
 
-    def _is_caught_up(self) -> bool:
-        lag = self.lag()
-        return lag is not None and lag <= self.settings.settle
+    async def _is_caught_up(self) -> bool:
+        """Return False while streams are still to bring commits, to any process. Then no repo is behind."""
+        return time() - await self.db.gaps.caught_up_at(self.relays) <= self.settings.settle
 
     async def _compare_again(self, visit: _Visit) -> int:
         """Desynchronize the repos that the stream has not brought to their listed revs meanwhile; return how many."""
@@ -390,7 +387,7 @@ class HostCrawl:
         visit.work.idle()
         await asyncio.sleep(self.settings.settle)
         visit.work.moved()
-        if not self._is_caught_up():
+        if not await self._is_caught_up():
             return 0
         behind = await self.db.crawls.desynchronize_behind(visit.behind, time())
         self.metrics.desynchronized[Desync.BEHIND].inc(behind)

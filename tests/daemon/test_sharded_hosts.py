@@ -72,7 +72,9 @@ class Processes:
     def create_account(self, shard: int, pds: int, *, hidden: bool = False) -> FaultyAccount:
         """Create an account of a shard; a hidden one is never mentioned by the relay."""
         handles = (f"account{number}.test" for number in count(len(self.network.accounts)))
-        handle = next(one for one in handles if shard_of(did_of(one)) == shard and did_of(one) not in self.network.accounts)
+        handle = next(
+            one for one in handles if shard_of(did_of(one)) == shard and did_of(one) not in self.network.accounts
+        )
         if hidden:
             self.network.relay.withheld.add(did_of(handle))
         account = self.network.create_account(handle, pds=pds)

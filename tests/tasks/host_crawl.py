@@ -1,7 +1,7 @@
 """A small network whose relay withholds accounts, and a crawl of its hosts."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from math import inf
@@ -25,14 +25,17 @@ from indexer.net.http.host_limits import RateLimits
 from indexer.net.http.http_client import OutboundClient, OutboundSettings
 from indexer.net.identity.did_resolver import DidResolver
 from indexer.net.identity.identity_cache import IdentityCache
+from indexer.sync.changes import Batch
 from indexer.sync.repo import Repo
 from indexer.sync.scope import Scope, Track, filter_of
+from indexer.sync.stream import Cursor
 from indexer.tasks.hosts import HostCrawl, HostSettings
 from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metrics import Metrics
 from tests.sync.signing_account import STORE_ALL
 
 QUICK = HostSettings(first_wait=0.0, poll=0.01, settle=0.0, follow=0.05)
+CAUGHT_UP = {"0/1": -60.0}
 
 
 class WithholdingRelay(LocalRelay):
@@ -132,7 +135,6 @@ class Hosts:
     network: HostNetwork
     db: Database
     outbound: OutboundClient
-    lag: float | None = 0.0
 
     def __post_init__(self) -> None:
         self.metrics, self.conditions = Metrics(), Conditions()
@@ -161,11 +163,18 @@ class Hosts:
             {self.network.relay_url: self.network.relay.url},
             lambda: self.network.relay.url,
             lambda _source: None,
-            lambda: self.lag,
             settings,
             new_accounts,
             1_000.0,
         )
+
+    async def save_cursors(self, lags: Mapping[str, float]) -> None:
+        """Store the only cursors: of these shards, so many seconds behind."""
+        async with self.db.connection() as connection:
+            await connection.execute("delete from indexer.cursor")
+        now, relay = time(), self.network.relay_url
+        cursors = [Cursor(relay, shard, 1, caught_up_at=now - lag) for shard, lag in lags.items()]
+        await self.db.write(Batch(cursors=tuple(cursors)))
 
     def name(self, pds: int = 0) -> str:
         """Return the name of a PDS."""
@@ -211,4 +220,6 @@ async def host_network(db: Database, pds: int = 2) -> AsyncIterator[Hosts]:
         HostNetwork(pds=pds) as network,
         OutboundClient(OutboundSettings("test", allow_private_hosts=True, rates=rates)) as outbound,
     ):
-        yield Hosts(network, db, outbound)
+        hosts = Hosts(network, db, outbound)
+        await hosts.save_cursors(CAUGHT_UP)
+        yield hosts

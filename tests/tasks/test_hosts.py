@@ -121,11 +121,20 @@ async def test_revs_that_the_host_makes_up_cause_fetches_after_growing_pauses(ho
     assert 40 < waits[1] < waits[2] < waits[3] < 400
 
 
-@pytest.mark.parametrize(("lag", "behind"), [(0.0, True), (3_600.0, False), (None, False)])
-async def test_account_whose_commits_the_stream_did_not_bring_is_desynchronized_unless_the_stream_lags(
-    hosts: Hosts, lag: float | None, behind: bool
+@pytest.mark.parametrize(
+    ("lags", "behind"),
+    [
+        ({"0/2": -60.0, "1/2": -60.0}, True),
+        ({"0/2": 3_600.0, "1/2": -60.0}, False),
+        ({"0/2": -60.0, "1/2": 3_600.0}, False),
+        ({"0/2": -60.0}, False),
+        ({"0/1": 3_600.0, "0/2": -60.0, "1/2": -60.0}, True),
+    ],
+)
+async def test_account_whose_commits_the_stream_did_not_bring_is_desynchronized_unless_a_process_lags(
+    hosts: Hosts, lags: dict[str, float], behind: bool
 ) -> None:
-    hosts.lag = lag
+    await hosts.save_cursors(lags)
     account, crawl = hosts.network.create_account(pds=0), hosts.crawl()
     await store(hosts, crawl, account.did, head(account.rev))
     account.create(NOTE, {"n": 1})
