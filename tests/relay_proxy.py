@@ -41,6 +41,10 @@ class RelayProxy(HttpProxy):
         """The commits that were lost."""
         return {commit for commit, is_lost in self._loses.items() if is_lost}
 
+    def has_read(self, did: str, rev: str) -> bool:
+        """Return True if the relay has sent this commit."""
+        return (did, rev) in self._loses
+
     def messages(self) -> tuple[Messages, Messages]:
         return HttpMessages(), StreamMessages()
 

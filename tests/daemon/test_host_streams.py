@@ -1,6 +1,5 @@
 """A relay withholds accounts, and the daemon reads the stream of their host."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -102,8 +101,9 @@ async def test_withheld_account_is_followed_by_the_stream_of_its_host(database: 
         assert shown == [world.network.relay_url, world.network.host.url]
         world.network.relay.show(world.withheld)
         for number in range(20):
+            received = world.daemon.counter_sum("events_received")
             world.withheld.create(POST, post(f"shown {number}"))
-            await asyncio.sleep(0.01)
+            await until(lambda before=received: world.daemon.counter_sum("events_received") > before)
         await world.daemon.wait_until_equal()
         assert (await world.state())[:2] == ("synchronized", False)
         assert world.daemon.export_requests <= exports + 1, "it is compared with its host"

@@ -1,10 +1,10 @@
 """Two relays are compared: one is charged with what it lacks, and the other one covers its gaps."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 from operator import ge
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from tests.relay_proxy import RelayProxy
 from tests.waiting import until
 
 TUNING = replace(QUICK, comparison=ComparisonSettings(missing=2.0, margin=1.0))
-WRITE_INTERVAL = 0.02
 MAX_LAG = 5.0
 GAPS = "select relay, reason, closed_by from atproto.gaps order by opened_at"
 LIVE_CHANGES = "select did, collection, rkey, rev, action from atproto.changes where live and collection is not null"
@@ -43,22 +42,23 @@ class Relays:
         urls = f"{self.one.relay_url},{self.two.relay_url}"
         async with running_daemon(database, directory, self.network, tuning=TUNING, relays=urls) as daemon:
             lacking = daemon.stages.comparison.lacking
-            async with self.writing():
+            async with self.writing(daemon):
                 await until(lambda: all(lacking.is_compared(proxy.relay_url) for proxy in (self.one, self.two)))
             yield daemon
 
     @asynccontextmanager
-    async def writing(self) -> AsyncIterator[None]:
-        """Let the accounts write all the time."""
+    async def writing(self, daemon: RunningDaemon) -> AsyncIterator[list[float]]:
+        """Let the accounts write all the time, as fast as the first relay sends; yield the lags of the daemon."""
+        lags: list[float] = []
 
         async def write() -> None:
-            while True:
-                for account in self.accounts:
-                    account.create(POST, post("hello"))
-                    await asyncio.sleep(WRITE_INTERVAL)
+            for account in cycle(self.accounts):
+                account.create(POST, post("hello"))
+                await until(partial(self.one.has_read, account.did, account.rev))
+                lags.append(daemon.stages.batch_writer.lag or 0.0)
 
         async with running(write()):
-            yield
+            yield lags
 
 
 @asynccontextmanager
@@ -101,7 +101,7 @@ async def assert_nothing_was_fetched_or_doubled(daemon: RunningDaemon) -> None:
 async def test_relay_is_charged_with_exactly_what_it_loses(database: str, tmp_path: Path) -> None:
     """First the one loses commits, then the other one. No repo is fetched because of it."""
     async with relays_behind_proxies() as relays, relays.daemon(database, tmp_path) as daemon:
-        async with relays.writing():
+        async with relays.writing(daemon):
             for proxy in (relays.one, relays.two):
                 proxy.lose_every = 20
                 await until(partial(has_lost, proxy, 5))
@@ -121,14 +121,7 @@ async def test_gap_of_a_restarted_sequence_is_closed_by_the_other_stream(databas
     No reconciliation begins, no repo is fetched, nothing is logged twice, and the daemon does not lag.
     """
     async with relays_behind_proxies() as relays, relays.daemon(database, tmp_path) as daemon:
-        lags: list[float] = []
-
-        async def watch() -> None:
-            while True:
-                lags.append(daemon.stages.batch_writer.lag or 0.0)
-                await asyncio.sleep(0.1)
-
-        async with relays.writing(), running(watch()):
+        async with relays.writing(daemon) as lags:
             relays.two.lose_every = 100
             await until(partial(has_lost, relays.two, 2))
             faulty, sent = daemon.network.relays[1], len(relays.one.passed)

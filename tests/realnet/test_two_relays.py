@@ -22,7 +22,6 @@ from tests.relay_proxy import RelayProxy
 from tests.waiting import until
 
 ACCOUNTS = 10
-WRITE_INTERVAL = 0.05
 STOP_SECONDS = 60.0
 MAX_LAG = 5.0
 GAPS = "select relay, reason, closed_by from atproto.gaps order by opened_at"
@@ -54,7 +53,7 @@ async def test_one_relay_is_charged_and_its_gap_is_covered_by_the_other_one(
             async with run_daemon(settings, database) as daemon:
                 await start(daemon, accounts, database, one, two)
                 fetched, lags = counter_sum(daemon, "resync"), list[float]()
-                async with running(write(accounts), watch(daemon, lags)):
+                async with running(write(accounts, one, daemon, lags)):
                     two.lose_every = 100
                     await until(lambda: len(two.lost) >= 2)
                     await second.stop()
@@ -96,23 +95,21 @@ async def start(daemon: Daemon, accounts: list[RealAccount], database: str, *pro
     """Wait until all accounts are synchronized and both streams are compared. The relays name those that write."""
     for account in accounts:
         await asyncio.to_thread(account.create, NOTE, {"n": -1})
-    async with running(write(accounts)):
+    async with running(write(accounts, proxies[0], daemon, [])):
         await until(lambda: all(daemon.comparison.lacking.is_compared(proxy.relay_url) for proxy in proxies))
     await wait_until_equal(database, await records_of(*accounts))
 
 
-async def write(accounts: list[RealAccount]) -> None:
-    """Let the accounts write all the time. A write that has begun ends."""
+async def write(accounts: list[RealAccount], relay: RelayProxy, daemon: Daemon, lags: list[float]) -> None:
+    """Let the accounts write all the time, as fast as the relay sends, and note the lags. A write that has begun ends.
+
+    The relay loses nothing.
+    """
     for number in count():
+        sent = len(relay.passed)
         await asyncio.shield(asyncio.to_thread(accounts[number % len(accounts)].create, NOTE, {"n": number}))
-        await asyncio.sleep(WRITE_INTERVAL)
-
-
-async def watch(daemon: Daemon, lags: list[float]) -> None:
-    """Note the lag all the time."""
-    while True:
+        await until(lambda before=sent: len(relay.passed) > before)
         lags.append(daemon.batch_writer.lag or 0.0)
-        await asyncio.sleep(0.2)
 
 
 async def gap_is_closed(database: str) -> bool:
