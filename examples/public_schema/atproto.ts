@@ -116,14 +116,13 @@ export interface Host {
   accounts: Int8 | null;
   /** Accounts that the host lists as inactive. */
   inactive_accounts: Int8;
-  /** Those of accounts of which no identity that names this host is known. They are not added because of its
-   * list. */
+  /** Listed active accounts without a known identity that names this host. The list does not add them. */
   unproven_accounts: Int8;
-  /** Those of accounts that are tracked here, and whose identities name this host. */
+  /** Listed active accounts that are tracked, and whose identities name this host. */
   repos: Int8;
-  /** Those of repos that were synchronized. */
+  /** Accounts of repos that were synchronized. */
   synchronized_repos: Int8;
-  /** How many of repos relays withhold, omit (more repos than accounts at any relay), or bring late. */
+  /** Accounts of repos that relays withhold, omit (more repos than accounts at any relay), or bring late. */
   accounts_not_passed_on: Int8;
   /** The time in the newest stored rev of repos, by the clocks of accounts. */
   last_commit_at: Date;

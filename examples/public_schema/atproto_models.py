@@ -148,13 +148,13 @@ class Host(PublicView):
     inactive_accounts: Mapped[int] = mapped_column(BigInteger)
     """Accounts that the host lists as inactive."""
     unproven_accounts: Mapped[int] = mapped_column(BigInteger)
-    """Those of accounts of which no identity that names this host is known. They are not added because of its list."""
+    """Listed active accounts without a known identity that names this host. The list does not add them."""
     repos: Mapped[int] = mapped_column(BigInteger)
-    """Those of accounts that are tracked here, and whose identities name this host."""
+    """Listed active accounts that are tracked, and whose identities name this host."""
     synchronized_repos: Mapped[int] = mapped_column(BigInteger)
-    """Those of repos that were synchronized."""
+    """Accounts of repos that were synchronized."""
     accounts_not_passed_on: Mapped[int] = mapped_column(BigInteger)
-    """How many of repos relays withhold, omit (more repos than accounts at any relay), or bring late."""
+    """Accounts of repos that relays withhold, omit (more repos than accounts at any relay), or bring late."""
     last_commit_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
     """The time in the newest stored rev of repos, by the clocks of accounts."""
     list_began_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))

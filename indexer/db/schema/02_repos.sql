@@ -169,7 +169,7 @@ create table indexer.host_list (
     url text not null,
     -- The bucket of the name: the process that has it reads the list.
     host_bucket smallint not null,
-    -- What the last complete reading counted, and when it began and ended: HostCounts in indexer/db/host_lists.py.
+    -- The counts of the last complete reading, and its beginning and end: HostCounts in indexer/db/host_lists.py.
     counts jsonb,
     began_at timestamptz,
     finished_at timestamptz,
@@ -188,7 +188,7 @@ create table indexer.host_list (
     fillfactor = 50
 );
 
--- How far each repo list has been read, by purpose.
+-- The progress of reading each repo list, by purpose.
 create table indexer.crawl_progress (
     purpose text not null,
     source text not null,

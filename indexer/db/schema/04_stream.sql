@@ -78,7 +78,7 @@ create table indexer.shard_owner (
     primary key (pid)
 );
 
--- What each process of the daemon last reported about itself. A row is valid as long as the session exists.
+-- The last report of each process of the daemon about itself. A row is valid as long as the session exists.
 create table indexer.process_report (
     -- The process ID of the session in Postgres.
     pid integer not null,

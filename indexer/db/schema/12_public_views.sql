@@ -170,11 +170,11 @@ comment on column atproto.hosts.updated_at is 'When the request statistics were 
 comment on column atproto.hosts.accounts is 'Accounts that the host lists as active; null if its list was never read.';
 comment on column atproto.hosts.inactive_accounts is 'Accounts that the host lists as inactive.';
 comment on column atproto.hosts.unproven_accounts is
-    'Those of accounts of which no identity that names this host is known. They are not added because of its list.';
-comment on column atproto.hosts.repos is 'Those of accounts that are tracked here, and whose identities name this host.';
-comment on column atproto.hosts.synchronized_repos is 'Those of repos that were synchronized.';
+    'Listed active accounts without a known identity that names this host. The list does not add them.';
+comment on column atproto.hosts.repos is 'Listed active accounts that are tracked, and whose identities name this host.';
+comment on column atproto.hosts.synchronized_repos is 'Accounts of repos that were synchronized.';
 comment on column atproto.hosts.accounts_not_passed_on is
-    'How many of repos relays withhold, omit (more repos than accounts at any relay), or bring late.';
+    'Accounts of repos that relays withhold, omit (more repos than accounts at any relay), or bring late.';
 comment on column atproto.hosts.last_commit_at is 'The time in the newest stored rev of repos, by the clocks of accounts.';
 comment on column atproto.hosts.list_began_at is 'When the last complete reading of the list began.';
 comment on column atproto.hosts.list_ended_at is 'When it ended.';
