@@ -57,6 +57,8 @@ MAX_BEHIND = 10_000
 """Accounts that seem to be behind, and wait for their second comparison. Then the rest of the list is read later."""
 MAX_STATUSES = 100
 """Accounts about whose hosting status one visit asks the host."""
+FOLLOWED, FOLLOWED_PER_DOMAIN = 100, 10
+"""Hosts that are followed: those with the most accounts that no relay passes on; of one registered domain."""
 ADDED_TOGETHER = 50
 LOOKUP_SHARE = 0.25
 """Share of `INDEXER_PLC_RATE` for lookups of listed accounts."""
@@ -84,8 +86,6 @@ class HostSettings:
         visit: The longest time that a list is read at a stretch. Then other hosts have their turn.
         concurrency: Lists that are read at the same time.
         per_domain: The same for hosts of one registered domain.
-        followed: Hosts that are followed; those with the most accounts that no relay passes on.
-        followed_per_domain: The same for hosts of one registered domain.
     """
 
     shard: Shard = Shard()  # noqa: RUF009 - immutable
@@ -97,8 +97,6 @@ class HostSettings:
     visit: float = 600.0
     concurrency: int = 16
     per_domain: int = 4
-    followed: int = 100
-    followed_per_domain: int = 10
 
 
 @dataclass(slots=True)
@@ -223,9 +221,9 @@ class HostCrawl:
         hosts = []
         for host in await self.db.host_lists.most_lacking(settings.shard.buckets):
             domains[domain := registered_domain(host)] += 1
-            if domains[domain] <= settings.followed_per_domain:
+            if domains[domain] <= FOLLOWED_PER_DOMAIN:
                 hosts.append(host)
-        return hosts[: -(-settings.followed // settings.shard.count)]
+        return hosts[: -(-FOLLOWED // settings.shard.count)]
 
     async def _read_relays(self) -> None:
         """Read the lists of hosts that are due. One that could not be read is due again a few minutes later."""

@@ -51,6 +51,12 @@ class World:
 
         await until(followed)
 
+    async def write(self, text: str) -> None:
+        """Let the withheld account write, and wait until a stream has brought something."""
+        received = self.daemon.counter_sum("events_received")
+        self.withheld.create(POST, post(text))
+        await until(lambda: self.daemon.counter_sum("events_received") > received)
+
     async def subscription(self) -> int | None:
         """Return the number of the time without a gap in the stream of the host; None: it is not subscribed."""
         rows = await self.daemon.execute("select id from indexer.subscribed_host where pds = $1", self.network.host.url)
@@ -101,9 +107,7 @@ async def test_withheld_account_is_followed_by_the_stream_of_its_host(database: 
         assert shown == [world.network.relay_url, world.network.host.url]
         world.network.relay.show(world.withheld)
         for number in range(20):
-            received = world.daemon.counter_sum("events_received")
-            world.withheld.create(POST, post(f"shown {number}"))
-            await until(lambda before=received: world.daemon.counter_sum("events_received") > before)
+            await world.write(f"shown {number}")
         await world.daemon.wait_until_equal()
         assert (await world.state())[:2] == ("synchronized", False)
         assert world.daemon.export_requests <= exports + 1, "it is compared with its host"

@@ -24,7 +24,7 @@ from tests.withholding_network import WithholdingNetwork
 
 pytestmark = pytest.mark.slow
 
-LISTS = HostSettings(first_wait=0.0, poll=0.05, settle=1.0, follow=1e6)
+LISTS = HostSettings(first_wait=0.0, poll=0.05, settle=1.5, follow=1e6)
 FOLLOWED = replace(LISTS, follow=0.05)
 NEXT_PASS = "update indexer.host_list set ended_at = ended_at - interval '1 day'"
 
@@ -64,7 +64,8 @@ class Processes:
         await daemon.execute(NEXT_PASS)
 
         async def counted() -> bool:
-            lacking = dict(await daemon.execute("select url, lacking from indexer.host_list"))
+            rows = await daemon.execute("select url, lacking from indexer.host_list")
+            lacking = {row["url"]: row["lacking"] for row in rows}
             return [lacking[pds.url] for pds in self.network.pdses] == expected
 
         await until(counted)
@@ -102,7 +103,7 @@ async def test_processes_read_each_page_of_each_list_once(database: str, tmp_pat
                 assert [lists(remaining), lists(stopped)] == [owned[processes.remaining], owned[processes.stopped]]
                 await remaining.wait_until_equal()
                 assert [pds.requests[LIST_REPOS] for pds in network.pdses] == [2] * 6, "two pages each"
-                assert [remaining.counter_sum("resync"), stopped.counter_sum("resync")] == [6, 6]
+                await until(lambda: [remaining.counter_sum("resync"), stopped.counter_sum("resync")] == [6, 6])
             before, late = lists(remaining), processes.create_account(processes.stopped, 0, hidden=True)
             await remaining.execute(NEXT_PASS)
             await until(lambda: lists(remaining) == before + owned[processes.remaining])
@@ -112,7 +113,7 @@ async def test_processes_read_each_page_of_each_list_once(database: str, tmp_pat
                 await stopped.wait_until_equal()
                 assert [pds.requests[LIST_REPOS] for pds in network.pdses] == [4] * 6
                 assert (network.relay.requests[LIST_HOSTS], remaining.export_requests) == (1, 13)
-                assert (remaining.counter_sum("resync"), stopped.counter_sum("resync")) == (6, 1)
+                await until(lambda: [remaining.counter_sum("resync"), stopped.counter_sum("resync")] == [6, 1])
 
 
 async def test_process_reads_only_streams_of_hosts_with_withheld_accounts_of_its_own(
@@ -134,11 +135,6 @@ async def test_process_reads_only_streams_of_hosts_with_withheld_accounts_of_its
                 for account in [*withheld, *shown]:
                     account.create(POST, post("another"))
 
-            def busy() -> bool:
-                """Let the stream of the remaining process not lag, until it has read each list twice."""
-                shown[one].create(POST, post("busy"))
-                return remaining.counter("host_lists", result="complete") > lists + 6
-
             async with processes.running(processes.stopped) as stopped:
                 await remaining.wait_until_equal()
                 await stopped.wait_until_equal()
@@ -159,7 +155,13 @@ async def test_process_reads_only_streams_of_hosts_with_withheld_accounts_of_its
                 await stopped.wait_until_equal()
             write()
             lists = remaining.counter("host_lists", result="complete")
-            await until(busy)
+
+            def are_read() -> bool:
+                """Let the stream of the remaining process not lag; return True if it has read each list twice."""
+                shown[one].create(POST, post("another"))
+                return remaining.counter("host_lists", result="complete") > lists + 6
+
+            await until(are_read)
             async with processes.running(processes.stopped) as stopped:
                 write()
                 await all_followed(stopped)

@@ -72,8 +72,7 @@ async def test_both_relays_bring_everything_and_each_change_is_logged_once(datab
             async with daemon_of(network, database, tmp_path) as daemon:
                 for step in range(60 * part, 60 * part + 60):
                     scenario.perform(step, 120)
-                    if step % 20 == 19:
-                        await wait_until_read(daemon, 0, 1)
+                await wait_until_read(daemon, 0, 1)
                 assert daemon.stages.probe.not_ready() == []
                 assert daemon.counter_sum("duplicate_events") >= 60
                 assert daemon.counter_sum("events_received") == daemon.counter_sum("events")

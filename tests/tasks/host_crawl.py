@@ -169,11 +169,12 @@ class Hosts:
         )
 
     async def save_cursors(self, lags: Mapping[str, float]) -> None:
-        """Store the only cursors: of these shards, so many seconds behind."""
+        """Store the cursors of the relay: of these shards, so many seconds behind. That of a host is not."""
         async with self.db.connection() as connection:
             await connection.execute("delete from indexer.cursor")
         now, relay = time(), self.network.relay_url
         cursors = [Cursor(relay, shard, 1, caught_up_at=now - lag) for shard, lag in lags.items()]
+        cursors.append(Cursor(self.network.pdses[0].url, "0/1", 1, caught_up_at=now + 60))
         await self.db.write(Batch(cursors=tuple(cursors)))
 
     def name(self, pds: int = 0) -> str:

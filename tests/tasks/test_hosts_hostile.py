@@ -17,7 +17,7 @@ from indexer.concurrency.stage_progress import Work
 from indexer.db import Database
 from indexer.sync.repo import SyncStatus
 from indexer.tasks import hosts as module
-from indexer.tasks.hosts import HostCrawl
+from indexer.tasks.hosts import FOLLOWED_PER_DOMAIN, HostCrawl
 from tests.background import running
 from tests.db.repo_rows import head
 from tests.tasks.host_crawl import QUICK, Hosts, host_network
@@ -237,7 +237,7 @@ async def test_hosts_of_one_domain_are_followed_up_to_a_share(hosts: Hosts) -> N
         await connection.execute("update indexer.host_list set lacking = 1000, failures = 0")
         await connection.execute("update indexer.host_list set lacking = 1 where host = 'honest.test'")
     followed = await hosts.crawl().most_lacking()
-    assert len(followed) == QUICK.followed_per_domain + 1
+    assert len(followed) == FOLLOWED_PER_DOMAIN + 1
     assert followed[-1] == "honest.test"
 
 
