@@ -24,7 +24,7 @@ from tests.withholding_network import WithholdingNetwork
 
 pytestmark = pytest.mark.slow
 
-LISTS = HostSettings(first_wait=0.0, poll=0.05, settle=1.5, follow=1e6)
+LISTS = HostSettings(first_wait=0.0, poll=0.05, settle=1.0, follow=1e6)
 FOLLOWED = replace(LISTS, follow=0.05)
 NEXT_PASS = "update indexer.host_list set ended_at = ended_at - interval '1 day'"
 
@@ -163,6 +163,7 @@ async def test_process_reads_only_streams_of_hosts_with_withheld_accounts_of_its
 
             await until(are_read)
             async with processes.running(processes.stopped) as stopped:
+                await all_followed(stopped)
                 write()
                 await all_followed(stopped)
                 await remaining.wait_until_equal()
