@@ -110,10 +110,10 @@ class LoadProcess:
         while await self.read("subscribers") != count:
             pass
 
-    async def command(self, *numbers: int) -> None:
+    async def command(self, *words: int | str) -> None:
         """Send a command (see `benchmarks.load_relay`)."""
         pipe = _pipe(self.process.stdin)
-        pipe.write(" ".join(map(str, numbers)).encode() + b"\n")
+        pipe.write(" ".join(map(str, words)).encode() + b"\n")
         await pipe.drain()
 
 

@@ -3,7 +3,9 @@
 The stream of one workload has three parts. The first is sent at the maximum rate, in turns with the floor: a bare
 script verifies the same commits and writes only the rows. The second is sent at a given rate to measure the latency.
 The third is applied in this process to measure each stage. With `--known`, the daemon first loads the identities of
-that many other repos. At the end, the database is compared with the expected result.
+that many other repos. With `--copies`, it reads two streams: of the first part, the second stream brings each turn when
+it is stored, so that the CPU time of copies is seen alone; of the second part, both bring each commit at once. At the
+end, the database is compared with the expected result.
 """
 
 import asyncio
@@ -29,7 +31,16 @@ from benchmarks.arrival_watch import ArrivalWatch, watch_arrivals
 from benchmarks.harness import TIMEOUT_SECONDS, BenchmarkError, DaemonProcess, DatabaseServer, LoadProcess
 from benchmarks.processor_speed import ProcessorSpeed, sample_speed
 from benchmarks.report import MIB, MICRO, Figures, Report, costs, cpu_of, generation_progress, machine, show
-from benchmarks.turns import MIN_COMMITS, RATE, Floor, MeasuredDaemons, open_floor, overall_rate
+from benchmarks.turns import (
+    FIRST_HOST,
+    MIN_COMMITS,
+    RATE,
+    SECOND_HOST,
+    Floor,
+    MeasuredDaemons,
+    open_floor,
+    overall_rate,
+)
 from benchmarks.workload import Workload, WorkloadSpec, load_workload
 from indexer.atproto.crypto import parse_did_key
 from indexer.sync.repo import SyncStatus
@@ -37,6 +48,8 @@ from indexer.telemetry.log import configure_logging
 
 _CACHED_IDENTITIES = "indexer_identity_cache_total database"
 """The metric of identities that were loaded from the database into memory, where up to 200,000 are cached."""
+_DROPPED = "indexer_events_total commit replayed"
+"""The metric of commits that were received before, as copies are."""
 LINKS_TIMEOUT_SECONDS = 600.0
 _LINKS_COMPLETE = "select state = 'complete' and seq >= atproto.latest_seq() from atproto.link_progress"
 MAX_TURNS = 5
@@ -56,7 +69,7 @@ class LiveOptions:
         known: Number of idle repos whose identities are in memory.
         idle_repos: Number of idle repos in the database.
         idle_records: Number of records of idle repos in the database.
-        copies: Receive each commit from a second relay, too.
+        copies: Receive each commit again, on the stream of a second relay.
         links: Keep links.
         cache: Before the measurement, remove the database from the page cache (`cold`), or read the rows of the
             workload (`warm`).
@@ -104,7 +117,7 @@ class LiveOptions:
     show_default=True,
     help="Number of idle repos whose identities are in memory, at most 1000000.",
 )
-@click.option("--copies", is_flag=True, help="Receive each commit from a second relay, too.")
+@click.option("--copies", is_flag=True, help="Receive each commit again, from a second relay.")
 @click.option("--links", is_flag=True, help="Keep links (INDEXER_LINKS).")
 @idle_rows.idle_options
 @click.option(
@@ -227,18 +240,39 @@ async def _measure_rate(
 ) -> Report:
     """Send the first part of the stream, in turns with the floor if there is one."""
     metrics_before = await harness.sum_metrics(processes)
+    copies = Counter[str]()
     for commits in options.turns():
         await daemons.process(commits)
         if floor is not None:
             await floor.process(commits)
+        if options.copies:
+            copies.update(await _receive_copies(processes, daemons, commits))
     metrics = await harness.sum_metrics(processes)
     identities = metrics[_CACHED_IDENTITIES]
     metrics.subtract(metrics_before)
     fast, *_ = options.parts()
-    return {
-        "maximum rate": _speed(daemons, fast) | {"identities in memory": identities},
-        "elapsed time by stage in the daemon": costs("commit", _stage_seconds(metrics), len(fast)),
-    } | ({} if floor is None else {"floor": floor.figures(daemons)})
+    return (
+        {
+            "maximum rate": _speed(daemons, fast) | {"identities in memory": identities},
+            "elapsed time by stage in the daemon": costs("commit", _stage_seconds(metrics), len(fast)),
+        }
+        | ({"copies at the maximum rate": _cpu(copies, fast, "copy")} if copies else {})
+        | ({} if floor is None else {"floor": floor.figures(daemons)})
+    )
+
+
+async def _receive_copies(
+    processes: Sequence[DaemonProcess], daemons: MeasuredDaemons, commits: range
+) -> Mapping[str, float]:
+    """Send stored commits on the second stream at the maximum rate; return the CPU seconds until all are dropped."""
+    goal = (await harness.sum_metrics(processes))[_DROPPED] + len(commits)
+    before = daemons.cpu_seconds()
+    await daemons.load.command(commits[0], commits[-1], 0, SECOND_HOST)
+    began = await daemons.load.read("began")
+    while (await harness.sum_metrics(processes))[_DROPPED] < goal:
+        if monotonic() - began > TIMEOUT_SECONDS:
+            raise BenchmarkError("not all copies are dropped")
+    return {part: seconds - before[part] for part, seconds in daemons.cpu_seconds().items()}
 
 
 async def _measure_latency(daemons: MeasuredDaemons, options: LiveOptions) -> Report:
@@ -284,7 +318,7 @@ def _daemon(
     database: DatabaseServer, load: LoadProcess, directory: Path, shard: str, options: LiveOptions
 ) -> AbstractAsyncContextManager[DaemonProcess]:
     data = directory / f"daemon {shard.replace('/', ' of ')}"
-    relays = f"{load.url},{load.url.replace('127.0.0.1', 'localhost')}" if options.copies else load.url
+    relays = f"{load.url},{load.url.replace(FIRST_HOST, SECOND_HOST)}" if options.copies else load.url
     return harness.daemon(
         database.dsn, data, relays=relays, start="oldest", roles="live", shard=shard, links=options.links
     )
@@ -301,8 +335,8 @@ def _speed(daemons: MeasuredDaemons, commits: range) -> Figures:
     } | daemons.cpu_figures
 
 
-def _cpu(seconds: Mapping[str, float], commits: range) -> Figures:
-    return {cpu_of(part, "commit"): spent / len(commits) * MICRO for part, spent in seconds.items()}
+def _cpu(seconds: Mapping[str, float], commits: range, unit: str = "commit") -> Figures:
+    return {cpu_of(part, unit): spent / len(commits) * MICRO for part, spent in seconds.items()}
 
 
 def _stage_seconds(metrics: Mapping[str, float]) -> dict[str, float]:

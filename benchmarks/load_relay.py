@@ -1,7 +1,8 @@
 """The relay of `benchmarks.live`, a separate process that sends messages of a workload on command.
 
 Standard input has one command per line. `FIRST LAST RATE` sends these messages to every subscriber, at RATE messages
-per second or, if RATE is 0, at the maximum rate. `COUNT` sends an old commit of each of COUNT idle repos.
+per second or, if RATE is 0, at the maximum rate. With a fourth word, only the subscribers that use this host name get
+them. `COUNT` sends an old commit of each of COUNT idle repos.
 
 Standard output has one JSON object per line: the `url`, the number of `subscribers` after each change, and the time
 when sending `began` (monotonic seconds).
@@ -37,10 +38,12 @@ class LoadRelay:
             reader = asyncio.StreamReader()
             await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
             while line := await reader.readline():
-                numbers = list(map(int, line.split()))
+                words = line.decode().split()
+                numbers, hosts = list(map(int, words[:3])), words[3:]
                 _report(began=monotonic())
                 send = self._send_old_commits if len(numbers) == 1 else self._send
-                await asyncio.gather(*(send(socket, *numbers) for socket in self._subscribers))
+                chosen = [socket for socket in self._subscribers if not hosts or _host(socket) in hosts]
+                await asyncio.gather(*(send(socket, *numbers) for socket in chosen))
 
     async def _subscribe(self, socket: ServerConnection) -> None:
         self._subscribers.add(socket)
@@ -70,6 +73,11 @@ class LoadRelay:
                 sent = end
             else:
                 await asyncio.sleep(POLL_SECONDS)
+
+
+def _host(socket: ServerConnection) -> str:
+    """Return the host name that the subscriber used, without the port."""
+    return socket.request.headers["Host"].partition(":")[0] if socket.request else ""
 
 
 def _report(**fields: object) -> None:

@@ -22,6 +22,8 @@ from indexer.sync.repo import SyncStatus
 MIN_COMMITS = 2 * BATCH_SIZE
 """The least number of commits of a part. The rate is measured from the first batch to the last one."""
 RATE = "commits/s, verified and durable"
+FIRST_HOST, SECOND_HOST = "127.0.0.1", "localhost"
+"""The host name in the URL of the relay, and in that of its second stream."""
 
 
 @dataclass(slots=True)
@@ -45,9 +47,9 @@ class MeasuredDaemons:
     commits: int = 0
 
     async def process(self, commits: range) -> None:
-        """Send these commits at the maximum rate, and wait until all of them are visible."""
+        """Send these commits at the maximum rate, on the first stream, and wait until all of them are visible."""
         before = self.cpu_seconds()
-        await self.load.command(commits[0], commits[-1], 0)
+        await self.load.command(commits[0], commits[-1], 0, FIRST_HOST)
         await self.load.read("began")
         await self.watch.wait_for(commits)
         self.rates.append(self.watch.rate(commits))
