@@ -5,28 +5,28 @@ from typing import Any
 
 from indexer.atproto.crypto import Curve, PrivateKey
 from indexer.demo.local_pds import HostedRepo, LocalPds
-from indexer.demo.local_plc import LocalIdentity, LocalPlc
+from indexer.demo.local_plc import LocalIdentity, LocalPlc, did_of
 from indexer.demo.local_repo import LocalChange, LocalRepo, Record, TidClock, Write
 
 
 class LocalAccount:
-    """An account. All its keys are derived from its DID.
+    """An account. Its DID is derived from its first handle, and all its keys from its DID.
 
     Attributes:
         key: The key that signs commits. It differs from the key in the directory between `swap_key` and `publish_key`.
     """
 
-    def __init__(self, did: str, handle: str, *, curve: Curve, pds: LocalPds, plc: LocalPlc, clock: TidClock) -> None:
-        self.did = did
+    def __init__(self, handle: str, *, curve: Curve, pds: LocalPds, plc: LocalPlc, clock: TidClock) -> None:
+        self.did = did_of(handle)
         self.handle = handle
         self.pds = pds
         self._plc = plc
         self._clock = clock
         self._keys = 0
         self.key = self._next_key(curve)
-        self.repo = LocalRepo(did, self.key, clock.tid())
+        self.repo = LocalRepo(self.did, self.key, clock.tid())
         self._publish_identity()
-        pds.hosted[did] = HostedRepo(self.repo, self.apply_writes)
+        pds.hosted[self.did] = HostedRepo(self.repo, self.apply_writes)
         self._emit_identity(handle=handle)
         self._emit_account()
         self._emit_commit(self.repo.first)
@@ -106,7 +106,7 @@ class LocalAccount:
         self._emit_account()
 
     def _publish_identity(self) -> None:
-        self._plc.identities[self.did] = LocalIdentity(self.handle, self.key.public.did_key(), self.pds.url)
+        self._plc.publish(self.did, LocalIdentity(self.handle, self.key.public.did_key(), self.pds.url))
 
     def _event(self, **fields: Any) -> dict[str, Any]:
         return {"did": self.did, "time": self._clock.now(), **fields}

@@ -1,8 +1,6 @@
 """A local AT Protocol network: a PLC directory, PDSes and a relay, usually on loopback, with signed repos."""
 
-from base64 import b32encode
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
 from types import TracebackType
 from typing import Self
 
@@ -76,7 +74,7 @@ class LocalNetwork:
         number = len(self.accounts)
         handle = handle or f"account{number}.test"
         host = self.pdses[number % len(self.pdses) if pds is None else pds]
-        account = self.account_type(did_of(handle), handle, curve=curve, pds=host, plc=self.plc, clock=self.clock)
+        account = self.account_type(handle, curve=curve, pds=host, plc=self.plc, clock=self.clock)
         self._accounts[account.did] = account
         return account
 
@@ -87,8 +85,3 @@ class LocalNetwork:
             for account in self.accounts.values()
             if account.status is None
         }
-
-
-def did_of(handle: str) -> str:
-    """Return a did:plc derived from the handle, so that the same scenario always creates the same accounts."""
-    return "did:plc:" + b32encode(sha256(handle.encode()).digest()[:15]).decode().lower()

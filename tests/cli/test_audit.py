@@ -161,7 +161,7 @@ SKIPPED: dict[str, Callable[[AuditWorld, FaultyAccount], Any]] = {
     "export-rejected: car-malformed": fault(status=200, body=bytes(100)),
     "export-rejected: signature-invalid": publish_another_key,
     "export-rejected: future-rev": lambda _, ada: ada.repo.write([], ada.key, tid_of(2**52)),
-    "identity-missing: not registered": lambda world, ada: world.network.plc.identities.pop(ada.did),
+    "identity-missing: not registered": lambda world, ada: world.network.plc.forget(ada.did),
     TAKEN_DOWN: lambda world, ada: world.sql(TAKE_DOWN, ada.did),
     REQUESTED: lambda world, ada: world.db.repos.request_resyncs([ada.did]),
     "host-paused: ": lambda world, ada: world.sql(PAUSE, ada.pds.url.removeprefix("http://")),

@@ -11,7 +11,7 @@ import asyncpg
 
 from indexer.app.tuning import Tuning
 from indexer.db import Database
-from indexer.demo.local_network import did_of
+from indexer.demo.local_plc import did_of
 from indexer.demo.scenario import NOTE, Scenario
 from tests.background import running
 from tests.daemon_forks import DaemonFork, Death, do_not_prepare

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Database
 from indexer.demo.local_network import RecordsByRepo
 from indexer.demo.local_pds import GET_REPO
+from indexer.demo.local_plc import LocalIdentity
 from indexer.demo.local_relay import message_frame
 from indexer.demo.local_repo import LocalChange
 from indexer.sync.events import MalformedEvent, decode_frame
@@ -201,10 +202,9 @@ def post(text: object) -> dict[str, Any]:
 
 
 def publish_key_silently(network: FaultyNetwork, account: FaultyAccount) -> None:
-    """Publish the account's key in the directory, without an `#identity` message."""
-    identity = network.plc.identities[account.did]
-    assert identity is not None
-    network.plc.identities[account.did] = replace(identity, key=account.key.public.did_key())
+    """Publish the account's identity in the directory, without an `#identity` message. It undoes a tombstone."""
+    identity = LocalIdentity(account.handle, account.key.public.did_key(), account.pds.url)
+    network.plc.publish(account.did, identity)
 
 
 def commit_payload(did: str, change: LocalChange, time: str, **changes: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ async def test_slow_exports_of_one_machine_leave_half_of_the_workers_to_others(d
         for number, account in enumerate(drips):
             identity = network.plc.identities[account.did]
             assert identity is not None
-            network.plc.identities[account.did] = replace(identity, pds=names[number % 3])
+            network.plc.publish(account.did, replace(identity, pds=names[number % 3]))
             account.create(POST, post("x" * 90_000))
         hostile.faults.append(Fault(GET_REPO, rate=1_500, times=None))
         async with running_daemon(

@@ -7,7 +7,7 @@ from time import monotonic
 
 import pytest
 
-from indexer.demo.local_network import did_of
+from indexer.demo.local_plc import did_of
 from indexer.demo.local_repo import LocalChange, LocalRepo, Write
 from indexer.net.http.host_limits import HostPauses
 from tests.background import running

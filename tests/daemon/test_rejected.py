@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from indexer.demo.local_network import did_of
-from indexer.demo.local_plc import LocalIdentity
+from indexer.demo.local_plc import LocalIdentity, did_of
 from indexer.demo.local_repo import LocalRepo, Write
 from tests.daemon.running_daemon import (
     POST,
@@ -71,7 +70,7 @@ async def test_dead_letters_are_applied_by_a_replay_when_their_cause_is_gone(dat
         assert (code, [line.split("  ")[1] for line in lines]) == (1, ["rejected", "rejected"])
         assert await dead_letter_ids(daemon) == ids
         publish_key_silently(network, unpublished)
-        network.plc.identities[late] = LocalIdentity("late.test", UNKNOWN_KEY.public.did_key(), network.pdses[0].url)
+        network.plc.publish(late, LocalIdentity("late.test", UNKNOWN_KEY.public.did_key(), network.pdses[0].url))
         code, lines = await command("replay", *ids)
         assert (code, sorted(lines)) == (0, sorted(f"{number}  applied" for number in ids))
         assert await daemon.dead_letters() == []

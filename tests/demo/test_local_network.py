@@ -5,7 +5,10 @@ from typing import Any
 import httpx
 from websockets.asyncio.client import connect
 
+from indexer.atproto.did_document import DidDocument
+from indexer.atproto.plc import verify_log
 from indexer.demo.local_network import LocalNetwork
+from indexer.demo.local_plc import did_of
 from indexer.demo.local_relay import SUBSCRIBE_REPOS
 from tests.demo.independent_decoder import decode_all, decode_car, decode_frame, decode_records
 
@@ -46,3 +49,30 @@ async def test_frames_and_exports_have_the_form_of_the_reference_pds() -> None:
     root, blocks = decode_car(answer.content)
     assert root == account.repo.head.cid
     assert decode_records(blocks, decode_all(blocks[root])[0]["data"]) == {path: op["cid"]}
+
+
+async def test_directory_has_a_verifiable_log_of_each_did() -> None:
+    """A new key, a tombstone, and a later operation that undoes it."""
+    async with LocalNetwork() as net, httpx.AsyncClient() as client:
+
+        async def log_of(did: str) -> httpx.Response:
+            return await client.get(f"{net.plc_url}/{did}/log/audit")
+
+        account, other = net.create_account("ada.test"), net.create_account("bob.test")
+        assert account.did == did_of("ada.test")
+        account.rotate_key()
+        identity = net.plc.identities[account.did]
+        assert identity is not None
+        for number in (1, 2):
+            net.plc.end(account.did)
+            assert verify_log(account.did, (await log_of(account.did)).json(), allow_http=True) is None
+            net.plc.publish(account.did, identity)
+            log = (await log_of(account.did)).json()
+            assert sum(entry["nullified"] for entry in log) == number
+            found = verify_log(account.did, log, allow_http=True)
+            assert found == DidDocument(account.did, "ada.test", account.pds.url, account.key.public)
+        assert [one.seq for one in net.plc.operations] == list(range(1, 10))
+        net.plc.forget(other.did)
+        assert {one.did for one in net.plc.operations} == {account.did}
+        denial = await log_of(other.did)
+        assert (denial.status_code, denial.json()) == (404, {"message": f"DID not registered: {other.did}"})

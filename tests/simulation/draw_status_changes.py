@@ -1,10 +1,10 @@
 """Add an account to each schedule whose hosting status changes, because the drawn faults rarely change one."""
 
-from base64 import b32encode
 from dataclasses import replace
 from random import Random
 from typing import get_args
 
+from indexer.demo.local_plc import did_of
 from tests.simulation.drawn_world import HOSTS, NOTE
 from tests.simulation.fault_schedule import (
     MINUTE,
@@ -28,11 +28,12 @@ def with_status_changes(schedule: Schedule) -> Schedule:
     seed, episodes = schedule.seed, list(schedule.episodes)
     random = Random(f"status changes {seed}")
     status: HostingStatus = get_args(HostingStatus)[seed % len(get_args(HostingStatus))]
-    did = "did:plc:" + b32encode(random.randbytes(15)).decode().lower()
+    handle = f"{random.randbytes(15).hex()}.test"
+    did = did_of(handle)
     ends, returns = sorted(random.sample(range(len(episodes)), 2))
     is_back = status != "deleted" and random.random() < 0.5
 
-    first = (Join(0, did, random.randrange(HOSTS), random.choice(("k256", "p256"))), _commit(did, 1))
+    first = (Join(0, did, handle, random.randrange(HOSTS), random.choice(("k256", "p256"))), _commit(did, 1))
     episodes[ends] = _with(episodes[ends], AccountChange(did, status), _commit(did, 2), SetStatus(0, did, status))
     last: tuple[Action, ...] = ()
     if is_back:

@@ -1,10 +1,10 @@
 """The state of a world while its schedule is drawn."""
 
-from base64 import b32encode
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
+from indexer.demo.local_plc import did_of
 from tests.simulation.fault_schedule import (
     BEGINNING,
     MINUTE,
@@ -62,10 +62,10 @@ class DrawnWorld:
         return self._time
 
     def join(self) -> Join:
-        did = "did:plc:" + b32encode(self.random.randbytes(15)).decode().lower()
-        account = DrawnAccount(did, self.random.randrange(HOSTS))
+        handle = f"{self.random.randbytes(15).hex()}.test"
+        account = DrawnAccount(did_of(handle), self.random.randrange(HOSTS))
         self.accounts.append(account)
-        return Join(self.time(), did, account.host, self.random.choice(("k256", "p256")))
+        return Join(self.time(), account.did, handle, account.host, self.random.choice(("k256", "p256")))
 
     def commit(self, account: DrawnAccount, collection: str | None = None) -> Commit:
         """Draw a commit of one to three writes to different records; the first one creates one in this collection."""

@@ -56,6 +56,7 @@ class Action:
 class Join(Action):
     """The account is created on a host, with an empty repo."""
 
+    handle: str
     host: int
     curve: Literal["k256", "p256"]
 

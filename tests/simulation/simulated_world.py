@@ -292,9 +292,8 @@ class World:
         """Let an account act."""
         self._now = action.time
         if isinstance(action, Join):
-            host, handle = self.hosts[action.host], f"{action.did[-8:]}.test"
             self.accounts[action.did] = FaultyAccount(
-                action.did, handle, curve=action.curve, pds=host, plc=self.plc, clock=self._clock
+                action.handle, curve=action.curve, pds=self.hosts[action.host], plc=self.plc, clock=self._clock
             )
             return
         account = self.accounts[action.did]

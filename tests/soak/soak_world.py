@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from base64 import b32encode
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -14,6 +13,7 @@ from time import monotonic, time_ns
 import asyncpg
 
 from indexer.app.tuning import Tuning
+from indexer.demo.local_plc import did_of
 from indexer.net.http.host_limits import HostPauses
 from indexer.net.http.http_client import Timeouts
 from indexer.resync.queue import MaintenanceSettings
@@ -238,8 +238,9 @@ class SoakWorld(World):
 
     def _join(self, records: int) -> FaultyAccount:
         """Create an account with this number of records."""
-        did = "did:plc:" + b32encode(self.random.randbytes(15)).decode().lower()
-        self.perform(Join(_now(), did, self.random.randrange(HOSTS), self.random.choice(("k256", "p256"))))
+        handle = f"{self.random.randbytes(15).hex()}.test"
+        did = did_of(handle)
+        self.perform(Join(_now(), did, handle, self.random.randrange(HOSTS), self.random.choice(("k256", "p256"))))
         account = self.accounts[did]
         for start in range(0, records, 100):
             self._write(did, [self._create(account) for _ in range(min(records - start, 100))])
@@ -278,7 +279,8 @@ class SoakWorld(World):
         old = [did for did, since in self._deleted.items() if since < before]
         stored = await connection.fetch("select did from indexer.repo where did = any($1)", old)
         for did in set(old) - {did for (did,) in stored}:
-            del self._deleted[did], self.accounts[did], self.plc.identities[did]
+            del self._deleted[did], self.accounts[did]
+            self.plc.forget(did)
             for host in self.hosts:
                 host.hosted.pop(did, None)
             for relay in self.relays:

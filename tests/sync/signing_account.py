@@ -6,7 +6,7 @@ from indexer.atproto.crypto import Curve, PrivateKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import tid_of
 from indexer.demo import dag_cbor
-from indexer.demo.local_network import did_of
+from indexer.demo.local_plc import did_of
 from indexer.demo.local_repo import LocalChange, LocalRepo, Write
 from indexer.reasons import Desync
 from indexer.sync.batch import ReceivedMessage

@@ -15,7 +15,7 @@ from indexer.db import Database
 from indexer.db.repos import ErasedBatch
 from indexer.demo.local_pds import GET_LATEST_COMMIT
 from indexer.net.identity.identity_cache import IdentityLifetimes
-from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
+from tests.daemon.running_daemon import POST, RunningDaemon, post, publish_key_silently, running_daemon
 from tests.database_checks import assert_change_log_consistent
 from tests.db.change_log_helpers import connected
 from tests.db.repo_rows import did, insert, put, synchronized, waiting_for_locks
@@ -109,13 +109,12 @@ async def test_tombstoned_did_is_hidden_and_shown_when_it_exists_again(daemon: R
     """An #identity event is enough, and so is a commit."""
     account = daemon.create_account("ada.test", records=3)
     await daemon.wait_until_equal()
-    identity = daemon.network.plc.identities[account.did]
     await tombstone(daemon, account)
     row = await daemon.repo_row(account)
     assert (row["hosting_status"], row["sync_status"]) == ("tombstoned", "synchronized")
     assert row["erase_at"] is not None
     assert await daemon.db.reports.visible_records(account.did) == {}
-    daemon.network.plc.identities[account.did] = identity
+    publish_key_silently(daemon.network, account)
     if sign == "#identity":
         announce_identity(daemon, account)
     else:
@@ -138,7 +137,7 @@ def announce_identity(daemon: RunningDaemon, account: FaultyAccount) -> None:
 
 async def tombstone(daemon: RunningDaemon, account: FaultyAccount) -> None:
     """Let the directory answer that the DID has a tombstone, and wait until the account is hidden."""
-    daemon.network.plc.identities[account.did] = None
+    daemon.network.plc.end(account.did)
     announce_identity(daemon, account)
     await daemon.wait_for_cursor()
     await until(partial(refreshed, daemon, account, active=False))
@@ -152,7 +151,7 @@ async def refreshed(daemon: RunningDaemon, account: FaultyAccount, *, active: bo
 async def test_repo_that_waits_for_a_resync_is_parked_when_its_did_is_gone(daemon: RunningDaemon) -> None:
     account = daemon.create_account("ada.test", records=3)
     await daemon.wait_until_equal()
-    daemon.network.plc.identities[account.did] = None
+    daemon.network.plc.end(account.did)
     await daemon.execute("delete from indexer.identity")
     daemon.stages.identities.mark_stale([account.did])
     await daemon.execute("select atproto.request_resync($1)", account.did)
@@ -228,13 +227,12 @@ async def test_account_of_a_gone_did_is_erased_only_if_its_directory_and_its_hos
 ) -> None:
     account = daemon.create_account("ada.test", records=3)
     await daemon.wait_until_equal()
-    identity = daemon.network.plc.identities[account.did]
     await tombstone(daemon, account)
     if case == "denied by its host":
         denial = Fault(GET_LATEST_COMMIT, account.did, times=None, status=400, body=b'{"error":"RepoNotFound"}')
         account.pds.faults.append(denial)
     elif case == "exists again":
-        daemon.network.plc.identities[account.did] = identity
+        publish_key_silently(daemon.network, account)
     await let_grace_period_end(daemon, account)
     lookups = daemon.network.plc.requests.total()
     await until(partial(erased_or_postponed, daemon, account))
