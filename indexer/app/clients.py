@@ -94,7 +94,9 @@ def core_of(settings: Settings) -> Core:
     return load_core(settings.core, settings.verify_threads or available_cores())
 
 
-def make_did_resolver(settings: Settings, outbound: OutboundClient) -> DidResolver:
+def make_did_resolver(
+    settings: Settings, outbound: OutboundClient, on_log: Callable[[str, str], None] = lambda _directory, _result: None
+) -> DidResolver:
     """Return the resolver for did:plc and did:web."""
     return DidResolver(
         outbound,
@@ -102,6 +104,8 @@ def make_did_resolver(settings: Settings, outbound: OutboundClient) -> DidResolv
         plc_rate=settings.plc_rate,
         allow_private_hosts=settings.allow_private_hosts,
         clock=time,
+        plc_lookup=settings.plc_lookup,
+        on_log=on_log,
     )
 
 

@@ -142,7 +142,7 @@ async def open_daemon(
             open_outbound_client(settings, metrics.outbound_request, tuning.timeouts, tuning.host_pauses)
         )
         outbound.hosts.restore(await db.hosts.load())
-        resolver = make_did_resolver(settings, outbound)
+        resolver = make_did_resolver(settings, outbound, metrics.plc_log)
         identities = IdentityCache(
             resolver,
             db.identities,

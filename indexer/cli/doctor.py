@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import click
 from rich.text import Text
 
-from indexer.app.clients import http_origin, open_outbound_client
+from indexer.app.clients import http_origin, make_did_resolver, open_outbound_client
 from indexer.app.daemon import CONNECTIONS
 from indexer.app.settings import Settings, load_from_environment, load_settings
 from indexer.cli.command import ExitCode, command, config_file, json_option
@@ -25,6 +25,7 @@ from indexer.db.requirements import DatabaseFacts, load_database_facts
 from indexer.errors import SettingsError, UnavailableError
 from indexer.net.http.checked_connector import DnsResolver, resolve_with_system
 from indexer.net.http.http_client import OutboundClient
+from indexer.net.identity.did_resolver import DidResolver
 from indexer.net.relay.subscription import first_event
 from indexer.redaction import without_secrets
 from indexer.sync.events import StreamError
@@ -43,9 +44,9 @@ MAX_CLOCK_DIFFERENCE = 5.0
 SINGLE_CONNECTIONS = 5
 """Connections that a process opens beside its pool at most: locks, signals, and the check of the database."""
 EXAMPLE_DID = "did:plc:z72i7hdynmk6r22z27h6tvur"
-"""The account whose document is asked for. A directory that denies the account answers, too."""
+"""The account that is looked up. A directory that denies the account answers, too."""
 MAX_BYTES = 65_536
-"""Maximum size of a response of a relay or a directory."""
+"""Maximum size of a response of a relay."""
 
 
 class Level(StrEnum):
@@ -111,12 +112,13 @@ async def doctor_command(_: Settings, *, as_json: bool) -> int:
 async def run_checks(settings: Settings) -> list[Finding]:
     """Run all checks at the same time, and return their findings."""
     async with open_outbound_client(settings) as outbound:
+        dids = make_did_resolver(settings, outbound)
         results = await asyncio.gather(
             _findings("database", "", _check_database(settings), DATABASE_SECONDS),
             _findings("disk", "", asyncio.to_thread(check_disk, settings.data_dir)),
             _findings("clock", "", _check_clock(settings, outbound)),
             *(_findings("relay", f"{url}: ", _check_relay(settings, url)) for url in settings.relays),
-            *(_findings("directory", f"{url}: ", _check_directory(outbound, url)) for url in settings.plc_url),
+            *(_findings("directory", f"{url}: ", _check_directory(dids, url)) for url in settings.plc_url),
             _findings("dns", "", _check_dns(settings)),
         )
     return _settings_findings(settings) + one_is_enough([finding for found in results for finding in found])
@@ -251,11 +253,8 @@ async def _check_relay(settings: Settings, relay: str) -> Sequence[Finding]:
     return [Finding("relay", OK, f"{relay} opened the stream and sent {sent}")]
 
 
-async def _check_directory(outbound: OutboundClient, url: str) -> Sequence[Finding]:
-    accept = "application/did+ld+json"
-    response = await outbound.get(f"{url}/{EXAMPLE_DID}", max_bytes=MAX_BYTES, timeout=CHECK_SECONDS, accept=accept)
-    if response.status not in {200, 404, 410}:
-        raise OSError(f"the directory answers with status {response.status}")
+async def _check_directory(dids: DidResolver, url: str) -> Sequence[Finding]:
+    await replace(dids, plc_urls=(url,)).resolve(EXAMPLE_DID)
     return [Finding("directory", OK, f"{url} answers")]
 
 
@@ -273,7 +272,7 @@ ACTIONS = {
     "disk": "Free space, or set INDEXER_DATA_DIR to a directory that this account can write.",
     "clock": "Synchronize the clocks, for example with chrony.",
     "relay": "Check INDEXER_RELAYS, the firewall, and the name servers.",
-    "directory": "Check INDEXER_PLC_URL, the firewall, and the name servers.",
+    "directory": "Check INDEXER_PLC_URL, INDEXER_PLC_LOOKUP, the firewall, and the name servers.",
     "dns": "Correct INDEXER_DNS_SERVERS, or the name servers of this machine.",
 }
 """The advice for each check that fails."""

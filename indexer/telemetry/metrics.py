@@ -239,6 +239,12 @@ class Metrics:
             {"cause": get_args(RefreshCause), "result": ("asked", "too-soon", "over-budget")},
             "Requests to refresh a known identity.", "`over-budget` is most of them: raise `INDEXER_PLC_RATE`.")
 
+        self.plc_logs = self._add(
+            Counter, "indexer_plc_logs_total", ("directory", "result"),
+            "Logs of did:plc operations that a directory sent: `verified`, or "
+            "[the flaw](reasons.md#why-a-log-of-plc-operations-is-not-believed).",
+            "Other results than `verified`: the directory lies, or breaks the rules.")
+
     def _add_outbound_metrics(self) -> None:
         self._section = "Other hosts"
         self.outbound_requests = self._series(
@@ -381,6 +387,10 @@ class Metrics:
     def outbound_request(self, result: str) -> None:
         """Count a request to another host."""
         self.outbound_requests[result].inc()
+
+    def plc_log(self, directory: str, result: str) -> None:
+        """Count a log of did:plc operations: "verified", or its flaw."""
+        self.plc_logs.labels(directory, result).inc()
 
     def watch(self, readers: Mapping[str, Callable[[], Reading]]) -> None:
         """Set the functions that read gauges from the stages at each scrape, by the name of the gauge."""

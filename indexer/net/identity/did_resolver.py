@@ -9,18 +9,23 @@ import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Literal
 from urllib.parse import unquote
 
 from indexer.atproto.did_document import DidDocument, parse_did_document
+from indexer.atproto.plc import verify_log
 from indexer.atproto.syntax import is_handle, is_resolvable
-from indexer.errors import UnavailableError, UpstreamError
+from indexer.errors import PlcLogError, UnavailableError, UpstreamError
 from indexer.net.http.http_client import OutboundClient
-from indexer.reasons import FetchFailure
+from indexer.reasons import FetchFailure, LogFlaw
 from indexer.sync.identity import CERTAIN_DENIALS, StoredIdentity
 
 DOCUMENT_BYTES = 65_536
+LOG_BYTES = 1 << 20
+SMALL_LOG_BYTES = 8_192
+"""A log of up to this size is verified on the event loop. Larger ones are verified in a thread, one at a time."""
 REQUEST_TIMEOUT = 10.0
 ACCEPT = "application/did+ld+json, application/json"
 BURST_SECONDS = 1.0
@@ -28,8 +33,9 @@ MAX_NEW = 96
 """Lookups of new DIDs that wait for a turn. If there is one more, the oldest one ends."""
 Method = Literal["plc", "web"]
 METHODS: tuple[Method, ...] = ("plc", "web")
+PlcLookup = Literal["log", "document"]
 GONE = "not registered, or tombstoned"
-"""The problem of a did:plc that its directory denies: a 404 or 410."""
+"""The problem of a did:plc that its directory denies, or whose log ends with a tombstone."""
 
 _PLC = re.compile(r"did:plc:[a-z2-7]{24}").fullmatch
 _LOCAL = re.compile(r"localhost(:[0-9]{1,5})?").fullmatch
@@ -49,7 +55,10 @@ def web_host(did: str) -> str | None:
 
 @dataclass(eq=False)
 class DidResolver:
-    """Fetches DID documents. The `plc_urls` are tried in order until one responds."""
+    """Fetches DID documents, or logs of operations. The `plc_urls` are tried in order until one gives a usable answer.
+
+    `on_log` is called with the URL of the directory, and with "verified" or the flaw of the log.
+    """
 
     outbound: OutboundClient
     plc_urls: Sequence[str]
@@ -58,8 +67,11 @@ class DidResolver:
     allow_private_hosts: bool
     clock: Callable[[], float]  # returns Unix seconds
     request_timeout: float = REQUEST_TIMEOUT
+    plc_lookup: PlcLookup = "log"
+    on_log: Callable[[str, str], None] = lambda _directory, _result: None
 
     def __post_init__(self) -> None:
+        self._large_log = asyncio.Lock()
         self._turns = DirectoryTurns(self.plc_rate)
 
     async def resolve(self, did: str, *, known: bool = True) -> StoredIdentity:
@@ -82,6 +94,8 @@ class DidResolver:
             if not await self._turns.wait(known=known):
                 raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, "too many new DIDs wait for a lookup")
             try:
+                if self.plc_lookup == "log":
+                    return await self._fetch_log(did, url)
                 return await self._fetch(did, f"{url}/{did}")
             except UnavailableError as error:
                 failures.append(error)
@@ -109,8 +123,7 @@ class DidResolver:
             if method_of(did) == "web":
                 return _missing(did, "no document at its host", asked_at)
             # Only a directory can deny that a DID exists; a 404 of it may be a mistake.
-            denials = CERTAIN_DENIALS if response.status == HTTPStatus.GONE else 1
-            return replace(_missing(did, GONE, asked_at), denials=denials, denied_at=asked_at)
+            return _denied(did, CERTAIN_DENIALS if response.status == HTTPStatus.GONE else 1, asked_at)
         if response.status != HTTPStatus.OK:
             raise UnavailableError(FetchFailure.HTTP_STATUS, f"{response.status} from {url}")
         try:
@@ -119,6 +132,52 @@ class DidResolver:
         except (ValueError, RecursionError, UpstreamError) as error:
             raise UnavailableError(FetchFailure.BAD_ANSWER, f"{url}: {error!s:.200}") from None
         return _found(document, asked_at)
+
+    async def _fetch_log(self, did: str, directory: str) -> StoredIdentity:
+        url, asked_at = f"{directory}/{did}/log/audit", self.clock()
+        response = await self.outbound.get(url, max_bytes=LOG_BYTES, timeout=self.request_timeout)
+        if response.status in {HTTPStatus.NOT_FOUND, HTTPStatus.GONE} and _denies(response.body, did):
+            return _denied(did, 1, asked_at)  # only a tombstone in a log is certain
+        if response.status != HTTPStatus.OK:
+            raise UnavailableError(FetchFailure.HTTP_STATUS, f"{response.status} from {url}")
+        try:
+            document = await self._verify(did, response.body)
+        except PlcLogError as error:
+            self.on_log(directory, error.reason)
+            raise UnavailableError(FetchFailure.BAD_ANSWER, f"{url}: {error!s:.200}") from None
+        self.on_log(directory, "verified")
+        return _denied(did, CERTAIN_DENIALS, asked_at) if document is None else _found(document, asked_at)
+
+    async def _verify(self, did: str, body: bytes) -> DidDocument | None:
+        verify = partial(_verify_log, did, body, allow_http=self.allow_private_hosts)
+        if len(body) <= SMALL_LOG_BYTES:
+            return verify()
+        async with self._large_log:
+            return await asyncio.to_thread(verify)
+
+
+def _verify_log(did: str, body: bytes, *, allow_http: bool) -> DidDocument | None:
+    try:
+        log = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise PlcLogError(LogFlaw.MALFORMED, str(error)) from None
+    return verify_log(did, log, allow_http=allow_http)
+
+
+def _denies(body: bytes, did: str) -> bool:
+    """Return True if an error says that a DID does not exist: its message ends with it (`DID not registered: …`).
+
+    The error of a directory without logs does not end so, although it may contain the path of the request.
+    """
+    try:
+        answer = json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(answer, dict) and str(answer.get("message")).endswith(did)
+
+
+def _denied(did: str, denials: int, asked_at: float) -> StoredIdentity:
+    return replace(_missing(did, GONE, asked_at), denials=denials, denied_at=asked_at)
 
 
 def _missing(did: str, problem: str, asked_at: float) -> StoredIdentity:

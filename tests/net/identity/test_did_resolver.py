@@ -1,14 +1,20 @@
 import asyncio
 import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from threading import Lock, get_ident
 from typing import Any
 
 import pytest
 
 from indexer.atproto.crypto import PrivateKey
+from indexer.atproto.did_document import DidDocument
+from indexer.atproto.plc import verify_log
 from indexer.errors import UnavailableError
-from indexer.net.identity.did_resolver import DidResolver
-from indexer.reasons import FetchFailure
+from indexer.net.identity.did_resolver import LOG_BYTES, DidResolver, PlcLookup
+from indexer.reasons import FetchFailure, LogFlaw
 from indexer.sync.identity import StoredIdentity
+from tests.atproto.plc_logs import KEYS, Log
 from tests.net.http.http_requests import writes
 from tests.net.http.scripted_host import Script, gzip_response, hang, http_response
 from tests.net.identity.conftest import Loopback
@@ -38,8 +44,18 @@ def found(did: str = DID) -> StoredIdentity:
 
 
 def resolver(
-    loopback: Loopback, *bases: str, local: bool = True, rate: float = 1_000, timeout: float = 10.0
+    loopback: Loopback,
+    *bases: str,
+    local: bool = True,
+    rate: float = 1_000,
+    timeout: float = 10.0,
+    lookup: PlcLookup = "document",
+    logs: Counter[tuple[str, str]] | None = None,
 ) -> DidResolver:
+    def count(directory: str, result: str) -> None:
+        if logs is not None:
+            logs[directory, result] += 1
+
     return DidResolver(
         loopback,
         bases or (loopback.host.url,),
@@ -47,6 +63,8 @@ def resolver(
         allow_private_hosts=local,
         clock=lambda: NOW,
         request_timeout=timeout,
+        plc_lookup=lookup,
+        on_log=count,
     )
 
 
@@ -174,3 +192,93 @@ async def test_unsupported_did_is_not_looked_up(loopback: Loopback) -> None:
         assert identity.problem, did
         assert identity.signing_key is None
     assert loopback.requests == []
+
+
+HOST, OTHER = KEYS[0], KEYS[1]
+LOG, OTHER_LOG = Log(HOST), Log(OTHER)
+LOG.update(HOST, alsoKnownAs=["at://Bob.test"])
+FORGED, ENDED = Log(HOST), Log(HOST)
+FORGED.update(OTHER, verificationMethods={"atproto": OTHER.public.did_key()})
+ENDED.end(HOST)
+PATH = f"/{LOG.did}/log/audit"
+NOT_REGISTERED = json.dumps({"message": f"DID not registered: {LOG.did}"}).encode()
+
+
+def log_page(entries: Sequence[Mapping[str, Any]]) -> bytes:
+    return http_response(json.dumps(entries).encode())
+
+
+def without_method(body: str) -> bytes:
+    """Return what a directory without logs answers."""
+    return http_response(body.encode(), status=404)
+
+
+LOG_FAULTS: dict[str, tuple[bytes, LogFlaw | None]] = {
+    "forged key": (log_page(FORGED.entries), LogFlaw.SIGNATURE_INVALID),
+    "changed operation": (log_page([LOG.entries[0], LOG.entries[1] | {"cid": "x"}]), LogFlaw.INCONSISTENT),
+    "of another DID": (log_page(OTHER_LOG.entries), LogFlaw.OTHER_DID),
+    "named like this DID": (log_page([one | {"did": LOG.did} for one in OTHER_LOG.entries]), LogFlaw.OTHER_DID),
+    "without its beginning": (log_page(LOG.entries[1:]), LogFlaw.BROKEN_CHAIN),
+    "wrong marks": (log_page([one | {"nullified": True} for one in LOG.entries]), LogFlaw.INCONSISTENT),
+    "too many operations": (log_page(LOG.entries[:1] * 1_001), LogFlaw.TOO_LARGE),
+    "too large": (http_response(b" " * LOG_BYTES + b"[]"), None),
+    "document": (page(LOG.did), LogFlaw.MALFORMED),
+    "not UTF-8": (http_response(b'["\xff"]'), LogFlaw.MALFORMED),
+    "deeply nested": (http_response(b"[" * 60_000), LogFlaw.MALFORMED),
+    "server error": (http_response(b"{}", status=500), None),
+    "no such path": (without_method(f"Cannot GET {PATH}"), None),
+    "no such path in JSON": (without_method(json.dumps({"message": f"Cannot GET {PATH}"})), None),
+    "another DID is not registered": (without_method(NOT_REGISTERED.decode().replace(LOG.did, DID)), None),
+    "deeply nested error": (without_method("[" * 10_000), None),
+    "list as an error": (without_method(f'["{LOG.did}"]'), None),
+}
+
+
+@pytest.mark.parametrize("fault", LOG_FAULTS)
+async def test_next_directory_is_asked_if_a_log_proves_nothing(loopback: Loopback, fault: str) -> None:
+    body, flaw = LOG_FAULTS[fault]
+    first, second = f"{loopback.host.url}/first", f"{loopback.host.url}/second"
+    loopback.host.pages |= {f"/first{PATH}": body, f"/second{PATH}": log_page(LOG.entries)}
+    logs = Counter[tuple[str, str]]()
+    identity = await resolver(loopback, first, second, lookup="log", logs=logs).resolve(LOG.did)
+    key = LOG.entries[0]["operation"]["verificationMethods"]["atproto"]
+    assert identity == StoredIdentity(LOG.did, "bob.test", "https://pds.example", key, NOW)
+    assert logs == Counter([(second, "verified")] + [(first, flaw)] * (flaw is not None))
+    with pytest.raises(UnavailableError, match=flaw or "too-large|http-status") as failure:
+        await resolver(loopback, first, lookup="log").resolve(LOG.did)
+    assert failure.value.reason is FetchFailure.IDENTITY_UNAVAILABLE
+
+
+async def test_log_that_ends_with_a_tombstone_is_certain_and_a_denial_without_one_is_not(loopback: Loopback) -> None:
+    loopback.host.pages[f"/{ENDED.did}/log/audit"] = log_page(ENDED.entries)
+    identity = await resolver(loopback, lookup="log").resolve(ENDED.did)
+    assert (identity.gone, identity.signing_key, identity.problem) == (True, None, "not registered, or tombstoned")
+    for status in (404, 410):
+        loopback.host.pages[PATH] = http_response(NOT_REGISTERED, status=status)
+        denied = await resolver(loopback, loopback.host.url, "http://127.0.0.1:1", lookup="log").resolve(LOG.did)
+        assert (denied.denials, denied.gone, denied.denied_at) == (1, False, NOW)
+
+
+async def test_large_logs_are_verified_in_a_thread_one_at_a_time(
+    loopback: Loopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs, threads, alone, overlaps = [Log(key) for key in KEYS], set[int](), Lock(), []
+    for log, key in zip(logs, KEYS, strict=True):
+        while len(log.entries) < 300:
+            log.update(key)
+        loopback.host.pages[f"/{log.did}/log/audit"] = log_page(log.entries)
+
+    def verify(did: str, log: Any, *, allow_http: bool) -> DidDocument | None:
+        threads.add(get_ident())
+        overlaps.append(not alone.acquire(blocking=False))
+        try:
+            return verify_log(did, log, allow_http=allow_http)
+        finally:
+            alone.release()
+
+    monkeypatch.setattr("indexer.net.identity.did_resolver.verify_log", verify)
+    dids = resolver(loopback, lookup="log")
+    found = await asyncio.gather(*(dids.resolve(log.did) for log in logs))
+    assert [identity.problem for identity in found] == [None] * len(logs)
+    assert overlaps == [False] * len(logs)
+    assert get_ident() not in threads
