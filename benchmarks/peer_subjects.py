@@ -256,6 +256,7 @@ async def run_indexer_subject(world: World, shards: int) -> AsyncIterator[Subjec
                     start="oldest",
                     relays=world.relay.url,
                     plc_url=world.hosts.url,
+                    plc_lookup="document",
                     resync_source="pds",
                     **dict.fromkeys(("plc_rate", "host_rate", "host_concurrency", "outbound_rate"), UNLIMITED),
                 )

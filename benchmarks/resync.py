@@ -159,6 +159,7 @@ async def measure_daemons(
                     roles="resync",
                     shard=f"{index}/{options.processes}",
                     plc_url=load.url,
+                    plc_lookup="document",
                     resync_source="pds",
                     resync_workers=options.workers,
                     **dict.fromkeys(("plc_rate", "host_rate", "host_concurrency", "outbound_rate"), 100_000),

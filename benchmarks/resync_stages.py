@@ -58,7 +58,9 @@ class TimedResyncs:
     ) -> None:
         metrics, policy = Metrics(), Policy(scope, DEFAULT_LIMITS)
         metrics.batch_seconds |= {name: cast("Histogram", _Timer(clock, stage)) for name, stage in STAGES.items()}
-        resolver = DidResolver(outbound, (plc_url,), plc_rate=_UNLIMITED, allow_private_hosts=True, clock=time)
+        resolver = DidResolver(
+            outbound, (plc_url,), plc_rate=_UNLIMITED, allow_private_hosts=True, clock=time, plc_lookup="document"
+        )
         self._db = db
         self._identities = IdentityCache(resolver, db.identities, metrics, clock=time, refresh_rate=_UNLIMITED)
         core = load_core(cast("CoreChoice", os.environ.get("INDEXER_CORE", "auto")), 1)  # as the daemon's

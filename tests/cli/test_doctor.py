@@ -22,6 +22,7 @@ from indexer.cli.doctor import (
     run_checks,
 )
 from indexer.db.requirements import DatabaseFacts, SchemaState
+from indexer.demo.local_plc import LocalPlc
 from tests.cli.command_line import Session
 from tests.daemon_harness import settings_for
 from tests.faulty_network import Fault, FaultyNetwork
@@ -135,8 +136,13 @@ async def test_doctor_reports_a_directory_and_a_relay_that_fail_or_hang(
     assert network.plc.faults[0].fired
     found = await findings(network, database, tmp_path, relays=network.plc_url.replace("http", "ws"))
     assert "HTTP 404" in found["relay"].found
-    found = await findings(network, database, tmp_path, plc_url=f"{network.plc_url},{network.pdses[0].url}")
+    other, no_directory = LocalPlc(), network.pdses[0].url
+    await other.start()
+    found = await findings(network, database, tmp_path, plc_url=f"{no_directory},{other.url}")
     assert found["directory"].level is Level.OK, "another directory answers"
+    await other.stop()
+    found = await findings(network, database, tmp_path, plc_url=no_directory)
+    assert f"404 from {no_directory}" in found["directory"].found
 
 
 @pytest.mark.slow

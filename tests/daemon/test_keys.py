@@ -1,15 +1,19 @@
 """Key rotations, an unavailable PLC directory, and forged messages."""
 
+import json
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 
 import pytest
+from aiohttp import web
 
-from indexer.demo.local_plc import did_of
+from indexer.demo.local_plc import LocalPlc, did_of
 from indexer.demo.local_repo import LocalChange, LocalRepo, Write
+from indexer.demo.plc_operations import sign
 from indexer.net.http.host_limits import HostPauses
+from tests.atproto.plc_oracle import cid_of
 from tests.background import running
 from tests.daemon.running_daemon import (
     POST,
@@ -20,6 +24,7 @@ from tests.daemon.running_daemon import (
     publish_key_silently,
     running_daemon,
 )
+from tests.daemon_harness import run_daemon, settings_for
 from tests.faulty_network import Fault, FaultyAccount, FaultyNetwork
 from tests.passed_time import expire_waits
 from tests.quick_tuning import QUICK
@@ -94,6 +99,46 @@ async def test_forged_messages_are_rejected_and_cause_no_export(database: str, t
         assert daemon.network.plc.requests.total() <= 4
 
 
+class LyingPlc(LocalPlc):
+    """A directory that has another key for each DID, with an operation that no rotation key has signed."""
+
+    def __init__(self, honest: LocalPlc) -> None:
+        super().__init__()
+        self._honest = honest
+
+    async def audit_log(self, request: web.Request) -> web.Response:
+        response = await self._honest.audit_log(request)
+        *first, last = json.loads(response.text or "")
+        unsigned = {name: value for name, value in last["operation"].items() if name != "sig"}
+        operation = sign(unsigned | {"verificationMethods": {"atproto": UNKNOWN_KEY.public.did_key()}}, UNKNOWN_KEY)
+        return web.json_response([*first, last | {"operation": operation, "cid": cid_of(operation)}])
+
+
+async def test_directory_that_lies_changes_nothing(database: str, tmp_path: Path) -> None:
+    """The honest one is asked next. Alone, the liar delays an account."""
+    async with FaultyNetwork() as network:
+        liar = LyingPlc(network.plc)
+        await liar.start()
+        both = settings_for(network.relay_url, f"{liar.url},{network.plc_url}", tmp_path)
+        async with run_daemon(both, database, tuning=QUICK) as stages:
+            daemon = RunningDaemon(network, stages, database, both.limits)
+            account = daemon.create_account("ada.test", records=1)
+            await daemon.wait_until_equal()
+            daemon.inject("#commit", commit_payload(account.did, forged_commit(daemon, account), network.clock.now()))
+            await daemon.wait_for_cursor()
+            assert await daemon.dead_letters() == [(account.did, "signature-invalid")]
+            verified = daemon.counter("plc_logs", directory=network.plc_url, result="verified")
+            assert 0 < verified == daemon.counter("plc_logs", directory=liar.url, result="log-signature-invalid")
+        async with run_daemon(settings_for(network.relay_url, liar.url, tmp_path), database, tuning=QUICK) as stages:
+            daemon = RunningDaemon(network, stages, database, both.limits)
+            fresh = daemon.create_account("bob.test", records=1)
+            await daemon.wait_for_counter("resync", result="identity-unavailable")
+            row = await daemon.repo_row(fresh)
+            assert row["sync_status"] == "desynchronized"
+            assert "log-signature-invalid" in row["last_error"]
+        await liar.stop()
+
+
 def forged_commit(daemon: RunningDaemon, account: FaultyAccount) -> LocalChange:
     """Return a commit that continues the chain of the account, but is signed with another key."""
     return copy(account.repo).write(
@@ -153,7 +198,7 @@ async def test_forged_commits_of_many_accounts_do_not_delay_new_accounts(databas
             assert daemon.counter("rejected", reason="signature-invalid") == 150
             assert daemon.export_requests == 0, "the first commit of the new account was verified and applied"
             refreshes = network.plc.requests - before
-            assert 0 < refreshes.pop(f"/{fresh.did}") <= 2
+            assert 0 < refreshes.pop(f"/{fresh.did}/log/audit") <= 2
             assert refreshes.total() <= 2 * (5 + 0.5 * (monotonic() - began))
             assert refreshes.total() == daemon.counter("identity_refreshes", cause="signature", result="asked")
             assert daemon.counter("identity_refreshes", cause="signature", result="over-budget") > 0
@@ -192,5 +237,7 @@ async def test_made_up_dids_do_not_starve_real_new_accounts(
             return all([set(await daemon.db.reports.visible_records(one.did)) == set(one.records) for one in honest])
 
         await until(equal, daemon.stages.status.document)
-        made_up_lookups = network.plc.requests.total() - sum(network.plc.requests[f"/{one.did}"] for one in honest)
+        made_up_lookups = network.plc.requests.total() - sum(
+            network.plc.requests[f"/{one.did}/log/audit"] for one in honest
+        )
         assert made_up_lookups < 800, "the real accounts did not wait for all the others"

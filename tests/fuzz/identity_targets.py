@@ -3,6 +3,7 @@
 import asyncio
 import json
 from random import Random
+from typing import Any
 from urllib.parse import urlsplit
 
 import dns.flags
@@ -32,8 +33,8 @@ from tests.fuzz.outcome_counts import OutcomeCounts
 from tests.fuzz.seed_files import published_lines, seed_files, some_of
 from tests.sync.signing_account import SigningAccount
 
-RATE = 1e9
-"""Requests per second to the directory: no input waits for another one."""
+ASKING: dict[str, Any] = {"plc_rate": 1e9, "clock": lambda: 1.0, "plc_lookup": "document"}
+"""No input waits for another one."""
 DNS_TIMEOUT = 0.05
 """Seconds to wait for a valid message. Malformed ones are ignored, as they may be forged."""
 HTTP_KINDS, RAW_KINDS, NEXT_RECORD = 100, 250, 255
@@ -46,7 +47,7 @@ class DidDocuments(HostAnswers):
     def __init__(self) -> None:
         super().__init__(STATUSES)
         self._resolvers = [
-            DidResolver(self._http, ["https://plc.test"], plc_rate=RATE, allow_private_hosts=local, clock=lambda: 1.0)
+            DidResolver(self._http, ["https://plc.test"], allow_private_hosts=local, **ASKING)
             for local in (False, True)
         ]
         self.counts = OutcomeCounts("documents", "with a key and a PDS", "with a handle", "refused", "denied")
@@ -123,9 +124,7 @@ class DidWebs(TextTarget):
     def __init__(self) -> None:
         self._http = FixedResponse()
         self._loop = asyncio.new_event_loop()
-        self._resolver = DidResolver(
-            self._http, ["https://plc.test"], plc_rate=RATE, allow_private_hosts=False, clock=lambda: 1.0
-        )
+        self._resolver = DidResolver(self._http, ["https://plc.test"], allow_private_hosts=False, **ASKING)
         self.counts = OutcomeCounts("asked at a host", "asked at the directory", "not asked")
 
     def close(self) -> None:

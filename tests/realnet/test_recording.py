@@ -39,7 +39,7 @@ async def differences(dsn: str, accounts: list[FinalState]) -> list[str]:
 
 
 def indexing(network: ReplayedNetwork, dsn: str, tmp_path: Path, **changes: Any) -> Any:
-    settings = settings_for(network.relay_url, network.http_url, tmp_path, **changes)
+    settings = settings_for(network.relay_url, network.http_url, tmp_path, plc_lookup="document", **changes)
     return run_daemon(settings, dsn)
 
 
