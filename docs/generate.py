@@ -159,7 +159,7 @@ it.
 {_list([(reason, reason.text) for reason in GapReason])}
 ## Why a log of PLC operations is not believed
 
-Nothing of the log is used; the next directory is asked.
+The next directory is asked.
 
 {_list([(flaw, flaw.text) for flaw in LogFlaw])}
 ## Problems of record values

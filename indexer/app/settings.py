@@ -298,8 +298,8 @@ class Settings(BaseModel):
     plc_url: Directories = ("https://plc.directory",)
     """PLC directories. If one does not answer, the next is asked. Put a mirror of yours first."""
     plc_lookup: Literal["log", "document"] = "log"
-    """The part of a directory that is asked: the `log` of operations, which is verified, or the `document`, which is
-    not. `document` if your directory has no logs."""
+    """Ask directories for the `log` of operations, which proves the identity, or for the `document`, if yours has no
+    logs."""
     dns_servers: DnsServers = ()
     """DNS servers for handles and host names, if those of the system are slow or answer no queries for TXT records."""
     resync_workers: UpToThousand = 32

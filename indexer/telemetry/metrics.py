@@ -241,9 +241,8 @@ class Metrics:
 
         self.plc_logs = self._add(
             Counter, "indexer_plc_logs_total", ("directory", "result"),
-            "Logs of did:plc operations that a directory sent: `verified`, or "
-            "[the flaw](reasons.md#why-a-log-of-plc-operations-is-not-believed).",
-            "Other results than `verified`: the directory lies, or breaks the rules.")
+            "Logs of did:plc operations, `verified` or refused for a reason in docs/reasons.md.",
+            "Refused ones grow: the directory lies.")
 
     def _add_outbound_metrics(self) -> None:
         self._section = "Other hosts"

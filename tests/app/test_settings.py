@@ -128,6 +128,7 @@ INVALID = {
         "ftp://one.example",
         "https://one.example/\x1b[31m",
     ),
+    "plc_lookup": ("audit",),
     "start": ("now", "-1", str(2**63)),
     "track": ("some",),
     "collections": ("app.bsky.feed.post, not an nsid", "*.post"),
