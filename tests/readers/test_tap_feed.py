@@ -199,20 +199,21 @@ async def test_first_client_gets_all_stored_records_although_the_log_was_trimmed
     """The session of the feed is lost in the middle of the snapshot, and records change meanwhile."""
     tap.daemon.stages.tap_feed.max_unacknowledged = 8  # so that the snapshot has several pages
     accounts = [tap.daemon.create_account(f"a{number}.test", records=5) for number in range(3)]
+    accounts.sort(key=lambda account: account.did)  # the order of the snapshot
     await tap.daemon.wait_until_equal()
     await tap.daemon.execute("select setval('indexer.trimmed_seq', atproto.latest_seq())")
     async with tap.channel() as client:
         received = await client.process(7)
-        accounts[0].create(POST, post("new"), rkey="new")
-        accounts[1].delete(f"{POST}/000")
-        accounts[2].update(f"{POST}/001", post("changed"))
+        accounts[0].update(f"{POST}/001", post("changed"))
+        accounts[1].create(POST, post("new"), rkey="new")
+        accounts[2].delete(f"{POST}/000")
         assert len(await tap.daemon.execute(END_SESSION)) == 1
         while (await client.websocket.receive(timeout=60)).type is aiohttp.WSMsgType.TEXT:
             pass
     async with tap.channel() as client:
         while folded(received) != {account.did: set(account.records) for account in accounts}:
             received += await client.process(1)
-        changed = (accounts[2].did, "update", "001", True, "changed")
+        changed = (accounts[0].did, "update", "001", True, "changed")
         while changed not in {
             (event["record"]["did"], *summary(event)) for event in received if event["type"] == "record"
         }:

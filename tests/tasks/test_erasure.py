@@ -1,6 +1,7 @@
 """Deleted accounts: hidden at once, erased after the grace period, and intact if they become active again."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from functools import partial
 from math import inf
@@ -175,7 +176,9 @@ async def test_one_denial_by_the_directory_hides_no_account(daemon: RunningDaemo
     """The records stay visible until the denial is certain. New commits wait, because the key may be outdated."""
     account, bystander = daemon.create_account("ada.test", records=3), daemon.create_account("bob.test")
     await daemon.wait_until_equal()
-    before, fault = await identity_row(daemon, account), Fault(account.did, times=None, status=404)
+    denial = json.dumps({"message": f"DID not registered: {account.did}"}).encode()
+    fault = Fault(f"/{account.did}/log/audit", times=None, status=404, body=denial)
+    before = await identity_row(daemon, account)
     daemon.network.plc.faults.append(fault)
     announce_identity(daemon, account)
     await daemon.wait_for_cursor()
