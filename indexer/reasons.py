@@ -95,7 +95,7 @@ class FetchFailure(DescribedEnum):
     IDENTITY_MISSING = "identity-missing", "The DID does not exist, or its document has no usable key or PDS."
     IDENTITY_GONE = "identity-gone", "The directory does not know the DID, or has tombstoned it."
     IDENTITY_DOUBTFUL = "identity-doubtful", "The directory denies a DID that it knew before, and is asked again."
-    IDENTITY_UNAVAILABLE = "identity-unavailable", "The directory could not be queried."
+    IDENTITY_UNAVAILABLE = "identity-unavailable", "No directory gave a usable answer."
     NEW_ACCOUNTS = "new-accounts", "The host's domain has more new accounts than INDEXER_NEW_ACCOUNTS_PER_HOST allows."
     EXPORT_REJECTED = "export-rejected", "The export broke a rule; the reason follows."
     EXPORT_INCOMPLETE = "export-incomplete", "The export was cut off, or lacks tree nodes."
