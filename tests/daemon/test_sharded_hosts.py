@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from indexer.demo.local_network import did_of
 from indexer.demo.local_pds import LIST_REPOS
+from indexer.demo.local_plc import did_of
 from indexer.demo.local_relay import LIST_HOSTS
 from indexer.live.host_streams import HostStreamSettings
 from indexer.net.http.http_client import host_of
