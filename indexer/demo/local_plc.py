@@ -85,7 +85,10 @@ class LocalPlc(HttpServer):
         return sorted((one for log in self._logs.values() for one in log), key=attrgetter("seq"))
 
     def publish(self, did: str, identity: LocalIdentity) -> None:
-        """Append the operation that sets this identity. The first one before it derives the DID from the handle."""
+        """Append an operation that sets this identity, for a new DID after the one from which the DID is derived.
+
+        It undoes a tombstone.
+        """
         log = self._logs.setdefault(did, [])
         if not log:
             self._append(did, _genesis(identity.handle))

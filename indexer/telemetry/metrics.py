@@ -238,11 +238,10 @@ class Metrics:
             Counter, "indexer_identity_refreshes_total",
             {"cause": get_args(RefreshCause), "result": ("asked", "too-soon", "over-budget")},
             "Requests to refresh a known identity.", "`over-budget` is most of them: raise `INDEXER_PLC_RATE`.")
-
         self.plc_logs = self._add(
             Counter, "indexer_plc_logs_total", ("directory", "result"),
             "Logs of did:plc operations, `verified` or refused for a reason in docs/reasons.md.",
-            "Refused ones grow: the directory lies.")
+            "Many are refused: the directory lies.")
 
     def _add_outbound_metrics(self) -> None:
         self._section = "Other hosts"
