@@ -60,20 +60,20 @@ class Operation:
 
 
 def parse_operation(raw: Any) -> Operation:
-    """Return an operation from its JSON value.
+    """Return an operation from its JSON value. Unknown fields, which directories accepted once, are hashed like others.
 
     Raises:
         PlcLogError: MALFORMED, TOO_LARGE, or SIGNATURE_INVALID if the signature is not 64 bytes in base64url.
     """
     kind = raw.get("type") if isinstance(raw, dict) else None
     fields = _FIELDS.get(kind) if isinstance(kind, str) else None
-    if fields is None or raw.keys() != fields.keys() or not all(valid(raw[name]) for name, valid in fields.items()):
+    if fields is None or not all(name in raw and valid(raw[name]) for name, valid in fields.items()):
         raise PlcLogError(LogFlaw.MALFORMED, "a value that does not have the form of an operation")
     if not _is_signature(raw["sig"]):
         raise PlcLogError(LogFlaw.SIGNATURE_INVALID, f"not 64 bytes in base64url: {raw['sig']!r:.100}")
     try:
         block = cbor.encode(raw)
-    except ValueError as error:  # a text has half of a surrogate pair
+    except ValueError as error:  # a text has half of a surrogate pair, or a number is too large
         raise PlcLogError(LogFlaw.MALFORMED, str(error)) from None
     signed = cbor.encode({name: value for name, value in raw.items() if name != "sig"})
     sig = urlsafe_b64decode(raw["sig"] + "==")
@@ -282,7 +282,8 @@ def _is_map_of_texts(value: Any) -> bool:
 
 def _are_services(value: Any) -> bool:
     return isinstance(value, dict) and all(
-        _is_map_of_texts(service) and service.keys() == {"type", "endpoint"} for service in value.values()
+        isinstance(service, dict) and _is_text(service.get("type")) and _is_text(service.get("endpoint"))
+        for service in value.values()
     )
 
 

@@ -102,10 +102,10 @@ def check(condition: bool) -> None:
 def check_form(operation: Any) -> None:
     check(isinstance(operation, dict))
     kind = operation.get("type")
-    check(isinstance(kind, str) and operation.keys() == FIELDS.get(kind))
-    texts = [value for name, value in operation.items() if name not in {"prev", "services"}]
+    check(isinstance(kind, str) and kind in FIELDS and operation.keys() >= FIELDS[kind])
+    texts = [operation[name] for name in FIELDS[kind] if name not in {"prev", "services"}]
     for name in ("rotationKeys", "alsoKnownAs"):
-        if name in operation:
+        if name in FIELDS[kind]:
             check(isinstance(operation[name], list))
             texts.remove(operation[name])
             texts += operation[name]
@@ -115,8 +115,8 @@ def check_form(operation: Any) -> None:
         texts.remove(methods)
         texts += methods.values()
         for service in services.values():
-            check(isinstance(service, dict) and service.keys() == {"type", "endpoint"})
-            texts += service.values()
+            check(isinstance(service, dict) and service.keys() >= {"type", "endpoint"})
+            texts += [service["type"], service["endpoint"]]
     check(all(isinstance(text, str) for text in texts))
     prev = operation["prev"]
     check(prev is None if kind == "create" else isinstance(prev, str) or (kind == "plc_operation" and prev is None))
