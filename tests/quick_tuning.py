@@ -21,6 +21,7 @@ QUICK = Tuning(
     gap_refresh=0.1,
     scope=ScopeSettings(interval=0.1, settle=0.3, narrowing_batch=3, untracking_batch=3, untracking_retry=0.5),
     erasure_interval=0.1,
+    operations_interval=0.1,
     count_interval=0.2,
     max_count_share=1.0,
     host_save_interval=0.2,

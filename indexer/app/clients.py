@@ -17,9 +17,13 @@ from indexer.net.http.host_limits import HostPauses, RateLimits
 from indexer.net.http.http_client import OutboundClient, OutboundSettings, Timeouts, host_of
 from indexer.net.identity.did_resolver import DidResolver
 from indexer.net.identity.identity_cache import IdentityCache, IdentityLifetimes
+from indexer.net.identity.plc_export import PlcExport
 from indexer.net.pds.pds_client import PdsClient
+from indexer.net.relay.stream_socket import ConnectionSettings
 from indexer.readers.tap.webhook import CONCURRENCY
 from indexer.sync.policy import Policy
+from indexer.tasks.plc_operations import PlcOperations
+from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metrics import Metrics
 
 WEBHOOK_RATE = 10_000.0
@@ -107,6 +111,14 @@ def make_did_resolver(
         plc_lookup=settings.plc_lookup,
         on_log=on_log,
     )
+
+
+def make_plc_operations(
+    settings: Settings, db: Database, outbound: OutboundClient, conditions: Conditions, metrics: Metrics
+) -> PlcOperations:
+    """Return the reading of the operations of the first PLC directory."""
+    export = PlcExport(outbound, settings.plc_url[0], settings.user_agent, ConnectionSettings())
+    return PlcOperations(db, export, conditions, metrics, settings.allow_private_hosts)
 
 
 @asynccontextmanager

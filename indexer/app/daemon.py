@@ -25,6 +25,7 @@ from indexer.app.clients import (
     http_origin,
     make_did_resolver,
     make_pds_client,
+    make_plc_operations,
     open_outbound_client,
     open_webhook_client,
 )
@@ -89,6 +90,7 @@ from indexer.tasks.erasure import AccountErasure
 from indexer.tasks.hosts import LOOKUP_SHARE, HostCrawl
 from indexer.tasks.identities import HandleChecks, IdentityRefresh
 from indexer.tasks.open_transactions import OpenTransactions
+from indexer.tasks.plc_operations import PlcOperations
 from indexer.tasks.reconcile import Reconciliation
 from indexer.tasks.retention import ChangeLogRetention
 from indexer.tasks.scope import ScopeBackfill, ScopeNarrowing
@@ -372,6 +374,10 @@ class Daemon:
         self.identity_refresh = IdentityRefresh(
             self.db, self.identities, settings.deletion_grace, shard, interval=tuning.identity_refresh_interval
         )
+        self.plc_operations: PlcOperations | None = None
+        if settings.plc_follow:
+            reading = make_plc_operations(settings, self.db, self.outbound, self.conditions, self.metrics)
+            self.plc_operations = replace(reading, interval=tuning.operations_interval)
         self.account_erasure = AccountErasure(
             self.db, self.identities, self.pds, settings.deletion_grace, shard, interval=tuning.erasure_interval
         )

@@ -300,6 +300,9 @@ class Settings(BaseModel):
     plc_lookup: Literal["log", "document"] = "log"
     """Ask directories for the `log` of operations, which proves the identity, or for the `document`, if yours has no
     logs."""
+    plc_follow: Switch = False
+    """Follow the operations of the first PLC directory: keys and hosts change at once, without lookups. Run `indexer
+    identities import` before. Set it for all processes: one of them follows."""
     dns_servers: DnsServers = ()
     """DNS servers for handles and host names, if those of the system are slow or answer no queries for TXT records."""
     resync_workers: UpToThousand = 32

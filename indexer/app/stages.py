@@ -31,6 +31,8 @@ FEED_STOP_SECONDS = 5.0
 GAP_CHECK_SECONDS = 1.0
 MAX_LISTED_GAPS = 5
 """Open gaps that a reason names."""
+RETRY_SECONDS = 1.0
+"""Pause before this process listens again for changes of identities."""
 MAX_READY_LAG_SECONDS = 60.0
 """Maximum lag of a daemon that is ready."""
 
@@ -149,6 +151,9 @@ def _common(daemon: "Daemon") -> Iterator[Stage]:
         },
     )
     yield Stage("identity cache", None, daemon.identities.run, [])
+    if daemon.plc_operations is not None:
+        listen = partial(daemon.db.identities.listen, daemon.identities.forget)
+        yield Stage("identity changes", None, partial(run_periodically, listen, RETRY_SECONDS, Work()), [])
     yield Stage("open transactions", None, daemon.open_transactions.run, [])
     for part in (daemon.status_reading, daemon.change_log_retention, daemon.scope):
         yield Stage(part.stage.name, None, part.run, [part.stage])
@@ -309,6 +314,8 @@ def _gaps(daemon: "Daemon") -> Iterator[Stage]:
 def _tasks(daemon: "Daemon") -> Iterator[Stage]:
     for part in (daemon.identity_refresh, daemon.account_erasure, daemon.links):
         yield Stage(part.stage.name, "live", part.run, [part.stage])
+    if (reading := daemon.plc_operations) is not None:
+        yield Stage(reading.stage.name, "live", reading.run, [reading.stage])
     handle_checks = () if daemon.handle_checks is None else (daemon.handle_checks,)
     for task in (*handle_checks, *daemon.scope_tasks):
         yield Stage(task.stage.name, "live", task.run, [task.stage], needs_shard=True)

@@ -43,6 +43,7 @@ class Tuning:
         scope: The times of the tasks that follow a change of the scope, and the sizes of their batches.
         erasure_interval: Between two searches for accounts to erase.
         identity_refresh_interval: Between two batches of refreshes.
+        operations_interval: Between two readings of the PLC directory's operations, if it offers no stream.
         count_interval: Between two counts of the repos, at least.
         max_count_share: The share of the time that counting them may take.
         host_save_interval: Between two saves of the states of hosts, so that pauses survive a restart.
@@ -69,6 +70,7 @@ class Tuning:
     scope: ScopeSettings = field(default_factory=ScopeSettings)
     erasure_interval: float = 60.0
     identity_refresh_interval: float = 10.0
+    operations_interval: float = 5.0
     count_interval: float = 10.0
     max_count_share: float = 0.01
     host_save_interval: float = 5.0

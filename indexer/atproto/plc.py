@@ -8,13 +8,15 @@ import re
 from base64 import b32encode, urlsafe_b64decode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from hashlib import sha256
-from typing import Any
+from struct import Struct
+from typing import Any, Self
 
 from indexer.atproto import cbor
-from indexer.atproto.cid import cid_of, cid_text
+from indexer.atproto.cid import DAG_CBOR, cid_of, cid_text
+from indexer.atproto.crypto import COMPRESSED_POINT_BYTES as _KEY_BYTES
 from indexer.atproto.crypto import PublicKey, parse_did_key
 from indexer.atproto.did_document import PDS_TYPE, DidDocument, parse_did_document
 from indexer.errors import PlcLogError, UpstreamError
@@ -108,58 +110,169 @@ def document_of(did: str, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Accepted:
-    """An operation in force."""
+class _Link:
+    """An operation in force.
 
-    operation: Operation
-    accepted_at: datetime
+    Attributes:
+        accepted_at: The time at which the directory accepted it, in microseconds since 1970.
+        signer: The place of its signer among the keys of the operation before.
+        keys: The keys that may sign the next operation; None for a tombstone.
+    """
+
+    cid: str
+    digest: bytes
+    accepted_at: int
+    signer: int
+    keys: tuple[PublicKey, ...] | None
 
 
 class PlcChain:
-    """The operations of a DID that are in force, oldest first."""
+    """The operations of a DID that are in force, oldest first.
+
+    Attributes:
+        head: The operation that was appended last; None if there is none since `from_bytes`.
+    """
 
     def __init__(self, did: str) -> None:
         self.did = did
-        self._accepted: list[_Accepted] = []
+        self.head: Operation | None = None
+        self._links: list[_Link] = []
+
+    def __contains__(self, cid: str) -> bool:
+        return any(link.cid == cid for link in self._links)
 
     @property
-    def head(self) -> Operation:
-        """The last operation. There is one as soon as one was appended."""
-        return self._accepted[-1].operation
+    def accepted_at(self) -> datetime | None:
+        """When the directory accepted the last operation; None if there is none."""
+        return _EPOCH + self._links[-1].accepted_at * _MICROSECOND if self._links else None
 
-    def append(self, operation: Operation, accepted_at: datetime) -> Sequence[Operation]:
-        """Append an operation that the directory accepted at this time; return the operations that it nullifies.
+    def append(self, operation: Operation, accepted_at: datetime) -> Sequence[str]:
+        """Append an operation that the directory accepted at this time; return the CIDs that it nullifies.
 
         Raises:
             PlcLogError: The operation is not valid here. Nothing was changed.
         """
-        if not self._accepted:
-            return self._begin(operation, accepted_at)
-        accepted = self._accepted
-        position = next(
-            (n for n in reversed(range(len(accepted))) if accepted[n].operation.cid == operation.prev), None
-        )
-        if position is None or accepted[position].operation.state is None:
+        links, time = self._links, (accepted_at - _EPOCH) // _MICROSECOND
+        keys = None if operation.state is None else tuple(_parse_keys(operation))
+        if links:
+            place = next((n for n in reversed(range(len(links))) if links[n].cid == operation.prev), None)
+            allowed = None if place is None else links[place].keys
+        else:
+            place, allowed = -1, keys if operation.prev is None else None
+        if place is None or allowed is None:
             raise PlcLogError(LogFlaw.BROKEN_CHAIN, f"{operation.cid} follows {operation.prev!r:.100}")
-        keys, nullified = _parse_keys(accepted[position].operation), accepted[position + 1 :]
-        if nullified:
-            age = accepted_at - nullified[0].accepted_at
-            if accepted_at <= accepted[-1].accepted_at or age > RECOVERY_WINDOW:
-                raise PlcLogError(LogFlaw.RECOVERY_LATE, f"{operation.cid} of {accepted_at.isoformat()}")
-            replaced = nullified[0].operation
-            keys = keys[: next(n for n, key in enumerate(keys) if key.verify(replaced.sig, replaced.signed))]
-        _check_signature(operation, keys)
-        accepted[position + 1 :] = [_Accepted(operation, accepted_at)]
-        return [one.operation for one in nullified]
-
-    def _begin(self, operation: Operation, accepted_at: datetime) -> Sequence[Operation]:
-        if operation.prev is not None:
-            raise PlcLogError(LogFlaw.BROKEN_CHAIN, f"the first operation follows {operation.prev!r:.100}")
-        if did_of(operation.block) != self.did:
+        if len(links) >= MAX_OPERATIONS:
+            raise PlcLogError(LogFlaw.TOO_LARGE, f"more than {MAX_OPERATIONS:,} operations")
+        if not links and did_of(operation.block) != self.did:
             raise PlcLogError(LogFlaw.OTHER_DID, f"{did_of(operation.block)} instead of {self.did}")
-        _check_signature(operation, _parse_keys(operation))
-        self._accepted.append(_Accepted(operation, accepted_at))
-        return ()
+        if nullified := links[place + 1 :]:
+            if time <= links[-1].accepted_at or time - nullified[0].accepted_at > RECOVERY_WINDOW // _MICROSECOND:
+                raise PlcLogError(LogFlaw.RECOVERY_LATE, f"{operation.cid} of {accepted_at.isoformat()}")
+            allowed = allowed[: nullified[0].signer]
+        signer, digest = _find_signer(operation, allowed), sha256(operation.block).digest()
+        links[place + 1 :] = [_Link(operation.cid, digest, time, signer, keys)]
+        self.head = operation
+        return [link.cid for link in nullified]
+
+    def to_bytes(self) -> bytes:
+        """Return the part of a chain that decides about the next operations: about 150 bytes.
+
+        An operation can be replaced within 72 hours, and only after the last one was accepted. So the part begins with
+        the operation before the first one that may still be replaced. For each one, it has the hash, the time, the
+        signer, and the number of keys, followed by the keys unless they are those of the operation before.
+        """
+        links = self._links
+        oldest = links[-1].accepted_at - RECOVERY_WINDOW // _MICROSECOND
+        first = next((n for n in range(1, len(links)) if links[n].accepted_at > oldest), 1)
+        packed, before = [], None
+        for link in links[first - 1 :]:
+            keys = link.keys or ()
+            count = _TOMBSTONE if link.keys is None else _SAME_KEYS if keys == before else len(keys)
+            packed.append(_LINK.pack(link.digest, link.accepted_at, link.signer, count))
+            packed += map(_pack_key, keys if count != _SAME_KEYS else ())
+            before = keys
+        return b"".join(packed)
+
+    @classmethod
+    def from_bytes(cls, did: str, packed: bytes) -> Self:
+        """Return a chain that judges the next operations like the one that `to_bytes` was called for."""
+        chain, place, keys = cls(did), 0, tuple[PublicKey, ...]()
+        while place < len(packed):
+            digest, time, signer, count = _LINK.unpack_from(packed, place)
+            place += _LINK.size
+            if count < _SAME_KEYS:
+                points, place = range(place, end := place + count * _KEY_BYTES, _KEY_BYTES), end
+                keys = tuple(_unpack_key(packed[at : at + _KEY_BYTES]) for at in points)
+            link = _Link(cid_text(DAG_CBOR + digest), digest, time, signer, None if count == _TOMBSTONE else keys)
+            chain._links.append(link)
+        return chain
+
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+_LINK = Struct(">32sqBB")  # the hash of the CID, microseconds, the place of the signer, and the number of keys
+_SAME_KEYS, _TOMBSTONE = 254, 255
+
+
+def _pack_key(key: PublicKey) -> bytes:
+    """Return the compressed point; for P-256, its first byte is 4 or 5 instead of 2 or 3."""
+    point = key.compressed
+    return point if key.curve == "k256" else bytes([point[0] + 2]) + point[1:]
+
+
+@lru_cache(maxsize=4_096)  # because the accounts of a host usually share their rotation keys
+def _unpack_key(packed: bytes) -> PublicKey:
+    form = packed[0]
+    return PublicKey("k256", packed) if form <= 3 else PublicKey("p256", bytes([form - 2]) + packed[1:])  # noqa: PLR2004
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """An entry of a directory's audit log or export. Only its form is verified.
+
+    Attributes:
+        operation: The JSON value that should be an operation.
+        seq: Its number in the export; None if there is none.
+        nullified: The mark in an audit log.
+    """
+
+    did: str
+    operation: Any
+    cid: Any
+    accepted_at: datetime
+    seq: int | None
+    nullified: Any
+
+    def parse(self) -> Operation:
+        """Return the operation.
+
+        Raises:
+            PlcLogError: As of `parse_operation`, or INCONSISTENT if the entry has another CID.
+        """
+        operation = parse_operation(self.operation)
+        if self.cid != operation.cid:
+            raise PlcLogError(LogFlaw.INCONSISTENT, f"the entry of {operation.cid} has another CID")
+        return operation
+
+
+def parse_entry(raw: Any) -> LogEntry | None:
+    """Return an entry from its JSON value; None if its type is not that of an operation.
+
+    Raises:
+        PlcLogError: With MALFORMED, if it has no did:plc, no time, or a wrong number.
+    """
+    if isinstance(raw, dict) and raw.get("type", _SEQUENCED) != _SEQUENCED:
+        return None
+    did, seq = (raw.get("did"), raw.get("seq")) if isinstance(raw, dict) else (None, None)
+    if not isinstance(did, str) or not _is_did(did) or not (seq is None or (type(seq) is int and 0 < seq < _MAX_SEQ)):
+        raise PlcLogError(LogFlaw.MALFORMED, f"not an entry of a log: {raw!r:.100}")
+    time = _parse_time(raw.get("createdAt"))
+    return LogEntry(did, raw.get("operation"), raw.get("cid"), time, seq, raw.get("nullified"))
+
+
+_SEQUENCED = "sequenced_op"
+_MAX_SEQ = 2**63
+_is_did = re.compile("did:plc:[a-z2-7]{24}").fullmatch
 
 
 def verify_log(did: str, log: Any, *, allow_http: bool) -> DidDocument | None:
@@ -178,50 +291,47 @@ def verify_log(did: str, log: Any, *, allow_http: bool) -> DidDocument | None:
     if len(log) > MAX_OPERATIONS:
         raise PlcLogError(LogFlaw.TOO_LARGE, f"{len(log):,} operations")
     chain, marked, nullified = PlcChain(did), set[str](), set[str]()
-    for entry in log:
-        operation, accepted_at, is_nullified = _parse_entry(did, entry)
-        nullified |= {one.cid for one in chain.append(operation, accepted_at)}
-        if is_nullified:
+    for raw in log:
+        entry = parse_entry(raw)
+        if entry is None or not isinstance(entry.nullified, bool):
+            raise PlcLogError(LogFlaw.MALFORMED, "a value that does not have the form of an entry of an audit log")
+        if entry.did != did:
+            raise PlcLogError(LogFlaw.OTHER_DID, f"an entry that is not of {did}")
+        operation = entry.parse()
+        nullified |= set(chain.append(operation, entry.accepted_at))
+        if entry.nullified:
             marked.add(operation.cid)
     if marked != nullified:
         raise PlcLogError(LogFlaw.INCONSISTENT, f"{len(marked)} operations are marked, {len(nullified)} are nullified")
-    state = chain.head.state
+    state = operation.state
     return None if state is None else parse_did_document(document_of(did, state), did, allow_http=allow_http)
 
 
-def _parse_entry(did: str, entry: Any) -> tuple[Operation, datetime, bool]:
-    """Return the operation, the time of its acceptance, and True if it is marked as nullified.
-
-    Raises:
-        PlcLogError: MALFORMED, TOO_LARGE, OTHER_DID, SIGNATURE_INVALID or INCONSISTENT.
-    """
-    if not isinstance(entry, dict) or not isinstance(entry.get("nullified"), bool):
-        raise PlcLogError(LogFlaw.MALFORMED, "a value that does not have the form of an entry of an audit log")
-    if entry.get("did") != did:
-        raise PlcLogError(LogFlaw.OTHER_DID, f"an entry that is not of {did}")
-    operation = parse_operation(entry.get("operation"))
-    if entry.get("cid") != operation.cid:
-        raise PlcLogError(LogFlaw.INCONSISTENT, f"the entry of {operation.cid} has another CID")
-    return operation, _parse_time(entry.get("createdAt")), entry["nullified"]
-
-
 def _parse_time(text: Any) -> datetime:
+    """Return a time in UTC."""
     try:
         time = datetime.fromisoformat(text)
-    except (TypeError, ValueError):
+        in_utc = time.astimezone(UTC)
+    except (TypeError, ValueError, OverflowError):
         raise PlcLogError(LogFlaw.MALFORMED, "an entry without a time") from None
     if time.tzinfo is None:
         raise PlcLogError(LogFlaw.MALFORMED, f"a time without a time zone: {text}")
-    return time
+    return in_utc
 
 
-def _check_signature(operation: Operation, keys: Sequence[PublicKey]) -> None:
-    """Raise `PlcLogError` with SIGNATURE_INVALID unless one of the keys verifies the signature.
+def _find_signer(operation: Operation, keys: Sequence[PublicKey]) -> int:
+    """Return the first place of the key that verifies the signature.
 
-    The last one is tried first, because it is usually the one of the host, which signs most operations.
+    The last key is tried first, because it is usually the one of the host, which signs most operations. No signature
+    has two keys: the hash that it signs depends on the keys before it.
+
+    Raises:
+        PlcLogError: With SIGNATURE_INVALID, if no key verifies it.
     """
-    if not any(key.verify(operation.sig, operation.signed) for key in reversed(keys)):
-        raise PlcLogError(LogFlaw.SIGNATURE_INVALID, f"{operation.cid} is signed by none of {len(keys)} keys")
+    for key in reversed(keys):
+        if key.verify(operation.sig, operation.signed):
+            return keys.index(key)
+    raise PlcLogError(LogFlaw.SIGNATURE_INVALID, f"{operation.cid} is signed by none of {len(keys)} keys")
 
 
 def _parse_keys(operation: Operation) -> Sequence[PublicKey]:

@@ -33,6 +33,7 @@ COMMANDS = {
     "resync": ("repo_commands", "Request a resync of repos."),
     "takedown": ("repo_commands", "Hide a repo from the public views."),
     "discover": ("repo_commands", "List the accounts of a host and start tracking the unknown ones."),
+    "identities": ("identities", "Import the identities of accounts from a PLC directory."),
     "rejected": ("rejected", "List, show or replay dead letters."),
     "scope": ("scope_commands", "Show or change which repos are tracked and which collections are stored."),
     "cursor": ("cursor_commands", "Show or reset the stored positions in the streams of relays."),

@@ -1,27 +1,30 @@
 """Crawls of repo lists: their stored progress, and the comparison of a list with the table of repos."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Literal, NamedTuple, Self
 
 from indexer.crash_points import crash_point
-from indexer.db import gaps
+from indexer.db import gaps, identities
 from indexer.db.columns import Connection, buckets_of, of_buckets, unnest
 from indexer.db.connections import Area
 from indexer.db.repos import Repos, add_repos
 from indexer.db.scope import holds
 from indexer.db.write import write
 from indexer.sync.changes import Batch, RepoWrite
+from indexer.sync.identity import StoredIdentity
 from indexer.sync.plan import plan_listed
 from indexer.sync.repo import OUT_OF_SCOPE, TOMBSTONED, SyncStatus
 from indexer.sync.scope import Scope
 from indexer.sync.shard import Shard
 
-Purpose = Literal["discover", "sweep", "signal", "untrack", "recheck", "hosts"]
+Purpose = Literal["discover", "sweep", "signal", "untrack", "recheck", "hosts", "identities"]
 """`discover`: a command adds the listed accounts. `sweep`: a reconciliation. `signal`: the list of a signal collection.
 `untrack`: a search of stored repos that are out of scope; its cursor is a DID, and `source` is empty. `recheck`: the
 list of an added collection, which was compared at `began_at` and is compared again later; `source` is empty. `hosts`:
-the list of hosts of a relay; without a source, the lists of all hosts, which a command reads."""
+the list of hosts of a relay; without a source, the lists of all hosts, which a command reads. `identities`: the export
+of a PLC directory; its cursor is a position, and all operations up to `finished_at` were read. The collection is `*` if
+all DIDs are stored, otherwise only those of tracked repos are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +199,37 @@ class Crawls(Area):
                 if planned.repo.did not in pending
             )
         return desynchronized
+
+    async def save_operations(
+        self,
+        before: CrawlProgress,
+        after: CrawlProgress,
+        stored: Sequence[StoredIdentity],
+        stale: Collection[str],
+        changed: Sequence[str],
+    ) -> bool:
+        """Store what operations of an export have proven, and the progress, in one transaction.
+
+        Return False, and store nothing, if the progress is no longer the one `before`.
+
+        Args:
+            before: The progress before the operations.
+            after: The progress after them.
+            stored: Identities with their chains. They replace later readings, too.
+            stale: Identities that may have changed.
+            changed: Identities that the processes of the daemon drop from their memory.
+        """
+        async with self._pool.transaction() as connection:
+            key = (before.purpose, before.source, before.collection, before.shard)
+            row = await connection.fetchrow(f"{_LOAD} for update", *key)
+            if (row and row["cursor"]) != before.cursor:
+                return False
+            await save_progress(connection, after)
+            await identities.save_identities(connection, stored)
+            await identities.mark_stale(connection, stale)
+            await identities.notify(connection, changed)
+            crash_point("operations.saved")
+        return True
 
     async def rechecks(self, shard: Shard) -> list[CrawlProgress]:
         """Return the lists of added collections that are to be compared again with the repos of this shard.

@@ -1,6 +1,8 @@
 """The table of identities: the contents of DID documents, and the queue of handles to verify."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from asyncio import Event
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from time import time
 
 from indexer.crash_points import crash_point
@@ -25,9 +27,14 @@ def _is_postponed(now: str) -> str:
     return f"i.refresh_at > to_timestamp({now}::float8 + {MAX_LOCK_WAIT})"
 
 
+CHANNEL = "indexer_identities"
+"""The channel of notifications of changed identities. The payload has DIDs."""
+NOTIFIED = 200
+"""DIDs in a notification, which has at most 8,000 bytes."""
+
 _COLUMNS = typed(
     "did text, bucket smallint, claimed_handle text, pds text, signing_key text, fetched_at float8, stale boolean, "
-    "problem text, denials integer, denied_at float8, refresh_at float8"
+    "problem text, denials integer, denied_at float8, refresh_at float8, chain bytea, handle_wanted boolean"
 )
 
 _FIELDS = ("handle", *list(_COLUMNS)[3:])
@@ -35,9 +42,17 @@ _FIELDS = ("handle", *list(_COLUMNS)[3:])
 
 _LOAD = """
     select did, claimed_handle as handle, pds, signing_key, date_part('epoch', fetched_at) as fetched_at, stale,
-        problem, denials, date_part('epoch', denied_at) as denied_at
+        problem, denials, date_part('epoch', denied_at) as denied_at, chain,
+        handle is not null or handle_due_at is not null as handle_wanted
     from indexer.identity where did = any($1::text[]) and bucket = any($2::smallint[])
 """
+
+_WANT_HANDLES = """
+    update indexer.identity set handle_due_at = now()
+    where did = any($1::text[]) and bucket = any($2::smallint[]) and handle is null and handle_due_at is null
+"""
+_READ_UNTIL = "select date_part('epoch', max(finished_at)) from indexer.crawl_progress where purpose = 'identities'"
+_NOTIFY = f"select pg_notify('{CHANNEL}', $1)"
 
 # A handle that becomes null is not logged: its verification follows, and is.
 # If the claim is unchanged and verified, keep the time of its next check. If it is unchanged but not verified, check it
@@ -61,12 +76,12 @@ _SAVE = f"""
     ), saved as (
         insert into indexer.identity as i (
             did, bucket, claimed_handle, pds, signing_key, fetched_at, stale, problem, denials, denied_at, refresh_at,
-            handle, handle_attempts, handle_due_at
+            handle, handle_attempts, handle_due_at, chain
         )
         select did, bucket, claimed_handle, pds, signing_key, to_timestamp(fetched_at), stale, problem,
             denials, to_timestamp(denied_at), to_timestamp(refresh_at),
             case when claimed_handle is null then '{INVALID_HANDLE}' end, 0,
-            case when claimed_handle is not null then to_timestamp(fetched_at) end
+            case when claimed_handle is not null and handle_wanted then to_timestamp(fetched_at) end, chain
         from {unnest(_COLUMNS, "w")} order by ordinal
         on conflict (did, bucket) do update
         set claimed_handle = excluded.claimed_handle, pds = excluded.pds, signing_key = excluded.signing_key,
@@ -79,8 +94,9 @@ _SAVE = f"""
             handle = case when {_SAME_CLAIM} then i.handle else excluded.handle end,
             handle_attempts = case when {_SAME_CLAIM} then i.handle_attempts else 0 end,
             handle_due_at = case when {_SAME_CLAIM} and i.handle = i.claimed_handle then i.handle_due_at
-                else excluded.handle_due_at end
-        where i.fetched_at <= excluded.fetched_at or {_FROM_THE_FUTURE}
+                else excluded.handle_due_at end,
+            chain = coalesce(excluded.chain, i.chain)
+        where i.fetched_at <= excluded.fetched_at or {_FROM_THE_FUTURE} or excluded.chain is not null
         returning did, bucket, pds, handle
     )
     select did, coalesce(saved.pds <> before.pds, false) as moved, {_RENAMED} as renamed
@@ -149,10 +165,23 @@ _POSTPONE = """
 class Identities(Area):
     """Identities and handles."""
 
-    async def load(self, dids: Sequence[str]) -> Mapping[str, StoredIdentity]:
-        """Return the stored identities by DID; unknown DIDs are left out."""
+    async def stored(self, dids: Sequence[str]) -> dict[str, StoredIdentity]:
+        """Return the rows by DID; unknown DIDs are left out."""
         rows = await self._fetch(_LOAD, list(dids), buckets_of(dids))
         return {row["did"]: StoredIdentity(**row) for row in rows}
+
+    async def load(self, dids: Sequence[str]) -> Mapping[str, StoredIdentity]:
+        """Return the stored identities by DID, and let their handles be verified.
+
+        One that is exported counts as fetched when the export was read last.
+        """
+        stored = await self.stored(dids)
+        if unwanted := [did for did, identity in stored.items() if not identity.handle_wanted]:
+            await self._execute(_WANT_HANDLES, unwanted, buckets_of(unwanted))
+        if exported := [identity for identity in stored.values() if identity.is_exported]:
+            until = await self._fetchval(_READ_UNTIL) or 0.0
+            stored |= {one.did: replace(one, fetched_at=max(one.fetched_at, until)) for one in exported}
+        return stored
 
     async def save(self, stored: Sequence[StoredIdentity]) -> None:
         """Store identities, unless a later reading is stored. Of several for one DID the last one is stored.
@@ -164,15 +193,20 @@ class Identities(Area):
         identities one by one.
         """
         async with self._pool.transaction() as connection:
-            latest = {identity.did: identity for identity in stored}
-            rows = [(did, bucket_of(did), *values_of(latest[did], _FIELDS)) for did in sorted(latest)]
-            saved = await connection.fetch(_SAVE, *columns_of(rows, _COLUMNS), time()) if rows else []
-            changes: list[ChangeLogEntry] = []
-            for did, moved, renamed in saved:
-                changes += [ChangeLogEntry(did, "moved", None, live=True)] if moved else []
-                changes += [ChangeLogEntry(did, "identity", None, live=True)] if renamed else []
-            await log_changes(connection, changes)
+            await save_identities(connection, stored)
             crash_point("identity.saved")
+
+    async def listen(self, on_change: Callable[[Sequence[str] | None], None]) -> None:
+        """Call a function with the DIDs of each notification of changed identities, until the connection ends.
+
+        The first call, with None, means that earlier notifications may have been lost.
+        """
+        ended = Event()
+        async with self._pool.own_connection({"application_name": CHANNEL}) as connection:
+            connection.add_termination_listener(lambda _connection: ended.set())
+            await connection.add_listener(CHANNEL, lambda *arguments: on_change(arguments[-1].split()))
+            on_change(None)
+            await ended.wait()
 
     async def due(self, buckets: Sequence[int], limit: int, now: float, *, web: bool) -> list[DueIdentity]:
         """Return identities to refresh: those that became due first, and as many that became due last.
@@ -222,7 +256,25 @@ class Identities(Area):
             crash_point("handle.saved")
 
 
+async def save_identities(connection: Connection, stored: Iterable[StoredIdentity]) -> None:
+    """Store identities, and log changes, as of `Identities.save`."""
+    latest = {identity.did: identity for identity in stored}
+    rows = [(did, bucket_of(did), *values_of(latest[did], _FIELDS)) for did in sorted(latest)]
+    saved = await connection.fetch(_SAVE, *columns_of(rows, _COLUMNS), time()) if rows else []
+    changes: list[ChangeLogEntry] = []
+    for did, moved, renamed in saved:
+        changes += [ChangeLogEntry(did, "moved", None, live=True)] if moved else []
+        changes += [ChangeLogEntry(did, "identity", None, live=True)] if renamed else []
+    await log_changes(connection, changes)
+
+
 async def mark_stale(connection: Connection, dids: Iterable[str]) -> None:
     """Note that the identities may have changed, so that they are looked up again."""
     ordered = sorted(dids)
     await connection.execute(_MARK_STALE, buckets_of(ordered), ordered, time())
+
+
+async def notify(connection: Connection, dids: Sequence[str]) -> None:
+    """Let COMMIT notify all processes that these identities have changed."""
+    for start in range(0, len(dids), NOTIFIED):
+        await connection.execute(_NOTIFY, " ".join(dids[start : start + NOTIFIED]))

@@ -25,6 +25,8 @@ LOAD_REPOS = f"""
 """
 """Takes DIDs and their buckets."""
 
+_TRACKED = "select did from indexer.repo where did = any($1::text[]) and bucket = any($2::smallint[]) and tracked"
+
 _PAGE = f"""
     select did, not $3 or (sync_status = '{SyncStatus.DESYNCHRONIZED}' and last_failure is not null) as selected
     from indexer.repo where did > $1 order by did limit $2
@@ -86,6 +88,10 @@ class Repos(Area):
         """Return the rows of the repos by DID; unknown DIDs are left out."""
         rows = await self._fetch(LOAD_REPOS, list(dids), buckets_of(dids))
         return {row["did"]: repo_of(row) for row in rows}
+
+    async def tracked(self, dids: Sequence[str]) -> set[str]:
+        """Return those of the DIDs whose repos are tracked."""
+        return {did for (did,) in await self._fetch(_TRACKED, list(dids), buckets_of(dids))}
 
     async def update(self, did: str, plan: Callable[[Repo], Repo]) -> Repo | None:
         """Replace the row by `plan(row)`, which is called again if the row changes meanwhile; return the written row.

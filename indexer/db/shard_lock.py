@@ -29,6 +29,8 @@ FEED = range(BUCKETS, BUCKETS + 1)
 """A number after all positions. Its owner is the process that serves the feed for clients of tap."""
 LINKS = range(BUCKETS + 1, BUCKETS + 2)
 """The next number. Its owner is the process that keeps links."""
+OPERATIONS = range(BUCKETS + 2, BUCKETS + 3)
+"""The next number. Its owner is the process that reads the export of a PLC directory."""
 
 _ONE_AT_A_TIME = f"{END_WHEN_STOPPED}; lock table indexer.shard_owner in share row exclusive mode"
 

@@ -1,6 +1,7 @@
 """The stored state of identities and hosts: DID documents, the verification of handles, and the state of hosts."""
 
 from dataclasses import dataclass, replace
+from hashlib import sha256
 
 from indexer.reasons import FetchFailure
 
@@ -12,6 +13,8 @@ CERTAIN_DENIALS = 3
 
 DENIAL_SECONDS = 7_200.0
 """A denial counts only if it comes this long after the last one that counted."""
+
+FINGERPRINT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,9 @@ class StoredIdentity:
         problem: Why the DID has no usable identity; None if it has one.
         denials: How often in a row the directory denied the DID, hours apart; 0 if it knows the DID.
         denied_at: The time of the last denial that counted, in Unix seconds.
+        chain: The fingerprint of the last verified operation in the directory's export, and the packed `PlcChain`; None
+            if there is none.
+        handle_wanted: False if the handle is not verified, because the repo is not tracked.
     """
 
     did: str
@@ -40,6 +46,18 @@ class StoredIdentity:
     problem: str | None = None
     denials: int = 0
     denied_at: float | None = None
+    chain: bytes | None = None
+    handle_wanted: bool = True
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Identifies key, host and handle, in `FINGERPRINT_BYTES`."""
+        return sha256(f"{self.signing_key} {self.pds} {self.handle}".encode()).digest()[:FINGERPRINT_BYTES]
+
+    @property
+    def is_exported(self) -> bool:
+        """True if it is that of the last verified operation. So it is as recent as the reading of the export."""
+        return self.chain is not None and self.chain[:FINGERPRINT_BYTES] == self.fingerprint
 
     @property
     def gone(self) -> bool:

@@ -41,6 +41,12 @@ MESSAGES_REJECTED = ConditionKind("messages-rejected", quiet_seconds=60.0, preve
 """One reason rejects most of the messages of the last minute. The subject is the reason."""
 IDENTITY_LOOKUPS_FAILING = ConditionKind("identity-lookups-failing", quiet_seconds=300.0, prevents_readiness=True)
 """Most identity lookups at the PLC directory failed in the last minute. They are retried."""
+PLC_EXPORT_FAILING = ConditionKind("plc-export-failing")
+"""The export of the PLC directory cannot be read, or is not in order. Identities are looked up when they are old."""
+PLC_POSITION_UNKNOWN = ConditionKind("plc-position-unknown")
+"""The PLC directory does not have the last operation that was read. Nothing more is read."""
+PLC_OPERATIONS_UNPROVEN = ConditionKind("plc-operations-unproven", quiet_seconds=3_600.0)
+"""Operations in the export of the PLC directory are not valid. Their DIDs are looked up."""
 HOST_FAILING = ConditionKind("host-failing", quiet_seconds=15.0)
 """Requests to a host fail, so that it is paused again and again. The subject is the host."""
 RELAY_FAILING = ConditionKind("relay-failing")

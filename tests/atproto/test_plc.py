@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from copy import deepcopy
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -86,6 +87,7 @@ def test_published_operations_are_valid() -> None:
     assert parse_operation(GENESIS).state == GENESIS
     chain = begin(DID, GENESIS)
     assert chain.append(parse_operation(TOMBSTONE), START) == []
+    assert chain.head == parse_operation(TOMBSTONE)
     assert chain.head.cid == "bafyreie7aepujfbz43zwwr4un6znlxe5obusjmvssdtlhnxbkfgiautzwi"
     assert chain.head.state is None
 
@@ -121,7 +123,7 @@ def test_recovery_key_of_a_legacy_operation_outranks_the_signing_key() -> None:
     second = parse_operation(sign(operation(HIGH, prev=legacy.cid), K256_ONE))
     chain = begin(LEGACY_DID, LEGACY)
     chain.append(first, START)
-    assert chain.append(second, START + timedelta(hours=1)) == [first]
+    assert chain.append(second, START + timedelta(hours=1)) == [first.cid]
     assert flaw_of(lambda: chain.append(first, START + timedelta(hours=2))) is LogFlaw.SIGNATURE_INVALID
 
 
@@ -427,7 +429,7 @@ def test_times_at_the_end_of_the_calendar_are_compared() -> None:
     update = parse_operation(sign(operation(LOW, prev=GENESIS_CID), P256_ONE))
     chain.append(update, last - timedelta(minutes=1))
     recovery = parse_operation(sign(operation(HIGH, prev=GENESIS_CID), K256_ONE))
-    assert chain.append(recovery, last) == [update]
+    assert chain.append(recovery, last) == [update.cid]
 
 
 PUBLISHED_FLAWS = {
@@ -484,7 +486,7 @@ def test_chain_agrees_with_the_oracle(first_keys: list[PrivateKey], drawn: list[
     chain.append(parse_operation(first), now)
     for signer, keys, follows, number, hours, kind in drawn:
         now += timedelta(hours=hours)
-        prev = {"last": chain.head.cid, "any": cids[number % len(cids)], "none": None}[follows]
+        prev = {"last": cids[-1], "any": cids[number % len(cids)], "none": None}[follows]
         unsigned = operation(*keys, prev=prev)
         if kind == "bad key":
             unsigned["rotationKeys"].insert(number % (len(keys) + 1), ED25519)
@@ -501,6 +503,43 @@ def test_chain_agrees_with_the_oracle(first_keys: list[PrivateKey], drawn: list[
             assert chain.head == before[0]
             continue
         nullified = chain.append(parse_operation(signed), now)
-        assert {one.cid for one in nullified} == oracle.nullified() - before[1]
+        assert set(nullified) == oracle.nullified() - before[1]
+        assert chain.head is not None
         assert chain.head.cid == oracle.accepted[-1].cid
         cids.append(chain.head.cid)
+
+
+@given(st.lists(st.sampled_from(KEYS), min_size=1, max_size=4), st.lists(steps(), max_size=12))
+def test_chain_from_its_bytes_judges_each_next_operation_as_the_whole_chain(
+    first_keys: list[PrivateKey], drawn: list[tuple[Any, ...]]
+) -> None:
+    """The chain is packed after each operation. Only the reasons of refusals differ."""
+    log = Log(*first_keys)
+    whole, now, cids = begin(log.did, log.entries[0]["operation"]), START, [log.entries[0]["cid"]]
+    part = PlcChain.from_bytes(log.did, whole.to_bytes())
+    for signer, keys, follows, number, hours, kind in drawn:
+        now += timedelta(hours=hours)
+        prev = {"last": cids[-1], "any": cids[number % len(cids)], "none": None}[follows]
+        unsigned = tombstone(prev) if kind == "tombstone" and prev is not None else operation(*keys, prev=prev)
+        parsed = parse_operation(sign(unsigned, signer))
+        try:
+            nullified = whole.append(parsed, now)
+        except PlcLogError:
+            flaw_of(partial(part.append, parsed, now))
+            continue
+        assert part.append(parsed, now) == nullified
+        part = PlcChain.from_bytes(log.did, part.to_bytes())
+        assert part.accepted_at == now
+        assert part.to_bytes() == whole.to_bytes()
+        assert parsed.cid in part
+        cids.append(parsed.cid)
+
+
+def test_packed_chain_has_few_bytes() -> None:
+    log = Log(K256_ONE, P256_ONE)
+    chain = begin(log.did, log.entries[0]["operation"])
+    assert len(chain.to_bytes()) == 42 + 2 * 33
+    for hour in range(1, 300, 80):
+        log.update(P256_ONE)
+        chain.append(parse_operation(log.entries[-1]["operation"]), START + timedelta(hours=hour))
+    assert len(chain.to_bytes()) == 42 + 2 * 33 + 42  # the last one may be replaced, and has the same keys

@@ -56,6 +56,7 @@ async def test_every_command_prints_json(world: AuditWorld, world_session: Sessi
     await run("discover")
     await run("discover", "--hosts")
     await run("doctor", code=None)  # the Postgres of the tests has no fsync
+    await run("identities", "import")
     await run("inspect", str(export))
     for arguments in (("add", str(lexicon)), ("index", LIKE, "created_at"), ("list",), ("remove", LIKE)):
         await run("lexicon", *arguments)

@@ -86,6 +86,13 @@ async def lose_commit_of_slow_host(world: DeathWorld) -> None:
     account.pds.faults[:] = [Fault(GET_REPO, account.did, rate=rate)]
 
 
+async def create_accounts(world: DeathWorld) -> None:
+    """Let the directory accept operations all the time."""
+    while True:
+        world.create_account()
+        await asyncio.sleep(0.05)
+
+
 async def write_to_fetched_repo(world: DeathWorld) -> None:
     """Let the repo write that is being fetched."""
     while True:
@@ -220,6 +227,9 @@ OPERATIONS = {
         [Death("claim.returned"), Death("daemon.draining")], lose_commit_of_hanging_host, stop_when_fetching
     ),
     "handles": Operation(both("handle.saved"), write, settings={"handle_rate": "100"}),
+    "operations of a directory": Operation(
+        both("operations.saved"), nothing, create_accounts, settings={"plc_follow": "true"}
+    ),
     "erasure": Operation(both("erasure.written"), delete_account, settings={"deletion_grace": "0"}),
     "forgotten repos": Operation(
         both("repo.forgotten"), delete_account, settings={"deletion_grace": "0"}, tuning=FORGET_SOON

@@ -213,8 +213,9 @@ class RealNetwork:
         self.pds = [RealPds(self, index, pds) for index, pds in enumerate(info["pds"])]
 
     @classmethod
-    def start(cls, pds: int, data: Path) -> Self:
+    def start(cls, pds: int, data: Path, plc_database: str | None = None) -> Self:
         options = ["--home", HERE, "--data", data, "--pds-count", pds, "--watch-stdin"]
+        options += ["--plc-pg", plc_database] if plc_database else []
         command = [str(word) for word in (NODE, HERE / "realnet.mjs", *options)]
         with (data / "realnet.log").open("wb") as log:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
@@ -246,11 +247,14 @@ class RealNetwork:
 
 
 @contextmanager
-def real_network(pds: int, data: Path) -> Iterator[RealNetwork]:
-    """Run a network; skip the test if the npm packages are not installed."""
+def real_network(pds: int, data: Path, plc_database: str | None = None) -> Iterator[RealNetwork]:
+    """Run a network; skip the test if the npm packages are not installed.
+
+    The directory keeps its operations in an empty Postgres database, or in memory. Then its export is empty.
+    """
     if not READY.exists():
         pytest.skip("the npm packages are not installed; run tests/realnet/setup.sh")
-    network = RealNetwork.start(pds, data)
+    network = RealNetwork.start(pds, data, plc_database)
     try:
         yield network
     finally:

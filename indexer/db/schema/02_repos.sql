@@ -117,7 +117,7 @@ create table indexer.identity (
     handle text collate "C",
     -- Checks since the claimed handle was new or last verified.
     handle_attempts integer not null,
-    -- When the claimed handle is checked next; null if there is none.
+    -- When the claimed handle is checked next; null if there is none, or if the repo was not tracked.
     handle_due_at timestamptz,
     -- How often in a row the directory denied the DID, hours apart. While it does, the document is the last one.
     denials integer not null default 0,
@@ -127,6 +127,8 @@ create table indexer.identity (
     refresh_at timestamptz,
     -- Failed refreshes since the last successful one.
     refresh_failures integer not null default 0,
+    -- What the next operation of a did:plc is verified with, see StoredIdentity.chain; null: no operation was read.
+    chain bytea,
     primary key (did, bucket)
 ) with (
     fillfactor = 90

@@ -72,6 +72,7 @@ create table indexer.shard_owner (
     started_at timestamptz not null,
     -- The first position of the shard. On a plain database, this is a bucket; on a distributed one, a place in
     -- indexer.hash_order(), counted from 0. 256: the feed for clients of tap. 257: links.
+    -- 258: operations of a PLC directory.
     first_bucket smallint not null,
     -- The last position of the shard.
     last_bucket smallint not null,

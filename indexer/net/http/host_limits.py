@@ -76,7 +76,8 @@ class RequestSlot:
         try:
             yield
         except UnavailableError as error:
-            self.result = error.reason
+            if error.reason is not FetchFailure.HTTP_STATUS:  # otherwise the response was recorded
+                self.result = error.reason
             if error.reason in _HOST_FAILURES:
                 self.error = str(error)
             raise

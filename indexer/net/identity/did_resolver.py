@@ -123,7 +123,7 @@ class DidResolver:
             if method_of(did) == "web":
                 return _missing(did, "no document at its host", asked_at)
             # Only a directory can deny that a DID exists; a 404 of it may be a mistake.
-            return _denied(did, CERTAIN_DENIALS if response.status == HTTPStatus.GONE else 1, asked_at)
+            return denied_identity(did, CERTAIN_DENIALS if response.status == HTTPStatus.GONE else 1, asked_at)
         if response.status != HTTPStatus.OK:
             raise UnavailableError(FetchFailure.HTTP_STATUS, f"{response.status} from {url}")
         try:
@@ -131,13 +131,13 @@ class DidResolver:
             document = parse_did_document(raw, did, allow_http=self.allow_private_hosts)
         except (ValueError, RecursionError, UpstreamError) as error:
             raise UnavailableError(FetchFailure.BAD_ANSWER, f"{url}: {error!s:.200}") from None
-        return _found(document, asked_at)
+        return identity_of(document, asked_at)
 
     async def _fetch_log(self, did: str, directory: str) -> StoredIdentity:
         url, asked_at = f"{directory}/{did}/log/audit", self.clock()
         response = await self.outbound.get(url, max_bytes=LOG_BYTES, timeout=self.request_timeout)
         if response.status in {HTTPStatus.NOT_FOUND, HTTPStatus.GONE} and _denies(response.body, did):
-            return _denied(did, 1, asked_at)  # only a tombstone in a log is certain
+            return denied_identity(did, 1, asked_at)  # only a tombstone in a log is certain
         if response.status != HTTPStatus.OK:
             raise UnavailableError(FetchFailure.HTTP_STATUS, f"{response.status} from {url}")
         try:
@@ -146,7 +146,7 @@ class DidResolver:
             self.on_log(directory, error.reason)
             raise UnavailableError(FetchFailure.BAD_ANSWER, f"{url}: {error!s:.200}") from None
         self.on_log(directory, "verified")
-        return _denied(did, CERTAIN_DENIALS, asked_at) if document is None else _found(document, asked_at)
+        return denied_identity(did, CERTAIN_DENIALS, asked_at) if document is None else identity_of(document, asked_at)
 
     async def _verify(self, did: str, body: bytes) -> DidDocument | None:
         verify = partial(_verify_log, did, body, allow_http=self.allow_private_hosts)
@@ -176,7 +176,8 @@ def _denies(body: bytes, did: str) -> bool:
     return isinstance(answer, dict) and str(answer.get("message")).endswith(did)
 
 
-def _denied(did: str, denials: int, asked_at: float) -> StoredIdentity:
+def denied_identity(did: str, denials: int, asked_at: float) -> StoredIdentity:
+    """Return the identity of a did:plc that its directory denies, with the number of denials for which this counts."""
     return replace(_missing(did, GONE, asked_at), denials=denials, denied_at=asked_at)
 
 
@@ -184,7 +185,8 @@ def _missing(did: str, problem: str, asked_at: float) -> StoredIdentity:
     return StoredIdentity(did, None, None, None, asked_at, problem=problem)
 
 
-def _found(document: DidDocument, asked_at: float) -> StoredIdentity:
+def identity_of(document: DidDocument, asked_at: float) -> StoredIdentity:
+    """Return the identity that a document gave at a time (Unix seconds)."""
     parts = {"signing key": document.signing_key, "PDS": document.pds}
     missing = [name for name, part in parts.items() if part is None]
     return StoredIdentity(

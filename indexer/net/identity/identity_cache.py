@@ -209,20 +209,21 @@ class IdentityCache:
     async def preload(self, dids: Iterable[str]) -> None:
         """Load identities from the database into memory, in one query, and refresh old ones in the background.
 
+        One in memory is loaded again when it is old: meanwhile, an export may have confirmed or changed it.
+
         Raises:
             UnavailableError: The database is unavailable.
         """
-        dids = list(dids)
-        missing = [did for did in dids if did not in self._memory]
+        dids, oldest = list(dids), self.clock() - self.lifetimes.max_age
+        missing = [did for did in dids if self._fetched_at(did) <= oldest]
         loaded = await self._loads.add(missing) if missing else {}
         stored = {did: loaded[did] for did in missing if did in loaded}
         for did, identity in stored.items():
-            if did not in self._memory:  # otherwise it was fetched meanwhile and is newer
+            if self._fetched_at(did) < identity.fetched_at:  # otherwise it was fetched meanwhile and is newer
                 self._memory[did] = _Entry(_cached(identity), self.clock())
         self.metrics.identity_cache["memory"].inc(len(dids) - len(missing))
         self.metrics.identity_cache["database"].inc(len(stored))
         self.metrics.identity_cache["nowhere"].inc(len(missing) - len(stored))
-        oldest = self.clock() - self.lifetimes.max_age
         for did in dids:
             if (entry := self._memory.get(did)) is not None:
                 self._memory.move_to_end(did)
@@ -275,6 +276,15 @@ class IdentityCache:
         in_flight = self._start_lookup(did)
         return None if in_flight is None else await _result(in_flight)
 
+    def forget(self, dids: Iterable[str] | None) -> None:
+        """Drop identities that have changed in the database from memory; None: all."""
+        if dids is None:
+            self._memory.clear()
+        for did in dids or ():
+            if (lookup := self._in_flight.get(did)) is not None:
+                lookup.changed = True
+            self._memory.pop(did, None)
+
     def mark_stale(self, dids: Iterable[str]) -> None:
         """Record that these identities changed, so that the next `lookup` fetches them again.
 
@@ -287,6 +297,11 @@ class IdentityCache:
             if (entry := self._memory.get(did)) is not None:
                 entry.identity = replace(entry.identity, stale=True)
                 entry.next_lookup = min(entry.next_lookup, next_lookup)
+
+    def _fetched_at(self, did: str) -> float:
+        """Return when the identity in memory was fetched; -infinity if there is none."""
+        entry = self._memory.get(did)
+        return -inf if entry is None else entry.identity.fetched_at
 
     def _wait(self, entry: _Entry) -> float:
         """Return the seconds until the identity may be looked up again, or 0.

@@ -230,8 +230,9 @@ async def open_stream(
     user_agent: str,
     settings: ConnectionSettings,
     opening: Opening = open_to_any_address,
+    path: str = STREAM_PATH,
 ) -> AsyncIterator[StreamSocket]:
-    """Open the stream of `relay` after `cursor` (None: only new messages), and close it at the end.
+    """Open the stream of `relay` at `path` after `cursor` (None: only new messages), and close it at the end.
 
     It uses no proxy, redirect, cookie or compression. A message that announces more than `max_bytes` ends the
     connection. Bytes that are not read because of back-pressure do not count as received.
@@ -239,7 +240,7 @@ async def open_stream(
     Raises:
         OSError: The relay cannot be reached or refuses the connection (includes TimeoutError and StreamSocketError).
     """
-    url = f"{relay.rstrip('/')}{STREAM_PATH}" + ("" if cursor is None else f"?cursor={cursor}")
+    url = f"{relay.rstrip('/')}{path}" + ("" if cursor is None else f"?cursor={cursor}")
     handshake = _Handshake()
     async with AsyncExitStack() as stack:
         try:
