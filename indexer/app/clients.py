@@ -19,7 +19,6 @@ from indexer.net.identity.did_resolver import DidResolver
 from indexer.net.identity.identity_cache import IdentityCache, IdentityLifetimes
 from indexer.net.identity.plc_export import PlcExport
 from indexer.net.pds.pds_client import PdsClient
-from indexer.net.relay.stream_socket import ConnectionSettings
 from indexer.readers.tap.webhook import CONCURRENCY
 from indexer.sync.policy import Policy
 from indexer.tasks.plc_operations import PlcOperations
@@ -117,7 +116,7 @@ def make_plc_operations(
     settings: Settings, db: Database, outbound: OutboundClient, conditions: Conditions, metrics: Metrics
 ) -> PlcOperations:
     """Return the reading of the operations of the first PLC directory."""
-    export = PlcExport(outbound, settings.plc_url[0], settings.user_agent, ConnectionSettings())
+    export = PlcExport(outbound, settings.plc_url[0], settings.user_agent)
     return PlcOperations(db, export, conditions, metrics, settings.allow_private_hosts)
 
 

@@ -210,14 +210,8 @@ class Crawls(Area):
     ) -> bool:
         """Store what operations of an export have proven, and the progress, in one transaction.
 
-        Return False, and store nothing, if the progress is no longer the one `before`.
-
-        Args:
-            before: The progress before the operations.
-            after: The progress after them.
-            stored: Identities with their chains. They replace later readings, too.
-            stale: Identities that may have changed.
-            changed: Identities that the processes of the daemon drop from their memory.
+        Return False, and store nothing, if the progress is no longer the one `before`. Identities of `changed` DIDs are
+        dropped from the memory of all processes.
         """
         async with self._pool.transaction() as connection:
             key = (before.purpose, before.source, before.collection, before.shard)

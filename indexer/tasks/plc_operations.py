@@ -5,7 +5,7 @@ The import and the daemon share the position: one of them continues where the ot
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from time import time
@@ -37,6 +37,9 @@ RECENT_SECONDS = 3_600.0
 lookup was so much later: then later operations follow."""
 
 
+Known = Mapping[str, StoredIdentity]
+
+
 @dataclass(slots=True)
 class _Judged:
     """What operations prove: identities with their chains. `changed` are the DIDs that processes drop from memory."""
@@ -49,12 +52,7 @@ class _Judged:
 
 
 def _judge(
-    operations: Sequence[LogEntry],
-    wanted: Collection[str],
-    tracked: Collection[str],
-    known: Mapping[str, StoredIdentity],
-    *,
-    allow_http: bool,
+    operations: Sequence[LogEntry], wanted: set[str], tracked: set[str], known: Known, *, allow_http: bool
 ) -> _Judged:
     """Verify operations with the chains of the `known` identities; skip those of DIDs that are not `wanted`."""
     judged, now = _Judged(), time()
@@ -173,13 +171,11 @@ class PlcOperations:
 
     async def _store(self, progress: CrawlProgress, read: ReadOperations) -> CrawlProgress | None:
         """Store the operations; return the progress after them, or None if the stored one is another."""
-        dids = list({one.did for one in read.operations})
-        tracked = await self.db.repos.tracked(dids)
-        wanted = dids if progress.collection == ALL else list(tracked)
-        known = await self.db.identities.stored(wanted)
-        judged = await asyncio.to_thread(
-            _judge, read.operations, set(wanted), tracked, known, allow_http=self.allow_http
-        )
+        dids = {one.did for one in read.operations}
+        tracked = await self.db.repos.tracked(list(dids))
+        wanted = dids if progress.collection == ALL else tracked
+        known = await self.db.identities.stored(list(wanted))
+        judged = await asyncio.to_thread(_judge, read.operations, wanted, tracked, known, allow_http=self.allow_http)
         after = replace(
             progress,
             cursor=position_of(read.operations[-1]) if read.operations else progress.cursor,

@@ -23,7 +23,6 @@ from indexer.net.http.http_client import OutboundClient
 from indexer.net.identity.did_resolver import DidResolver, identity_of
 from indexer.net.identity.identity_cache import IdentityCache
 from indexer.net.identity.plc_export import PlcExport, ReadOperations, file_of_operations
-from indexer.net.relay.stream_socket import ConnectionSettings
 from indexer.sync.identity import StoredIdentity
 from indexer.tasks.plc_operations import PlcOperations
 from indexer.telemetry.conditions import (
@@ -102,7 +101,7 @@ async def pages_of(lines: list[Line]) -> AsyncGenerator[ReadOperations]:
 async def reading(db: Database, outbound: OutboundClient, directory: Directory) -> AsyncIterator[PlcOperations]:
     await directory.start()
     try:
-        export = PlcExport(outbound, directory.url, "test", ConnectionSettings())
+        export = PlcExport(outbound, directory.url, "test")
         yield PlcOperations(db, export, Conditions(), Metrics(), allow_http=True)
     finally:
         await directory.stop()
@@ -160,6 +159,22 @@ async def test_import_stores_what_the_logs_prove(db: Database, outbound: Outboun
         assert found.keys() <= {"proven", "skipped", "repeated"}
         again = await read_pages(task)
         assert (again.cursor, again.found) == (progress.cursor, progress.found)
+        assert not task.conditions.active()
+
+
+async def test_operations_that_are_read_again_change_nothing(db: Database, outbound: OutboundClient) -> None:
+    """Also those from before the part of the chain that is stored."""
+    log = log_of(1)
+    await track(db, log)
+    for _ in range(3):
+        log.update(LOW, hours=100)
+    async with reading(db, outbound, Directory(lines_of(log))) as task:
+        progress = await read_pages(task)
+        before = await stored(db, log)
+        await db.crawls.save(replace(progress, cursor=None))
+        await read_pages(task)
+        assert await stored(db, log) == before
+        assert results(task) == {"proven": 4, "repeated": 4}
         assert not task.conditions.active()
 
 

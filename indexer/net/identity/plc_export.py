@@ -24,6 +24,7 @@ from indexer.net.http.http_client import OutboundClient
 from indexer.net.relay.stream_socket import ConnectionSettings, open_stream
 from indexer.reasons import FetchFailure
 
+STREAM_PATH = "/export/stream"
 PAGE_LINES = 1_000
 PAGE_BYTES = 16 << 20
 LINE_BYTES = 200_000
@@ -62,7 +63,6 @@ class PlcExport:
     outbound: OutboundClient
     url: str
     user_agent: str
-    connection: ConnectionSettings
 
     async def pages(self, position: str | None) -> AsyncGenerator[ReadOperations]:
         """Yield the operations after a position, or all, page by page, until nothing is left.
@@ -110,7 +110,7 @@ class PlcExport:
         cursor, opened = None if position is None else int(position), False
         try:
             async with open_stream(
-                self.url, cursor, LINE_BYTES, self.user_agent, self.connection, self.outbound.opening, "/export/stream"
+                self.url, cursor, LINE_BYTES, self.user_agent, ConnectionSettings(), self.outbound.opening, STREAM_PATH
             ) as socket:
                 opened = True
                 while True:
