@@ -32,16 +32,15 @@ def identities_command(config: Path | None) -> None:
     "--file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Read a file with the lines of the export; with the suffix .gz, one that gzip has compressed.",
+    help="Read a file with the lines of the export, which may be compressed (.gz).",
 )
-@click.option("--all", "everything", is_flag=True, help="Store the identities of all DIDs, not only of tracked repos.")
-@click.option("--again", is_flag=True, help="Begin anew, for repos that have been tracked since the last import.")
+@click.option("--all", "everything", is_flag=True, help="Store all identities, not only those of tracked repos.")
+@click.option("--again", is_flag=True, help="Begin anew, for repos that were added since the last import.")
 @json_option
 async def import_command(settings: Settings, *, file: Path | None, everything: bool, again: bool, as_json: bool) -> int:
-    """Verify the operations of a PLC directory, and store keys, hosts and handles.
+    """Verify the operations of the first PLC directory, and store keys, hosts and handles.
 
-    Reads the export of the first directory of INDEXER_PLC_URL, from where the last import or the daemon has stopped. A
-    daemon with INDEXER_PLC_FOLLOW continues from there.
+    Continues where the last import, or a daemon with INDEXER_PLC_FOLLOW, has stopped.
     """
     metrics = Metrics()
     async with (

@@ -325,18 +325,22 @@ async def test_operation_that_proves_nothing_changes_nothing_and_causes_a_lookup
         assert await stored(db, log) == replace(before, stale=True)
 
 
-async def test_operation_of_a_repo_without_chain_is_only_a_hint(db: Database, outbound: OutboundClient) -> None:
+@pytest.mark.parametrize(("fetched_at", "stale"), [(1e9, True), (1.79e9, False)])
+async def test_operation_of_a_repo_without_chain_is_only_a_hint(
+    db: Database, outbound: OutboundClient, fetched_at: float, stale: bool
+) -> None:
+    """It is none if the identity was looked up much later."""
     log = log_of(1)
     await track(db, log)
     async with reading(db, outbound, directory := Directory(lines_of(log_of(2)))) as task:
         progress = await read_pages(task)
-        known = StoredIdentity(log.did, "n1.example", "https://pds.example", did_keys(LOW)[0], fetched_at=1e9)
+        known = StoredIdentity(log.did, "n1.example", "https://pds.example", did_keys(LOW)[0], fetched_at)
         await db.identities.save([known])
         log.update(LOW)
         directory.lines += [line | {"seq": 2} for line in lines_of(log)[1:]]
         await read_pages(task)
         assert progress.cursor == "1"
-        assert (await stored(db, log)).stale
+        assert (await stored(db, log)).stale is stale
         assert not task.conditions.active()
 
 
