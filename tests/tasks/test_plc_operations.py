@@ -450,6 +450,16 @@ async def test_later_lookup_stays_and_is_repeated_if_a_recent_operation_differs(
     assert loaded.fetched_at > expected.fetched_at - 60
 
 
+async def test_later_lookup_that_a_change_has_made_doubtful_stays_so(db: Database, outbound: OutboundClient) -> None:
+    log = log_of(1)
+    await track(db, log)
+    looked_up = StoredIdentity(log.did, "n1.example", "https://pds.example", did_keys(LOW)[0], 1.79e9, stale=True)
+    await db.identities.save([looked_up])
+    async with reading(db, outbound, Directory(lines_of(log))) as task:
+        await read_pages(task)
+    assert (await stored(db, log)).stale
+
+
 async def test_exported_identity_is_as_recent_as_the_last_reading(db: Database, outbound: OutboundClient) -> None:
     log = log_of(1)
     await track(db, log)
