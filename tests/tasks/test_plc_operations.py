@@ -21,7 +21,7 @@ from indexer.demo.plc_operations import sign
 from indexer.errors import UnavailableError
 from indexer.net.http.http_client import OutboundClient
 from indexer.net.identity.did_resolver import DidResolver, identity_of
-from indexer.net.identity.identity_cache import IdentityCache
+from indexer.net.identity.identity_cache import IdentityCache, IdentityLifetimes
 from indexer.net.identity.plc_export import PlcExport, ReadOperations, file_of_operations
 from indexer.sync.identity import StoredIdentity
 from indexer.tasks.plc_operations import PlcOperations
@@ -471,6 +471,32 @@ async def test_exported_identity_is_as_recent_as_the_last_reading(db: Database, 
         cache = IdentityCache(FailingResolver(), db.identities, Metrics(), clock=time, refresh_rate=1.0)
         await cache.preload([log.did])
         assert cache.peek(log.did)
+
+
+async def test_identity_in_memory_is_loaded_again_when_it_is_old(db: Database, outbound: OutboundClient) -> None:
+    """So a notification that was lost delays a change by a day at most, and causes no lookup."""
+    log, now = log_of(1), time()
+    await track(db, log)
+    async with reading(db, outbound, directory := Directory(lines_of(log))) as task:
+        await read_pages(task)
+        cache = IdentityCache(FailingResolver(), db.identities, Metrics(), clock=lambda: now, refresh_rate=1.0)
+        await cache.preload([log.did])
+        log.update(LOW, verificationMethods={"atproto": did_keys(OTHER)[0]})
+        directory.lines = lines_of(log)
+        progress = await read_pages(task)
+        await cache.preload([log.did])
+        assert cache.peek(log.did) is not None
+        assert cache.peek(log.did).key != OTHER.public  # type: ignore[union-attr]
+        now += IdentityLifetimes().max_age + 1
+        await db.crawls.save(replace(progress, finished_at=now))
+        await cache.preload([log.did])
+        identity = cache.peek(log.did)
+        assert identity is not None
+        assert identity.key == OTHER.public
+        assert identity.fetched_at == pytest.approx(now, abs=0.001)
+        await cache.close()
+    labels = {"cause": "age", "result": "asked"}
+    assert cache.metrics.registry.get_sample_value("indexer_identity_refreshes_total", labels) == 0
 
 
 async def test_tombstone_of_a_tracked_repo_causes_a_lookup(db: Database, outbound: OutboundClient) -> None:
