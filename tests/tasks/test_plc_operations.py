@@ -471,6 +471,8 @@ async def test_exported_identity_is_as_recent_as_the_last_reading(db: Database, 
         cache = IdentityCache(FailingResolver(), db.identities, Metrics(), clock=time, refresh_rate=1.0)
         await cache.preload([log.did])
         assert cache.peek(log.did)
+        cache.forget(None)
+        assert cache.peek(log.did) is None
 
 
 async def test_identity_in_memory_is_loaded_again_when_it_is_old(db: Database, outbound: OutboundClient) -> None:
