@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check lint quick format docs screenshots coverage native native-check proof mutants dist release venv \
-	bench-live bench-cores bench-resync bench-feed bench-links bench-peers bench-citus bench-plc bench-guard
+	bench-live bench-cores bench-resync bench-feed bench-links bench-peers bench-citus bench-plc bench-sparse bench-guard
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -157,6 +157,9 @@ bench-citus: venv ## Compare Citus (a coordinator and two workers) with one Post
 
 bench-plc: venv ## Measure the verification of logs of did:plc operations (docs/performance.md)
 	$(BIN)/python -m benchmarks.plc
+
+bench-sparse: venv ## Compare sparse resyncs with exports: bytes and requests (docs/performance.md)
+	$(BIN)/python -m benchmarks.sparse
 
 bench-guard: venv ## Compare the cost of each stage with the floor of the same run
 	$(BIN)/python -m benchmarks.guard --check

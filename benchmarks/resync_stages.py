@@ -25,6 +25,7 @@ from indexer.net.pds.pds_client import PdsClient
 from indexer.resync.apply import Applies
 from indexer.resync.fetch import ResyncAttempts
 from indexer.resync.shares import UNKNOWN_HOST, Shares
+from indexer.resync.sparse import SparseFetch
 from indexer.sync.policy import Policy
 from indexer.sync.scope import Scope
 from indexer.sync.shard import BUCKETS
@@ -69,7 +70,7 @@ class TimedResyncs:
         )
         applies = Applies(db, metrics, Conditions())
         self._resync = ResyncAttempts(
-            applies, self._identities, pds, lambda: policy, metrics, sources=(None,), conditions=Conditions()
+            applies, self._identities, pds, lambda: policy, metrics, (None,), Conditions(), SparseFetch(pds, "never")
         )
         self._clock = clock
 

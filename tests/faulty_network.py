@@ -20,7 +20,6 @@ from indexer.demo.http_server import HttpServer, XrpcError
 from indexer.demo.local_account import LocalAccount
 from indexer.demo.local_network import LocalNetwork
 from indexer.demo.local_pds import (
-    CAR_TYPE,
     GET_LATEST_COMMIT,
     GET_REPO_STATUS,
     HostedRepo,
@@ -30,9 +29,7 @@ from indexer.demo.local_pds import (
 )
 from indexer.demo.local_plc import LocalPlc, LoggedOperation
 from indexer.demo.local_relay import MAX_BY_COLLECTION, SUBSCRIBE_REPOS, LocalRelay, SentMessage, message_frame
-from tests.record_proof import record_proof
 
-GET_RECORD = "/xrpc/com.atproto.sync.getRecord"
 CHUNK_BYTES = 1 << 16
 SLOW_WRITES_PER_SECOND = 20
 ACCEPT_CYCLES = 10
@@ -54,6 +51,7 @@ class Fault:
         cut: Break the connection after this many bytes of the body.
         sections: End the body, a CAR, cleanly after this many of its parts: its header, then its sections.
         rate: Send this many bytes per second.
+        longer_than: The fault applies to requests whose path and query have more characters.
         fired: How many requests the fault was applied to.
     """
 
@@ -67,6 +65,7 @@ class Fault:
     cut: int | None = None
     sections: int | None = None
     rate: int | None = None
+    longer_than: int = 0
     fired: int = 0
 
     def matches(self, request: web.Request) -> bool:
@@ -74,6 +73,7 @@ class Fault:
         return (
             request.path.endswith(self.path)
             and self.did in (None, request.query.get("did"))
+            and len(request.path_qs) > self.longer_than
             and (self.times is None or self.fired < self.times)
         )
 
@@ -83,12 +83,14 @@ class FaultyServer(HttpServer):
 
     Attributes:
         requests: The number of requests by path.
+        sent: The bytes of the bodies by path, without compression and faults.
         faults: Faults to inject. The first one that matches a request is applied.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.requests: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
         self.faults: list[Fault] = []
 
     async def stop(self) -> None:
@@ -126,6 +128,7 @@ class FaultyServer(HttpServer):
         if isinstance(response, web.WebSocketResponse):
             return response
         assert isinstance(response, web.Response)
+        self.sent[request.path] += len(response.body) if isinstance(response.body, bytes) else 0
         # No compression for a slow response: the encoder would hold everything back until the end.
         slow = fault is not None and fault.rate is not None
         if response.body and "gzip" in request.headers.get(hdrs.ACCEPT_ENCODING, "") and not slow:
@@ -251,16 +254,7 @@ def line_of(one: LoggedOperation) -> dict[str, Any]:
 
 
 class FaultyPds(FaultyServer, LocalPds):
-    """A PDS, which also serves proofs of records."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.route(GET_RECORD, self._get_record)
-
-    async def _get_record(self, request: web.Request) -> web.Response:
-        path = f"{request.query.get('collection', '')}/{request.query.get('rkey', '')}"
-        proof = record_proof(self._active(request.query.get("did")).repo, path)
-        return web.Response(body=proof, content_type=CAR_TYPE)
+    """A PDS."""
 
 
 class FaultyRelay(FaultyServer, LocalRelay):

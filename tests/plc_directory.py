@@ -37,7 +37,7 @@ class Directory(FaultyPlc):
         repeats: Its export is that of version 0.0.1: it has no numbers, ignores `count`, and repeats the last line.
         change: Changes the lines of each page.
         asked: The parameter `after` of each request.
-        sent: The messages of its stream, which it then closes with `reason`; None: it has no stream.
+        messages: The messages of its stream, which it then closes with `reason`; None: it has no stream.
     """
 
     def __init__(self, lines: list[Line], *, repeats: bool = False) -> None:
@@ -45,7 +45,7 @@ class Directory(FaultyPlc):
         self.repeats = repeats
         self.change: Callable[[list[Line]], list[Line]] = lambda page: page
         self.asked: list[str] = []
-        self.sent: Sequence[bytes] | None = None
+        self.messages: Sequence[bytes] | None = None
         self.reason = ""
         super().__init__()
 
@@ -61,12 +61,12 @@ class Directory(FaultyPlc):
         return web.Response(body=to_text(self.change(page[:count])), content_type="application/jsonlines")
 
     async def stream(self, request: web.Request) -> web.WebSocketResponse:
-        if self.sent is None:
+        if self.messages is None:
             raise web.HTTPNotFound
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         self.asked.append(request.query.get("cursor", "live"))
-        for message in self.sent:
+        for message in self.messages:
             await socket.send_str(message.decode())
         await socket.close(message=self.reason.encode())
         return socket

@@ -81,6 +81,7 @@ from indexer.resync.apply import LARGE_TURNS, TURNS, Applies
 from indexer.resync.fetch import ResyncAttempts
 from indexer.resync.pool import OTHER_TIME, WorkerPool
 from indexer.resync.queue import QueueMaintenance
+from indexer.resync.sparse import SparseFetch
 from indexer.serve.health import Listener, serve_http
 from indexer.serve.status_page import status_routes
 from indexer.sync.repo import StreamPoint
@@ -348,6 +349,7 @@ class Daemon:
                 self.metrics,
                 sources,
                 self.conditions,
+                SparseFetch(self.pds, settings.sparse_resync),
             ),
             settings.deletion_grace,
             shard,

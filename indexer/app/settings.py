@@ -319,6 +319,9 @@ class Settings(BaseModel):
         "`relay`, `pds`, or both in a comma-separated list",
     ] = ("relay", "pds")
     """Sources of exports (`getRepo`), in the order in which they are asked. `pds,relay` spares the relay."""
+    sparse_resync: Literal["auto", "always", "never"] = "auto"
+    """Fetch only the chosen collections of a repo, with their proof, instead of its export: `auto` if that costs less,
+    `always` if possible, or `never`. `INDEXER_RESYNC_SOURCE` must contain `pds`."""
     export_time: Duration = 600
     """Maximum duration of the download of an export. Raise it if `last_failure` of large repos is `timeout`."""
     plc_rate: Rate = 10

@@ -24,8 +24,10 @@ _MAX_HEADER_ITEMS = 512  # a header with one root has 7
 _CONTINUES = 0x80  # set in each byte of a varint except the last
 
 
-def split_car(data: bytes, limits: Limits, *, max_bytes: int) -> tuple[list[bytes], dict[bytes, bytes]]:
-    """Return the roots of a whole CAR file, and its blocks by CID.
+def split_car(
+    data: bytes, limits: Limits, *, max_bytes: int, rootless: bool = False
+) -> tuple[list[bytes], dict[bytes, bytes]]:
+    """Return the roots of a whole CAR file, and its blocks by CID. A `rootless` one needs no root.
 
     Blocks under a CID that is not of the protocol's form cannot be checked and are not returned.
 
@@ -34,7 +36,7 @@ def split_car(data: bytes, limits: Limits, *, max_bytes: int) -> tuple[list[byte
     """
     if len(data) > max_bytes:
         raise UpstreamError(Rejection.BLOCKS_TOO_LARGE, f"{len(data)} bytes")
-    reader = CarReader(limits)
+    reader = CarReader(limits, rootless=rootless)
     blocks = dict(reader.feed(data))
     reader.close()
     return reader.roots, blocks
@@ -49,12 +51,19 @@ class CarReader:
         roots: The roots of the file; empty until the header has arrived.
     """
 
-    def __init__(self, limits: Limits, roots: Sequence[bytes] = (), offset: int = 0, blocks: int = 0) -> None:
-        """Read a file, or the rest of one of which `offset` bytes with its header and so many blocks have been read."""
+    def __init__(
+        self, limits: Limits, roots: Sequence[bytes] = (), offset: int = 0, blocks: int = 0, *, rootless: bool = False
+    ) -> None:
+        """Read a file, or the rest of one of which `offset` bytes with its header and so many blocks have been read.
+
+        A `rootless` file needs no root, as in the answers of `getBlocks`.
+        """
         self._limits = limits
         self._buffer = bytearray()  # the first bytes of a section whose end has not arrived
         self._position = offset  # of the buffer in the file
         self._block_count = blocks
+        self._rootless = rootless
+        self._has_header = bool(roots)
         self.roots = list(roots)
 
     def feed(self, chunk: bytes) -> Iterator[tuple[bytes, bytes]]:
@@ -71,9 +80,9 @@ class CarReader:
         if self._position + len(data) > self._limits.repo_bytes:
             raise UpstreamError(Rejection.CAR_MALFORMED, f"over {self._limits.repo_bytes} bytes")
         position = 0
-        if not self.roots and (header := read_header(data, self._limits)):
-            self.roots, position = header
-        if self.roots:
+        if not self._has_header and (header := read_header(data, self._limits, rootless=self._rootless)):
+            self._has_header, (self.roots, position) = True, header
+        if self._has_header:
             position = yield from self._blocks(data, position)
         self._position += position
         if data is chunk:
@@ -111,15 +120,15 @@ class CarReader:
         Raises:
             UpstreamError: With CAR_MALFORMED, if the file is cut inside its header or a block.
         """
-        if self._buffer or not self.roots:
+        if self._buffer or not self._has_header:
             raise UpstreamError(Rejection.CAR_MALFORMED, "cut inside a block")
 
 
-def read_header(data: bytes | bytearray, limits: Limits) -> tuple[list[bytes], int] | None:
+def read_header(data: bytes | bytearray, limits: Limits, *, rootless: bool = False) -> tuple[list[bytes], int] | None:
     """Return the roots, and the position of the first section; None if the data ends inside the header.
 
     Raises:
-        UpstreamError: With CAR_MALFORMED, if this is not a header with at least one root.
+        UpstreamError: With CAR_MALFORMED, if this is not a header with at least one root. A `rootless` one needs none.
     """
     if data.startswith(_HEADER_START) and data[_USUAL_ROOT.stop : _USUAL_HEADER_BYTES] == _HEADER_END:
         root = bytes(data[_USUAL_ROOT])
@@ -144,7 +153,7 @@ def read_header(data: bytes | bytearray, limits: Limits) -> tuple[list[bytes], i
     if type(version) is not int or version != 1:  # because True == 1.0 == 1 in Python, but not in CBOR
         raise UpstreamError(Rejection.CAR_MALFORMED, "not CAR version 1")
     roots = header.get("roots")
-    if not isinstance(roots, list) or not roots or not all(isinstance(root, Link) for root in roots):
+    if not isinstance(roots, list) or not (roots or rootless) or not all(isinstance(root, Link) for root in roots):
         raise UpstreamError(Rejection.CAR_MALFORMED, "no roots")
     return [bytes(root) for root in roots], start + size
 

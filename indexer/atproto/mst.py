@@ -247,6 +247,15 @@ def load_node(block_of: BlockOf, cid: bytes, limits: Limits) -> Node:
     return decode_node(_block(block_of, cid), limits)
 
 
+def load_subtree(node_of: Callable[[bytes], Node], cid: bytes, layer: int, lower: bytes, upper: bytes | None) -> Node:
+    """Return the root of a subtree on `layer` between two keys, which may be b"" and None. It raises as `walk`."""
+    node = node_of(cid)
+    check_layer(node, layer)
+    if node.keys and not (lower < node.keys[0] and (upper is None or node.keys[-1] < upper)):
+        raise_malformed("a subtree reaches beyond the keys beside it")
+    return node
+
+
 def walk(block_of: BlockOf, root: bytes, limits: Limits) -> Iterator[tuple[bytes, bytes]]:
     """Yield each key with the CID of its record, in ascending order, and prove the tree.
 
@@ -258,14 +267,18 @@ def walk(block_of: BlockOf, root: bytes, limits: Limits) -> Iterator[tuple[bytes
         UpstreamError: With NODE_MALFORMED, if a node breaks a rule.
         MissingNodeError: A node is missing.
     """
-    node = load_node(block_of, root, limits)
+
+    def node_of(cid: bytes) -> Node:
+        return load_node(block_of, cid, limits)
+
+    node = node_of(root)
     layer = root_layer(node, limits)
     if layer is not None:
-        yield from _walk(block_of, node, layer, b"", None, limits)
+        yield from _walk(node_of, node, layer, b"", None)
 
 
 def _walk(
-    block_of: BlockOf, node: Node, layer: int, lower: bytes, upper: bytes | None, limits: Limits
+    node_of: Callable[[bytes], Node], node: Node, layer: int, lower: bytes, upper: bytes | None
 ) -> Iterator[tuple[bytes, bytes]]:
     """Yield the keys of a node and its subtrees. `lower` and `upper` are the keys beside it in the nodes above it."""
     uppers = [*node.keys, upper]
@@ -274,11 +287,8 @@ def _walk(
             lower = node.keys[index - 1]
             yield lower, node.values[index - 1]
         if tree is not None:
-            child, below = load_node(block_of, tree, limits), uppers[index]
-            check_layer(child, layer - 1)
-            if child.keys and not (lower < child.keys[0] and (below is None or child.keys[-1] < below)):
-                raise_malformed("a subtree reaches beyond the keys beside it")
-            yield from _walk(block_of, child, layer - 1, lower, below, limits)
+            child = load_subtree(node_of, tree, layer - 1, lower, uppers[index])
+            yield from _walk(node_of, child, layer - 1, lower, uppers[index])
 
 
 def find(node_of: Callable[[bytes], Node], root: bytes, key: bytes, limits: Limits) -> bytes | None:

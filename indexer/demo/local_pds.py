@@ -10,10 +10,12 @@ from aiohttp import web
 
 from indexer.atproto import cid
 from indexer.demo.http_server import HttpServer, XrpcError
-from indexer.demo.local_repo import LocalChange, LocalRepo, TidClock, Write
+from indexer.demo.local_repo import LocalChange, LocalRepo, TidClock, Write, car
 
 CAR_TYPE = "application/vnd.ipld.car"
 GET_REPO = "/xrpc/com.atproto.sync.getRepo"
+GET_RECORD = "/xrpc/com.atproto.sync.getRecord"
+GET_BLOCKS = "/xrpc/com.atproto.sync.getBlocks"
 GET_LATEST_COMMIT = "/xrpc/com.atproto.sync.getLatestCommit"
 GET_REPO_STATUS = "/xrpc/com.atproto.sync.getRepoStatus"
 LIST_REPOS = "/xrpc/com.atproto.sync.listRepos"
@@ -49,6 +51,8 @@ class LocalPds(HttpServer):
         self.listeners: list[Callable[[LocalPds, str, str, dict[str, Any]], None]] = []
         self._rkeys = TidClock()
         self.route(GET_REPO, self._get_repo)
+        self.route(GET_RECORD, self._get_record)
+        self.route(GET_BLOCKS, self._get_blocks)
         self.route(GET_LATEST_COMMIT, self._get_latest_commit)
         self.route(GET_REPO_STATUS, self._get_repo_status)
         self.route(LIST_REPOS, self._list_repos)
@@ -63,6 +67,19 @@ class LocalPds(HttpServer):
 
     async def _get_repo(self, request: web.Request) -> web.Response:
         return web.Response(body=b"".join(self._active(request.query.get("did")).repo.export()), content_type=CAR_TYPE)
+
+    async def _get_record(self, request: web.Request) -> web.Response:
+        repo = self._active(request.query.get("did")).repo
+        proof = repo.record_proof(f"{request.query.get('collection', '')}/{request.query.get('rkey', '')}")
+        return web.Response(body=proof, content_type=CAR_TYPE)
+
+    async def _get_blocks(self, request: web.Request) -> web.Response:
+        blocks = self._active(request.query.get("did")).repo.blocks()
+        wanted = {cid.parse_cid(text): text for text in request.query.getall("cids", [])}
+        if missing := [text for wanted_cid, text in wanted.items() if wanted_cid not in blocks]:
+            raise XrpcError("InvalidRequest", f"Could not find cids: {','.join(missing)}")
+        body = car({wanted_cid: blocks[wanted_cid] for wanted_cid in wanted}, rootless=True)
+        return web.Response(body=body, content_type=CAR_TYPE)
 
     async def _get_latest_commit(self, request: web.Request) -> web.Response:
         head = self._active(request.query.get("did")).repo.head

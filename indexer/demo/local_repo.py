@@ -138,6 +138,16 @@ class LocalRepo:
         """Return the CAR of a `#sync` event: only the latest commit."""
         return car({self.head.cid: self.head.block})
 
+    def record_proof(self, path: str) -> bytes:
+        """Return the CAR of a proof that a record exists, or that it does not: the commit and the nodes of its path."""
+        record = {self._cids[path]: self.records[path]} if path in self.records else {}
+        return car({self.head.cid: self.head.block, **record, **self.tree.search(path)})
+
+    def blocks(self) -> dict[bytes, bytes]:
+        """Return all blocks by CID: the latest commit, its nodes and its records."""
+        records = {record: self.records[path] for path, record in self._cids.items()}
+        return {self.head.cid: self.head.block, **self.tree.blocks(), **records}
+
     def export(self) -> Iterator[bytes]:
         """Yield the whole repo as a CAR, one section at a time, in streamable order."""
         head, tree, records, cids = self.head, self.tree, self.records, self._cids
@@ -154,14 +164,15 @@ def _encode(record: Record) -> bytes:
     return record if isinstance(record, bytes) else dag_cbor.encode(dict(record))
 
 
-def car(blocks: Mapping[bytes, bytes]) -> bytes:
-    """Return a CAR of `blocks` (CID to block). Its root is the first block."""
-    return car_header(next(iter(blocks))) + b"".join(starmap(car_section, blocks.items()))
+def car(blocks: Mapping[bytes, bytes], *, rootless: bool = False) -> bytes:
+    """Return a CAR of `blocks` (CID to block). Its root is the first block, unless it is `rootless`."""
+    roots = [] if rootless else [next(iter(blocks))]
+    return car_header(*roots) + b"".join(starmap(car_section, blocks.items()))
 
 
-def car_header(root: bytes) -> bytes:
-    """Return the header of a CAR with one root."""
-    header = dag_cbor.encode({"roots": [root], "version": 1})
+def car_header(*roots: bytes) -> bytes:
+    """Return the header of a CAR with these roots."""
+    header = dag_cbor.encode({"roots": list(roots), "version": 1})
     return _varint(len(header)) + header
 
 

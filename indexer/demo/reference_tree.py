@@ -69,16 +69,17 @@ class ReferenceTree:
         before = [key for key, _ in self._items[max(index - 1, 0) : index]]
         after = [key for key, _ in self._items[index : index + 2] if key != path]
         keys = [path, *before, *after[:1]]
-        return {node.cid: node.block for key in keys for node in self._search(key)}
+        return {cid: block for key in keys for cid, block in self.search(key).items()}
 
-    def _search(self, path: str) -> Iterator[ReferenceNode]:
+    def search(self, path: str) -> dict[bytes, bytes]:
+        """Return the nodes on the way to a path, whether it exists or not."""
         node: ReferenceNode | None = self._root
+        found = {}
         while node is not None:
-            yield node
+            found[node.cid] = node.block
             index = bisect_left(node.keys, path)
-            if path in node.keys[index : index + 1]:
-                return
-            node = node.children[index]
+            node = None if path in node.keys[index : index + 1] else node.children[index]
+        return found
 
 
 @lru_cache(maxsize=1 << 18)

@@ -68,7 +68,7 @@ class LexiconResolver:
         path = f"{COLLECTION}/{nsid}"
         try:
             proof = await self.pds.fetch_record_proof(did, path, identity.pds)
-            block = verify_record(did, path, proof, parse_did_key(identity.signing_key), self.limits)
+            block = verify_record(did, path, proof.body, parse_did_key(identity.signing_key), self.limits)
         except UpstreamError as error:
             raise LexiconError(f"{nsid}: the proof of at://{did}/{path} is invalid: {error}") from None
         except UnavailableError as error:

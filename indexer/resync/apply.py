@@ -34,6 +34,7 @@ from indexer.net.pds.pds_client import LARGE_BYTES
 from indexer.reasons import FetchFailure
 from indexer.resync.queue import ClaimLostError
 from indexer.resync.shares import Phase, PostponedError, Resync
+from indexer.resync.sparse import SparseDownload
 from indexer.sync.changes import Action, Batch, RecordChange, RecordConverter
 from indexer.sync.export import CHUNK_BYTES, CHUNK_RECORDS, ExportReader, NewRecords, RecordChunk, Snapshot
 from indexer.sync.policy import KeyState, PlanContext, Policy
@@ -136,11 +137,11 @@ class Applies:
         groups = max(db.layout.parts, MAX_SIDE_BY_SIDE)
         self._shared = [SharedCalls(self._write_group, _may_share, running) for _ in range(groups)]
 
-    async def verify(self, did: str, reader: ExportReader, key: PublicKey, limits: Limits) -> Snapshot:
-        """Verify an export; raise as `ExportReader.verify` does."""
-        thread = self._large_thread if reader.size > LARGE_BYTES else self._thread
+    async def verify(self, did: str, blocks: ExportReader | SparseDownload, key: PublicKey, limits: Limits) -> Snapshot:
+        """Verify an export, or the chosen records; raise as its method does."""
+        thread = self._large_thread if blocks.size > LARGE_BYTES else self._thread
         with self._metrics.batch_seconds["verify-export"].time():
-            return await asyncio.get_running_loop().run_in_executor(thread, partial(reader.verify, did, key, limits))
+            return await asyncio.get_running_loop().run_in_executor(thread, partial(blocks.verify, did, key, limits))
 
     async def write(self, resync: Resync, policy: Policy, key: PublicKey | None, export: Snapshot | None) -> str:
         """Write a verified export, which `key` has signed; None: the stored head is current.

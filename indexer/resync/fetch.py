@@ -3,9 +3,10 @@
 It needs a socket, and nothing of the database. The second step (`apply.Applies`) verifies the export and writes it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from time import time
 
 import structlog
@@ -18,11 +19,15 @@ from indexer.net.pds.pds_client import LARGE_BYTES, PdsClient
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.resync.apply import Applies
 from indexer.resync.shares import Phase, PostponedError, Resync, Shares
+from indexer.resync.sparse import SparseDownload, SparseFetch
 from indexer.sync.export import ExportReader, Snapshot
 from indexer.sync.policy import Policy, is_future
 from indexer.sync.repo import Head, Repo, needs_export
 from indexer.telemetry.conditions import EQUIVOCATIONS, Conditions
 from indexer.telemetry.metrics import Metrics
+
+Attempt = Callable[[Resync, Shares, CachedIdentity], Awaitable[str | None]]
+Blocks = ExportReader | SparseDownload
 
 log = structlog.get_logger(__name__)
 
@@ -31,8 +36,8 @@ log = structlog.get_logger(__name__)
 class ResyncAttempts:
     """Brings claimed repos to the state of the network, one attempt per call of `attempt`.
 
-    `sources` are asked for an export in this order: the base URL of a relay, or None for the repo's own PDS. `policy`
-    returns the policy with the present scope.
+    `sources` are asked for an export in this order: the base URL of a relay, or None for the repo's own PDS. If the PDS
+    is among them, it is asked for the chosen records alone first. `policy` returns the policy with the present scope.
     """
 
     applies: Applies
@@ -42,6 +47,7 @@ class ResyncAttempts:
     metrics: Metrics
     sources: Sequence[str | None]
     conditions: Conditions
+    sparse: SparseFetch
 
     async def attempt(self, resync: Resync, shares: Shares, identity: CachedIdentity) -> str:
         """Resync one repo; return "synchronized", "unchanged", or the reason why the repo is still desynchronized.
@@ -64,14 +70,18 @@ class ResyncAttempts:
             return await self.applies.write(resync, policy, identity.key, None)
         failure: UpstreamError | UnavailableError = UnavailableError(FetchFailure.UNREACHABLE, "no source configured")
         # Another source may lack what the stream of the host has sent before.
-        for source in self.sources if resync.subscribed is None else (None,):
+        sources = self.sources if resync.subscribed is None else (None,)
+        attempts: list[tuple[str | None, Attempt]] = [("records", self._attempt_sparse)] if None in sources else []
+        attempts += [(source or identity.pds, partial(self._attempt_from, source)) for source in sources]
+        for name, attempt in attempts:
             try:
-                return await self._attempt_from(source, resync, shares, identity)
+                if result := await attempt(resync, shares, identity):
+                    return result
             except DatabaseError:
                 raise
             except (UpstreamError, UnavailableError) as error:
                 failure = error
-                log.debug("resync.source-failed", did=claimed.did, source=source or identity.pds, error=str(error))
+                log.debug("resync.source-failed", did=claimed.did, source=name, error=str(error))
         permanent = isinstance(failure, UnavailableError) and failure.reason.is_permanent
         if permanent and None in self.sources and not await self._is_host(claimed.did, identity):
             raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, f"the account may have moved: {failure}")
@@ -95,6 +105,23 @@ class ResyncAttempts:
                 last = await self._is_host(claimed.did, identity)
             self._check_rev(claimed, export.head, last=last)
             return await self.applies.write(resync, self.policy(), verified_by.key, export)
+
+    async def _attempt_sparse(self, resync: Resync, shares: Shares, identity: CachedIdentity) -> str | None:
+        """Resync with only the chosen records; return None if the export is to be fetched.
+
+        An old rev, or a second state with one rev, is left to the sources of exports.
+        """
+        policy, claimed = self.policy(), resync.claimed
+        resync.enter(Phase.DOWNLOAD)
+        opened = partial(shares.opened, resync, now=time())
+        with self.metrics.batch_seconds["fetch"].time():
+            download = await self.sparse.fetch(claimed.did, identity.pds or "", policy, opened)
+        if download is None:
+            return None
+        resync.enter(Phase.VERIFY)
+        export, verified_by = await self._verify(claimed, download, identity)
+        self._check_rev(claimed, export.head, last=False)
+        return await self.applies.write(resync, policy, verified_by.key, export)
 
     async def _is_unchanged(self, claimed: Repo, identity: CachedIdentity, policy: Policy) -> bool:
         """Return True if the PDS reports the stored head as its latest commit, so that no export is needed.
@@ -127,22 +154,20 @@ class ResyncAttempts:
                 raise PostponedError
         return identity.is_recent(time())
 
-    async def _verify(
-        self, claimed: Repo, reader: ExportReader, identity: CachedIdentity
-    ) -> tuple[Snapshot, CachedIdentity]:
+    async def _verify(self, claimed: Repo, blocks: Blocks, identity: CachedIdentity) -> tuple[Snapshot, CachedIdentity]:
         """Verify the export, with a newer key if the cached one does not verify its signature."""
         try:
-            return await self._verify_with(claimed, reader, identity), identity
+            return await self._verify_with(claimed, blocks, identity), identity
         except UpstreamError as error:
             if error.reason is not Rejection.SIGNATURE_INVALID:
                 raise
         identity = await self.identities.lookup(claimed.did, refresh=True)
-        return await self._verify_with(claimed, reader, identity), identity
+        return await self._verify_with(claimed, blocks, identity), identity
 
-    async def _verify_with(self, claimed: Repo, reader: ExportReader, identity: CachedIdentity) -> Snapshot:
+    async def _verify_with(self, claimed: Repo, blocks: Blocks, identity: CachedIdentity) -> Snapshot:
         if identity.key is None:
             raise UnavailableError(FetchFailure.IDENTITY_MISSING, identity.problem or "no key")
-        return await self.applies.verify(claimed.did, reader, identity.key, self.policy().limits)
+        return await self.applies.verify(claimed.did, blocks, identity.key, self.policy().limits)
 
     def _check_rev(self, claimed: Repo, exported: Head, *, last: bool) -> None:
         """Reject a verified export because of its rev. Of two states with one rev, the last source's is accepted."""

@@ -16,6 +16,7 @@ from indexer.concurrency.bounded_dict import BoundedDict
 from indexer.errors import UnavailableError
 from indexer.net.http.host_limits import registered_domain
 from indexer.net.pds.pds_client import LARGE_BYTES, ExportDownload
+from indexer.resync.sparse import SparseDownload
 from indexer.sync.repo import Repo
 
 UNKNOWN_HOST = ""
@@ -94,7 +95,7 @@ class Resync:
     host: str = UNKNOWN_HOST
     limit_keys: frozenset[str] = frozenset()
     reserved: int = 0
-    download: ExportDownload | None = None
+    download: ExportDownload | SparseDownload | None = None
     phase: Phase = Phase.IDENTITY
     phase_since: float = 0.0
     preloaded: bool = False
@@ -177,7 +178,7 @@ class Shares:
         self.running.append(resync)
         return resync
 
-    def opened(self, resync: Resync, download: ExportDownload, now: float) -> None:
+    def opened(self, resync: Resync, download: ExportDownload | SparseDownload, now: float) -> None:
         """Let the resync also count for the network address that sends its export, and observe how much arrives."""
         if download.server is not None:
             self._key(resync.host).server = download.server

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, Protocol
 
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
-from indexer.atproto.mst import leaves, walk
+from indexer.atproto.mst import MissingNodeError, Node, leaves, load_node, walk
+from indexer.atproto.range_walk import KeyRange, walk_ranges
 from indexer.atproto.record import Problem
 from indexer.sync.changes import RecordChange, RecordConverter
 from indexer.sync.policy import Policy
@@ -135,6 +136,38 @@ def verify_snapshot(did: str, root: bytes, block_of: BlockOf, key: PublicKey, li
     commit = verify_signed(root, block_of, key, did)
     count = sum(1 for _ in walk(block_of, commit.data, limits))
     return Snapshot(did, Head(commit.rev, commit.data, root), count, block_of, size)
+
+
+@dataclass(frozen=True, slots=True)
+class RangeSnapshot(Snapshot):
+    """All records of a repo in ranges of paths; it counts and yields no others. Those nodes are there that prove it."""
+
+    entries: Sequence[Entry]
+
+    def records(self) -> Iterator[Entry]:
+        """See `Snapshot`."""
+        return iter(self.entries)
+
+
+def verify_ranges(
+    did: str, root: bytes, block_of: BlockOf, key: PublicKey, limits: Limits, size: int, ranges: Sequence[KeyRange]
+) -> RangeSnapshot:
+    """Return the records of a repo in ranges of paths. The blocks must have been hashed before.
+
+    Raises:
+        UpstreamError: The commit, or a node that may have such paths, breaks a rule.
+        MissingNodeError: Such a node is missing, so that nothing is proven.
+    """
+
+    def node_of(cid: bytes) -> Node:
+        return load_node(block_of, cid, limits)
+
+    commit = verify_signed(root, block_of, key, did)
+    walk = walk_ranges(node_of, commit.data, ranges, limits)
+    if walk.unread:
+        raise MissingNodeError(walk.unread[0].cid)
+    head, entries = Head(commit.rev, commit.data, root), walk.entries
+    return RangeSnapshot(did, head, len(entries), block_of, size, entries)
 
 
 class ExportReader(Protocol):

@@ -8,9 +8,10 @@ import asyncpg
 import pytest
 
 from indexer.atproto.lexicon import MAX_FIELDS, STRONG_REFERENCE
+from indexer.demo.local_pds import GET_RECORD
 from tests.backups import back_up, restore
 from tests.cli.command_line import Session, error_line
-from tests.faulty_network import GET_RECORD, Fault, FaultyAccount, FaultyNetwork
+from tests.faulty_network import Fault, FaultyAccount, FaultyNetwork
 from tests.lexicons.published import published_directory
 from tests.lexicons.samples import (
     DEFS,

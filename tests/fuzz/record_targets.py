@@ -46,7 +46,6 @@ from tests.fuzz.outcome_counts import OutcomeCounts
 from tests.fuzz.seed_files import published_exports, published_lines, seed_files, some_of
 from tests.fuzz.seeds import LINK, accounts, random_export, random_path, random_record, random_value
 from tests.fuzz.slice_reference import Slice, entries, hides, is_tree
-from tests.record_proof import record_proof
 
 COLLECTION = "com.example.record"
 SHOWN_ITEMS = 1_000
@@ -264,7 +263,7 @@ class RecordProofs(FuzzTarget):
             owner = random.choice(self._owners)
             export = random_export(owner, random)
             path, other = random.choices([*owner.repo.records, random_path(random)], k=2)
-            proofs = (export, record_proof(owner.repo, path), record_proof(owner.repo, other))
+            proofs = (export, owner.repo.record_proof(path), owner.repo.record_proof(other))
             made.append(path.encode() + b"\n" + random.choices(proofs, (2, 7, 1))[0])
         return made
 

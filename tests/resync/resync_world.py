@@ -7,6 +7,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
+from copy import copy
 from functools import partial
 from inspect import isasyncgenfunction, iscoroutinefunction
 from pathlib import Path
@@ -20,18 +21,21 @@ import orjson
 from indexer.atproto.cid import cid_of, cid_text
 from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.atproto.syntax import tid_of
+from indexer.atproto.syntax import CollectionFilter, tid_of
 from indexer.core.spool import Spool
 from indexer.db import Database, DatabaseError
-from indexer.demo.local_repo import LocalChange, Write
+from indexer.demo.local_repo import LocalChange, LocalRepo, Write
 from indexer.errors import UnavailableError, UpstreamError
+from indexer.net.http.http_client import Response
 from indexer.net.identity.identity_cache import CachedIdentity
 from indexer.net.pds.pds_client import ExportDownload
+from indexer.net.pds.xrpc import XrpcError
 from indexer.reasons import FetchFailure
 from indexer.resync.apply import Applies
 from indexer.resync.fetch import ResyncAttempts
 from indexer.resync.queue import ClaimLostError
 from indexer.resync.shares import PostponedError, Shares
+from indexer.resync.sparse import SparseChoice, SparseFetch
 from indexer.sync.batch import ReceivedMessage, SettledMessage, plan_batch
 from indexer.sync.changes import Batch
 from indexer.sync.events import AccountEvent, CommitEvent, SyncEvent
@@ -70,15 +74,15 @@ async def no_step(_name: str) -> None: ...
 
 
 class AccountOwner(SigningAccount):
-    """An account that remembers its records, its head and its export at each rev."""
+    """An account that remembers its repo at each rev, and the records of the selected collections."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, selected: CollectionFilter = STORE_ALL.scope.collections) -> None:
         super().__init__(name)
         self.published = self.key  # the key in the directory
         self.active = True
         self.history: dict[str, dict[str, str]] = {}
-        self.heads: list[tuple[bytes, str]] = []
-        self.exports: list[bytes] = []
+        self.versions: list[LocalRepo] = []
+        self._selected = selected
         self._numbers = 0
         self._remember()
 
@@ -120,10 +124,9 @@ class AccountOwner(SigningAccount):
         self.history[self.rev] = {
             path: cid_text(cid_of(block))
             for path, block in self.repo.records.items()
-            if not path.startswith(NO_COLLECTION)
+            if not path.startswith(NO_COLLECTION) and self._selected.matches(path.partition("/")[0])
         }
-        self.heads.append((self.repo.head.cid, self.rev))
-        self.exports.append(b"".join(self.repo.export()))
+        self.versions.append(copy(self.repo))
 
     def next_rev(self) -> str:
         self.ticks += 1
@@ -147,28 +150,42 @@ class SimulatedHosts:
 
     async def fetch_latest_commit(self, _did: str, host: str) -> tuple[bytes, str]:
         await self._step("ask for the latest commit")
-        answer = self._owner.heads[self._version("head", host)]
+        head = self._version("head", host).head
         await self._step("latest commit answered")
-        return answer
+        return head.cid, head.rev
 
     @asynccontextmanager
     async def open_export(self, _did: str, host: str) -> AsyncIterator[ExportDownload]:
         await self._step("ask for the export")
-        export = self._owner.exports[self._version("export", host)]
+        export = b"".join(self._version("export", host).export())
         await self._step("export requested")
         with closing(Spool(self._directory, DEFAULT_LIMITS)) as spool:
             yield ExportDownload(spool, self._chunks(export), AsyncExitStack())
+
+    async def fetch_record_proof(self, _did: str, path: str, host: str) -> Response:
+        await self._step("ask for a record")
+        proof = self._version("record", host).record_proof(path)
+        await self._step("record fetched")
+        return Response(200, {}, proof)
+
+    async def fetch_blocks(self, _did: str, cids: Sequence[bytes], host: str, _max_bytes: int) -> dict[bytes, bytes]:
+        await self._step("ask for blocks")
+        blocks = self._version("blocks", host).blocks()
+        await self._step("blocks fetched")
+        if not blocks.keys() >= set(cids):
+            raise XrpcError(FetchFailure.HTTP_STATUS, "Could not find cids", definite=True)
+        return {cid: blocks[cid] for cid in cids}
 
     async def _chunks(self, export: bytes) -> AsyncIterator[bytes]:
         yield export
         await self._step("export fetched")
 
-    def _version(self, kind: str, host: str) -> int:
+    def _version(self, kind: str, host: str) -> LocalRepo:
         self.requests.append((kind, host))
         missing = self.missing.get(host, 0) if self._owner.active else FetchFailure.REPO_DEACTIVATED
         if isinstance(missing, FetchFailure):
             raise UnavailableError(missing)
-        return max(-1 - missing, -len(self._owner.heads))
+        return self._owner.versions[max(-1 - missing, -len(self._owner.versions))]
 
 
 class SimulatedDirectory:
@@ -314,6 +331,7 @@ class ResyncWorld:
         name: str = "ada",
         policy: Policy = STORE_ALL,
         event_rate: float = 0.0,
+        sparse: SparseChoice = "always",
     ) -> None:
         self._sql = sql
         self._query_lock = asyncio.Lock()
@@ -322,8 +340,10 @@ class ResyncWorld:
         self.random = Random(name)
         self.event_rate = event_rate
         self.is_checked = True
-        self.owner = AccountOwner(name)
+        self.owner = AccountOwner(name, policy.scope.collections)
         self.hosts = SimulatedHosts(self.owner, directory, self.step)
+        hosts: Any = self.hosts
+        self.sparse = SparseFetch(hosts, sparse)
         self.directory = SimulatedDirectory(self.owner, self.step)
         self.live = LivePath(db, self.owner, self.directory, policy)
         self.at: dict[str, Callable[[], Awaitable[object]]] = {}
@@ -378,7 +398,7 @@ class ResyncWorld:
         hosts: Any = self.hosts
         policy, sources = lambda: self.policy, (MIRROR, None)
         applies, shares = Applies(stepped, Metrics(), Conditions()), Shares(workers=1)
-        attempts = ResyncAttempts(applies, identities, hosts, policy, Metrics(), sources, Conditions())
+        attempts = ResyncAttempts(applies, identities, hosts, policy, Metrics(), sources, Conditions(), self.sparse)
         try:
             known = await self.directory.lookup(claimed.did, refresh=claimed.attempts > 0)
             resync = shares.admit(claimed, "pds.test", time())

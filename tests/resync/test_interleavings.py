@@ -11,6 +11,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 
+from indexer.atproto.syntax import CollectionFilter
 from indexer.db import Database
 from tests.resync.resync_world import ResyncWorld
 from tests.sync.signing_account import STORE_ALL
@@ -20,6 +21,7 @@ ENDS = {"synchronized", "lost", "drain-break", "repo-deactivated"}  # a hundred 
 CONNECTIONS = 16
 """Enough for workers that take over from each other."""
 NARROW = replace(STORE_ALL, limits=replace(STORE_ALL.limits, resync_buffer_events=2))
+SOME = CollectionFilter(["com.example.a", "com.example.note.*"])
 
 
 @pytest.fixture(autouse=True)
@@ -52,13 +54,17 @@ async def test_random_events_between_all_steps(
     database: str, sql: asyncpg.Connection, tmp_path: Path, numbers: Sequence[int]
 ) -> None:
     """Messages are lost, delayed and repeated, keys change, and workers take over from others."""
-    results, db = Counter[str](), await Database.open(database, connections=CONNECTIONS)
+    results, requests, db = Counter[str](), Counter[str](), await Database.open(database, connections=CONNECTIONS)
     try:
         for number in numbers:
             policy = NARROW if number % 5 == 0 else STORE_ALL
+            if number % 2:  # resyncs fetch only these records
+                policy = replace(policy, scope=replace(policy.scope, collections=SOME))
             world = ResyncWorld(db, sql, tmp_path, f"world {number}", policy, event_rate=0.2)
             await run_world(world)
             results += world.results
+            requests += Counter(kind for kind, _ in world.hosts.requests)
     finally:
         await db.close()
+    assert requests["blocks"] > len(numbers)
     assert results.keys() >= (ENDS if len(numbers) == 100 else {"synchronized", "lost"})

@@ -19,6 +19,7 @@ from indexer.net.identity.identity_cache import CachedIdentity
 from indexer.resync.apply import MAX_SIDE_BY_SIDE, Applies, NewRepo
 from indexer.resync.fetch import ResyncAttempts
 from indexer.resync.shares import Shares
+from indexer.resync.sparse import SparseFetch
 from indexer.sync.changes import Batch, RecordChange
 from indexer.sync.export import RecordChunk
 from indexer.sync.policy import KeyState
@@ -93,7 +94,8 @@ async def resync(db: Any, owner: AccountOwner, claimed: Repo, spool_directory: P
     identities: Any = None
     pds: Any = SimulatedHosts(owner, spool_directory)
     applies, shares = Applies(db, Metrics(), Conditions()), Shares(workers=1)
-    attempts = ResyncAttempts(applies, identities, pds, lambda: STORE_ALL, Metrics(), (None,), Conditions())
+    sparse = SparseFetch(pds, "never")
+    attempts = ResyncAttempts(applies, identities, pds, lambda: STORE_ALL, Metrics(), (None,), Conditions(), sparse)
     identity = CachedIdentity(owner.key.public, PDS, problem=None, fetched_at=0.0, stale=False)
     return await attempts.attempt(shares.admit(claimed, "pds.test", time()), shares, identity)
 

@@ -44,7 +44,7 @@ from tests.simulation.fault_schedule import (
     UnreachableDatabase,
     UnreachableDirectory,
 )
-from tests.simulation.faulty_hosts import STRANGER, HighSKey, faulty_answer, wrong_answers
+from tests.simulation.faulty_hosts import STRANGER, HighSKey, faulty_answer, no_single_records, wrong_answers
 from tests.simulation.recording_servers import DAMAGES
 from tests.simulation.simulated_world import World
 from tests.simulation.world_oracle import GAPS
@@ -127,7 +127,7 @@ async def _break_export(world: World, fault: FaultyExport) -> AsyncIterator[None
     for relay in world.relays:
         relay.drop(fault.did)
     broken = faulty_answer(account, fault)
-    account.pds.faults.append(broken)
+    account.pds.faults += [broken, no_single_records(fault.did)]
     yield
     world.unfinished.append((fault, lambda: broken.fired == fault.times))
 
@@ -339,7 +339,7 @@ async def _break_host(world: World, fault: BrokenHost) -> AsyncIterator[None]:
     answers = wrong_answers(fault.kind, accounts)
     if fault.kind == "dead":
         await host.stop()
-    host.faults[:0] = answers
+    host.faults[:0] = [*answers, no_single_records()]
     yield
 
     async def has_failed() -> bool:

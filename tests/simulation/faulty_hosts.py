@@ -9,7 +9,7 @@ from aiohttp import hdrs
 
 from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.syntax import tid_of
-from indexer.demo.local_pds import CAR_TYPE, GET_REPO
+from indexer.demo.local_pds import CAR_TYPE, GET_RECORD, GET_REPO
 from indexer.demo.local_repo import LocalRepo, Write
 from tests.atproto.test_crypto import ORDERS
 from tests.faulty_network import Fault, FaultyAccount
@@ -40,6 +40,11 @@ class HighSKey(PrivateKey):
         signature = self._honest.sign(message)
         high_s = ORDERS[self.curve] - int.from_bytes(signature[32:])
         return signature[:32] + high_s.to_bytes(32)
+
+
+def no_single_records(did: str | None = None) -> Fault:
+    """Return the fault of a host that does not send the proofs of single records, so that its exports are fetched."""
+    return Fault(GET_RECORD, did, times=None, status=404)
 
 
 def faulty_answer(account: FaultyAccount, fault: FaultyExport) -> Fault:

@@ -533,14 +533,14 @@ async def test_pages_come_before_the_stream_that_the_directory_closed(
         log.update(LOW)
         log.update(LOW)
         directory.lines = lines_of(log)[:2]
-        directory.sent = messages([{"type": "later"}, lines_of(log)[2]])
+        directory.messages = messages([{"type": "later"}, lines_of(log)[2]])
         directory.reason, directory.asked = reason, []
         await task.follow()
         await assert_equal(db, [log])
         assert directory.asked == ["0", "1", "2"]
         assert (await task.begin()).cursor == "3"
         directory.lines = lines_of(log)
-        directory.sent, directory.asked = (), []
+        directory.messages, directory.asked = (), []
         await task.follow()
         assert directory.asked == ["2", "2", "3"]
         assert not task.conditions.active()
@@ -552,7 +552,7 @@ async def test_without_a_position_only_new_operations_are_followed(db: Database,
     async with reading(db, outbound, directory := Directory([])) as task:
         await task.follow()
         assert task.conditions.is_active(PLC_EXPORT_FAILING)
-        directory.sent = messages([line | {"seq": 7} for line in lines_of(log)])
+        directory.messages = messages([line | {"seq": 7} for line in lines_of(log)])
         await task.follow()
         assert directory.asked == ["live"]
         assert (await task.begin()).cursor == "7"
@@ -570,7 +570,7 @@ async def test_stream_that_goes_backwards_changes_nothing(
         for _ in seqs:
             log.update(LOW, alsoKnownAs=["at://new.example"])
         new = zip(lines_of(log)[1:], seqs, strict=True)
-        directory.sent = messages([line | {"seq": seq} for line, seq in new])
+        directory.messages = messages([line | {"seq": seq} for line, seq in new])
         await task.follow()
         assert (await stored(db, log)).handle == "n1.example"
         assert (await task.begin()).cursor == "1"
@@ -580,7 +580,7 @@ async def test_stream_that_goes_backwards_changes_nothing(
 async def test_stream_that_does_not_know_the_position_is_not_followed(db: Database, outbound: OutboundClient) -> None:
     async with reading(db, outbound, directory := Directory(lines_of(log_of(1)))) as task:
         await read_pages(task)
-        directory.sent, directory.reason = (), "FutureCursor"
+        directory.messages, directory.reason = (), "FutureCursor"
         await task.follow()
         assert task.conditions.is_active(PLC_POSITION_UNKNOWN)
 

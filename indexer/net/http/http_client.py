@@ -74,6 +74,7 @@ class Response:
     status: int
     headers: Mapping[str, str]
     body: bytes  # truncated to 16 KiB if the status is not a success
+    server: str | None = None  # the network address that sends it, if it is known
 
 
 class OutboundClient:
@@ -132,7 +133,7 @@ class OutboundClient:
     ) -> Response:
         """Return the response, after redirects: at most `max_bytes` decompressed, `timeout` seconds per request."""
         async with self.stream(url, max_bytes=max_bytes, timeout=timeout, min_rate=0, accept=accept) as stream:
-            return Response(stream.status, stream.headers, await stream.read())
+            return Response(stream.status, stream.headers, await stream.read(), stream.server)
 
     async def post(
         self,

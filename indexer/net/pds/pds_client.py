@@ -1,21 +1,26 @@
 """Fetch exports and latest commits from a PDS, or from a relay that redirects to it (docs/protocol.md#exports)."""
 
-from collections.abc import AsyncIterator, Callable, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from time import monotonic
 
-from indexer.atproto.cid import parse_cid
+from indexer.atproto.car import split_car
+from indexer.atproto.cid import cid_text, parse_cid
 from indexer.atproto.limits import Limits
 from indexer.atproto.syntax import is_tid
+from indexer.concurrency.bounded_dict import BoundedDict
 from indexer.crash_points import crash_point
 from indexer.errors import UnavailableError, UpstreamError
-from indexer.net.http.http_client import OutboundClient
+from indexer.net.http.http_client import OutboundClient, Response
 from indexer.net.pds.xrpc import QUERY_TIMEOUT, query, xrpc_error, xrpc_url
 from indexer.reasons import FetchFailure
 from indexer.sync.export import ExportReader
+from indexer.sync.identity import MAX_HOSTS
 
 LARGE_BYTES = 32 * 1024 * 1024
 """Size above which an export is large. About one repo in a thousand is."""
@@ -24,6 +29,13 @@ CAR_TYPE = "application/vnd.ipld.car"
 _CAR_TYPES = frozenset({CAR_TYPE, "application/octet-stream", ""})
 """Usual media types of exports. Proxies send the other two."""
 _MIN_SECONDS = 0.001
+MAX_BLOCKS, MIN_BLOCKS = 100, 20
+"""Blocks per request: a CID takes 65 bytes of the URL, and many proxies allow 8 KiB. Some servers allow 20 values."""
+_TOO_LONG = frozenset(
+    {HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_URI_TOO_LONG, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE}
+)
+_COULD_NOT_FIND = "Could not find"
+"""In the message of the reference PDS if a block is missing."""
 
 ReaderFactory = Callable[[Path, Limits], ExportReader]
 """Returns a reader that may write a file in a directory. It raises `UnavailableError` (SPOOL_FULL)."""
@@ -106,6 +118,7 @@ class PdsClient:
     export_min_rate: float = 1_024.0  # bytes per second
 
     def __post_init__(self) -> None:
+        self._blocks_per_request = BoundedDict[str, int](MAX_HOSTS)
         self.spool_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     @asynccontextmanager
@@ -132,22 +145,49 @@ class PdsClient:
                 content_type = stream.headers.get("content-type", "")
                 yield ExportDownload(reader, chunks, connection, stream.server, content_type)
 
-    async def fetch_record_proof(self, did: str, path: str, host: str) -> bytes:
+    async def fetch_record_proof(self, did: str, path: str, host: str) -> Response:
         """Return a CAR with a record and its proof (`getRecord` of `com.atproto.sync`). Nothing has been verified.
 
-        `path` is the collection and the record key.
+        `path` is the collection and the record key. The reference PDS also sends the path to an absent key.
         """
         collection, _, rkey = path.partition("/")
         parameters = {"did": did, "collection": collection, "rkey": rkey}
-        response = await self.outbound.get(
-            xrpc_url(host, "com.atproto.sync.getRecord", parameters),
-            max_bytes=self.limits.commit_blocks_bytes,
-            timeout=QUERY_TIMEOUT,
-            accept=CAR_TYPE,
-        )
+        url = xrpc_url(host, "com.atproto.sync.getRecord", parameters)
+        response = await self._get_car(url, self.limits.commit_blocks_bytes)
         if response.status != HTTPStatus.OK:
             raise xrpc_error(response.status, response.body)
-        return response.body
+        return response
+
+    async def fetch_blocks(self, did: str, cids: Sequence[bytes], host: str, max_bytes: int) -> dict[bytes, bytes]:
+        """Return those of the blocks that the host sends (`getBlocks`), by CID, at most `max_bytes`; each is hashed.
+
+        The reference PDS refuses all if it lacks one. Servers and proxies that refuse long URLs get shorter ones.
+
+        Raises:
+            UpstreamError: The body is no CAR, or a block has another hash.
+        """
+        found: dict[bytes, bytes] = {}
+        while cids:
+            count = self._blocks_per_request.get(host, MAX_BLOCKS)
+            wanted = {cid: cid_text(cid) for cid in cids[:count]}
+            parameters = {"did": did, "cids": list(wanted.values())}
+            response = await self._get_car(xrpc_url(host, "com.atproto.sync.getBlocks", parameters), max_bytes)
+            if response.status == HTTPStatus.OK:
+                split = partial(split_car, max_bytes=max_bytes, rootless=True)
+                _, blocks = await asyncio.to_thread(split, response.body, self.limits)
+                found |= {cid: block for cid, block in blocks.items() if cid in wanted}
+                cids, max_bytes = cids[count:], max_bytes - len(response.body)
+                continue
+            error = xrpc_error(response.status, response.body)
+            # A block may also be missing, which has no status and no name of its own.
+            is_long = error.reason is FetchFailure.HTTP_STATUS and _COULD_NOT_FIND not in error.detail
+            if response.status not in _TOO_LONG or not is_long or len(wanted) <= MIN_BLOCKS:
+                raise error
+            self._blocks_per_request[host] = max(len(wanted) // 2, MIN_BLOCKS)
+        return found
+
+    async def _get_car(self, url: str, max_bytes: int) -> Response:
+        return await self.outbound.get(url, max_bytes=max_bytes, timeout=QUERY_TIMEOUT, accept=CAR_TYPE)
 
     async def fetch_latest_commit(self, did: str, host: str) -> tuple[bytes, str]:
         """Return the CID and the rev of the latest commit on the host (`getLatestCommit`)."""

@@ -4,7 +4,7 @@ An error is `{"error": name, "message": text}` with any 4xx or 5xx status (docs/
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, NamedTuple
@@ -62,11 +62,13 @@ class XrpcError(UnavailableError):
 
     Attributes:
         definite: True if the server itself answers that it refuses the request. The same request would fail again.
+        name: The name of the error; "" without one.
     """
 
-    def __init__(self, reason: FetchFailure, detail: str, *, definite: bool) -> None:
+    def __init__(self, reason: FetchFailure, detail: str, *, definite: bool, name: str = "") -> None:
         super().__init__(reason, detail)
         self.definite = definite
+        self.name = name
 
 
 class MethodNotOfferedError(XrpcError):
@@ -116,8 +118,8 @@ def _parse_json(body: bytes) -> Any:
         return orjson.loads(body.decode("utf-8-sig", "replace"))
 
 
-def xrpc_url(host: str, method: str, parameters: Mapping[str, str]) -> str:
-    """Return the URL of a query. Only the origin of the base URL `host` is used.
+def xrpc_url(host: str, method: str, parameters: Mapping[str, str | Sequence[str]]) -> str:
+    """Return the URL of a query. Only the origin of the base URL `host` is used. A list is a repeated parameter.
 
     Raises:
         UnavailableError: REFUSED_ADDRESS if `host` is not a URL.
@@ -126,7 +128,7 @@ def xrpc_url(host: str, method: str, parameters: Mapping[str, str]) -> str:
         parts = urlsplit(host)
     except ValueError as error:
         raise UnavailableError(FetchFailure.REFUSED_ADDRESS, f"{host[:200]!r}: {error}") from None
-    return f"{parts.scheme}://{parts.netloc}/xrpc/{method}?{urlencode(parameters)}"
+    return f"{parts.scheme}://{parts.netloc}/xrpc/{method}?{urlencode(parameters, doseq=True)}"
 
 
 def xrpc_error(status: int, body: bytes) -> XrpcError:
@@ -144,9 +146,9 @@ def xrpc_error(status: int, body: bytes) -> XrpcError:
         definite = bool(name) or status == HTTPStatus.NOT_IMPLEMENTED
         if definite:
             detail = f"the host does not offer this method: {detail}"
-        return MethodNotOfferedError(FetchFailure.HTTP_STATUS, detail, definite=definite)
+        return MethodNotOfferedError(FetchFailure.HTTP_STATUS, detail, definite=definite, name=name)
     definite = bool(name) and status // 100 == 4 and status not in _TEMPORARY_STATUSES  # noqa: PLR2004
-    return XrpcError(FetchFailure.HTTP_STATUS, detail, definite=definite)
+    return XrpcError(FetchFailure.HTTP_STATUS, detail, definite=definite, name=name)
 
 
 def _name_and_message(body: bytes) -> tuple[str, str]:

@@ -63,7 +63,7 @@ class Channel:
                 self._metrics.feed_disconnections["tap", reason].inc()
             finally:
                 self._feed.clients -= 1
-                if request.transport is not None:
+                if request.transport is not None:  # after a close frame, the client of tap would not connect again
                     request.transport.abort()
         return websocket
 

@@ -26,7 +26,7 @@ def impatient(**limits: float) -> OutboundClient:
 async def test_headers_of_a_request(host: ScriptedHost, outbound: OutboundClient) -> None:
     host.pages["/a?did=did:plc:x"] = http_response(b"{}", headers={"X-Thing": "1"})
     response = await outbound.get(f"{host.url}/a?did=did:plc:x", max_bytes=10)
-    assert response == Response(200, response.headers, b"{}")
+    assert response == Response(200, response.headers, b"{}", response.server)
     assert response.headers["x-thing"] == response.headers["X-THING"] == "1"
     line, *fields = host.requests[0].split("\r\n")
     assert line == "get /a?did=did:plc:x http/1.1"

@@ -3,22 +3,24 @@
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.core.spool import Spool
-from indexer.demo.local_repo import Write
+from indexer.demo.local_pds import GET_BLOCKS
+from indexer.demo.local_repo import Write, car
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.net.http.host_limits import RateLimits
 from indexer.net.http.http_client import OutboundClient, OutboundSettings
 from indexer.net.pds.pds_client import PdsClient
+from indexer.net.pds.xrpc import XrpcError
 from indexer.reasons import FetchFailure, Rejection
 from indexer.sync.export import verify_snapshot
 from indexer.sync.verify import verify_record
 from tests.faulty_network import Fault, FaultyAccount, FaultyNetwork
-from tests.record_proof import record_proof
 
 GET_REPO = "com.atproto.sync.getRepo"
 CAR = {"Content-Type": "application/vnd.ipld.car"}
@@ -236,14 +238,87 @@ async def test_invalid_latest_commit_is_refused(account: FaultyAccount, pds: Pds
 
 async def test_record_with_its_proof(account: FaultyAccount, pds: PdsClient) -> None:
     path = "com.example.note/7"
-    proof = await pds.fetch_record_proof(account.did, path, account.pds.url)
-    assert proof == record_proof(account.repo, path)
+    answer = await pds.fetch_record_proof(account.did, path, account.pds.url)
+    proof = answer.body
+    assert answer.server == f"127.0.0.1:{account.pds.port}"
+    assert proof == account.repo.record_proof(path)
     block = verify_record(account.did, path, proof, account.key.public, DEFAULT_LIMITS)
     assert block == account.records[path]
     account.set_status("takendown")
     with pytest.raises(UnavailableError) as failure:
         await pds.fetch_record_proof(account.did, path, account.pds.url)
     assert failure.value.reason is FetchFailure.REPO_TAKENDOWN
+
+
+@pytest.fixture
+def many_blocks(account: FaultyAccount) -> dict[bytes, bytes]:
+    """Return 130 blocks of the account."""
+    account.apply_writes([Write.create(f"com.example.note/a{n}", {"n": n}) for n in range(100)])
+    return dict(islice(account.repo.blocks().items(), 130))
+
+
+@pytest.mark.parametrize(
+    ("status", "longest", "refused", "answered"), [(414, 7_000, 0, 2), (431, 4_000, 1, 3), (400, 1_500, 3, 7)]
+)
+async def test_blocks_are_requested_in_parts_that_the_host_accepts(
+    account: FaultyAccount,
+    pds: PdsClient,
+    many_blocks: dict[bytes, bytes],
+    status: int,
+    longest: int,
+    refused: int,
+    answered: int,
+) -> None:
+    """Later requests to the host are as short at once."""
+    host, body = account.pds.url, b'{"error":"InvalidRequest","message":"too many values"}'
+    account.pds.faults.append(Fault(GET_BLOCKS, status=status, body=body, times=None, longer_than=longest))
+    for requests in (refused + answered, answered):
+        assert await pds.fetch_blocks(account.did, list(many_blocks), host, 1_000_000) == many_blocks
+        assert account.pds.requests.pop(GET_BLOCKS) == requests
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (Fault(GET_BLOCKS, status=400, body=b'{"error":"InvalidRequest","message":"no"}', times=4), "http-status: 400"),
+        (Fault(GET_BLOCKS, status=414, times=4), "http-status: 414"),
+        (Fault(GET_BLOCKS, status=400, body=b'{"error":"RepoTakendown","message":"?"}'), "repo-takendown"),
+        (Fault(GET_BLOCKS, status=501), "http-status: the host does not offer"),
+        (Fault(GET_BLOCKS, status=429), "throttled"),
+        (Fault(GET_BLOCKS, status=200, headers=CAR, body=bytes(1_000_000)), "too-large"),
+        (Fault(GET_BLOCKS, status=200, headers=CAR, body=b"<html>"), "car-malformed"),
+        (Fault(GET_BLOCKS, cut=100), "unreachable"),
+    ],
+)
+async def test_failed_request_for_blocks_is_not_repeated(
+    account: FaultyAccount, pds: PdsClient, many_blocks: dict[bytes, bytes], fault: Fault, reason: str
+) -> None:
+    account.pds.faults.append(fault)
+    with pytest.raises((UnavailableError, UpstreamError), match=f"^{reason}"):
+        await pds.fetch_blocks(account.did, list(many_blocks), account.pds.url, 100_000)
+    assert fault.fired == (fault.times or 1)
+
+
+async def test_bytes_are_limited_over_all_requests(
+    account: FaultyAccount, pds: PdsClient, many_blocks: dict[bytes, bytes]
+) -> None:
+    max_bytes = sum(map(len, many_blocks.values())) + 36 * len(many_blocks)
+    with pytest.raises(UnavailableError, match=FetchFailure.TOO_LARGE):
+        await pds.fetch_blocks(account.did, list(many_blocks), account.pds.url, max_bytes)
+    assert account.pds.requests[GET_BLOCKS] == 2
+
+
+async def test_only_requested_blocks_count_and_a_missing_one_is_refused_at_once(
+    account: FaultyAccount, pds: PdsClient, many_blocks: dict[bytes, bytes]
+) -> None:
+    host, first, old = account.pds.url, next(iter(many_blocks)), account.repo.head.cid
+    whole = car(account.repo.blocks(), rootless=True)
+    account.pds.faults.append(Fault(GET_BLOCKS, status=200, headers=CAR, body=whole))
+    assert await pds.fetch_blocks(account.did, [first, old], host, 100_000) == {first: many_blocks[first]}
+    account.apply_writes([])
+    with pytest.raises(XrpcError, match="Could not find cids: bafy"):
+        await pds.fetch_blocks(account.did, list(many_blocks), host, 100_000)
+    assert account.pds.requests[GET_BLOCKS] == 2
 
 
 async def test_only_the_origin_of_the_host_is_used(account: FaultyAccount, pds: PdsClient) -> None:

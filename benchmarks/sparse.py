@@ -1,0 +1,88 @@
+"""`python -m benchmarks.sparse`: bytes and requests of a sparse resync, compared with the export of the same repo.
+
+The repo has many likes, and wanted records in one other collection, all with random TIDs as keys. The PDS is on
+loopback. Bytes are those of the blocks with their lengths and CIDs.
+"""
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+import click
+
+from benchmarks.report import Figures, machine, show
+from indexer.atproto.cid import DAG_CBOR, cid_text
+from indexer.atproto.crypto import PrivateKey
+from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.atproto.syntax import MAX_CLOCK_ID, MAX_TID_MICROS, CollectionFilter, tid_of
+from indexer.core.spool import Spool
+from indexer.demo import dag_cbor
+from indexer.demo.local_pds import HostedRepo, LocalPds
+from indexer.demo.local_repo import LocalRepo
+from indexer.net.http.http_client import OutboundClient, OutboundSettings
+from indexer.net.pds.pds_client import PdsClient
+from indexer.resync.sparse import SparseFetch
+from indexer.sync.policy import Policy
+from indexer.sync.scope import Scope
+
+LIKE, WANTED = "app.bsky.feed.like", "com.example.note"
+KEY = PrivateKey.from_seed("k256", b"sparse")
+POLICY = Policy(replace(Scope(), collections=CollectionFilter([WANTED])), DEFAULT_LIMITS)
+
+
+@click.command()
+@click.option("--likes", default=50_000, show_default=True, help="Number of other records.")
+@click.option("--wanted", default=30, show_default=True, help="Number of wanted records.")
+@click.option("--repos", default=5, show_default=True, help="Number of repos; the figures are means.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def main(likes: int, wanted: int, repos: int, as_json: bool) -> None:
+    """Compare sparse resyncs with exports."""
+    show({"machine": machine(), f"{wanted} of {likes:,}": asyncio.run(measure(likes, wanted, repos))}, as_json=as_json)
+
+
+async def measure(likes: int, wanted: int, repos: int) -> Figures:
+    """Return the figures, means of so many repos."""
+    pds, requests, export, fetched, blocks = LocalPds(), Counter[str](), 0, 0, 0
+    await pds.start()
+    settings = OutboundSettings("benchmark", allow_private_hosts=True)
+    with TemporaryDirectory() as directory:
+        async with OutboundClient(settings, on_request=lambda result: requests.update([result])) as outbound:
+            sparse = SparseFetch(PdsClient(outbound, DEFAULT_LIMITS, Path(directory), Spool), "auto")
+            for number in range(repos):
+                repo = make_repo(number, likes, wanted)
+                pds.hosted[repo.did] = HostedRepo(repo, lambda _: repo.first)  # noqa: B023 - nobody writes
+                download = await sparse.fetch(repo.did, pds.url, POLICY)
+                if download is None or download.verify(repo.did, KEY.public, DEFAULT_LIMITS).count != wanted:
+                    raise click.ClickException("the sparse resync did not prove all wanted records")
+                export += sum(map(len, repo.export()))
+                fetched += download.size
+                blocks += len(download.blocks)
+    await pds.stop()
+    return {
+        "export, bytes": export / repos,
+        "sparse, bytes": fetched / repos,
+        "sparse, share of the bytes in %": 100 * fetched / export,
+        "sparse, blocks": blocks / repos,
+        "sparse, requests": requests.total() / repos,
+    }
+
+
+def make_repo(number: int, likes: int, wanted: int) -> LocalRepo:
+    """Return a repo with random keys; each like names another record."""
+    random, did = Random(number), f"did:plc:sparse{number}"
+    records = {}
+    for collection in [LIKE] * likes + [WANTED] * wanted:
+        rkey = tid_of(random.randrange(MAX_TID_MICROS // 2), random.randrange(MAX_CLOCK_ID))
+        subject = {"cid": cid_text(DAG_CBOR + random.randbytes(32)), "uri": f"at://{did}/app.bsky.feed.post/{rkey}"}
+        record = {"$type": collection, "subject": subject, "createdAt": "2026-01-01T00:00:00.000Z"}
+        records[f"{collection}/{rkey}"] = dag_cbor.encode(record)
+    repo = LocalRepo(did, KEY, tid_of(1))
+    repo.import_records(records, KEY, tid_of(2))
+    return repo
+
+
+if __name__ == "__main__":
+    main()

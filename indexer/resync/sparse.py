@@ -1,0 +1,198 @@
+"""Fetch only the records of the chosen collections, with their proof, instead of an export (docs/protocol.md#exports).
+
+The first answer has the signed commit and the way to one path in the tree, which need not exist. The other nodes that
+may have wanted records are requested by CID, and the records with them. A host does not keep blocks that a later write
+replaced; then the walk goes on from the new root, and the blocks so far stay valid.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import ceil, inf
+from time import monotonic
+from typing import Literal
+
+from indexer.atproto.car import split_car
+from indexer.atproto.cid import CID_BYTES, is_cid
+from indexer.atproto.commit import decode_commit
+from indexer.atproto.crypto import PublicKey
+from indexer.atproto.limits import Limits
+from indexer.atproto.mst import Node, load_node
+from indexer.atproto.range_walk import FAN_OUT, RangeWalk, ranges_of, walk_ranges
+from indexer.atproto.record import Problem
+from indexer.atproto.syntax import is_nsid
+from indexer.concurrency.bounded_dict import BoundedDict
+from indexer.errors import UnavailableError
+from indexer.net.pds.pds_client import MAX_BLOCKS, PdsClient
+from indexer.net.pds.xrpc import MethodNotOfferedError, XrpcError
+from indexer.reasons import FetchFailure
+from indexer.sync.changes import RecordConverter
+from indexer.sync.export import RangeSnapshot, verify_ranges
+from indexer.sync.identity import MAX_HOSTS
+from indexer.sync.policy import Policy
+from indexer.sync.verify import VerifiedChange
+
+SparseChoice = Literal["auto", "always", "never"]
+
+MAX_BYTES = 4 << 20
+"""Bytes of blocks in memory. An export is spooled."""
+MAX_ROUNDS = 24
+"""Requests for the blocks that a walk lacks. The tree of a million records has 10 layers."""
+MAX_HEADS = 4
+"""Commits whose blocks are requested, while the head moves."""
+AVOID_SECONDS = 3_600.0
+"""For so long, a host that does not offer these methods is asked for exports."""
+KEY_BYTES, NODE_BYTES, REQUEST_BYTES = 450, 500, 128 << 10
+"""Estimates: a record with its share of the nodes, a node, and the bytes that cost as much as one request."""
+
+_BOUNDED_BY_SIZE = frozenset({Problem.OMITTED, Problem.TOO_MANY_ITEMS})
+
+
+class _BlocksMissingError(UnavailableError):
+    """The host does not send blocks that its commit needs: its head may have moved."""
+
+
+@dataclass(eq=False, slots=True)
+class SparseDownload:
+    """The blocks of one repo that were fetched so far. Each is hashed, and nothing in them is proven yet."""
+
+    policy: Policy
+    root: bytes = b""  # the CID of the latest commit that the host named
+    size: int = 0  # of all blocks with their lengths and CIDs, in bytes
+    server: str | None = None  # the network address that sends them, if it is known
+    complete: bool = False  # always: its rate says nothing about those of exports
+    done: bool = False  # no block is missing
+    blocks: dict[bytes, bytes] = field(default_factory=dict)
+    _nodes: dict[bytes, Node] = field(default_factory=dict)
+    _opened_at: float = field(default_factory=monotonic)
+
+    @property
+    def received(self) -> int:
+        """The bytes so far."""
+        return self.size
+
+    @property
+    def rate(self) -> float:
+        """The mean rate in bytes per second; infinity if no block is missing, so that the resync is never slow."""
+        return inf if self.done else self.size / max(monotonic() - self._opened_at, 1.0)
+
+    def add(self, blocks: Mapping[bytes, bytes]) -> None:
+        """Add blocks by CID."""
+        self.size += sum([CID_BYTES + 2 + len(block) for cid, block in blocks.items() if cid not in self.blocks])
+        self.blocks.update(blocks)
+
+    def walk(self) -> tuple[RangeWalk, list[bytes]]:
+        """Walk the tree as far as possible; return the walk and the CIDs of the blocks that are missing next."""
+        if self.root not in self.blocks:
+            raise UnavailableError(FetchFailure.BAD_ANSWER, "the proof lacks the commit")
+        data, limits = decode_commit(self.blocks[self.root], self.root).data, self.policy.limits
+        walk = walk_ranges(self._node, data, ranges_of(self.policy.scope.collections.patterns), limits)
+        wanted = [node.cid for node in walk.unread]
+        wanted += [cid for _, cid in walk.entries] if self.policy.store_values else []
+        return walk, [cid for cid in dict.fromkeys(wanted) if cid not in self.blocks]
+
+    def omits_values(self, walk: RangeWalk) -> bool:
+        """Return True if values are omitted that an export may have, because it has more bytes."""
+        converter = RecordConverter(self.policy, "", self.size)
+        changes = [VerifiedChange(path, None, cid, self.blocks.get(cid)) for path, cid in walk.entries]
+        return any(change.problem in _BOUNDED_BY_SIZE for change in map(converter.convert, changes) if change)
+
+    def verify(self, did: str, key: PublicKey, limits: Limits) -> RangeSnapshot:
+        """Verify that these are all chosen records; raise as `verify_ranges` does."""
+        ranges = ranges_of(self.policy.scope.collections.patterns)
+        return verify_ranges(did, self.root, self.blocks.get, key, limits, self.size, ranges)
+
+    def _node(self, cid: bytes) -> Node:
+        if cid not in self._nodes:
+            self._nodes[cid] = load_node(self.blocks.get, cid, self.policy.limits)
+        return self._nodes[cid]
+
+
+@dataclass(eq=False)
+class SparseFetch:
+    """Fetches the chosen records of repos from their PDSes. With `auto`, only if that costs less than an export."""
+
+    pds: PdsClient
+    choice: SparseChoice
+
+    def __post_init__(self) -> None:
+        self._avoided_until = BoundedDict[str, float](MAX_HOSTS)
+
+    async def fetch(
+        self, did: str, host: str, policy: Policy, opened: Callable[[SparseDownload], None] = lambda _: None
+    ) -> SparseDownload | None:
+        """Return all blocks that prove the chosen records of a repo; None if its export is to be fetched.
+
+        `host` is the base URL of its PDS. `opened` is called after the first answer. Errors are as for an export.
+        """
+        avoided = self._avoided_until.get(host, 0.0) > monotonic()
+        if self.choice == "never" or policy.scope.collections.matches_all or avoided:
+            return None
+        try:
+            return await self._fetch(did, host, SparseDownload(policy), opened)
+        except UnavailableError as error:
+            refuses_absent_keys = isinstance(error, XrpcError) and error.name == "RecordNotFound"
+            if refuses_absent_keys or isinstance(error, MethodNotOfferedError):
+                self._avoided_until[host] = monotonic() + AVOID_SECONDS
+            raise
+
+    async def _fetch(
+        self, did: str, host: str, download: SparseDownload, opened: Callable[[SparseDownload], None]
+    ) -> SparseDownload | None:
+        path = f"{_any_collection(download.policy.scope.collections.patterns[0])}/self"
+        for _ in range(MAX_HEADS):
+            before = download.root
+            proof = await self.pds.fetch_record_proof(did, path, host)
+            roots, blocks = await asyncio.to_thread(split_car, proof.body, download.policy.limits, max_bytes=MAX_BYTES)
+            download.root, download.server = roots[0], proof.server
+            download.add(blocks)
+            if download.root == before:
+                raise _BlocksMissingError(FetchFailure.BAD_ANSWER, "the host lacks blocks of its latest commit")
+            if not before:
+                opened(download)
+            with suppress(_BlocksMissingError):
+                return download if await self._complete(download, did, host) else None
+        raise UnavailableError(FetchFailure.EXPORT_INCOMPLETE, f"the repo changed {MAX_HEADS} times")
+
+    async def _complete(self, download: SparseDownload, did: str, host: str) -> bool:
+        """Fetch what the latest commit needs; return False if the export is to be fetched."""
+        for _ in range(MAX_ROUNDS):
+            walk, missing = await asyncio.to_thread(download.walk)
+            if not missing:
+                download.done = not await asyncio.to_thread(download.omits_values, walk)
+                return download.done
+            if (
+                download.size + len(missing) * KEY_BYTES > MAX_BYTES
+                or not all(map(is_cid, missing))  # a record whose block cannot be hashed
+                or (self.choice == "auto" and _costs_more_than_export(walk, len(missing)))
+            ):
+                return False
+            try:
+                blocks = await self.pds.fetch_blocks(did, missing, host, MAX_BYTES)
+            except XrpcError as error:
+                if isinstance(error, MethodNotOfferedError) or error.reason.is_permanent or not error.definite:
+                    raise
+                blocks = {}
+            if not blocks:
+                raise _BlocksMissingError(FetchFailure.BAD_ANSWER)
+            download.add(blocks)
+        return False
+
+
+def _any_collection(pattern: str) -> str:
+    """Return a collection that a pattern matches."""
+    prefix = pattern.removesuffix(".*")
+    names = [prefix, f"{prefix}.a", f"{prefix}.a.a"]
+    return next(name for name in names[prefix != pattern :] if is_nsid(name))
+
+
+def _costs_more_than_export(walk: RangeWalk, missing: int) -> bool:
+    """Return True if the missing blocks, and those below them, cost probably more than the export."""
+    layers = [node.layer + 1 for node in walk.unread]
+    keys: int = sum([FAN_OUT ** (node.layer + 1) for node in walk.unread if node.inside])
+    # Of a subtree that reaches beyond the range, only one way down is counted: most of it may be unwanted.
+    nodes = sum([node.layer + 1 for node in walk.unread if not node.inside])
+    requests = max(max(layers, default=1), ceil((keys + nodes + missing) / MAX_BLOCKS))
+    cost = keys * KEY_BYTES + (nodes + missing) * NODE_BYTES + requests * REQUEST_BYTES
+    return cost > walk.tree_keys * KEY_BYTES + REQUEST_BYTES

@@ -1,0 +1,216 @@
+"""Resyncs that fetch only chosen records: the same rows as with exports, also if the repo changes meanwhile."""
+
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import Any, get_args
+
+import asyncpg
+import pytest
+
+from indexer.atproto.cid import cid_of
+from indexer.atproto.mst import encode_node
+from indexer.atproto.syntax import CollectionFilter
+from indexer.db import Database
+from indexer.demo.dag_cbor import encode
+from indexer.demo.local_repo import Write, car
+from indexer.net.http.http_client import Response
+from indexer.resync.sparse import SparseChoice, SparseDownload, SparseFetch
+from indexer.sync.policy import Policy
+from tests.daemon.crafted_exports import SignedRepo
+from tests.resync.resync_world import MIRROR, PDS, AccountOwner, ResyncWorld, SimulatedHosts
+from tests.sync.signing_account import STORE_ALL
+
+WANTED = "com.example.note"
+SPARSE_CHOICES: tuple[SparseChoice, ...] = get_args(SparseChoice)
+PATTERNS = (("com.example.a",), ("com.example.note.*", "com.example.a"), ("com.example.note",), ("com.other.*",))
+
+
+def policy_of(*patterns: str, **fields: Any) -> Policy:
+    scope = replace(STORE_ALL.scope, collections=CollectionFilter(patterns))
+    return replace(STORE_ALL, scope=scope, **fields)
+
+
+@pytest.fixture
+async def world(db: Database, sql: asyncpg.Connection, tmp_path: Path) -> ResyncWorld:
+    """Return the world of an account with wanted records between many others; nothing happens at random."""
+    world = ResyncWorld(db, sql, tmp_path, policy=policy_of(WANTED))
+    paths = [f"{name}/{number:03}" for name in ("com.example.a", WANTED, "com.other.b") for number in range(60)]
+    world.owner.change(*(Write.create(path, {"path": path}) for path in paths))
+    await db.repos.add([world.owner.did])
+    return world
+
+
+def kinds(world: ResyncWorld) -> list[str]:
+    return [kind for kind, _ in world.hosts.requests]
+
+
+async def test_head_that_moves_once_costs_one_more_proof(world: ResyncWorld) -> None:
+    """A record of the range is written between the rounds: the blocks of the former head are gone."""
+
+    async def write() -> None:
+        world.owner.change(Write.create(f"{WANTED}/new", {"new": True}), Write.delete(f"{WANTED}/010"))
+
+    for step in ("record fetched", "ask for blocks"):
+        world.hosts.requests.clear()
+        world.at[step] = write
+        assert await world.attempt()
+        assert kinds(world).count("record") == 2
+        assert "export" not in kinds(world)
+        assert await world.has_all_records()
+        world.owner.change(Write.delete(f"{WANTED}/new"), Write.create(f"{WANTED}/010", {"again": True}))
+        await world.db.repos.request_resyncs([world.owner.did])
+    assert {host for _, host in world.hosts.requests} == {PDS}
+
+
+async def test_head_that_moves_in_each_round_leads_to_the_export(world: ResyncWorld) -> None:
+    async def write() -> None:
+        number = len(world.hosts.requests)
+        world.owner.change(*(Write.update(path, {"number": number, "path": path}) for path in world.owner.repo.records))
+        world.at["ask for blocks"] = write
+
+    world.at["ask for blocks"] = write
+    assert await world.attempt()
+    assert kinds(world).count("record") == kinds(world).count("blocks") == 4
+    assert world.hosts.requests[-1] == ("export", MIRROR)
+    assert await world.has_all_records()
+    assert world.results == {"synchronized": 1}
+
+
+async def test_scope_that_changes_while_the_records_are_fetched_ends_the_attempt(world: ResyncWorld) -> None:
+    """Otherwise the records of the added collection would be missing although the repo counts as complete."""
+    scope = await world.db.scope.begin(world.policy.scope)
+    world.policy = replace(world.policy, scope=scope)
+
+    async def widen() -> None:
+        world.policy = replace(world.policy, scope=await world.db.scope.change(collections=[WANTED, "com.other.b"]))
+
+    world.at["blocks fetched"] = widen
+    assert await world.attempt()
+    assert world.results == {"postponed": 1}
+    assert await world.query("select rkey from indexer.record") == []
+
+
+def account_of(records: dict[str, int]) -> AccountOwner:
+    """Return an account with so many records of each collection."""
+    owner = AccountOwner("eve")
+    paths = [f"{name}/{number:05}" for name, count in records.items() for number in range(count)]
+    owner.repo.import_records({path: encode({"path": path}) for path in paths}, owner.key, owner.next_rev())
+    owner.versions.append(owner.repo)
+    return owner
+
+
+FEW, MANY, FAR = "com.example.few", "com.example.many", "com.zzz.far"
+
+
+@pytest.mark.parametrize(
+    ("records", "patterns", "requests"),
+    [
+        ({FEW: 30, MANY: 3_000}, [FEW], 4),
+        ({FEW: 10, MANY: 3_000, FAR: 10}, [FEW, FAR], 7),
+        ({MANY: 3_000}, [FEW], 1),
+        ({MANY: 3_000}, ["com.example.f.*"], 1),
+        ({FEW: 300, MANY: 3_000}, [FEW], 10),
+        ({FEW: 3_000, MANY: 300}, [FEW], None),
+        ({FEW: 1_500, MANY: 1_500}, ["com.example.*"], None),
+        ({FEW: 20, MANY: 10}, [FEW], 3),
+        ({}, [FEW], 1),
+    ],
+    ids=str,
+)
+async def test_cheaper_way_is_chosen(
+    tmp_path: Path, records: dict[str, int], patterns: list[str], requests: int | None
+) -> None:
+    """An export is chosen after at most a few answers. With `always`, all that is possible is fetched."""
+    owner, policy = account_of(records), policy_of(*patterns)
+    for choice in SPARSE_CHOICES:
+        hosts: Any = SimulatedHosts(owner, tmp_path)
+        opened: list[SparseDownload] = []
+        download = await SparseFetch(hosts, choice).fetch(owner.did, PDS, policy, opened.append)
+        if choice == "never" or (choice == "auto" and requests is None):
+            assert download is None
+            assert len(hosts.requests) <= (0 if choice == "never" else 3)
+        else:
+            assert download is not None
+            assert requests is None or len(hosts.requests) <= requests
+            assert opened == [download], "its server counts from the first answer on"
+            assert (download.rate, download.complete) == (inf, False), "it is neither slow nor a usual export"
+            snapshot = download.verify(owner.did, owner.key.public, policy.limits)
+            wanted = [path for path in owner.repo.records if policy.scope.collections.matches(path.partition("/")[0])]
+            assert [path.decode() for path, _ in snapshot.records()] == sorted(wanted)
+
+
+async def test_export_is_fetched_of_what_needs_more_than_the_bounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too many bytes, too many rounds, or values that would be omitted because a sparse download has fewer bytes."""
+    owner, policy = account_of({FEW: 300, MANY: 300}), policy_of(FEW)
+    hosts: Any = SimulatedHosts(owner, tmp_path)
+    sparse = SparseFetch(hosts, "always")
+    assert await sparse.fetch(owner.did, PDS, STORE_ALL) is None, "of all collections"
+    for bound, value in (("MAX_BYTES", 50_000), ("MAX_ROUNDS", 2)):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"indexer.resync.sparse.{bound}", value)
+            assert await sparse.fetch(owner.did, PDS, policy) is None
+    assert await sparse.fetch(owner.did, PDS, policy) is not None
+    same = encode({"text": "x" * 100_000})
+    many = {f"{FEW}/{number}": same for number in range(100)}
+    owner.repo.import_records(many, owner.key, owner.next_rev())
+    assert await sparse.fetch(owner.did, PDS, policy) is None
+    download = await sparse.fetch(owner.did, PDS, replace(policy, store_values=False))
+    assert download is not None, "no record is needed"
+    assert cid_of(same) not in download.blocks
+
+
+async def test_export_is_fetched_if_a_record_has_a_cid_that_cannot_be_hashed(tmp_path: Path) -> None:
+    owner = account_of({FEW: 1})
+    block = encode_node([f"{FEW}/00000".encode()], [b"\x01\x55\x00\x60" + bytes(96)], None, [None])
+    commit = SignedRepo(owner.repo, owner.key).sign_commit(cid_of(block))
+    hosts: Any = SimulatedHosts(owner, tmp_path)
+
+    async def proof(*_: str) -> Response:
+        return Response(200, {}, car({cid_of(commit): commit, cid_of(block): block}))
+
+    hosts.fetch_record_proof = proof
+    assert await SparseFetch(hosts, "always").fetch(owner.did, PDS, policy_of(FEW)) is None
+
+
+async def stored(world: ResyncWorld) -> list[Any]:
+    """Return the rows of records, and of the change log in its order, without the account and the times."""
+    did = world.owner.did
+    return [
+        await world.query(
+            """
+            select collection, rkey, cid, value, value_problem, original from indexer.record where did = $1
+            order by 1, 2
+            """,
+            did,
+        ),
+        await world.query(
+            "select action, collection, rkey, cid, live from atproto.changes where did = $1 order by seq", did
+        ),
+        await world.query("select sync_status, sync_reason, scope_version from indexer.repo where did = $1", did),
+    ]
+
+
+async def test_rows_and_change_log_are_those_of_an_export(
+    db: Database, sql: asyncpg.Connection, tmp_path: Path
+) -> None:
+    """Two accounts have the same random history. The scope changes: records of former collections are stored."""
+    store_values = True
+    for seed in range(6):
+        accounts = [ResyncWorld(db, sql, tmp_path, f"{seed} {name}", sparse=name) for name in ("always", "never")]
+        for step in range(6):
+            policy = policy_of(*PATTERNS[(seed + step) % len(PATTERNS)], store_values=store_values)
+            for world in accounts:
+                world.random.seed(f"{seed} {step}")
+                world.policy, world.is_checked = policy, False
+                for _ in range(world.random.choice([0, 1, 20])):
+                    world.owner.change(*world.owner.some_writes(world.random))
+                await db.repos.add([world.owner.did])
+                await db.repos.request_resyncs([world.owner.did])
+                assert await world.attempt()
+                assert world.results.pop("synchronized") == 1
+            assert await stored(accounts[0]) == await stored(accounts[1])
+        assert "export" not in kinds(accounts[0])
+        store_values = not store_values
