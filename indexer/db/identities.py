@@ -96,7 +96,7 @@ _SAVE = f"""
             handle_due_at = case when {_SAME_CLAIM} and i.handle = i.claimed_handle then i.handle_due_at
                 else excluded.handle_due_at end,
             chain = coalesce(excluded.chain, i.chain)
-        where i.fetched_at <= excluded.fetched_at or {_FROM_THE_FUTURE} or excluded.chain is not null
+        where i.fetched_at <= excluded.fetched_at or {_FROM_THE_FUTURE}
         returning did, bucket, pds, handle
     )
     select did, coalesce(saved.pds <> before.pds, false) as moved, {_RENAMED} as renamed
