@@ -169,10 +169,10 @@ async def measure(workload: Workload, options: LiveOptions, directory: Path) -> 
         stages = await live_stages.apply_in_stages(database.dsn, list(workload.frames(staged)), keys, load.url)
         report["stages measured one by one"] = costs("commit", {"socket": received} | stages, len(staged))
         if options.copies:
-            before_drop = (received + stages["decode"]) / len(staged) * MICRO
-            report[_COPIES]["to recognize and drop, µs per copy"] = (
-                float(report[_COPIES][cpu_of("daemon", "copy")]) - before_drop
-            )
+            decoding = live_stages.decode_seconds(list(workload.frames(staged)))
+            before = (received + decoding) / len(staged) * MICRO
+            copy = float(report[_COPIES][cpu_of("daemon", "copy")])
+            report[_COPIES]["daemon CPU without receiving and decoding, µs per copy"] = copy - before
 
         changes = sum((Counter(account.changes) for account in workload.accounts), Counter[str]())
         differences = await database_rows.find_differences(database.dsn, workload, changes)

@@ -9,6 +9,8 @@ from unittest.mock import patch
 
 from benchmarks import cpu_usage
 from benchmarks.stage_clock import StageClock
+from indexer.app.clients import core_of
+from indexer.app.settings import DEMO_SETTINGS, load_from_environment
 from indexer.atproto.car import split_car
 from indexer.atproto.commit import Commit, decode_commit
 from indexer.atproto.crypto import PublicKey
@@ -24,6 +26,7 @@ from indexer.sync.events import CommitEvent, decode_frame
 from indexer.sync.policy import KeyState, PlanContext, Policy
 from indexer.sync.repo import Repo
 from indexer.sync.scope import Scope
+from indexer.sync.shard import Shard
 from indexer.sync.stream import NO_STREAM, Cursor, Origin
 from indexer.sync.verify import fold_operations
 
@@ -46,6 +49,15 @@ async def receive_seconds(url: str, count: int) -> float:
         for _ in range(count - 1):
             await anext(frames)
         return process_time() - began
+
+
+def decode_seconds(frames: Sequence[bytes]) -> float:
+    """Return the CPU seconds to decode frames with the core of the daemon."""
+    decode = core_of(load_from_environment(*DEMO_SETTINGS)).decoder(_LIMITS, Shard())
+    began = process_time()
+    for frame in frames:
+        decode(frame)
+    return process_time() - began
 
 
 async def apply_in_stages(

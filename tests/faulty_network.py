@@ -1,7 +1,6 @@
 """The local network of `indexer.demo`, with faults of its servers, and with attacks and failures of its relay."""
 
 import asyncio
-import json
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from indexer.demo.local_pds import (
     page_response,
     repo_entry,
 )
-from indexer.demo.local_plc import LocalPlc, LoggedOperation
+from indexer.demo.local_plc import LocalPlc
 from indexer.demo.local_relay import MAX_BY_COLLECTION, SUBSCRIBE_REPOS, LocalRelay, SentMessage, message_frame
 
 CHUNK_BYTES = 1 << 16
@@ -206,51 +205,8 @@ class ListedAccount:
         return repo_entry(did, self.head, self.rev, None)
 
 
-MAX_LINES = 1_000
-STREAM_INTERVAL = 0.05
-"""Seconds between two looks for new operations."""
-
-
 class FaultyPlc(FaultyServer, LocalPlc):
-    """A directory, which also serves its export."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for path, handler in (("/export", self.export), ("/export/stream", self.stream)):
-            self._handlers = {("GET", path): handler, **self._handlers}  # before that of a DID
-
-    @property
-    def seq(self) -> int:
-        return self.operations[-1].seq if self.operations else 0
-
-    async def export(self, request: web.Request) -> web.Response:
-        """Return the operations after a number, or else after a time."""
-        after, count = request.query.get("after", ""), min(MAX_LINES, int(request.query.get("count", MAX_LINES)))
-        if after.isdigit():
-            lines = [line_of(one) for one in self.operations if one.seq > int(after)]
-        else:
-            lines = [entry for one in self.operations if (entry := one.entry())["createdAt"] > after]
-        return web.Response(text="\n".join(map(json.dumps, lines[:count])), content_type="application/jsonlines")
-
-    async def stream(self, request: web.Request) -> web.WebSocketResponse:
-        """Send the operations after a number, or new ones, on a websocket."""
-        socket, cursor = web.WebSocketResponse(), int(request.query.get("cursor", self.seq))
-        await socket.prepare(request)
-        if cursor > self.seq:
-            await socket.close(message=b"FutureCursor")
-        while not socket.closed:
-            for one in self.operations[-MAX_LINES:]:
-                if one.seq > cursor:
-                    await socket.send_json(line_of(one))
-                    cursor = one.seq
-            await asyncio.sleep(STREAM_INTERVAL)
-        return socket
-
-
-def line_of(one: LoggedOperation) -> dict[str, Any]:
-    """Return an operation as a line of the export with numbers."""
-    entry = {name: value for name, value in one.entry().items() if name != "nullified"}
-    return {"type": "sequenced_op", **entry, "seq": one.seq}
+    """A directory."""
 
 
 class FaultyPds(FaultyServer, LocalPds):

@@ -1,5 +1,7 @@
 """A PLC directory, which serves the identities of the local network, and the signed operations that made them."""
 
+import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -19,6 +21,11 @@ from indexer.demo.plc_operations import sign, tombstone, update
 RECOVERY_KEY, HOST_KEY = (PrivateKey.from_seed("k256", seed) for seed in (b"recovery", b"host"))
 ROTATION_KEYS = [key.public.did_key() for key in (RECOVERY_KEY, HOST_KEY)]
 """The rotation keys of all DIDs. The second one signs all operations except one that undoes a tombstone."""
+
+MAX_LINES = 1_000
+"""Lines of a page of the export."""
+STREAM_INTERVAL = 0.05
+"""Seconds between two looks for new operations."""
 
 _CONTEXT = [
     "https://www.w3.org/ns/did/v1",
@@ -61,6 +68,11 @@ class LoggedOperation:
             "createdAt": self.created_at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
         }
 
+    def line(self) -> dict[str, Any]:
+        """Return the line in the export with numbers, or the message of the stream."""
+        entry = {name: value for name, value in self.entry().items() if name != "nullified"}
+        return {"type": "sequenced_op", **entry, "seq": self.seq}
+
 
 class LocalPlc(HttpServer):
     """The directory.
@@ -76,6 +88,8 @@ class LocalPlc(HttpServer):
         self._logs: dict[str, list[LoggedOperation]] = {}
         self._seq = 0
         self._time = datetime.now(UTC)
+        self.route("/export", self.export)
+        self.route("/export/stream", self.stream)
         self.route("/{did}", self._resolve)
         self.route("/{did}/log/audit", self.audit_log)
 
@@ -130,6 +144,29 @@ class LocalPlc(HttpServer):
         if did not in self._logs:
             return _not_registered(did)
         return web.json_response([one.entry() for one in self._logs[did]])
+
+    async def export(self, request: web.Request) -> web.Response:
+        """Return the operations after a number, or else after a time."""
+        after, count = request.query.get("after", ""), min(MAX_LINES, int(request.query.get("count", MAX_LINES)))
+        if after.isdigit():
+            lines = [one.line() for one in self.operations if one.seq > int(after)]
+        else:
+            lines = [entry for one in self.operations if (entry := one.entry())["createdAt"] > after]
+        return web.Response(text="\n".join(map(json.dumps, lines[:count])), content_type="application/jsonlines")
+
+    async def stream(self, request: web.Request) -> web.WebSocketResponse:
+        """Send the operations after a number, or new ones, on a websocket."""
+        socket, cursor = web.WebSocketResponse(), int(request.query.get("cursor", self._seq))
+        await socket.prepare(request)
+        if cursor > self._seq:
+            await socket.close(message=b"FutureCursor")
+        while not socket.closed:
+            for one in self.operations:
+                if one.seq > cursor:
+                    await socket.send_json(one.line())
+                    cursor = one.seq
+            await asyncio.sleep(STREAM_INTERVAL)
+        return socket
 
 
 def did_of(handle: str) -> str:

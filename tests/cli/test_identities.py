@@ -9,7 +9,7 @@ import pytest
 from indexer.db import Database
 from indexer.db.shard_lock import OPERATIONS
 from tests.cli.command_line import Session
-from tests.faulty_network import FaultyNetwork, line_of
+from tests.faulty_network import FaultyNetwork
 from tests.plc_directory import to_text
 
 pytestmark = pytest.mark.slow
@@ -39,7 +39,7 @@ async def test_import_of_tracked_repos_then_of_later_ones_then_of_all(
     ada, bob = network.accounts
     await db.repos.add([ada])
     file = tmp_path / "export"
-    file.write_bytes(to_text(map(line_of, network.plc.operations[:3])))
+    file.write_bytes(to_text([one.line() for one in network.plc.operations[:3]]))
     assert await result(session, "--file", str(file)) == {"operations": 3, "proven": 2}
     assert await result(session) == {"operations": 2, "proven": 0}
     assert await result(session) == {"operations": 1, "proven": 0}, "only the last operation is read again"
