@@ -37,15 +37,18 @@ def lookups(network: FaultyNetwork) -> int:
     return sum(count for path, count in network.plc.requests.items() if not path.startswith("/export"))
 
 
-async def test_backfill_after_an_import_asks_the_directory_nothing(database: str, db: Database, tmp_path: Path) -> None:
-    async with FaultyNetwork() as network:
-        accounts = [network.create_account(f"n{number}.test") for number in range(30)]
+@pytest.mark.parametrize("repos", [30, pytest.param(10_000, marks=pytest.mark.proof("daemon"))])
+async def test_backfill_after_an_import_asks_the_directory_nothing(
+    database: str, db: Database, tmp_path: Path, repos: int
+) -> None:
+    async with FaultyNetwork(pds=16) as network:
+        accounts = [network.create_account(f"n{number}.test") for number in range(repos)]
         for account in accounts:
             account.create(POST, post("hello"))
         await db.repos.add([account.did for account in accounts])
-        assert await import_identities(db, network, tmp_path) == len(network.plc.operations) == 60
+        assert await import_identities(db, network, tmp_path) == len(network.plc.operations) == 2 * repos
         async with running_daemon(database, tmp_path, network, start="live") as daemon:
-            await daemon.wait_for_counter("resync", result="synchronized", above=29)
+            await daemon.wait_for_counter("resync", result="synchronized", above=repos - 1)
             await wait_until_equal(network, daemon)
         assert lookups(network) == 0
 
