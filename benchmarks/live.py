@@ -3,9 +3,9 @@
 The stream of one workload has three parts. The first is sent at the maximum rate, in turns with the floor: a bare
 script verifies the same commits and writes only the rows. The second is sent at a given rate to measure the latency.
 The third is applied in this process to measure each stage. With `--known`, the daemon first loads the identities of
-that many other repos. With `--copies`, it reads two streams: the second one brings the first part when that is stored,
-so that the CPU time of copies is seen alone; of the second part, both bring each commit at once. At the end, the
-database is compared with the expected result.
+that many other repos. With `--copies`, the daemon reads two streams. The second stream sends the first part again when
+it is stored, to measure the CPU time of copies alone. Both streams send the second part at the same time. At the end,
+the database is compared with the expected result.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """`python -m benchmarks.plc`: verify audit logs of did:plc from JSON, in one process, and in one for each core.
 
-Then import the same operations from a file, as of all DIDs, into an embedded Postgres.
+Then import the same operations from a file into an embedded Postgres, as with `--all`.
 
 The logs are like those of the network: one to five operations with the rotation keys that all accounts of a host share,
 signed by the last one. In one log of ten, a P-256 key of the account comes first.
@@ -31,7 +31,7 @@ from indexer.db import Database
 from indexer.db.migrate import migrate
 from indexer.demo import dag_cbor
 from indexer.demo.plc_operations import sign, update
-from indexer.net.identity.plc_export import file_of_operations
+from indexer.net.identity.plc_export import operations_in_file
 from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metrics import Metrics
 
@@ -112,7 +112,7 @@ async def measure_import(logs: Logs) -> Figures:
         outbound = await stack.enter_async_context(open_outbound_client(settings := Settings(data_dir=directory)))
         reading = make_plc_operations(settings, db, outbound, Conditions(), Metrics())
         begun, began, cpu = await reading.begin(everything=True), perf_counter(), process_time()
-        ended = await reading.read(begun, file_of_operations(file, None))
+        ended = await reading.read(begun, operations_in_file(file, None))
         seconds, cpu = perf_counter() - began, process_time() - cpu
         connection = await stack.enter_async_context(db.maintenance_connection())
         await connection.execute("vacuum full indexer.identity")

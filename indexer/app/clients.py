@@ -115,7 +115,7 @@ def make_did_resolver(
 def make_plc_operations(
     settings: Settings, db: Database, outbound: OutboundClient, conditions: Conditions, metrics: Metrics
 ) -> PlcOperations:
-    """Return the reading of the operations of the first PLC directory."""
+    """Return the task that reads the operations of the first PLC directory."""
     export = PlcExport(outbound, settings.plc_url[0], settings.user_agent)
     return PlcOperations(db, export, conditions, metrics, settings.allow_private_hosts)
 

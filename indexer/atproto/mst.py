@@ -248,7 +248,12 @@ def load_node(block_of: BlockOf, cid: bytes, limits: Limits) -> Node:
 
 
 def load_subtree(node_of: Callable[[bytes], Node], cid: bytes, layer: int, lower: bytes, upper: bytes | None) -> Node:
-    """Return the root of a subtree on `layer` between two keys, which may be b"" and None. It raises as `walk`."""
+    """Return the root of a subtree on `layer` between two keys, which may be b"" and None.
+
+    Raises:
+        UpstreamError: With NODE_MALFORMED, if it breaks a rule.
+        MissingNodeError: As `node_of`.
+    """
     node = node_of(cid)
     check_layer(node, layer)
     if node.keys and not (lower < node.keys[0] and (upper is None or node.keys[-1] < upper)):

@@ -115,7 +115,8 @@ class _Link:
 
     Attributes:
         accepted_at: The time at which the directory accepted it, in microseconds since 1970.
-        signer: The place of its signer among the keys of the operation before.
+        signer: The index of the key that signed it, among the keys of the operation before or, for the first one, its
+            own.
         keys: The keys that may sign the next operation; None for a tombstone.
     """
 
@@ -143,7 +144,7 @@ class PlcChain:
 
     @property
     def accepted_at(self) -> datetime | None:
-        """When the directory accepted the last operation; None if there is none."""
+        """The time at which the directory accepted the last operation, in UTC; None if there is none."""
         return _EPOCH + self._links[-1].accepted_at * _MICROSECOND if self._links else None
 
     def append(self, operation: Operation, accepted_at: datetime) -> Sequence[str]:
@@ -175,7 +176,7 @@ class PlcChain:
         return [link.cid for link in nullified]
 
     def to_bytes(self) -> bytes:
-        """Return the part of a chain that decides about the next operations: about 150 bytes.
+        """Return the part of a chain that verifies the next operations: about 150 bytes. There must be an operation.
 
         An operation can be replaced within 72 hours, and only after the last one was accepted. So the part begins with
         the operation before the first one that may still be replaced. For each one, it has the hash, the time, the
@@ -195,7 +196,7 @@ class PlcChain:
 
     @classmethod
     def from_bytes(cls, did: str, packed: bytes) -> Self:
-        """Return a chain that judges the next operations like the one that `to_bytes` was called for."""
+        """Return a chain that accepts the same next operations as the one that `to_bytes` was called for."""
         chain, place, keys = cls(did), 0, tuple[PublicKey, ...]()
         while place < len(packed):
             digest, time, signer, count = _LINK.unpack_from(packed, place)
@@ -233,7 +234,8 @@ class LogEntry:
     Attributes:
         operation: The JSON value that should be an operation.
         seq: Its number in the export; None if there is none.
-        nullified: The mark in an audit log.
+        accepted_at: The time at which the directory accepted it, in UTC.
+        nullified: The mark of an operation that was replaced; None if the entry has none.
     """
 
     did: str
@@ -320,10 +322,10 @@ def _parse_time(text: Any) -> datetime:
 
 
 def _find_signer(operation: Operation, keys: Sequence[PublicKey]) -> int:
-    """Return the first place of the key that verifies the signature.
+    """Return the index of the key that verifies the signature, the first one if it is listed twice.
 
-    The last key is tried first, because it is usually the one of the host, which signs most operations. No signature
-    has two keys: the hash that it signs depends on the keys before it.
+    The last key is tried first, because it is usually the one of the host, which signs most operations. Two different
+    keys cannot verify one signature: the hash that is signed depends on the keys.
 
     Raises:
         PlcLogError: With SIGNATURE_INVALID, if no key verifies it.

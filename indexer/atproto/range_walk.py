@@ -1,8 +1,8 @@
 """Prove which records a repo has in ranges of keys, from the nodes of its tree that lie there or along the borders.
 
-A gap between two neighbouring keys of a node must be read if it meets a range; then its subtree may have wanted keys.
-Without a subtree, the gap has no keys. When every such subtree is read, the keys that were found are all: another one
-would change the hash of a node on the way to the root.
+The subtree between two neighbouring keys of a node may have wanted keys if a range overlaps the interval between them.
+When every such subtree is read, all wanted keys are found: another one would change the hash of a node on the way to
+the root.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -37,7 +37,11 @@ def ranges_of(patterns: Iterable[str]) -> list[KeyRange]:
 
 
 class Unread(NamedTuple):
-    """A subtree that may have wanted keys; its node is missing. If it is `inside` a range, it has no others."""
+    """A subtree that may have wanted keys. Its node is missing.
+
+    Attributes:
+        inside: True if all keys of the subtree are in a range.
+    """
 
     cid: bytes
     layer: int
@@ -49,18 +53,18 @@ class RangeWalk:
     """The result of a walk. Nothing is proven while a subtree is unread."""
 
     layer: int | None  # of the root; None: the tree is empty
-    root_keys: int
+    root_keys: int  # the number of keys in the node of the root
     entries: list[tuple[bytes, bytes]] = field(default_factory=list)  # wanted keys with the CIDs of their records
     unread: list[Unread] = field(default_factory=list)  # the subtrees that have to be read as well
 
     @property
     def tree_keys(self) -> int:
-        """The number of keys of the whole tree, estimated."""
+        """The estimated number of keys of the whole tree."""
         return 0 if self.layer is None else self.root_keys * FAN_OUT**self.layer
 
 
 def walk_ranges(node_of: Callable[[bytes], Node], root: bytes, ranges: Sequence[KeyRange], limits: Limits) -> RangeWalk:
-    """Walk the part of a tree that may have keys in the ranges, as far as its nodes are there.
+    """Walk the part of a tree that may have keys in the ranges, as far as its nodes are available.
 
     `node_of` returns the node with a CID, as `mst.load_node` does. Each node is checked as `mst.walk` does.
 

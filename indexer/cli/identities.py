@@ -13,12 +13,12 @@ from indexer.cli.database import connect_database
 from indexer.cli.output import CommandProgress, echo_result
 from indexer.db.crawls import CrawlProgress
 from indexer.db.shard_lock import OPERATIONS
-from indexer.net.identity.plc_export import file_of_operations
+from indexer.net.identity.plc_export import operations_in_file
 from indexer.telemetry.conditions import Conditions
 from indexer.telemetry.metrics import Metrics
 
 FIRST_OPERATION = 1_668_643_200.0
-"""The day of the first operation at plc.directory. The number of operations is estimated from their times."""
+"""The day of the first operation at plc.directory, in Unix seconds. The total for the progress is estimated from it."""
 
 
 @click.group("identities")
@@ -32,15 +32,15 @@ def identities_command(config: Path | None) -> None:
     "--file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Read a file with the lines of the export, which may be compressed (.gz).",
+    help="Read a file with the lines of the export (.gz: compressed).",
 )
 @click.option("--all", "everything", is_flag=True, help="Store all identities, not only those of tracked repos.")
-@click.option("--again", is_flag=True, help="Begin anew, for repos that were added since the last import.")
+@click.option("--again", is_flag=True, help="Begin with the first operation, for repos that were added later.")
 @json_option
 async def import_command(settings: Settings, *, file: Path | None, everything: bool, again: bool, as_json: bool) -> int:
     """Verify the operations of the first PLC directory, and store keys, hosts and handles.
 
-    Continues where the last import, or a daemon with INDEXER_PLC_FOLLOW, has stopped.
+    Continues after the last import, or the last daemon with INDEXER_PLC_FOLLOW.
     """
     metrics = Metrics()
     async with (
@@ -64,7 +64,7 @@ async def import_command(settings: Settings, *, file: Path | None, everything: b
                 total = now.listed * (time() - FIRST_OPERATION) / max(read_until - FIRST_OPERATION, 1)
                 progress.show(now.listed, total=total, note=f"{rate:,.0f} per second, {now.found:,} proven")
 
-            pages = reading.export.pages if file is None else lambda cursor: file_of_operations(file, cursor)
+            pages = reading.export.pages if file is None else lambda cursor: operations_in_file(file, cursor)
             ended = await reading.read(begun, pages(begun.cursor), show)
     seconds, read, proven = monotonic() - began, ended.listed - begun.listed, ended.found - begun.found
     result = {"operations": read, "proven": proven, "position": ended.cursor, "seconds": round(seconds, 1)}

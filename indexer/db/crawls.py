@@ -1,4 +1,4 @@
-"""Crawls of repo lists: their stored progress, and the comparison of a list with the table of repos."""
+"""Crawls of repo lists and PLC exports: their stored progress, and the comparison of a list with the table of repos."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -210,8 +210,8 @@ class Crawls(Area):
     ) -> bool:
         """Store what operations of an export have proven, and the progress, in one transaction.
 
-        Return False, and store nothing, if the progress is no longer the one `before`. Identities of `changed` DIDs are
-        dropped from the memory of all processes.
+        Return False, and store nothing, if the progress is no longer the one `before`. Identities of `stale` DIDs
+        are looked up again. Those of `changed` DIDs are dropped from the memory of all processes.
         """
         async with self._pool.transaction() as connection:
             key = (before.purpose, before.source, before.collection, before.shard)

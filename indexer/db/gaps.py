@@ -104,7 +104,7 @@ class Gaps(Area):
             return await load_cursors(connection)
 
     async def caught_up_at(self, relays: Collection[str]) -> float:
-        """Return the time until which each shard has stored all messages of a relay, in Unix seconds; 0: not known."""
+        """Return the time up to which each shard has stored all messages of a relay, in Unix seconds; 0: unknown."""
         reached = [0.0] * BUCKETS
         for cursor in await self.cursors():
             for position in Shard.parse(cursor.shard).positions if cursor.relay in relays else ():

@@ -28,9 +28,9 @@ def _is_postponed(now: str) -> str:
 
 
 CHANNEL = "indexer_identities"
-"""The channel of notifications of changed identities. The payload has DIDs."""
-NOTIFIED = 200
-"""DIDs in a notification, which has at most 8,000 bytes."""
+"""The channel of notifications of changed identities. The payload has DIDs, separated by spaces."""
+DIDS_PER_NOTIFICATION = 200
+"""Maximum number of DIDs in a notification, which has at most 8,000 bytes."""
 
 _COLUMNS = typed(
     "did text, bucket smallint, claimed_handle text, pds text, signing_key text, fetched_at float8, stale boolean, "
@@ -173,7 +173,7 @@ class Identities(Area):
     async def load(self, dids: Sequence[str]) -> Mapping[str, StoredIdentity]:
         """Return the stored identities by DID, and let their handles be verified.
 
-        One that is exported counts as fetched when the export was read last.
+        One that equals the last verified operation counts as fetched when the export was last read.
         """
         stored = await self.stored(dids)
         if unwanted := [did for did, identity in stored.items() if not identity.handle_wanted]:
@@ -275,6 +275,6 @@ async def mark_stale(connection: Connection, dids: Iterable[str]) -> None:
 
 
 async def notify(connection: Connection, dids: Sequence[str]) -> None:
-    """Let COMMIT notify all processes that these identities have changed."""
-    for start in range(0, len(dids), NOTIFIED):
-        await connection.execute(_NOTIFY, " ".join(dids[start : start + NOTIFIED]))
+    """Notify all processes, when the transaction is committed, that these identities have changed."""
+    for start in range(0, len(dids), DIDS_PER_NOTIFICATION):
+        await connection.execute(_NOTIFY, " ".join(dids[start : start + DIDS_PER_NOTIFICATION]))

@@ -90,7 +90,7 @@ class Repos(Area):
         return {row["did"]: repo_of(row) for row in rows}
 
     async def tracked(self, dids: Sequence[str]) -> set[str]:
-        """Return those of the DIDs whose repos are tracked."""
+        """Return the DIDs among these whose repos are tracked."""
         return {did for (did,) in await self._fetch(_TRACKED, list(dids), buckets_of(dids))}
 
     async def update(self, did: str, plan: Callable[[Repo], Repo]) -> Repo | None:

@@ -99,9 +99,9 @@ class LocalPlc(HttpServer):
         return sorted((one for log in self._logs.values() for one in log), key=attrgetter("seq"))
 
     def publish(self, did: str, identity: LocalIdentity) -> None:
-        """Append an operation that sets this identity, for a new DID after the one from which the DID is derived.
+        """Append an operation that sets this identity. It undoes a tombstone.
 
-        It undoes a tombstone.
+        A new DID gets the operation that the DID is derived from before it.
         """
         log = self._logs.setdefault(did, [])
         if not log:
@@ -170,7 +170,7 @@ class LocalPlc(HttpServer):
 
 
 def did_of(handle: str) -> str:
-    """Return the DID that begins with this handle, so that the same scenario always creates the same accounts."""
+    """Return the DID whose first operation has this handle: the same scenario always creates the same accounts."""
     return plc.did_of(dag_cbor.encode(_genesis(handle)))
 
 

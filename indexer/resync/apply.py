@@ -138,7 +138,7 @@ class Applies:
         self._shared = [SharedCalls(self._write_group, _may_share, running) for _ in range(groups)]
 
     async def verify(self, did: str, blocks: ExportReader | SparseDownload, key: PublicKey, limits: Limits) -> Snapshot:
-        """Verify an export, or the chosen records; raise as its method does."""
+        """Verify an export, or the chosen records; raise the errors of their `verify`."""
         thread = self._large_thread if blocks.size > LARGE_BYTES else self._thread
         with self._metrics.batch_seconds["verify-export"].time():
             return await asyncio.get_running_loop().run_in_executor(thread, partial(blocks.verify, did, key, limits))

@@ -27,6 +27,7 @@ from indexer.telemetry.conditions import EQUIVOCATIONS, Conditions
 from indexer.telemetry.metrics import Metrics
 
 Attempt = Callable[[Resync, Shares, CachedIdentity], Awaitable[str | None]]
+"""Returns the result of a resync; None if another way has to be tried."""
 Blocks = ExportReader | SparseDownload
 
 log = structlog.get_logger(__name__)
@@ -109,7 +110,7 @@ class ResyncAttempts:
     async def _attempt_sparse(self, resync: Resync, shares: Shares, identity: CachedIdentity) -> str | None:
         """Resync with only the chosen records; return None if the export is to be fetched.
 
-        An old rev, or a second state with one rev, is left to the sources of exports.
+        If the rev is old, or the repo has another state with the same rev, it raises: the sources of exports are asked.
         """
         policy, claimed = self.policy(), resync.claimed
         resync.enter(Phase.DOWNLOAD)
@@ -155,7 +156,7 @@ class ResyncAttempts:
         return identity.is_recent(time())
 
     async def _verify(self, claimed: Repo, blocks: Blocks, identity: CachedIdentity) -> tuple[Snapshot, CachedIdentity]:
-        """Verify the export, with a newer key if the cached one does not verify its signature."""
+        """Verify the export or the chosen records, with a newer key if the cached one does not verify its signature."""
         try:
             return await self._verify_with(claimed, blocks, identity), identity
         except UpstreamError as error:

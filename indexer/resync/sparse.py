@@ -1,8 +1,8 @@
-"""Fetch only the records of the chosen collections, with their proof, instead of an export (docs/protocol.md#exports).
+"""Fetch only the records of the chosen collections, with their proof (docs/protocol.md#sparse-resync).
 
-The first answer has the signed commit and the way to one path in the tree, which need not exist. The other nodes that
-may have wanted records are requested by CID, and the records with them. A host does not keep blocks that a later write
-replaced; then the walk goes on from the new root, and the blocks so far stay valid.
+The first response has the signed commit and the nodes from the root to one path, which need not exist. The other nodes
+that may have wanted records are requested by CID, and the records with them. A host does not keep blocks that a later
+write replaced. Then the walk starts again at the new root, and keeps the blocks that were fetched before.
 """
 
 import asyncio
@@ -36,15 +36,18 @@ from indexer.sync.verify import VerifiedChange
 SparseChoice = Literal["auto", "always", "never"]
 
 MAX_BYTES = 4 << 20
-"""Bytes of blocks in memory. An export is spooled."""
+"""Maximum number of bytes that one response has, and of those that are in memory or expected before each request.
+
+So at most about twice as many are in memory. An export, which may have more, is spooled."""
 MAX_ROUNDS = 24
-"""Requests for the blocks that a walk lacks. The tree of a million records has 10 layers."""
+"""Maximum number of walks for one commit, each followed by requests for the missing blocks. The tree of a million
+records has 10 layers."""
 MAX_HEADS = 4
-"""Commits whose blocks are requested, while the head moves."""
+"""Maximum number of commits that are tried, one after the other, if the head moves."""
 AVOID_SECONDS = 3_600.0
-"""For so long, a host that does not offer these methods is asked for exports."""
+"""Time in which a host that does not offer these methods is asked only for exports."""
 KEY_BYTES, NODE_BYTES, REQUEST_BYTES = 450, 500, 128 << 10
-"""Estimates: a record with its share of the nodes, a node, and the bytes that cost as much as one request."""
+"""Estimates in bytes: a record with its share of the nodes, a node, and the number that costs as much as a request."""
 
 _BOUNDED_BY_SIZE = frozenset({Problem.OMITTED, Problem.TOO_MANY_ITEMS})
 
@@ -61,7 +64,7 @@ class SparseDownload:
     root: bytes = b""  # the CID of the latest commit that the host named
     size: int = 0  # of all blocks with their lengths and CIDs, in bytes
     server: str | None = None  # the network address that sends them, if it is known
-    complete: bool = False  # always: its rate says nothing about those of exports
+    complete: bool = False  # never True, so that its rate is not taken for that of an export
     done: bool = False  # no block is missing
     blocks: dict[bytes, bytes] = field(default_factory=dict)
     _nodes: dict[bytes, Node] = field(default_factory=dict)
@@ -69,7 +72,7 @@ class SparseDownload:
 
     @property
     def received(self) -> int:
-        """The bytes so far."""
+        """The number of bytes that were fetched so far."""
         return self.size
 
     @property
@@ -83,7 +86,12 @@ class SparseDownload:
         self.blocks.update(blocks)
 
     def walk(self) -> tuple[RangeWalk, list[bytes]]:
-        """Walk the tree as far as possible; return the walk and the CIDs of the blocks that are missing next."""
+        """Walk the tree as far as its nodes are there; return the walk and the CIDs of the blocks to request next.
+
+        Raises:
+            UnavailableError: The commit or the root of the tree is missing.
+            UpstreamError: The commit or a node breaks a rule.
+        """
         if self.root not in self.blocks:
             raise UnavailableError(FetchFailure.BAD_ANSWER, "the proof lacks the commit")
         data, limits = decode_commit(self.blocks[self.root], self.root).data, self.policy.limits
@@ -93,7 +101,7 @@ class SparseDownload:
         return walk, [cid for cid in dict.fromkeys(wanted) if cid not in self.blocks]
 
     def omits_values(self, walk: RangeWalk) -> bool:
-        """Return True if values are omitted that an export may have, because it has more bytes."""
+        """Return True if values are omitted because the download is small. The export may have them: it is larger."""
         converter = RecordConverter(self.policy, "", self.size)
         changes = [VerifiedChange(path, None, cid, self.blocks.get(cid)) for path, cid in walk.entries]
         return any(change.problem in _BOUNDED_BY_SIZE for change in map(converter.convert, changes) if change)
@@ -124,7 +132,11 @@ class SparseFetch:
     ) -> SparseDownload | None:
         """Return all blocks that prove the chosen records of a repo; None if its export is to be fetched.
 
-        `host` is the base URL of its PDS. `opened` is called after the first answer. Errors are as for an export.
+        `host` is the base URL of its PDS. `opened` is called after the first response.
+
+        Raises:
+            UpstreamError: A block, the commit or a node breaks a rule.
+            UnavailableError: The host fails or lacks blocks, or the repo changes all the time.
         """
         avoided = self._avoided_until.get(host, 0.0) > monotonic()
         if self.choice == "never" or policy.scope.collections.matches_all or avoided:
@@ -156,7 +168,7 @@ class SparseFetch:
         raise UnavailableError(FetchFailure.EXPORT_INCOMPLETE, f"the repo changed {MAX_HEADS} times")
 
     async def _complete(self, download: SparseDownload, did: str, host: str) -> bool:
-        """Fetch what the latest commit needs; return False if the export is to be fetched."""
+        """Fetch the blocks that the latest commit needs; return False if the export is to be fetched."""
         for _ in range(MAX_ROUNDS):
             walk, missing = await asyncio.to_thread(download.walk)
             if not missing:
@@ -188,7 +200,7 @@ def _any_collection(pattern: str) -> str:
 
 
 def _costs_more_than_export(walk: RangeWalk, missing: int) -> bool:
-    """Return True if the missing blocks, and those below them, cost probably more than the export."""
+    """Return True if the missing blocks, and those below them, probably cost more than the export."""
     layers = [node.layer + 1 for node in walk.unread]
     keys: int = sum([FAN_OUT ** (node.layer + 1) for node in walk.unread if node.inside])
     # Of a subtree that reaches beyond the range, only one way down is counted: most of it may be unwanted.

@@ -140,7 +140,11 @@ def verify_snapshot(did: str, root: bytes, block_of: BlockOf, key: PublicKey, li
 
 @dataclass(frozen=True, slots=True)
 class RangeSnapshot(Snapshot):
-    """All records of a repo in ranges of paths; it counts and yields no others. Those nodes are there that prove it."""
+    """All records of a repo in ranges of paths, proven by the nodes that may have such paths.
+
+    Attributes:
+        entries: The records in ascending order of their paths. `count` is their number.
+    """
 
     entries: Sequence[Entry]
 

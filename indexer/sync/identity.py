@@ -19,7 +19,7 @@ FINGERPRINT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class StoredIdentity:
-    """The identity that the last successful lookup of a DID gave.
+    """The identity that the last successful lookup of a DID, or the last verified operation in an export, gave.
 
     While the directory denies the DID (`denials` > 0), the other fields are those of the last document.
 
@@ -27,7 +27,7 @@ class StoredIdentity:
         handle: The handle that the DID document claims, not verified.
         pds: The base URL of the account's PDS.
         signing_key: A did:key.
-        fetched_at: When the lookup asked, in Unix seconds.
+        fetched_at: When the lookup asked, or the directory accepted the operation, in Unix seconds.
         stale: True if the identity may have changed since then.
         problem: Why the DID has no usable identity; None if it has one.
         denials: How often in a row the directory denied the DID, hours apart; 0 if it knows the DID.
@@ -51,12 +51,12 @@ class StoredIdentity:
 
     @property
     def fingerprint(self) -> bytes:
-        """Identifies key, host and handle, in `FINGERPRINT_BYTES`."""
+        """A hash of key, host and handle, of `FINGERPRINT_BYTES`."""
         return sha256(f"{self.signing_key} {self.pds} {self.handle}".encode()).digest()[:FINGERPRINT_BYTES]
 
     @property
     def is_exported(self) -> bool:
-        """True if it is that of the last verified operation. So it is as recent as the reading of the export."""
+        """True if it equals that of the last verified operation. Then it is as recent as the reading of the export."""
         return self.chain is not None and self.chain[:FINGERPRINT_BYTES] == self.fingerprint
 
     @property

@@ -58,7 +58,8 @@ MAX_BEHIND = 10_000
 MAX_STATUSES = 100
 """Accounts about whose hosting status one visit asks the host."""
 FOLLOWED, FOLLOWED_PER_DOMAIN = 100, 10
-"""Hosts that are followed: those with the most accounts that no relay passes on; of one registered domain."""
+"""Maximum number of hosts that are followed, and of those of one registered domain. Hosts with the most accounts that
+no relay passes on come first."""
 ADDED_TOGETHER = 50
 LOOKUP_SHARE = 0.25
 """Share of `INDEXER_PLC_RATE` for lookups of listed accounts."""
@@ -375,7 +376,7 @@ class HostCrawl:
         return rev if repo.withheld or repo.sync_status != SyncStatus.DESYNCHRONIZED else None
 
     async def _is_caught_up(self) -> bool:
-        """Return False while streams are still to bring commits, to any process. Then no repo is behind."""
+        """Return False while any process lags: then a repo only seems to be behind, as commits are still to come."""
         return time() - await self.db.gaps.caught_up_at(self.relays) <= self.settings.settle
 
     async def _compare_again(self, visit: _Visit) -> int:

@@ -33,28 +33,36 @@ from indexer.telemetry.metrics import Metrics
 ALL = "*"
 """The collection of a crawl that stores the identities of all DIDs."""
 RECENT_SECONDS = 3_600.0
-"""If a lookup that was later than an operation gave something else, the identity is looked up again, but not if the
-lookup was so much later: then later operations follow."""
-
+"""A lookup may still give the identity from before an operation, if it is up to so much later. If they differ, the
+identity is looked up again. A lookup that is later than this is right: it includes operations that are not read yet."""
 
 Known = Mapping[str, StoredIdentity]
+"""Stored identities by DID."""
 
 
 @dataclass(slots=True)
 class _Judged:
-    """What operations prove: identities with their chains. `changed` are the DIDs that processes drop from memory."""
+    """The result of the verification of operations.
+
+    Attributes:
+        stored: Identities to store, with their chains.
+        stale: DIDs to look up again.
+        changed: DIDs that all processes drop from memory.
+        results: The number of operations by result.
+        flaw: The reason why the last operation that should have proven something did not; None if all did.
+    """
 
     stored: list[StoredIdentity] = field(default_factory=list)
     stale: set[str] = field(default_factory=set)
     changed: list[str] = field(default_factory=list)
     results: Counter[str] = field(default_factory=Counter)
-    flaw: PlcLogError | None = None  # of the last operation that should have proven something
+    flaw: PlcLogError | None = None
 
 
 def _judge(
     operations: Sequence[LogEntry], wanted: set[str], tracked: set[str], known: Known, *, allow_http: bool
 ) -> _Judged:
-    """Verify operations with the chains of the `known` identities; skip those of DIDs that are not `wanted`."""
+    """Verify operations with the chains of the `known` identities; skip operations of DIDs that are not `wanted`."""
     judged, now = _Judged(), time()
     chains, last = dict[str, PlcChain](), dict[str, float]()
     for one in operations:
@@ -96,7 +104,7 @@ def _judge(
 
 
 def _remembered(identity: StoredIdentity) -> tuple[bytes, bool, int]:
-    """Return what processes have in memory of an identity."""
+    """Return the parts of an identity that processes keep in memory."""
     return identity.fingerprint, identity.stale, identity.denials
 
 
@@ -105,7 +113,8 @@ def _identity(
 ) -> StoredIdentity:
     """Return the identity after the last operation of a chain.
 
-    After a tombstone, or the end of one, that of a tracked repo is stale: the lookup that follows changes the repo.
+    After a tombstone, or an operation that undoes one, the identity of a tracked repo is stale: the lookup that follows
+    changes the repo.
     """
     did, state = chain.did, chain.head.state if chain.head else None
     if state is None:
@@ -124,6 +133,8 @@ class PlcOperations:
     An operation that cannot be verified changes nothing: the identity of its repo is looked up again.
 
     Attributes:
+        allow_http: Accept PDSes with http:// URLs.
+        interval: Seconds between two calls of `follow`.
         stage: Its progress. Each page is work.
     """
 
@@ -170,7 +181,7 @@ class PlcOperations:
         return progress
 
     async def _store(self, progress: CrawlProgress, read: ReadOperations) -> CrawlProgress | None:
-        """Store the operations; return the progress after them, or None if the stored one is another."""
+        """Store the operations; return the progress after them, or None if another process has changed it."""
         dids = {one.did for one in read.operations}
         tracked = await self.db.repos.tracked(list(dids))
         wanted = dids if progress.collection == ALL else tracked

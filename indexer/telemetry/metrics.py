@@ -241,7 +241,7 @@ class Metrics:
         self.plc_logs = self._add(
             Counter, "indexer_plc_logs_total", ("directory", "result"),
             "Logs of did:plc operations, `verified` or refused for a reason in docs/reasons.md.",
-            "Many are refused: the directory lies.")
+            "Many are refused: use another directory.")
         self.plc_operations = self._series(
             Counter, "indexer_plc_operations_total", {"result": ("proven", "repeated", "skipped", "unproven")},
             "Operations in the export of a PLC directory. `skipped`: of untracked repos.", "`unproven` grows.")

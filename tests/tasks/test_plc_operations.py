@@ -22,7 +22,7 @@ from indexer.errors import UnavailableError
 from indexer.net.http.http_client import OutboundClient
 from indexer.net.identity.did_resolver import DidResolver, identity_of
 from indexer.net.identity.identity_cache import IdentityCache, IdentityLifetimes
-from indexer.net.identity.plc_export import PlcExport, ReadOperations, file_of_operations
+from indexer.net.identity.plc_export import PlcExport, ReadOperations, operations_in_file
 from indexer.sync.identity import StoredIdentity
 from indexer.tasks.plc_operations import PlcOperations
 from indexer.telemetry.conditions import (
@@ -190,10 +190,10 @@ async def test_file_is_read_and_the_directory_continues_there(
     await track(db, *logs)
     async with reading(db, outbound, directory := Directory(lines)) as task:
         begun = await task.begin()
-        progress = await task.read(begun, file_of_operations(path, begun.cursor))
+        progress = await task.read(begun, operations_in_file(path, begun.cursor))
         assert (progress.cursor, progress.listed) == ("6", 6)
         assert progress.finished_at == datetime.fromisoformat(lines[5]["createdAt"]).timestamp()
-        await task.read(progress, file_of_operations(path, progress.cursor))
+        await task.read(progress, operations_in_file(path, progress.cursor))
         assert results(task) == {"proven": 6}
         await read_pages(task)
         assert directory.asked[0] == "5"
@@ -205,12 +205,12 @@ async def test_file_with_other_lines_is_refused(tmp_path: Path, text: bytes) -> 
     path = tmp_path / "export"
     path.write_bytes(text)
     with pytest.raises(UnavailableError):
-        async for _ in file_of_operations(path, None):
+        async for _ in operations_in_file(path, None):
             pass
     path = path.with_suffix(".gz")
     path.write_bytes(gzip.compress(to_text(lines_of(log_of(1))))[:-9])
     with pytest.raises(UnavailableError):
-        async for _ in file_of_operations(path, None):
+        async for _ in operations_in_file(path, None):
             pass
 
 

@@ -127,7 +127,7 @@ create table indexer.identity (
     refresh_at timestamptz,
     -- Failed refreshes since the last successful one.
     refresh_failures integer not null default 0,
-    -- What the next operation of a did:plc is verified with, see StoredIdentity.chain; null: no operation was read.
+    -- The data that verifies the next operation of a did:plc, see StoredIdentity.chain; null: no operation was read.
     chain bytea,
     primary key (did, bucket)
 ) with (
@@ -190,7 +190,7 @@ create table indexer.host_list (
     fillfactor = 50
 );
 
--- The progress of reading each repo list, by purpose.
+-- The progress of reading each repo list or export of a PLC directory, by purpose.
 create table indexer.crawl_progress (
     purpose text not null,
     source text not null,

@@ -24,6 +24,7 @@ from indexer.sync.identity import CERTAIN_DENIALS, StoredIdentity
 
 DOCUMENT_BYTES = 65_536
 LOG_BYTES = 1 << 20
+"""Maximum size of a log of operations."""
 SMALL_LOG_BYTES = 8_192
 """A log of up to this size is verified on the event loop. Larger ones are verified in a thread, one at a time."""
 REQUEST_TIMEOUT = 10.0
@@ -177,7 +178,7 @@ def _denies(body: bytes, did: str) -> bool:
 
 
 def denied_identity(did: str, denials: int, asked_at: float) -> StoredIdentity:
-    """Return the identity of a did:plc that its directory denies, with the number of denials for which this counts."""
+    """Return the identity of a did:plc that its directory denied at a time (Unix seconds). It counts as `denials`."""
     return replace(_missing(did, GONE, asked_at), denials=denials, denied_at=asked_at)
 
 

@@ -1,7 +1,7 @@
 """Read the operations of a PLC directory: pages of its export, its stream, or a file with the lines of an export.
 
 A position is the number of an operation as text, or its time if the directory does not number operations. Operations
-come in the order of their positions; one that does not ends the reading. Nothing is verified here.
+must come in the order of their positions, otherwise the reading ends with an error. No signature is verified here.
 """
 
 import asyncio
@@ -28,17 +28,18 @@ STREAM_PATH = "/export/stream"
 PAGE_LINES = 1_000
 PAGE_BYTES = 16 << 20
 LINE_BYTES = 200_000
-"""An operation with the fields that a directory adds."""
+"""Maximum size of a line: an operation with the fields that a directory adds."""
 REQUEST_TIMEOUT = 60.0
 IDLE_SECONDS = 30.0
-"""Time without an operation, after which the stream is closed: a page shows whether there are any."""
+"""Time without an operation after which the stream is closed. The next page shows if any were missed."""
 GATHER_SECONDS = 0.2
 """Time in which operations of the stream are gathered to be written together."""
 OVERLAP = timedelta(seconds=10)
-"""How far before the position reading begins if that is a time: an operation may appear after a later one."""
+"""If a position is a time, reading begins so long before it: an operation may appear after a later one."""
 CLOCK_SECONDS = 3_600.0
-"""How far the clock of a directory may be ahead."""
+"""Maximum time by which the clock of a directory may be ahead."""
 EARLIEST = datetime(2000, 1, 1, tzinfo=UTC)
+"""An operation with an earlier time is refused."""
 
 
 class UnknownPositionError(UnavailableError):
@@ -67,7 +68,8 @@ class PlcExport:
     async def pages(self, position: str | None) -> AsyncGenerator[ReadOperations]:
         """Yield the operations after a position, or all, page by page, until nothing is left.
 
-        Some before the position are repeated. Servers may also ignore `count`, and repeat the last line.
+        The operation at the position may be repeated; without numbers, also those shortly before it. Servers may ignore
+        `count`, and may begin a page with the last line of the one before.
 
         Raises:
             UnavailableError: The directory cannot be read, or does not serve operations in their order.
@@ -104,8 +106,8 @@ class PlcExport:
         It ends if the directory offers no stream, closes it, or sends nothing for a while.
 
         Raises:
-            UnavailableError: The directory does not send operations in their order, or does not know the position. Or
-                there is no position, and no stream either.
+            UnavailableError: The directory does not send operations in their order, does not know the position, or, if
+                there is no position, offers no stream.
         """
         cursor, opened = None if position is None else int(position), False
         try:
@@ -132,11 +134,11 @@ class PlcExport:
                 raise UnavailableError(FetchFailure.UNREACHABLE, detail) from error
 
 
-async def file_of_operations(path: Path, position: str | None) -> AsyncGenerator[ReadOperations]:
+async def operations_in_file(path: Path, position: str | None) -> AsyncGenerator[ReadOperations]:
     """Yield the operations after a position in a file of lines of an export, or in one that gzip has compressed.
 
     Raises:
-        UnavailableError: A line has no operation, or one from before the line before it.
+        UnavailableError: A line is not one of an export, or its operation comes before that of an earlier line.
         OSError: The file cannot be read.
     """
     last = "0"
@@ -166,14 +168,14 @@ def _text(moment: datetime) -> str:
 
 
 def _step_back(position: str | None, overlap: timedelta) -> str:
-    """Return the parameter of a request that repeats the operation at a position."""
+    """Return the value of `after` for which the directory repeats the operation at a position."""
     if position is None or position.isdigit():
         return str(max(0, int(position or 0) - 1))
     return _text(datetime.fromisoformat(position) - overlap)
 
 
 def _is_before(operation: LogEntry, position: str | None) -> bool:
-    """Return True if an operation is before a position, or at a number. Without numbers, one at the position is not."""
+    """Return True if an operation is before a position, or at it if that is a number: times are not unique."""
     if position is None:
         return False
     if position.isdigit():

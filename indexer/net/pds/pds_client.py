@@ -146,9 +146,13 @@ class PdsClient:
                 yield ExportDownload(reader, chunks, connection, stream.server, content_type)
 
     async def fetch_record_proof(self, did: str, path: str, host: str) -> Response:
-        """Return a CAR with a record and its proof (`getRecord` of `com.atproto.sync`). Nothing has been verified.
+        """Return a response with the CAR of a record and its proof (`getRecord` of `com.atproto.sync`).
 
-        `path` is the collection and the record key. The reference PDS also sends the path to an absent key.
+        Nothing has been verified. `path` is the collection and the record key. For an absent key, the reference PDS
+        sends the nodes that prove its absence.
+
+        Raises:
+            UnavailableError: The host cannot be reached, or refuses the request.
         """
         collection, _, rkey = path.partition("/")
         parameters = {"did": did, "collection": collection, "rkey": rkey}
@@ -159,12 +163,13 @@ class PdsClient:
         return response
 
     async def fetch_blocks(self, did: str, cids: Sequence[bytes], host: str, max_bytes: int) -> dict[bytes, bytes]:
-        """Return those of the blocks that the host sends (`getBlocks`), by CID, at most `max_bytes`; each is hashed.
+        """Return the blocks that the host sends (`getBlocks`), by CID. They are hashed and have at most `max_bytes`.
 
         The reference PDS refuses all if it lacks one. Servers and proxies that refuse long URLs get shorter ones.
 
         Raises:
             UpstreamError: The body is no CAR, or a block has another hash.
+            UnavailableError: The host cannot be reached, refuses the request, or sends more bytes.
         """
         found: dict[bytes, bytes] = {}
         while cids:
