@@ -36,9 +36,7 @@ from indexer.sync.verify import VerifiedChange
 SparseChoice = Literal["auto", "always", "never"]
 
 MAX_BYTES = 4 << 20
-"""Maximum number of bytes that one response has, and of those that are in memory or expected before each request.
-
-So at most about twice as many are in memory. An export, which may have more, is spooled."""
+"""Maximum number of bytes of blocks in memory, besides one more proof. An export, which may have more, is spooled."""
 MAX_ROUNDS = 24
 """Maximum number of walks for one commit, each followed by requests for the missing blocks. The tree of a million
 records has 10 layers."""
@@ -181,7 +179,7 @@ class SparseFetch:
             ):
                 return False
             try:
-                blocks = await self.pds.fetch_blocks(did, missing, host, MAX_BYTES)
+                blocks = await self.pds.fetch_blocks(did, missing, host, MAX_BYTES - download.size)
             except XrpcError as error:
                 if isinstance(error, MethodNotOfferedError) or error.reason.is_permanent or not error.definite:
                     raise
