@@ -75,9 +75,9 @@ def parse_operation(raw: Any) -> Operation:
         raise PlcLogError(LogFlaw.SIGNATURE_INVALID, f"not 64 bytes in base64url: {raw['sig']!r:.100}")
     try:
         block = cbor.encode(raw)
-    except ValueError as error:  # a text has half of a surrogate pair, or a number is too large
+        signed = cbor.encode({name: value for name, value in raw.items() if name != "sig"})
+    except (ValueError, RecursionError) as error:  # half of a surrogate pair, a large number, or too many levels
         raise PlcLogError(LogFlaw.MALFORMED, str(error)) from None
-    signed = cbor.encode({name: value for name, value in raw.items() if name != "sig"})
     sig = urlsafe_b64decode(raw["sig"] + "==")
     operation = Operation(block, cid_text(cid_of(block)), signed, sig, raw["prev"], _state(raw))
     if len(block) > MAX_OPERATION_BYTES or len(operation.rotation_keys) > MAX_ROTATION_KEYS:
@@ -267,7 +267,7 @@ def parse_entry(raw: Any) -> LogEntry | None:
         return None
     did, seq = (raw.get("did"), raw.get("seq")) if isinstance(raw, dict) else (None, None)
     if not isinstance(did, str) or not _is_did(did) or not (seq is None or (type(seq) is int and 0 < seq < _MAX_SEQ)):
-        raise PlcLogError(LogFlaw.MALFORMED, f"not an entry of a log: {raw!r:.100}")
+        raise PlcLogError(LogFlaw.MALFORMED, "not an entry of a log")
     time = _parse_time(raw.get("createdAt"))
     return LogEntry(did, raw.get("operation"), raw.get("cid"), time, seq, raw.get("nullified"))
 

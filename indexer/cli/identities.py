@@ -53,9 +53,9 @@ async def import_command(settings: Settings, *, file: Path | None, everything: b
             return report_error(f"another process reads the operations of the directory: {owners}", ExitCode.FAILED)
         reading = make_plc_operations(settings, db, outbound, Conditions(), metrics)
         begun = await reading.begin(everything=everything)
-        if again:
-            begun = replace(begun, cursor=None, listed=0, found=0)
-            await db.crawls.save(begun)
+        if again or begun.cursor is None:
+            begun = replace(begun, cursor=None, listed=0, found=0, finished_at=None)
+            await db.crawls.begin_operations(begun)
         began = monotonic()
         with CommandProgress("operations", None) as progress:
 

@@ -132,6 +132,12 @@ class Crawls(Area):
         await self._execute(_SAVE, *astuple(progress))
         crash_point("crawl.saved")
 
+    async def begin_operations(self, progress: CrawlProgress) -> None:
+        """Store the progress of an export that is read from its beginning, in place of all exports read before."""
+        async with self._pool.transaction() as connection:
+            await connection.execute("delete from indexer.crawl_progress where purpose = $1", progress.purpose)
+            await save_progress(connection, progress)
+
     async def add_listed(
         self, dids: Sequence[str], progress: CrawlProgress, *, scope: Scope | None = None, close_gaps: bool = False
     ) -> CrawlProgress:
@@ -220,8 +226,9 @@ class Crawls(Area):
                 return False
             await save_progress(connection, after)
             await identities.save_identities(connection, stored)
-            await identities.mark_stale(connection, stale)
-            await identities.notify(connection, changed)
+            incomplete = await identities.drop_incomplete_chains(connection, stored)
+            await identities.mark_stale(connection, {*stale, *incomplete})
+            await identities.notify(connection, [*changed, *incomplete])
             crash_point("operations.saved")
         return True
 

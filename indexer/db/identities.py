@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from time import time
 
+from indexer.concurrency.event_wait import wait_for_event
 from indexer.crash_points import crash_point
 from indexer.db.change_log import log_changes
 from indexer.db.columns import Connection, buckets_of, columns_of, of_buckets, typed, unnest, values_of
@@ -29,6 +30,8 @@ def _is_postponed(now: str) -> str:
 
 CHANNEL = "indexer_identities"
 """The channel of notifications of changed identities. The payload has DIDs, separated by spaces."""
+LISTEN_SECONDS = 30.0
+"""Time after which a connection that waits for notifications is checked, and in which it must answer."""
 DIDS_PER_NOTIFICATION = 200
 """Maximum number of DIDs in a notification, which has at most 8,000 bytes."""
 
@@ -51,7 +54,16 @@ _WANT_HANDLES = """
     update indexer.identity set handle_due_at = now()
     where did = any($1::text[]) and bucket = any($2::smallint[]) and handle is null and handle_due_at is null
 """
-_READ_UNTIL = "select date_part('epoch', max(finished_at)) from indexer.crawl_progress where purpose = 'identities'"
+# The export of another directory, or of fewer repos, was perhaps read until an earlier time, and has chains, too.
+_READ_UNTIL = """
+    select date_part('epoch', min(coalesce(finished_at, '-infinity'))) from indexer.crawl_progress
+    where purpose = 'identities'
+"""
+_DROP_CHAINS = f"""
+    update indexer.identity i set chain = null
+    from {unnest({"did": "text", "bucket": "smallint", "chain": "bytea"}, "w")}
+    where i.did = w.did and i.bucket = w.bucket and i.chain is distinct from w.chain returning i.did
+"""
 _NOTIFY = f"select pg_notify('{CHANNEL}', $1)"
 
 # A handle that becomes null is not logged: its verification follows, and is.
@@ -206,7 +218,8 @@ class Identities(Area):
             connection.add_termination_listener(lambda _connection: ended.set())
             await connection.add_listener(CHANNEL, lambda *arguments: on_change(arguments[-1].split()))
             on_change(None)
-            await ended.wait()
+            while not await wait_for_event(ended, LISTEN_SECONDS):
+                await connection.execute("select 1", timeout=LISTEN_SECONDS)
 
     async def due(self, buckets: Sequence[int], limit: int, now: float, *, web: bool) -> list[DueIdentity]:
         """Return identities to refresh: those that became due first, and as many that became due last.
@@ -266,6 +279,16 @@ async def save_identities(connection: Connection, stored: Iterable[StoredIdentit
         changes += [ChangeLogEntry(did, "moved", None, live=True)] if moved else []
         changes += [ChangeLogEntry(did, "identity", None, live=True)] if renamed else []
     await log_changes(connection, changes)
+
+
+async def drop_incomplete_chains(connection: Connection, stored: Iterable[StoredIdentity]) -> list[str]:
+    """Remove the chains of identities that were not stored, because a later lookup was; return their DIDs.
+
+    Otherwise such a chain would lack an operation, and count as complete.
+    """
+    rows = sorted((one.did, bucket_of(one.did), one.chain) for one in stored)
+    columns = list(map(list, zip(*rows, strict=True)))
+    return [did for (did,) in await connection.fetch(_DROP_CHAINS, *columns)] if rows else []
 
 
 async def mark_stale(connection: Connection, dids: Iterable[str]) -> None:

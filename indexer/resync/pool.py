@@ -245,7 +245,7 @@ class WorkerPool:
         except TimeoutError:
             if resync.ended is None:
                 raise UnavailableError(FetchFailure.TIMEOUT, f"no result after {seconds:.0f} s") from None
-            log.debug("resync.slow", did=resync.claimed.did, host=resync.host, bytes_per_second=round(resync.rate))
+            log.debug("resync.slow", did=resync.claimed.did, host=resync.host, bytes_per_second=f"{resync.rate:.0f}")
             message = f"{resync.claimed.did}: {resync.rate:.0f} bytes per second; the resync starts again later"
             self.conditions.report(RESYNCS_SLOW, resync.host, message=message)
             raise resync.ended from None

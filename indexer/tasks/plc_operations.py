@@ -184,8 +184,10 @@ class PlcOperations:
         """Store the operations; return the progress after them, or None if another process has changed it."""
         dids = {one.did for one in read.operations}
         tracked = await self.db.repos.tracked(list(dids))
-        wanted = dids if progress.collection == ALL else tracked
-        known = await self.db.identities.stored(list(wanted))
+        known = await self.db.identities.stored(list(dids))
+        # A chain counts as complete, also that of a repo that is not tracked any more.
+        chained = {did for did, identity in known.items() if identity.chain is not None}
+        wanted = dids if progress.collection == ALL else tracked | chained
         judged = await asyncio.to_thread(_judge, read.operations, wanted, tracked, known, allow_http=self.allow_http)
         after = replace(
             progress,

@@ -606,3 +606,111 @@ async def test_chain_of_a_day_has_a_limit(
     async with reading(db, outbound, Directory(lines_of(log))) as task:
         await read_pages(task)
         assert results(task) == {"proven": 3, "unproven": 1}
+
+
+def moved(log: Log, hours: float = 1) -> Log:
+    """Append a move of an account; return its log."""
+    service = {"type": "AtprotoPersonalDataServer", "endpoint": "https://new.example"}
+    log.update(LOW, services={"atproto_pds": service}, hours=hours)
+    return log
+
+
+async def age_of(db: Database, log: Log) -> float:
+    """Return for how many seconds the identity counts as fetched."""
+    return time() - (await db.identities.load([log.did]))[log.did].fetched_at
+
+
+async def test_chain_of_a_repo_that_is_untracked_for_a_time_is_complete(db: Database, outbound: OutboundClient) -> None:
+    log = log_of(1)
+    await track(db, log)
+    async with reading(db, outbound, Directory(lines_of(log))) as task:
+        progress = await read_pages(task)
+        await db.scope.untrack([log.did])
+        await task.read(progress, pages_of(lines_of(moved(log))[1:]))
+        await db.scope.track([log.did])
+        await assert_equal(db, [log])
+
+
+async def test_lookup_that_is_stored_meanwhile_leaves_no_incomplete_chain(
+    db: Database, outbound: OutboundClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An old document, from a directory that lags, does not count as the one after the last operation."""
+    log = log_of(1)
+    await track(db, log)
+    async with reading(db, outbound, Directory(lines_of(log))) as task:
+        progress = await read_pages(task)
+        old, save = await stored(db, log), db.crawls.save_operations
+
+        async def save_after_lookup(*arguments: Any) -> bool:
+            await db.identities.save([replace(old, chain=None, fetched_at=time())])
+            return await save(*arguments)
+
+        monkeypatch.setattr(db.crawls, "save_operations", save_after_lookup)
+        await task.read(progress, pages_of(lines_of(moved(log))[1:]))
+    after = await stored(db, log)
+    assert (after.pds, after.chain, after.stale) == (old.pds, None, True)
+
+
+async def test_reading_of_another_directory_does_not_confirm_older_identities(
+    db: Database, outbound: OutboundClient
+) -> None:
+    """A daemon that begins with the new operations of another one does not read what was before them."""
+    log, other = log_of(1), log_of(2)
+    await track(db, log, other)
+    directory = Directory(lines_of(log))
+    async with reading(db, outbound, directory) as task:
+        first = await task.read(await task.begin(), pages_of(lines_of(log)))
+        await db.crawls.save(replace(first, finished_at=time() - 5_000))
+        task.export = replace(task.export, url="http://other.example")
+        operation = parse_entry(lines_of(other)[0])
+        assert operation is not None
+
+        async def new() -> AsyncGenerator[ReadOperations]:
+            yield ReadOperations([operation], time())
+
+        second = await task.read(await task.begin(), new())
+        assert await age_of(db, log) > 4_000
+        assert await age_of(db, other) > 4_000
+        await db.crawls.begin_operations(replace(second, cursor=None, finished_at=None))
+        assert await age_of(db, log) > 10_000, "nothing of the new reading is complete"
+        await read_pages_of(task, log, other)
+        assert await age_of(db, log) < 10
+
+
+async def read_pages_of(task: PlcOperations, *logs: Log) -> None:
+    """Read all operations, up to now."""
+
+    async def pages() -> AsyncGenerator[ReadOperations]:
+        operations = [one for line in lines_of(*logs) if (one := parse_entry(line)) is not None]
+        yield ReadOperations(operations, time())
+
+    await task.read(await task.begin(), pages())
+
+
+async def test_deeply_nested_operation_changes_nothing(db: Database, outbound: OutboundClient) -> None:
+    log, value = log_of(1), list[Any]()
+    await track(db, log)
+    for _ in range(1_010):
+        value = [value]
+    async with reading(db, outbound, Directory(lines_of(log))) as task:
+        progress = await read_pages(task)
+        entry = parse_entry(lines_of(moved(log))[1])
+        assert entry is not None
+
+        async def nested() -> AsyncGenerator[ReadOperations]:
+            yield ReadOperations([replace(entry, operation={**entry.operation, "x": value})], time())
+
+        await task.read(progress, nested())
+        assert results(task)["unproven"] == 1
+        assert (await stored(db, log)).stale
+
+
+async def test_line_of_many_values_is_refused_before_it_is_decoded(outbound: OutboundClient) -> None:
+    directory = Directory([])
+    directory.faults = [Fault("/export", status=200, body=b"[" + b"[]," * 100_000 + b"[]]")]
+    await directory.start()
+    try:
+        with pytest.raises(UnavailableError, match="more than 200,000 bytes"):
+            await anext(PlcExport(outbound, directory.url, "test").pages(None))
+    finally:
+        await directory.stop()

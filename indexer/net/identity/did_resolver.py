@@ -15,6 +15,7 @@ from typing import Any, Literal
 from urllib.parse import unquote
 
 from indexer.atproto.did_document import DidDocument, parse_did_document
+from indexer.atproto.limits import max_items
 from indexer.atproto.plc import verify_log
 from indexer.atproto.syntax import is_handle, is_resolvable
 from indexer.errors import PlcLogError, UnavailableError, UpstreamError
@@ -27,6 +28,8 @@ LOG_BYTES = 1 << 20
 """Maximum size of a log of operations."""
 SMALL_LOG_BYTES = 8_192
 """A log of up to this size is verified on the event loop. Larger ones are verified in a thread, one at a time."""
+MAX_LOG_ITEMS = 100_000
+"""JSON items of a log: decoding holds the interpreter's lock. An operation has about 20."""
 REQUEST_TIMEOUT = 10.0
 ACCEPT = "application/did+ld+json, application/json"
 BURST_SECONDS = 1.0
@@ -158,6 +161,8 @@ class DidResolver:
 
 
 def _verify_log(did: str, body: bytes, *, allow_http: bool) -> DidDocument | None:
+    if max_items(body) > MAX_LOG_ITEMS:
+        raise PlcLogError(LogFlaw.TOO_LARGE, f"more than {MAX_LOG_ITEMS:,} items")
     try:
         log = json.loads(body)
     except (ValueError, RecursionError) as error:

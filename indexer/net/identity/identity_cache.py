@@ -177,6 +177,8 @@ class IdentityCache:
         self._background_budget = RefreshBudget(self.refresh_rate * BACKGROUND_SHARE)
         self._memory = BoundedDict[str, _Entry](self.max_entries)
         self._in_flight: dict[str, _Lookup] = {}
+        self._loading = 0  # loads from the database that run
+        self._changed, self._all_changed = set[str](), False  # in the database, while loads run
         self._tasks = BackgroundTasks()
         self.lookups: dict[Method, LookupTotals] = {method: LookupTotals() for method in METHODS}
 
@@ -216,7 +218,7 @@ class IdentityCache:
         """
         dids, oldest = list(dids), self.clock() - self.lifetimes.max_age
         missing = [did for did in dids if self._fetched_at(did) <= oldest]
-        loaded = await self._loads.add(missing) if missing else {}
+        loaded = await self._load(missing) if missing else {}
         stored = {did: loaded[did] for did in missing if did in loaded}
         for did, identity in stored.items():
             if self._fetched_at(did) < identity.fetched_at:  # otherwise it was fetched meanwhile and is newer
@@ -229,6 +231,19 @@ class IdentityCache:
                 self._memory.move_to_end(did)
                 if entry.unsaved or entry.identity.fetched_at <= oldest:
                     self._refresh_in_background(did, entry)
+
+    async def _load(self, dids: Sequence[str]) -> Mapping[str, StoredIdentity]:
+        """Load identities. Those that change in the database meanwhile are stale: the old row may have been read."""
+        self._loading += 1
+        try:
+            loaded = await self._loads.add(dids)
+        finally:
+            self._loading -= 1
+        changed = loaded.keys() if self._all_changed else loaded.keys() & self._changed
+        loaded = {**loaded, **{did: replace(loaded[did], stale=True) for did in changed}}
+        if not self._loading:
+            self._changed, self._all_changed = set(), False
+        return loaded
 
     async def lookup(self, did: str, *, refresh: bool = False, preloaded: bool = False) -> CachedIdentity:
         """Return the identity, from the network if none is known, or if `refresh` and the limits allow it.
@@ -280,7 +295,10 @@ class IdentityCache:
         """Drop identities that have changed in the database from memory; None: all."""
         if dids is None:
             self._memory.clear()
+            self._all_changed = self._loading > 0
         for did in dids or ():
+            if self._loading:
+                self._changed.add(did)
             if (lookup := self._in_flight.get(did)) is not None:
                 lookup.changed = True
             self._memory.pop(did, None)

@@ -193,8 +193,11 @@ def _parse(lines: Iterable[bytes], after: str, *, numbered: bool = False) -> Seq
     Raises:
         UnavailableError: With BAD_ANSWER, if a line is not of an export, or not at its place.
     """
+    lines = [line for line in lines if line.strip()]
+    if any(len(line) > LINE_BYTES for line in lines):  # to decode a page of empty lists would block all threads
+        raise UnavailableError(FetchFailure.BAD_ANSWER, f"a line of an export has more than {LINE_BYTES:,} bytes")
     try:
-        parsed = [parse_entry(orjson.loads(line)) for line in lines if line.strip()]
+        parsed = [parse_entry(orjson.loads(line)) for line in lines]
     except (orjson.JSONDecodeError, PlcLogError) as error:
         raise UnavailableError(FetchFailure.BAD_ANSWER, f"not a line of an export: {error!s:.200}") from None
     operations, latest = [one for one in parsed if one is not None], datetime.fromtimestamp(time() + CLOCK_SECONDS, UTC)

@@ -146,3 +146,20 @@ async def test_identity_is_looked_up_again_when_the_clock_is_set_back(world: Wor
     world.host, world.problem, world.key = "pds.example", None, 1
     assert (await identities.lookup(with_key, refresh=True)).key == KEYS[1]
     assert (await identities.lookup(without)).pds == "https://pds.example"
+
+
+@pytest.mark.parametrize("everything", [False, True])
+async def test_row_that_changes_while_it_is_loaded_is_looked_up(world: World, everything: bool) -> None:
+    identities = world.identities()
+    world.table[DID] = await world.resolve(DID, known=True)
+    world.table_gate.clear()
+    async with asyncio.TaskGroup() as group:
+        loading = group.create_task(identities.preload([DID]))
+        await world.settle()
+        world.key = 1
+        identities.forget(None if everything else [DID])
+        world.table_gate.set()
+    assert loading.done()
+    assert (await identities.lookup(DID)).key == KEYS[1]
+    world.key = 2
+    assert (await identities.lookup(DID)).key == KEYS[1], "later loads are not in doubt"
