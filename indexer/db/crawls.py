@@ -74,6 +74,11 @@ _READ = """
 _LOAD = f"{_READ} purpose = $1 and source = $2 and collection = $3 and shard = $4"
 _RECHECKS = f"{_READ} purpose = 'recheck' order by collection"
 
+# This one, which began before, has read all that those have read of other directories.
+_DELETE_COVERED = """
+    delete from indexer.crawl_progress
+    where purpose = $1 and source <> $2 and began_at >= to_timestamp($3) and finished_at <= to_timestamp($4)
+"""
 _SAVE = """
     insert into indexer.crawl_progress
         (purpose, source, collection, cursor, listed, found, began_at, finished_at, shard, last_gap)
@@ -225,6 +230,7 @@ class Crawls(Area):
             if (row and row["cursor"]) != before.cursor:
                 return False
             await save_progress(connection, after)
+            await connection.execute(_DELETE_COVERED, after.purpose, after.source, after.began_at, after.finished_at)
             await identities.save_identities(connection, stored)
             incomplete = await identities.drop_incomplete_chains(connection, stored)
             await identities.mark_stale(connection, {*stale, *incomplete})

@@ -30,6 +30,8 @@ def _is_postponed(now: str) -> str:
 
 CHANNEL = "indexer_identities"
 """The channel of notifications of changed identities. The payload has DIDs, separated by spaces."""
+OLD_SECONDS = 86_400.0
+"""Time after which the reading of an export is old: as `IdentityLifetimes.max_age`."""
 LISTEN_SECONDS = 30.0
 """Time after which a connection that waits for notifications is checked, and in which it must answer."""
 DIDS_PER_NOTIFICATION = 200
@@ -185,14 +187,18 @@ class Identities(Area):
     async def load(self, dids: Sequence[str]) -> Mapping[str, StoredIdentity]:
         """Return the stored identities by DID, and let their handles be verified.
 
-        One that equals the last verified operation counts as fetched when the export was last read.
+        One that equals the last verified operation counts as fetched when the export was last read. If that was long
+        ago, or the import has not ended, later operations may follow: it is stale unless a lookup was later.
         """
         stored = await self.stored(dids)
         if unwanted := [did for did, identity in stored.items() if not identity.handle_wanted]:
             await self._execute(_WANT_HANDLES, unwanted, buckets_of(unwanted))
         if exported := [identity for identity in stored.values() if identity.is_exported]:
             until = await self._fetchval(_READ_UNTIL) or 0.0
-            stored |= {one.did: replace(one, fetched_at=max(one.fetched_at, until)) for one in exported}
+            old = until < time() - OLD_SECONDS
+            for one in exported:
+                stale = one.stale or (old and one.fetched_at <= until)
+                stored[one.did] = replace(one, fetched_at=max(one.fetched_at, until), stale=stale)
         return stored
 
     async def save(self, stored: Sequence[StoredIdentity]) -> None:

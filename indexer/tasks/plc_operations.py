@@ -97,7 +97,8 @@ def _judge(
             differs = identity.fingerprint != before.fingerprint and before.fetched_at < accepted_at + RECENT_SECONDS
             identity = replace(before, stale=before.stale or identity.stale or differs)
         judged.stored.append(replace(identity, chain=chain_bytes))
-        if before is not None and _remembered(identity) != _remembered(before):
+        is_recent = did in tracked and accepted_at > now - RECENT_SECONDS  # a lookup may have given the state before
+        if is_recent if before is None else _remembered(identity) != _remembered(before):
             judged.changed.append(did)
     judged.changed += judged.stale
     return judged

@@ -677,6 +677,41 @@ async def test_reading_of_another_directory_does_not_confirm_older_identities(
         assert await age_of(db, log) < 10
 
 
+async def test_directory_that_was_read_between_two_readings_of_another_one_delays_nothing(
+    db: Database, outbound: OutboundClient
+) -> None:
+    """The other one has read all of its operations, too."""
+    log = log_of(1)
+    await track(db, log)
+    async with reading(db, outbound, Directory(lines_of(log))) as task:
+        progress = await read_pages(task)
+        between = CrawlProgress("identities", "http://other.example", began_at=time(), finished_at=time())
+        await db.crawls.save(between)
+        await task.read(progress, pages_of([]))
+        assert await db.crawls.progress("identities", between.source, "") is not None, "it has not read so much yet"
+        await read_pages(task)
+        assert await db.crawls.progress("identities", between.source, "") is None
+
+
+async def test_identity_whose_later_operations_are_not_read_yet_is_stale(
+    db: Database, outbound: OutboundClient
+) -> None:
+    """It is looked up before it is used. A lookup ends that."""
+    log = log_of(1)
+    await track(db, log)
+    async with reading(db, outbound, Directory([])) as task:
+        entry = parse_entry(lines_of(log)[0])
+        assert entry is not None
+
+        async def first_page() -> AsyncGenerator[ReadOperations]:
+            yield ReadOperations([entry], entry.accepted_at.timestamp())
+
+        await task.read(await task.begin(), first_page())
+        assert (await db.identities.load([log.did]))[log.did].stale
+        await db.identities.save([replace(await stored(db, log), chain=None, fetched_at=time())])
+        assert not (await db.identities.load([log.did]))[log.did].stale
+
+
 async def read_pages_of(task: PlcOperations, *logs: Log) -> None:
     """Read all operations, up to now."""
 

@@ -177,8 +177,8 @@ class IdentityCache:
         self._background_budget = RefreshBudget(self.refresh_rate * BACKGROUND_SHARE)
         self._memory = BoundedDict[str, _Entry](self.max_entries)
         self._in_flight: dict[str, _Lookup] = {}
-        self._loading = 0  # loads from the database that run
-        self._changed, self._all_changed = set[str](), False  # in the database, while loads run
+        # By a number: the DIDs of a load from the database that runs, and those that have changed meanwhile.
+        self._running_loads: dict[int, tuple[Sequence[str], set[str]]] = {}
         self._tasks = BackgroundTasks()
         self.lookups: dict[Method, LookupTotals] = {method: LookupTotals() for method in METHODS}
 
@@ -234,16 +234,18 @@ class IdentityCache:
 
     async def _load(self, dids: Sequence[str]) -> Mapping[str, StoredIdentity]:
         """Load identities. Those that change in the database meanwhile are stale: the old row may have been read."""
-        self._loading += 1
+        changed = set[str]()
+        self._running_loads[id(changed)] = dids, changed
         try:
             loaded = await self._loads.add(dids)
         finally:
-            self._loading -= 1
-        changed = loaded.keys() if self._all_changed else loaded.keys() & self._changed
-        loaded = {**loaded, **{did: replace(loaded[did], stale=True) for did in changed}}
-        if not self._loading:
-            self._changed, self._all_changed = set(), False
-        return loaded
+            del self._running_loads[id(changed)]
+        return {**loaded, **{did: replace(loaded[did], stale=True) for did in loaded.keys() & changed}}
+
+    def _note_changed(self, dids: Iterable[str] | None) -> None:
+        """Note for the loads that run that identities have changed in the database; None: all."""
+        for loading, changed in self._running_loads.values():
+            changed.update(loading if dids is None else dids)
 
     async def lookup(self, did: str, *, refresh: bool = False, preloaded: bool = False) -> CachedIdentity:
         """Return the identity, from the network if none is known, or if `refresh` and the limits allow it.
@@ -291,14 +293,12 @@ class IdentityCache:
         in_flight = self._start_lookup(did)
         return None if in_flight is None else await _result(in_flight)
 
-    def forget(self, dids: Iterable[str] | None) -> None:
+    def forget(self, dids: Sequence[str] | None) -> None:
         """Drop identities that have changed in the database from memory; None: all."""
         if dids is None:
             self._memory.clear()
-            self._all_changed = self._loading > 0
+        self._note_changed(dids)
         for did in dids or ():
-            if self._loading:
-                self._changed.add(did)
             if (lookup := self._in_flight.get(did)) is not None:
                 lookup.changed = True
             self._memory.pop(did, None)
@@ -308,7 +308,8 @@ class IdentityCache:
 
         This changes only the memory; the batch that applies the change also marks the rows in the database.
         """
-        next_lookup = self.clock() + self.lifetimes.changed_interval
+        next_lookup, dids = self.clock() + self.lifetimes.changed_interval, list(dids)
+        self._note_changed(dids)
         for did in dids:
             if (lookup := self._in_flight.get(did)) is not None:
                 lookup.changed = True

@@ -148,8 +148,8 @@ async def test_identity_is_looked_up_again_when_the_clock_is_set_back(world: Wor
     assert (await identities.lookup(without)).pds == "https://pds.example"
 
 
-@pytest.mark.parametrize("everything", [False, True])
-async def test_row_that_changes_while_it_is_loaded_is_looked_up(world: World, everything: bool) -> None:
+@pytest.mark.parametrize("change", ["all", "notification", "message"])
+async def test_row_that_changes_while_it_is_loaded_is_looked_up(world: World, change: str) -> None:
     identities = world.identities()
     world.table[DID] = await world.resolve(DID, known=True)
     world.table_gate.clear()
@@ -157,7 +157,10 @@ async def test_row_that_changes_while_it_is_loaded_is_looked_up(world: World, ev
         loading = group.create_task(identities.preload([DID]))
         await world.settle()
         world.key = 1
-        identities.forget(None if everything else [DID])
+        if change == "message":
+            identities.mark_stale([DID])
+        else:
+            identities.forget(None if change == "all" else [DID])
         world.table_gate.set()
     assert loading.done()
     assert (await identities.lookup(DID)).key == KEYS[1]
