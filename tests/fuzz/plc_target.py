@@ -32,8 +32,9 @@ class PlcLogs(FuzzTarget):
         self.counts = OutcomeCounts("verified", "with nullified operations", "tombstones", *LogFlaw)
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
-        """Return random logs, most of them valid, and published ones."""
-        made = list(seed_files("did-plc/**/*log_*.json"))[: count // 2]
+        """Return random logs, most of them valid, published ones, and two of kinds that are rare among them."""
+        rare = [json.dumps(log).encode() for log in (_recovered(), _of_another_did())]
+        made = rare + list(seed_files("did-plc/**/*log_*.json"))[: count // 2]
         return made + [json.dumps(_log(random)).encode() for _ in range(count - len(made))]
 
     def mutate(self, data: bytes, random: Random, mutate_bytes: MutateBytes) -> bytes:
@@ -77,6 +78,18 @@ def _check_key(found: DidDocument | None, expected: dict[str, Any]) -> None:
     methods = expected.get("verificationMethods", {"atproto": expected.get("signingKey")})
     if methods["atproto"] != found.signing_key.did_key():
         raise DifferenceError(f"{found.signing_key} instead of {methods}")
+
+
+def _recovered() -> list[dict[str, Any]]:
+    """Return a log in which the first key undoes an operation of the second one."""
+    log = Log(*KEYS[:2])
+    log.update(KEYS[1])
+    log.update(KEYS[0], *KEYS[:2], prev=log.entries[0]["cid"])
+    return log.marked()
+
+
+def _of_another_did() -> list[dict[str, Any]]:
+    return [entry | {"did": Log(KEYS[1]).did} for entry in Log(KEYS[0]).entries]
 
 
 def _log(random: Random) -> list[dict[str, Any]]:
