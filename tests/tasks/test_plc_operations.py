@@ -23,7 +23,7 @@ from indexer.net.http.http_client import OutboundClient
 from indexer.net.identity.did_resolver import DidResolver, identity_of
 from indexer.net.identity.identity_cache import IdentityCache, IdentityLifetimes
 from indexer.net.identity.plc_export import PlcExport, ReadOperations, operations_in_file
-from indexer.sync.identity import StoredIdentity
+from indexer.sync.identity import HandleCheck, StoredIdentity
 from indexer.tasks.plc_operations import PlcOperations
 from indexer.telemetry.conditions import (
     PLC_EXPORT_FAILING,
@@ -606,6 +606,20 @@ async def test_chain_of_a_day_has_a_limit(
     async with reading(db, outbound, Directory(lines_of(log))) as task:
         await read_pages(task)
         assert results(task) == {"proven": 3, "unproven": 1}
+
+
+async def test_new_handle_of_a_tracked_repo_is_verified(db: Database, outbound: OutboundClient) -> None:
+    log = log_of(1)
+    await track(db, log)
+    async with reading(db, outbound, Directory(lines_of(log))) as task:
+        progress = await read_pages(task)
+        claims, _ = await db.identities.due_handles(range(256), 10, time())
+        await db.identities.save_handle_check(HandleCheck(claims[0], "n1.example", 0, time() + 1_000))
+        assert await db.identities.due_handles(range(256), 10, time()) == ([], None)
+        log.update(LOW, alsoKnownAs=["at://new.example"])
+        await task.read(progress, pages_of(lines_of(log)[1:]))
+        claims, _ = await db.identities.due_handles(range(256), 10, time())
+        assert [(claim.did, claim.claimed) for claim in claims] == [(log.did, "new.example")]
 
 
 def moved(log: Log, hours: float = 1) -> Log:

@@ -177,7 +177,7 @@ class IdentityCache:
         self._background_budget = RefreshBudget(self.refresh_rate * BACKGROUND_SHARE)
         self._memory = BoundedDict[str, _Entry](self.max_entries)
         self._in_flight: dict[str, _Lookup] = {}
-        # For each load from the database that runs: its DIDs, and the DIDs that have changed since it began. The keys are
+        # For each load from the database that runs: its DIDs, and the DIDs that have changed since it began. Keys are
         # the object identities of the second part, because two loads may be equal.
         self._running_loads: dict[int, tuple[Sequence[str], set[str]]] = {}
         self._tasks = BackgroundTasks()
