@@ -43,7 +43,7 @@ from indexer.sync.shard import Shard
 from indexer.sync.verify import BlockOf, VerifiedCommit, previous_root
 
 CoreChoice = Literal["auto", "python", "native"]
-INTERFACE = 6
+INTERFACE = 7
 """The number of the interface between this package and the native module."""
 PAGE_BYTES = 1 << 14
 _PROBLEM_OF_SHAPE = (None, Problem.NOT_A_MAP, Problem.NO_TYPE, Problem.OTHER_TYPE)

@@ -16,7 +16,7 @@ from indexer.db.exports import PATH, SORT_TIMEOUT, in_chunks
 from indexer.db.scope import holds
 from indexer.db.write import NewRepoRecords, create_records, write, write_changes
 from indexer.errors import BrokenInvariantError
-from indexer.sync.changes import Action, Batch, BufferedEvent, RecordChange
+from indexer.sync.changes import Action, Batch, BufferedEvent, Proof, RecordChange
 from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.shard import bucket_of
 
@@ -121,7 +121,7 @@ class ResyncTransaction:
         """Return True if the claim still holds at this moment."""
         return bool(await self.connection.fetchval(_HOLDS, *self._key, self._lease))
 
-    async def write(self, changes: Sequence[RecordChange], *, live: bool = False) -> Counter[Action]:
+    async def write(self, changes: Sequence[RecordChange], proof: Proof, *, live: bool = False) -> Counter[Action]:
         """Write differences between the stored records and the export, or with `live` changes of buffered events.
 
         Return how many records were created, updated and deleted. If the claim is lost, another worker may have changed
@@ -130,7 +130,7 @@ class ResyncTransaction:
         Raises:
             BrokenInvariantError: The records are not those that were compared, although the claim holds.
         """
-        effective = await write_changes(self.connection, self._did, changes, live=live)
+        effective = await write_changes(self.connection, self._did, changes, proof, live=live)
         if live:
             crash_point("resync.drained")
             return Counter([change.action for change in effective])

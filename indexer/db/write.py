@@ -47,6 +47,7 @@ from indexer.db.columns import (
 from indexer.sync.changes import (
     Action,
     Batch,
+    Proof,
     RecordChange,
     RecordKey,
     RepoWrite,
@@ -111,7 +112,7 @@ Nearly all writes only advance the head. With the arrays of all columns they tak
 
 RECORD_COLUMNS = typed(
     "did text, collection text, rkey text, bucket smallint, cid bytea, rev text, value text, value_problem text, "
-    "original bytea"
+    'original bytea, proof "char"'
 )
 """The SQL types of the columns of `record_rows`, in their order."""
 ROW_LAYOUT = ColumnLayout(tuple(RECORD_COLUMNS), CHANGE_COLUMNS)
@@ -123,12 +124,13 @@ _RECORD_KEY = {name: RECORD_COLUMNS[name] for name in ("did", "collection", "rke
 _UPSERT_RECORDS = f"""
     with written as (
         insert into indexer.record
-            (did, collection, rkey, bucket, cid, rev, value, value_problem, original, indexed_at)
-        select did, collection, rkey, bucket, cid, rev, value::jsonb, value_problem, original, statement_timestamp()
+            (did, collection, rkey, bucket, cid, rev, value, value_problem, original, proof, indexed_at)
+        select did, collection, rkey, bucket, cid, rev, value::jsonb, value_problem, original, proof,
+            statement_timestamp()
         from {unnest(RECORD_COLUMNS, "w")} order by ordinal
         on conflict (did, collection, rkey, bucket) do update
         set cid = excluded.cid, rev = excluded.rev, value = excluded.value, value_problem = excluded.value_problem,
-            original = excluded.original, indexed_at = excluded.indexed_at
+            original = excluded.original, proof = excluded.proof, indexed_at = excluded.indexed_at
         returning did, collection, rkey, xmax <> 0 as existed
     )
     select did, collection, rkey from written where existed
@@ -198,7 +200,7 @@ async def write(connection: Connection, batch: Batch, *, layout: Layout = PLAIN)
     skipped = frozenset([write.repo.did for write in batch.writes]) - done
     changes = [(write.repo.did, change) for write in writes for change in write.changes]
     unproven = frozenset([write.repo.did for write in writes if write.repo.unproven_since is not None])
-    existed, as_planned = await _write_records(connection, changes, unproven)
+    existed, as_planned = await _write_records(connection, changes, "commit", unproven)
     if not as_planned:
         writes = [_as_it_happened(write, existed) for write in writes]
     await log_changes(connection, [entry for write in writes for entry in change_log_entries(write)])
@@ -224,13 +226,13 @@ async def change_repos(connection: Connection, repos: Iterable[Repo], change: Ca
 
 
 async def write_changes(
-    connection: Connection, did: str, changes: Sequence[RecordChange], *, live: bool
+    connection: Connection, did: str, changes: Sequence[RecordChange], proof: Proof, *, live: bool
 ) -> tuple[RecordChange, ...]:
     """Write and log changes of a repo in progress, whose row `write` writes later; return them as they happened.
 
     Only the resync that has claimed the repo writes its records. If it has lost the claim, `write` skips the row.
     """
-    existed, as_planned = await _write_records(connection, [(did, change) for change in changes])
+    existed, as_planned = await _write_records(connection, [(did, change) for change in changes], proof)
     effective = tuple(changes) if as_planned else effective_changes(did, changes, existed)
     await log_changes(connection, list(record_entries(did, effective, live=live)))
     return effective
@@ -243,7 +245,9 @@ async def create_records(connection: Connection, parts: Sequence[NewRepoRecords]
         RecordsExistError: One of the records exists already.
     """
     ready = [part.chunk.rows for part in parts if part.chunk.rows]
-    others = [(did, change) for did, chunk in parts for change in in_filling_order(chunk.changes)]
+    others: list[tuple[Any, ...]] = []
+    for did, chunk in parts:
+        others += record_rows([(did, change) for change in in_filling_order(chunk.changes)], chunk.proof)
     try:
         if ready:
             pieces = (piece for rows in ready for piece in rows.records())
@@ -294,7 +298,10 @@ def _update_arguments(
 
 
 async def _write_records(
-    connection: Connection, changes: Sequence[tuple[str, RecordChange]], unproven: AbstractSet[str] = frozenset()
+    connection: Connection,
+    changes: Sequence[tuple[str, RecordChange]],
+    proof: Proof,
+    unproven: AbstractSet[str] = frozenset(),
 ) -> tuple[set[RecordKey], bool]:
     """Write changes, each with its DID, in order. Of several changes of one record only the last one is written.
 
@@ -317,11 +324,11 @@ async def _write_records(
             creates.append((key[0], change))
         else:
             puts.append((key[0], change))
-    if len(creates) < MIN_COPIED or not await _try_copy(connection, creates):
+    if len(creates) < MIN_COPIED or not await _try_copy(connection, record_rows(creates, proof)):
         puts = [(key[0], last[key]) for key in keys if last[key].action != "delete"]
     existed: set[RecordKey] = set()
     for part in _statements(puts):
-        updated = await connection.fetch(_UPSERT_RECORDS, *columns_of(record_rows(part), RECORD_COLUMNS))
+        updated = await connection.fetch(_UPSERT_RECORDS, *columns_of(record_rows(part, proof), RECORD_COLUMNS))
         existed.update([(did, collection, rkey) for did, collection, rkey in updated])
     if deletes:
         buckets = buckets_of([did for did, _, _ in deletes])
@@ -342,25 +349,25 @@ def _statements(puts: Sequence[tuple[str, RecordChange]]) -> Iterator[Sequence[t
         yield puts[start:]
 
 
-async def _try_copy(connection: Connection, creates: Sequence[tuple[str, RecordChange]]) -> bool:
-    """Insert new records in a savepoint; return False if one of them exists already. Then nothing is written."""
+async def _try_copy(connection: Connection, rows: Sequence[tuple[Any, ...]]) -> bool:
+    """Insert rows of new records in a savepoint; return False if one of them exists already. Then nothing is written."""
     try:
         async with connection.transaction():
-            await _copy_records(connection, creates)
+            await _copy_records(connection, rows)
     except UniqueViolationError:
         return False
     return True
 
 
-async def _copy_records(connection: Connection, creates: Sequence[tuple[str, RecordChange]]) -> None:
-    rows = record_rows(creates)
+async def _copy_records(connection: Connection, rows: Sequence[tuple[Any, ...]]) -> None:
     await connection.copy_records_to_table("record", schema_name="indexer", columns=list(RECORD_COLUMNS), records=rows)
 
 
-def record_rows(changes: Iterable[tuple[str, RecordChange]]) -> list[tuple[Any, ...]]:
+def record_rows(changes: Iterable[tuple[str, RecordChange]], proof: Proof) -> list[tuple[Any, ...]]:
     """Return the rows of records, each given with its DID, in the order of `RECORD_COLUMNS`."""
+    letter = proof[:1].encode()
     return [
-        (did, collection, rkey, bucket_of(did), cid, rev, value, problem, original)
+        (did, collection, rkey, bucket_of(did), cid, rev, value, problem, original, letter)
         for did, (_, collection, rkey, rev, cid, value, problem, original) in changes
     ]
 

@@ -84,6 +84,7 @@ class _Differences:
 
     def __init__(self, export: Snapshot, policy: Policy) -> None:
         self._export = export
+        self.proof = export.proof
         self._converter = RecordConverter(policy, export.head.rev, export.size)
         self._collections = policy.scope.collections
 
@@ -235,7 +236,7 @@ class Applies:
             more = await loop.run_in_executor(self._thread, completion.plan_slice)
             if completion.changes:
                 await self._check_claim(transaction)
-                drained += await transaction.write(completion.changes, live=True)
+                drained += await transaction.write(completion.changes, "commit", live=True)
         return drained
 
     def _result(self, written: Counter[str], drained: Counter[Action], batch: Batch) -> str:
@@ -321,7 +322,7 @@ class Applies:
             if changes:
                 with self._metrics.batch_seconds["apply-export"].time():
                     await self._check_claim(transaction)
-                    await transaction.write(changes)
+                    await transaction.write(changes, export.proof)
             written.update(change.action for change in changes)
             missing += sum(change.problem == Problem.MISSING for change in changes)
             if exhausted:

@@ -18,6 +18,8 @@ from indexer.sync.stream import Cursor
 from indexer.sync.verify import VerifiedChange
 
 Action = Literal["create", "update", "delete"]
+Proof = Literal["commit", "export", "range"]
+"""How a record was proven when it was written. A later proof that only confirms it changes nothing."""
 
 CHANGE_BYTES = 200
 """Approximate bytes of a record change in a statement besides its path and its value."""

@@ -6,14 +6,14 @@ reference: the native core makes the same snapshots and chunks (`core.core`).
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
 from indexer.atproto.mst import MissingNodeError, Node, leaves, load_node, walk
 from indexer.atproto.range_walk import KeyRange, walk_ranges
 from indexer.atproto.record import Problem
-from indexer.sync.changes import RecordChange, RecordConverter
+from indexer.sync.changes import Proof, RecordChange, RecordConverter
 from indexer.sync.policy import Policy
 from indexer.sync.repo import Head
 from indexer.sync.resync import Entry
@@ -66,6 +66,7 @@ class RecordChunk:
         size: The bytes of the records and their values, approximately.
         changes: The records; empty if there are `rows`.
         rows: The records as rows; None: the database driver encodes `changes`.
+        proof: How the records were proven. That of `rows` is always an export.
     """
 
     count: int
@@ -73,15 +74,19 @@ class RecordChunk:
     size: int
     changes: Sequence[RecordChange] = ()
     rows: ReadyRows | None = None
+    proof: Proof = "export"
 
 
 class NewRecords:
     """The selected records of an export, in chunks. It takes no entry before it is needed."""
 
-    def __init__(self, entries: Iterator[Entry], block_of: BlockOf, converter: RecordConverter) -> None:
+    def __init__(
+        self, entries: Iterator[Entry], block_of: BlockOf, converter: RecordConverter, proof: Proof = "export"
+    ) -> None:
         creates = (converter.convert(VerifiedChange(path, None, cid, block_of(cid))) for path, cid in entries)
         self._changes = filter(None, creates)
         self._converter = converter
+        self._proof = proof
 
     def next_chunk(self) -> RecordChunk | None:
         """Return the next chunk, or None after the last one.
@@ -98,7 +103,8 @@ class NewRecords:
             missing += change.problem == Problem.MISSING
             if len(changes) == CHUNK_RECORDS or converter.bytes_converted >= start + CHUNK_BYTES:
                 break
-        return RecordChunk(len(changes), missing, converter.bytes_converted - start, changes) if changes else None
+        size = converter.bytes_converted - start
+        return RecordChunk(len(changes), missing, size, changes, proof=self._proof) if changes else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +115,10 @@ class Snapshot:
         count: The number of records.
         block_of: Returns the block of a record; None if the export lacks it.
         size: The size of all blocks with their lengths and CIDs, in bytes.
+        proof: How this proves records.
     """
 
+    proof: ClassVar[Proof] = "export"
     did: str
     head: Head
     count: int
@@ -123,7 +131,8 @@ class Snapshot:
 
     def new_records(self, policy: Policy) -> NewRecords:
         """Return the records that `policy` selects, converted."""
-        return NewRecords(self.records(), self.block_of, RecordConverter(policy, self.head.rev, self.size))
+        converter = RecordConverter(policy, self.head.rev, self.size)
+        return NewRecords(self.records(), self.block_of, converter, self.proof)
 
 
 def verify_snapshot(did: str, root: bytes, block_of: BlockOf, key: PublicKey, limits: Limits, size: int) -> Snapshot:
@@ -146,6 +155,7 @@ class RangeSnapshot(Snapshot):
         entries: The records in ascending order of their paths. `count` is their number.
     """
 
+    proof: ClassVar[Proof] = "range"
     entries: Sequence[Entry]
 
     def records(self) -> Iterator[Entry]:

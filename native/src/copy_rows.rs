@@ -28,6 +28,8 @@ enum RecordColumn {
     Problem,
     /// Null: only records whose JSON holds all of them are converted here.
     Original,
+    /// How the record was proven, as `"char"`: by an export.
+    Proof,
 }
 
 impl RecordColumn {
@@ -42,6 +44,7 @@ impl RecordColumn {
             "value" => Self::Value,
             "value_problem" => Self::Problem,
             "original" => Self::Original,
+            "proof" => Self::Proof,
             _ => return None,
         })
     }
@@ -199,6 +202,7 @@ impl RecordRows {
                     None => out.extend_from_slice(&NULL.to_be_bytes()),
                 },
                 RecordColumn::Original => out.extend_from_slice(&NULL.to_be_bytes()),
+                RecordColumn::Proof => put(out, b"e")?,
             }
         }
         self.keys.push(key);

@@ -34,7 +34,8 @@ begin
         select c.did, c.collection, c.rkey, 'at://' || c.did || '/' || c.collection || '/' || c.rkey as uri,
             atproto.cid_text(c.cid) as cid, c.rev, c.value,
             coalesce(c.value_problem, case when c.value is null then 'not-stored' end) as value_problem,
-            c.indexed_at, c.bucket
+            c.indexed_at, c.bucket,
+            case c.proof when 'c' then 'commit' when 'e' then 'export' when 'r' then 'range' end as proof
         from indexer.record c %s where %s
     $view$, joined, condition);
     execute format($view$
@@ -112,6 +113,9 @@ comment on column atproto.records.value_problem is
 comment on column atproto.records.indexed_at is 'When the record was last written here, by the clock of the server.';
 comment on column atproto.records.bucket is
     'The bucket of the DID. Queries on a cluster compare it with atproto.bucket_of($1).';
+comment on column atproto.records.proof is
+    'How the record was proven when it was written: commit, export or range (docs/protocol.md#sparse-resync). Null if '
+    'an earlier release wrote it.';
 
 comment on view atproto.blobs is
     'A row for each reference to a blob in the value of a visible record. Indexed by did, and by (did, collection, '
