@@ -1,15 +1,16 @@
 """The command `audit`: fetch repos again and compare every record with the database. Nothing is written.
 
-The comparison covers what a resync would write: the head of the repo, and the CID and the value of every record in the
-selected collections. Repos change during an audit. An export that is older than the stored rev is fetched again, and
-the daemon gets some time to store a rev that is newer.
+The chosen records or the export are fetched, as by a resync. The comparison covers what a resync would write: the head
+of the repo, and the CID and the value of every record in the selected collections. Repos change during an audit. An
+export that is older than the stored rev is fetched again, and the daemon gets some time to store a rev that is newer.
 """
 
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from decimal import Decimal
 from time import monotonic, time
 from typing import Any
@@ -19,7 +20,7 @@ import click
 from indexer.app.clients import make_did_resolver, make_pds_client, open_outbound_client, stored_policy
 from indexer.app.settings import Settings
 from indexer.atproto.cid import CID_BYTES, cid_text
-from indexer.atproto.crypto import parse_did_key
+from indexer.atproto.crypto import PublicKey, parse_did_key
 from indexer.atproto.record import Problem, decode_record
 from indexer.cli.arguments import parse_did
 from indexer.cli.command import ExitCode, command, json_lines_option, report_error
@@ -31,8 +32,9 @@ from indexer.errors import BrokenInvariantError, UnavailableError, UpstreamError
 from indexer.net.identity.did_resolver import DidResolver
 from indexer.net.pds.pds_client import PdsClient
 from indexer.reasons import FetchFailure, Rejection
+from indexer.resync.sparse import SparseDownload, SparseFetch
 from indexer.sync.changes import selected_path
-from indexer.sync.export import Snapshot
+from indexer.sync.export import ExportReader, Snapshot
 from indexer.sync.policy import Policy, is_future
 from indexer.sync.repo import Head, Repo, SyncStatus
 from indexer.sync.resync import Difference, SnapshotDiff, without_value
@@ -64,6 +66,7 @@ class RepoAudit:
 
     Attributes:
         records: Number of records compared.
+        proofs: Number of those in the database by how they were proven.
         differences: Number of differences.
         listed: The first differences: the AT-URI of the record, or the DID of the repo, and what differs.
         reason_skipped: Why the repo, or a part of it, was not compared: the kind of reason, then a colon and details.
@@ -71,6 +74,7 @@ class RepoAudit:
 
     did: str
     records: int = 0
+    proofs: dict[str, int] = field(default_factory=dict)
     differences: int = 0
     listed: list[dict[str, str]] = field(default_factory=list)
     reason_skipped: str | None = None
@@ -107,6 +111,7 @@ class RepoComparison:
             BrokenInvariantError: The stored records are out of path order.
         """
         self.result.records += len(chunk)
+        _add_counts(self.result.proofs, Counter([record.proof or "unknown" for record in chunk]))
         matches = {record.path: self._value_matches(record) for record in chunk}
         # A wrong value is marked like a missing one, so that the merge reports it.
         entries = [(path, without_value(cid) if matches[path] is False else cid) for path, cid, *_ in chunk]
@@ -127,8 +132,8 @@ class RepoComparison:
 
         If values are not to be stored, only values from before that setting are compared.
         """
-        path, cid, value, problem, original = record
-        if record[2:] == (None, None, None) and not self._policy.store_values:
+        path, cid, value, problem, original, _ = record
+        if record[2:5] == (None, None, None) and not self._policy.store_values:
             return True
         block = self._snapshot.block_of(cid)
         if block is None:
@@ -192,6 +197,7 @@ class Auditor:
     resolver: DidResolver
     pds: PdsClient
     policy: Policy
+    sparse: SparseFetch
 
     async def audit(self, dids: Iterable[str], concurrency: int, report: Callable[[RepoAudit], None]) -> None:
         """Call `report` with the result of each repo as soon as it is complete.
@@ -227,25 +233,38 @@ class Auditor:
             return result
 
     async def _fetch_and_compare(self, did: str) -> RepoAudit:
-        """Fetch and compare the repo, again if the export is older than the stored rev."""
+        """Fetch and compare the repo, again if what is fetched is older than the stored rev."""
         _comparable_head((await self.db.repos.load([did])).get(did))
         identity = await self.resolver.resolve(did)
         if identity.signing_key is None or identity.pds is None:
             raise UnavailableError(FetchFailure.IDENTITY_MISSING, identity.problem or "")
-        key, limits = parse_did_key(identity.signing_key), self.policy.limits
+        key = parse_did_key(identity.signing_key)
         fetches = 0
         while True:
             fetches += 1
             try:
+                if fetches == 1 and (chosen := await self._fetch_chosen(did, identity.pds, key)):
+                    return await self._compare_at_same_rev(chosen)
                 async with self.pds.open_export(did, identity.pds) as download:
                     await download.fetch()
-                    snapshot = await asyncio.to_thread(download.reader.verify, did, key, limits)
-                    if is_future(snapshot.head.rev, time(), limits):
-                        raise UpstreamError(Rejection.FUTURE_REV, snapshot.head.rev)
-                    return await self._compare_at_same_rev(snapshot)
+                    return await self._compare_at_same_rev(await self._verify(did, download.reader, key))
             except UnavailableError as error:
                 if error.reason is not FetchFailure.EXPORT_STALE or fetches == MAX_FETCHES:
                     raise
+
+    async def _fetch_chosen(self, did: str, host: str, key: PublicKey) -> Snapshot | None:
+        """Return the proven records of the chosen collections; None if the export is to be fetched."""
+        policy = replace(self.policy, store_values=True)  # values from before that setting are compared, too
+        with suppress(UpstreamError, UnavailableError):
+            if download := await self.sparse.fetch(did, host, policy):
+                return await self._verify(did, download, key)
+        return None
+
+    async def _verify(self, did: str, blocks: ExportReader | SparseDownload, key: PublicKey) -> Snapshot:
+        snapshot = await asyncio.to_thread(blocks.verify, did, key, self.policy.limits)
+        if is_future(snapshot.head.rev, time(), self.policy.limits):
+            raise UpstreamError(Rejection.FUTURE_REV, snapshot.head.rev)
+        return snapshot
 
     async def _compare_at_same_rev(self, snapshot: Snapshot) -> RepoAudit:
         """Wait until the database has the rev of the snapshot, then compare. If it takes too long, report that."""
@@ -285,7 +304,8 @@ async def audit(settings: Settings, db: Database, dids: Iterable[str], report: C
     async with open_outbound_client(settings) as outbound:
         outbound.hosts.restore(await db.hosts.load())
         resolver, pds = make_did_resolver(settings, outbound), make_pds_client(settings, outbound)
-        auditor = Auditor(db, resolver, pds, await stored_policy(settings, db))
+        sparse = SparseFetch(pds, settings.sparse_resync)
+        auditor = Auditor(db, resolver, pds, await stored_policy(settings, db), sparse)
         await auditor.audit(dids, audit_concurrency(settings), report)
 
 
@@ -307,6 +327,10 @@ def _comparable_head(repo: Repo | None) -> Head:
     return repo.head
 
 
+def _add_counts(counts: dict[str, int], more: Mapping[str, int]) -> None:
+    counts.update({name: counts.get(name, 0) + count for name, count in more.items()})
+
+
 @dataclass(slots=True)
 class AuditSummary:
     """The sum of the results of many repos.
@@ -314,6 +338,7 @@ class AuditSummary:
     Attributes:
         repos: Number of repos compared completely.
         equal: Number of those without a difference.
+        proofs: Number of stored records by how they were proven.
         skipped: Number of the other repos.
         reasons_skipped: Their number by kind of reason.
     """
@@ -321,6 +346,7 @@ class AuditSummary:
     repos: int = 0
     equal: int = 0
     records: int = 0
+    proofs: dict[str, int] = field(default_factory=dict)
     differences: int = 0
     reasons_skipped: dict[str, int] = field(default_factory=dict)
     skipped: int = 0
@@ -329,10 +355,10 @@ class AuditSummary:
         """Add the result of a repo."""
         self.records += result.records
         self.differences += result.differences
+        _add_counts(self.proofs, result.proofs)
         if result.reason_skipped is not None:
             self.skipped += 1
-            kind = result.reason_skipped.partition(":")[0]
-            self.reasons_skipped[kind] = self.reasons_skipped.get(kind, 0) + 1
+            _add_counts(self.reasons_skipped, {result.reason_skipped.partition(":")[0]: 1})
         else:
             self.repos += 1
             self.equal += not result.differences
@@ -360,14 +386,14 @@ class AuditSummary:
 async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: int | None, as_json: bool) -> int:
     """Fetch repos again and compare every record with the database.
 
-    Nothing is changed. Each repo is fetched from its own host, verified completely, and compared as of one point in
-    time. If the host has a newer rev than the database, the daemon gets some seconds to store it; the daemon need not
-    run.
+    Nothing is changed. Each repo, or only the chosen records with their proof, is fetched from its own host, verified
+    completely, and compared as of one point in time. If the host has a newer rev than the database, the daemon gets
+    some seconds to store it; the daemon need not run.
 
     Print one line for each difference (the first hundred of a repo), one line for each repo that could not be compared,
-    and a summary. With --json, print one line for each repo, and the summary as the last one. The exit code is 5 if
-    there are differences, otherwise 1 if a repo in the database could not be compared or none is synchronized,
-    otherwise 4 if a DID is not in the database.
+    and a summary: also how many stored records were proven by which kind of proof. With --json, print one line for each
+    repo, and the summary as the last one. The exit code is 5 if there are differences, otherwise 1 if a repo in the
+    database could not be compared or none is synchronized, otherwise 4 if a DID is not in the database.
     """
     if dids and sample is not None:
         raise click.UsageError("Give either DIDs or --sample, not both.")
@@ -392,10 +418,15 @@ async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: in
         return summary.exit_code
     click.echo(f"repos: {summary.repos:,} compared, {summary.equal:,} equal")
     click.echo(f"records: {summary.records:,} compared, differences: {summary.differences:,}")
+    if summary.proofs:
+        click.echo(f"proofs: {_listed(summary.proofs)}")
     if summary.skipped:
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(summary.reasons_skipped.items()))
-        click.echo(f"not compared: {summary.skipped:,} ({reasons})")
+        click.echo(f"not compared: {summary.skipped:,} ({_listed(summary.reasons_skipped)})")
     return summary.exit_code
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join([f"{count:,} {name}" for name, count in sorted(counts.items())])
 
 
 def _result_lines(result: RepoAudit) -> list[str]:

@@ -24,8 +24,9 @@ PATH = "convert_to(collection || '/' || rkey, 'UTF8')"
 """The path of a record in SQL, as the tree compares it: by bytes. `-` and `.` sort before `/`."""
 
 _RECORDS = f"""
-    select {PATH} as path, cid, value, value_problem, original from indexer.record
-    where did = $1 and bucket = $2 order by path
+    select {PATH} as path, cid, value, value_problem, original,
+        case proof when 'c' then 'commit' when 'e' then 'export' when 'r' then 'range' end
+    from indexer.record where did = $1 and bucket = $2 order by path
 """
 
 
@@ -37,6 +38,7 @@ class RecordRow(NamedTuple):
     value: str | None
     problem: str | None
     original: bytes | None
+    proof: str | None
 
 
 @dataclass(frozen=True)

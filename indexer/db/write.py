@@ -350,7 +350,7 @@ def _statements(puts: Sequence[tuple[str, RecordChange]]) -> Iterator[Sequence[t
 
 
 async def _try_copy(connection: Connection, rows: Sequence[tuple[Any, ...]]) -> bool:
-    """Insert rows of new records in a savepoint; return False if one of them exists already. Then nothing is written."""
+    """Insert new records in a savepoint; return False if one of them exists already. Then nothing is written."""
     try:
         async with connection.transaction():
             await _copy_records(connection, rows)
