@@ -207,16 +207,16 @@ class NativeReader:
 class ProvenExport(Snapshot):
     """An export that the native core has verified. All reads raise as `NativeReader.block` does."""
 
-    proof: Any
+    native: Any
 
     def records(self) -> Iterator[tuple[bytes, bytes]]:
         """Yield the path and the CID of each record, in bytewise path order."""
-        return _entries(self.proof.records(["*"]))
+        return _entries(self.native.records(["*"]))
 
     def new_records(self, policy: Policy) -> NewRecords:
         """Return the records that `policy` selects, converted."""
         converter = RecordConverter(policy, self.head.rev, self.size)
-        records = self.proof.records(list(policy.scope.collections.patterns))
+        records = self.native.records(list(policy.scope.collections.patterns))
         if policy.store_values:
             return _NativeNewRecords(records, self.block_of, converter)
         return NewRecords(_entries(records), self.block_of, converter)

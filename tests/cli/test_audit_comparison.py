@@ -66,13 +66,13 @@ def stored_record(path: str, block: bytes, policy: Policy) -> RecordRow | None:
     if change is None:
         return None
     value = change.value and json.dumps(json.loads(change.value), indent=1)
-    return RecordRow(path.encode(), cid_of(block), value, change.problem, change.original)
+    return RecordRow(path.encode(), cid_of(block), value, change.problem, change.original, "export")
 
 
 def changed_row(path: str, record: RecordRow | None, change: str) -> RecordRow | None:
     """Return the row after a change; None if there is none."""
     if record is None:
-        return RecordRow(path.encode(), cid_of(BLOCKS[0]), None, None, None) if change == "add" else None
+        return RecordRow(path.encode(), cid_of(BLOCKS[0]), None, None, None, "export") if change == "add" else None
     columns: dict[str, dict[str, Any]] = {
         "add": {},
         "cid": {"cid": cid_of(b"another")},
@@ -103,7 +103,7 @@ def expected_differences(
                 unselected += 1
         elif row.cid != expected_row.cid:
             differences[path] = "different CID"
-        elif row[2:] == NO_VALUE and not policy.store_values:
+        elif row[2:5] == NO_VALUE and not policy.store_values:
             pass
         elif records[path] in missing_blocks:
             not_compared += row.problem != "missing"
@@ -141,6 +141,7 @@ def test_comparison_finds_the_same_differences_as_a_comparison_of_dictionaries(
     found = [(one["subject"].removeprefix(prefix), one["description"].partition(":")[0]) for one in result.listed]
     assert found == [*expected.items()]
     assert result.differences == len(expected)
+    assert result.proofs == ({"export": len(stored)} if stored else {})
     assert result.records == len(stored) + list(expected.values()).count("missing in the database")
     counts = {"export-lacks-records": not_compared, BEING_DELETED: unselected}
     most = max(counts.values())

@@ -84,10 +84,10 @@ async def finish_resync(
     before_lock: Callable[[], Awaitable[object]] | None = None,
 ) -> None:
     async with db.resyncs.transaction(claimed) as transaction:
-        await transaction.write(changes)
+        await transaction.write(changes, "export")
         if before_lock is not None:
             await before_lock()
         locked = await transaction.lock()
         assert locked is not None
-        await transaction.write(drained, live=True)
+        await transaction.write(drained, "commit", live=True)
         await transaction.finish(Batch((RepoWrite(locked, completed(locked), live=False),)))

@@ -100,7 +100,7 @@ async def test_a_time_limit_in_a_resync_leaves_no_statement_behind(database: str
             await other.execute("lock table indexer.record")
             with pytest.raises(DatabaseError):
                 async with db.resyncs.transaction(claimed) as transaction, asyncio.timeout(0.2):
-                    await transaction.write([put("app.test/a")])
+                    await transaction.write([put("app.test/a")], "export")
             await until(lambda: other.fetchval("select not exists (select from pg_locks where not granted)"))
 
         async def is_closed() -> bool:

@@ -80,8 +80,8 @@ class Scenario:
         diff = SnapshotDiff(iter(sorted((path, change.cid or b"") for path, change in fetched.items())))
         async with self.db.resyncs.transaction(claimed) as transaction:
             async for chunk in transaction.stored():
-                await transaction.write(list(changes_of(diff.compare(chunk), fetched)))
-            await transaction.write(list(changes_of(diff.remaining(), fetched)))
+                await transaction.write(list(changes_of(diff.compare(chunk), fetched)), "export")
+            await transaction.write(list(changes_of(diff.remaining(), fetched)), "export")
             assert await transaction.lock() == claimed
             self.records = {key: cid for key, cid in self.records.items() if key[0] != claimed.did}
             self.change(number, fetched.values())

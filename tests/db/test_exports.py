@@ -27,7 +27,7 @@ async def test_a_read_has_one_snapshot_and_yields_chunks(db: Database, monkeypat
             chunks.append(chunk)
         assert await read.repo() == synchronized(1)
     assert [len(chunk) for chunk in chunks] == [2, 2, 2, 2, 1]
-    expected = [RecordRow(path.encode(), put(path).cid or b"", "{}", None, None) for path in names]
+    expected = [RecordRow(path.encode(), put(path).cid or b"", "{}", None, None, "commit") for path in names]
     assert [record for chunk in chunks for record in chunk] == sorted(expected)
     assert (await db.repos.load([did(1)]))[did(1)] == later
 
@@ -39,8 +39,8 @@ async def test_a_read_yields_all_columns_of_a_record_and_cannot_write(db: Databa
         [[first, second]] = [chunk async for chunk in read.records()]
         with pytest.raises(asyncpg.ReadOnlySQLTransactionError):
             await read.connection.execute("update indexer.repo set takedown = true")
-    assert first == RecordRow(b"a.b/odd", odd.cid or b"", None, "nul-character", b"\0")
-    assert second[2:] == ('{"a": null, "b": 100}', None, None)
+    assert first == RecordRow(b"a.b/odd", odd.cid or b"", None, "nul-character", b"\0", "commit")
+    assert second[2:] == ('{"a": null, "b": 100}', None, None, "commit")
     assert await db.repos.set_takedown(did(1), on=True), "the connection can write again"
     async with db.exports.consistent_read(did("unknown")) as read:
         assert await read.repo() is None

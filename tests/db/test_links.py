@@ -92,7 +92,7 @@ async def test_links_follow_a_resync_in_all_its_ways(db: Database, sql: asyncpg.
     await turn_on(db)
     claimed = await in_progress(db, 1)
     async with db.resyncs.transaction(claimed) as transaction:
-        await transaction.write((like("a"),))  # and is abandoned
+        await transaction.write((like("a"),), "export")  # and is abandoned
     await settle(db)
     assert await assert_links_exact(sql) == 0
     await finish_resync(db, claimed, (like("a"), like("b"), like("c")), drained=(like("d"), delete(f"{LIKE}/a")))
@@ -234,7 +234,7 @@ class EverythingAtOnce:
                 paths = [path.decode() async for chunk in transaction.stored() for path, _ in chunk]
                 if not await transaction.holds_claim():
                     return False
-                await transaction.write(self.some_changes({path.partition("/")[2] for path in paths}))
+                await transaction.write(self.some_changes({path.partition("/")[2] for path in paths}), "export")
                 locked = await transaction.lock()
                 if locked is None:
                     return False

@@ -18,7 +18,7 @@ from tests.db.repo_rows import buffer_event, completed, did, insert, put, synchr
 
 ALL = range(256)
 SCOPE = 0
-RECORDS = "select collection, rkey, cid, rev, value, value_problem, original from indexer.record where did = $1"
+RECORDS = "select collection, rkey, cid, rev, value, value_problem, original, proof from indexer.record where did = $1"
 CHANGES = """
     select collection, rkey, action, cid, rev, live from atproto.changes
     where did = $1 and rkey is not null order by seq
@@ -46,7 +46,7 @@ class Chunk:
             row(
                 text(self._did), text(change.collection), text(change.rkey), bucket, change.cid, text(change.rev),
                 None if change.value is None else b"\x01" + change.value.encode(), text(change.problem),
-                change.original,
+                change.original, b"e",
             )
             for change in self._changes
         )[start:]  # fmt: skip

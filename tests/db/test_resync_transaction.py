@@ -62,11 +62,11 @@ async def test_a_difference_that_does_not_fit_the_stored_records_is_a_bug(db: Da
     for change in wrong:
         with pytest.raises(BrokenInvariantError, match="changed since they were compared"):
             async with db.resyncs.transaction(claimed) as transaction:
-                await transaction.write([put("app.test/new"), change])
+                await transaction.write([put("app.test/new"), change], "export")
     await db.resyncs.expire_leases(ALL, 200.0)
     for change in wrong:
         async with db.resyncs.transaction(claimed) as transaction:
-            await transaction.write([put("app.test/new"), change])
+            await transaction.write([put("app.test/new"), change], "export")
             assert await transaction.lock() is None
     assert list(await db.reports.visible_records(did(1))) == ["app.test/there"]
 
@@ -75,7 +75,7 @@ async def test_changes_become_visible_with_the_commit(db: Database, sql: asyncpg
     claimed = await in_progress(db, 1)
     drained = put("app.test/b")
     async with db.resyncs.transaction(claimed) as transaction:
-        await transaction.write([put("app.test/a"), put("app.test/b", '"old"')])
+        await transaction.write([put("app.test/a"), put("app.test/b", '"old"')], "export")
         row = (await db.repos.load([did(1)]))[did(1)]  # an event of the stream arrives
         buffering = row._replace(version=row.version + 1, buffered_events=1)
         buffered = tuple(BufferedEvent(did(1), RELAY, seq, b"frame") for seq in (9, 8))
@@ -108,13 +108,13 @@ async def test_a_block_that_raises_or_does_not_finish_writes_nothing(db: Databas
     for finish in (False, True):
         with pytest.raises(LeftBlockError):  # noqa: PT012
             async with db.resyncs.transaction(claimed) as transaction:
-                await transaction.write([put("app.test/a")])
+                await transaction.write([put("app.test/a")], "export")
                 await transaction.lock()
                 if finish:
                     await transaction.finish(Batch((RepoWrite(claimed, completed(claimed)),)))
                 raise LeftBlockError
     async with db.resyncs.transaction(claimed) as transaction:
-        await transaction.write([put("app.test/a")])
+        await transaction.write([put("app.test/a")], "export")
     async with db.resyncs.transaction(claimed) as transaction:
         other_version = claimed._replace(version=claimed.version - 1)
         assert not await transaction.finish(Batch((RepoWrite(other_version, claimed),)))
@@ -151,7 +151,7 @@ async def test_a_record_with_special_characters_is_stored_unchanged(db: Database
     text = '{"quote": "\\"", "braces": "{a,b}", "null": null, "text": "\\\\ \\n é 🦋", "long": "' + "x" * 200_000 + '"}'
     odd = RecordChange("create", "app.test", "NULL", "3laaaaaaaaa22", put("app.test/x").cid, text)
     async with db.resyncs.transaction(claimed) as transaction:
-        await transaction.write([odd])
+        await transaction.write([odd], "export")
         await transaction.lock()
         await transaction.finish(Batch((RepoWrite(claimed, completed(claimed)),)))
     record = await db.reports.record(did(1), "app.test", "NULL")
@@ -168,7 +168,7 @@ async def test_lost_claim_is_recognized_while_the_row_is_locked(db: Database, sq
     await insert(db, repo)
     (claimed,) = await db.resyncs.claim(1, ALL, 10.0, 100.0)
     async with db.resyncs.transaction(claimed) as transaction:
-        await transaction.write([put("app.test/new")])
+        await transaction.write([put("app.test/new")], "export")
         await sql.execute("select atproto.request_resync($1)", repo.did)
         async with sql.transaction(), asyncio.timeout(20):
             await sql.execute("select from indexer.repo for update")

@@ -17,7 +17,8 @@ _NULL = b"\xff" * 4
 
 def record_rows(did: str, changes: Sequence[RecordChange]) -> bytes:
     """Return the rows of `indexer.record` for new records of a repo, in the order in which they are written."""
-    return _encoded(list(RECORD_COLUMNS), rows_of_records((did, change) for change in in_filling_order(changes)))
+    rows = rows_of_records([(did, change) for change in in_filling_order(changes)], "export")
+    return _encoded(list(RECORD_COLUMNS), rows)
 
 
 def change_rows(did: str, changes: Iterable[RecordChange], segment: int, batch: int, first_ordinal: int) -> bytes:
