@@ -12,6 +12,7 @@ from indexer.atproto.cid import cid_of
 from indexer.atproto.mst import encode_node
 from indexer.atproto.syntax import CollectionFilter
 from indexer.db import Database
+from indexer.db.write import MIN_COPIED
 from indexer.demo.dag_cbor import encode
 from indexer.demo.local_repo import Write, car
 from indexer.net.http.http_client import Response
@@ -19,7 +20,7 @@ from indexer.resync.sparse import SparseChoice, SparseDownload, SparseFetch
 from indexer.sync.policy import Policy
 from tests.daemon.crafted_exports import SignedRepo
 from tests.resync.resync_world import MIRROR, PDS, AccountOwner, ResyncWorld, SimulatedHosts
-from tests.sync.signing_account import STORE_ALL
+from tests.sync.signing_account import STORE_ALL, received_message
 
 WANTED = "com.example.note"
 SPARSE_CHOICES: tuple[SparseChoice, ...] = get_args(SparseChoice)
@@ -89,6 +90,40 @@ async def test_scope_that_changes_while_the_records_are_fetched_ends_the_attempt
     assert await world.attempt()
     assert world.results == {"postponed": 1}
     assert await world.query("select rkey from indexer.record") == []
+
+
+async def proofs(world: ResyncWorld) -> dict[str, str]:
+    rows = await world.query("select rkey, proof from atproto.records where did = $1", world.owner.did)
+    return {row["rkey"]: row["proof"] for row in rows}
+
+
+@pytest.mark.parametrize("choices", [("always", "never"), ("never", "always")])
+async def test_only_what_a_resync_changes_gets_its_proof(
+    world: ResyncWorld, choices: tuple[SparseChoice, SparseChoice]
+) -> None:
+    """And a buffered commit is a commit, whatever the resync fetches. New records are copied or not."""
+    first, second = ("range" if choice == "always" else "export" for choice in choices)
+    writes = [Write.create(f"{WANTED}/live", {}), Write.update(f"{WANTED}/002", {"live": True})]
+
+    async def buffer_commit() -> None:
+        await world.live.deliver([received_message("commit", world.owner.commit(*writes))])
+
+    world.sparse.choice = choices[0]
+    assert await world.attempt()
+    expected = {f"{number:03}": first for number in range(60)}
+    assert await proofs(world) == expected
+    world.sparse.choice, world.at["begin"] = choices[1], buffer_commit
+    world.owner.change(Write.update(f"{WANTED}/001", {"lost": True}), Write.create(f"{WANTED}/few", {}))
+    await world.db.repos.request_resyncs([world.owner.did])
+    assert await world.attempt()
+    expected |= {"001": second, "few": second, "002": "commit", "live": "commit"}
+    assert await proofs(world) == expected
+    world.owner.change(*(Write.create(f"{WANTED}/many{number}", {"number": number}) for number in range(MIN_COPIED)))
+    await world.db.repos.request_resyncs([world.owner.did])
+    assert await world.attempt()
+    assert await proofs(world) == expected | {f"many{number}": second for number in range(MIN_COPIED)}
+    assert world.results == {"synchronized": 3}
+    assert {kind for kind, _ in world.hosts.requests} >= {"export", "record"}
 
 
 def account_of(records: dict[str, int]) -> AccountOwner:
