@@ -175,3 +175,32 @@ async def test_host_without_the_methods_is_asked_for_them_only_once(
             await daemon.wait_for_cursor()
             await daemon.resync_until_equal(account)
         assert (fault[0].fired, requests_of(daemon, GET_REPO)) == (1, 3)
+
+
+async def test_rows_say_how_they_were_proven_last(database: str, tmp_path: Path) -> None:
+    async with (
+        FilteredNetwork(collections=[LIKE]) as network,
+        running_daemon(database, tmp_path, network, collections=LIKE) as daemon,
+    ):
+        account = network.create_account("ada.test")
+
+        async def proofs() -> dict[str, str]:
+            await daemon.wait_until_equal()
+            rows = await daemon.execute("select rkey, proof from atproto.records where did = $1", account.did)
+            return {row["rkey"]: row["proof"] for row in rows}
+
+        await daemon.wait_until_equal()
+        account.create(LIKE, {"$type": LIKE}, rkey="live")
+        assert await proofs() == {"live": "commit"}
+        write_lost(account, likes=["range", "later"], posts=300)
+        await daemon.wait_for_cursor()
+        await daemon.resync_until_equal(account)
+        assert await proofs() == {"live": "commit", "range": "range", "later": "range"}
+        daemon.stages.resync_pool.attempts.sparse = SparseFetch(daemon.stages.pds, "never")
+        write_lost(account, likes=["export", "updated"])
+        await daemon.wait_for_cursor()
+        await daemon.resync_until_equal(account)
+        account.update(f"{LIKE}/updated", {"$type": LIKE, "text": "live"})
+        account.update(f"{LIKE}/later", {"$type": LIKE, "text": "live"})
+        expected = {"live": "commit", "range": "range", "export": "export"}
+        assert await proofs() == expected | {"later": "commit", "updated": "commit"}
