@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from indexer.cli.audit import (
 )
 from indexer.db import DatabaseError
 from indexer.db.exports import Exports
-from indexer.demo.local_pds import GET_REPO
+from indexer.demo.local_pds import GET_BLOCKS, GET_RECORD, GET_REPO
 from indexer.net.pds.pds_client import ExportDownload, PdsClient
 from indexer.reasons import FetchFailure
 from tests.cli.audit_world import LIKE, OF_POST, POST, AuditWorld, audit_world
-from tests.daemon_harness import run_daemon
+from tests.daemon_harness import run_daemon, wait_for_cursor
 from tests.db.test_values import COLLECTION as UNUSUAL_COLLECTION
 from tests.faulty_network import Fault, FaultyAccount
 from tests.waiting import until
@@ -43,7 +44,8 @@ async def test_resynchronized_repo_with_unusual_records_is_equal(world: AuditWor
     result = (await world.audit(ada))[ada.did]
     [[problems]] = await world.sql("select count(distinct value_problem) from indexer.record")
     assert problems >= 9, "the account has many kinds of unusual records"
-    assert result == RepoAudit(ada.did, records=len(ada.records) - 1)
+    count = len(ada.records) - 1
+    assert result == RepoAudit(ada.did, records=count, proofs={"export": count})
 
 
 RECORD = f"{POST}/001"
@@ -132,6 +134,45 @@ async def test_rows_with_values_and_of_a_repo_with_a_local_takedown_are_compared
     assert await world.differences(ada, store_values="false") == [DIFFERENT_VALUE]
 
 
+async def test_changed_rows_of_each_proof_are_found_with_and_without_an_export(world: AuditWorld) -> None:
+    """The chosen records are fetched with their proof, or as in a resync the export if the host sends no valid one."""
+    ada, chosen = world.create_account("ada", posts=1), {"collections": POST, "sparse_resync": "always"}
+    ada.create(LIKE, {"$type": LIKE}, rkey="1")
+    await world.synchronize(**chosen)
+    ada.create(POST, {"$type": POST}, rkey="001")
+    await world.db.repos.request_resyncs([ada.did])
+    await world.synchronize(**chosen | {"sparse_resync": "never"})
+    ada.create(POST, {"$type": POST}, rkey="002")
+    async with run_daemon(world.settings(**chosen), world.dsn) as daemon:
+        await wait_for_cursor(daemon, world.network.relay_url, world.network.relay.seq)
+    await world.sql("create table original as table indexer.record")
+    for choice, faults, fetched in (
+        ("always", [], {GET_RECORD, GET_BLOCKS}),
+        ("always", [Fault(GET_RECORD, sections=2, times=None)], {GET_RECORD, GET_REPO}),
+        ("never", [], {GET_REPO}),
+    ):
+        ada.pds.faults, before = faults, ada.pds.requests.copy()
+        result = (await world.audit(ada, sparse_resync=choice))[ada.did]
+        assert result == RepoAudit(ada.did, records=3, proofs={"range": 1, "export": 1, "commit": 1})
+        assert set(ada.pds.requests - before) == fetched
+        for change, difference in (("value = '{}'", "different value"), ("cid = substr(cid, 1, 20)", "different CID")):
+            await world.sql(f"update indexer.record set {change}")
+            lines = await world.differences(ada, sparse_resync=choice)
+            assert [line.partition(":")[0] for line in lines] == [f"{POST}/{n:03} {difference}" for n in range(3)]
+            await world.sql("truncate indexer.record")
+            await world.sql("insert into indexer.record table original")
+
+
+async def test_chosen_records_of_an_older_rev_are_fetched_again_as_export(world: AuditWorld) -> None:
+    ada, chosen = world.create_account("ada"), {"collections": POST, "sparse_resync": "always"}
+    older, headers = b"".join(ada.repo.export()), {"Content-Type": "application/vnd.ipld.car"}
+    ada.create(LIKE, {"$type": LIKE}, rkey="1")
+    await world.synchronize(**chosen)
+    ada.pds.faults.append(Fault(GET_RECORD, times=None, status=200, headers=headers, body=older))
+    assert await world.differences(ada, **chosen) == []
+    assert (ada.pds.faults[0].fired, ada.pds.requests[GET_REPO]) == (1, 1)
+
+
 def publish_another_key(_: AuditWorld, account: FaultyAccount) -> None:
     """Publish a key that did not sign the last commit."""
     account.swap_key()
@@ -190,7 +231,7 @@ async def test_skipped_repos_have_a_reason_and_do_not_delay_the_others(database:
         assert (result.reason_skipped or "").startswith(reason), (reason, result.reason_skipped)
         assert result.differences == 0
         assert all(fault.fired == 1 for fault in account.pds.faults), reason
-    assert results[bob.did] == RepoAudit(bob.did, records=5)
+    assert results[bob.did] == RepoAudit(bob.did, records=5, proofs={"export": 5})
 
 
 @pytest.mark.parametrize("times", [1, MAX_FETCHES - 1, None])
@@ -236,7 +277,7 @@ async def test_audit_waits_until_the_daemon_has_stored_the_newer_rev(
     assert not auditing.done()
     async with run_daemon(world.settings(), world.dsn):
         result = (await auditing)[ada.did]
-    assert result == RepoAudit(ada.did, records=6)
+    assert result == RepoAudit(ada.did, records=6, proofs={"export": 5, "commit": 1})
 
 
 async def test_repo_that_becomes_desynchronized_during_the_audit_is_skipped(
@@ -277,7 +318,8 @@ async def test_number_of_concurrent_audits_is_limited(world: AuditWorld, monkeyp
 
     monkeypatch.setattr(PdsClient, "open_export", count_fetch)
     results = await world.audit(*accounts, resync_workers=str(limit))
-    assert results == {account.did: RepoAudit(account.did, records=5) for account in accounts}
+    expected = RepoAudit("", records=5, proofs={"export": 5})
+    assert results == {account.did: replace(expected, did=account.did) for account in accounts}
     assert max_running == limit
     assert audit_concurrency(world.settings(resync_workers="1000")) == MAX_CONCURRENCY
 

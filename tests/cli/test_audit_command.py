@@ -33,7 +33,7 @@ async def test_audit_prints_differences_and_writes_nothing(
     result = await world_session.run("audit", ada.did, bob.did, cyd.did, UNKNOWN_DID, ada.did)
     assert await world.all_rows() == before
     uri = f"at://{ada.did}/{POST}"
-    *lines, repos, records, skipped = result.stdout.splitlines()
+    *lines, repos, records, proofs, skipped = result.stdout.splitlines()
     assert sorted(lines) == sorted(
         [
             repr(f"{uri}/\x1b[2J") + " not in the repo",
@@ -46,6 +46,7 @@ async def test_audit_prints_differences_and_writes_nothing(
     )
     assert repos == "repos: 1 compared, 0 equal"
     assert records == f"records: {len(ada.records)} compared, differences: 3"
+    assert proofs == f"proofs: {len(ada.records) - 2} export"
     assert skipped == "not compared: 3 (1 inactive, 1 not in the database, 1 repo-not-found)"
     assert (result.returncode, result.stderr) == (5, "")
     assert not list((world.directory / "spool").iterdir())
@@ -60,8 +61,12 @@ async def test_random_sample_is_audited_by_default(world: AuditWorld, world_sess
         world.create_account(name)
     await world.synchronize()
     result = await world_session.run("audit")
-    assert result.stdout == "repos: 2 compared, 2 equal\nrecords: 10 compared, differences: 0\n"
+    assert result.stdout == "repos: 2 compared, 2 equal\nrecords: 10 compared, differences: 0\nproofs: 10 export\n"
     assert (result.returncode, result.stderr) == (0, "")
+    await world.sql("update indexer.record set proof = 'c' where rkey = '001'")
+    await world.sql("update indexer.record set proof = null where rkey = '002'")
+    result = await world_session.run("audit")
+    assert result.stdout.endswith("proofs: 2 commit, 6 export, 2 unknown\n")
     result = await world_session.run("audit", "--sample", "1")
     assert result.stdout.startswith("repos: 1 compared, 1 equal\n")
 
