@@ -214,6 +214,9 @@ export interface Record {
   indexed_at: Date;
   /** The bucket of the DID. Queries on a cluster compare it with atproto.bucket_of($1). */
   bucket: number;
+  /** The proof with which it was written: commit, export or range (docs/protocol.md#sparse-resync). Null:
+   * unknown. */
+  proof: string | null;
 }
 
 /** Dead letters: the newest 1,000 rejected messages per relay and reason, including forged ones. */

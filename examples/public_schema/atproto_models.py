@@ -263,6 +263,8 @@ class Record(PublicView):
     """When the record was last written here, by the clock of the server."""
     bucket: Mapped[int] = mapped_column(SmallInteger)
     """The bucket of the DID. Queries on a cluster compare it with atproto.bucket_of($1)."""
+    proof: Mapped[str | None] = mapped_column(Text)
+    """The proof with which it was written: commit, export or range (docs/protocol.md#sparse-resync). Null: unknown."""
 
 
 class RejectedMessage(PublicView):

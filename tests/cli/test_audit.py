@@ -155,8 +155,9 @@ async def test_changed_rows_of_each_proof_are_found_with_and_without_an_export(w
         result = (await world.audit(ada, sparse_resync=choice))[ada.did]
         assert result == RepoAudit(ada.did, records=3, proofs={"range": 1, "export": 1, "commit": 1})
         assert set(ada.pds.requests - before) == fetched
-        for change, difference in (("value = '{}'", "different value"), ("cid = substr(cid, 1, 20)", "different CID")):
-            await world.sql(f"update indexer.record set {change}")
+        changes = {"set value = '{}'": "different value", "set cid = substr(cid, 1, 20)": "different CID"}
+        for change, difference in changes.items():
+            await world.sql(f"update indexer.record {change}")
             lines = await world.differences(ada, sparse_resync=choice)
             assert [line.partition(":")[0] for line in lines] == [f"{POST}/{n:03} {difference}" for n in range(3)]
             await world.sql("truncate indexer.record")

@@ -8,8 +8,8 @@ create table indexer.record (
     bucket smallint not null,
     cid bytea not null,
     rev text collate "C" not null,
-    -- The first letter of commit, export or range. Here it takes a byte that would be padding: of a value of more than
-    -- 126 bytes, the address is a multiple of 4, and the columns before it have an odd number of bytes.
+    -- The first letter of commit, export or range. Here it takes a byte that is padding otherwise: rev ends at an odd
+    -- offset, and a value of more than 126 bytes begins at a multiple of 4.
     proof "char",
     value jsonb,
     value_problem text,

@@ -114,8 +114,7 @@ comment on column atproto.records.indexed_at is 'When the record was last writte
 comment on column atproto.records.bucket is
     'The bucket of the DID. Queries on a cluster compare it with atproto.bucket_of($1).';
 comment on column atproto.records.proof is
-    'How the record was proven when it was written: commit, export or range (docs/protocol.md#sparse-resync). Null if '
-    'an earlier release wrote it.';
+    'The proof with which it was written: commit, export or range (docs/protocol.md#sparse-resync). Null: unknown.';
 
 comment on view atproto.blobs is
     'A row for each reference to a blob in the value of a visible record. Indexed by did, and by (did, collection, '
