@@ -204,13 +204,13 @@ export interface Record {
   uri: string;
   /** The CID of the DAG-CBOR encoding. */
   cid: string;
-  /** The rev of the commit that wrote the record, or of the export that had it. */
+  /** The rev of the commit or export that it came with. */
   rev: string;
   /** The record as AT Protocol JSON. Null if value_problem says why. */
   value: Json;
   /** Why value is null or differs from the original (docs/reasons.md); null: no problem. */
   value_problem: string | null;
-  /** When the record was last written here, by the clock of the server. */
+  /** When it was last written here, by the clock of the server. */
   indexed_at: Date;
   /** The bucket of the DID. Queries on a cluster compare it with atproto.bucket_of($1). */
   bucket: number;

@@ -254,13 +254,13 @@ class Record(PublicView):
     cid: Mapped[str] = mapped_column(Text)
     """The CID of the DAG-CBOR encoding."""
     rev: Mapped[str] = mapped_column(Text)
-    """The rev of the commit that wrote the record, or of the export that had it."""
+    """The rev of the commit or export that it came with."""
     value: Mapped[Any] = mapped_column(JSONB)
     """The record as AT Protocol JSON. Null if value_problem says why."""
     value_problem: Mapped[str | None] = mapped_column(Text)
     """Why value is null or differs from the original (docs/reasons.md); null: no problem."""
     indexed_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
-    """When the record was last written here, by the clock of the server."""
+    """When it was last written here, by the clock of the server."""
     bucket: Mapped[int] = mapped_column(SmallInteger)
     """The bucket of the DID. Queries on a cluster compare it with atproto.bucket_of($1)."""
     proof: Mapped[str | None] = mapped_column(Text)

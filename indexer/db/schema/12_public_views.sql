@@ -106,11 +106,11 @@ comment on column atproto.records.collection is 'The NSID of the collection.';
 comment on column atproto.records.rkey is 'The record key.';
 comment on column atproto.records.uri is 'The AT-URI of the record.';
 comment on column atproto.records.cid is 'The CID of the DAG-CBOR encoding.';
-comment on column atproto.records.rev is 'The rev of the commit that wrote the record, or of the export that had it.';
+comment on column atproto.records.rev is 'The rev of the commit or export that it came with.';
 comment on column atproto.records.value is 'The record as AT Protocol JSON. Null if value_problem says why.';
 comment on column atproto.records.value_problem is
     'Why value is null or differs from the original (docs/reasons.md); null: no problem.';
-comment on column atproto.records.indexed_at is 'When the record was last written here, by the clock of the server.';
+comment on column atproto.records.indexed_at is 'When it was last written here, by the clock of the server.';
 comment on column atproto.records.bucket is
     'The bucket of the DID. Queries on a cluster compare it with atproto.bucket_of($1).';
 comment on column atproto.records.proof is
