@@ -290,7 +290,7 @@ def test_ready_rows_are_those_of_the_reference(tmp_path: Path) -> None:
         names, cid = [change.collection.encode(), change.rkey.encode()], change.cid
         value = b"\x01" + (change.value or "").encode()
         problem = change.problem.encode() if change.problem else None
-        rows.append([did, *names, bucket, cid, rev, value, problem, None])
+        rows.append([did, *names, bucket, cid, rev, value, problem, None, b"e"])
         numbers = [b"\0\x05", bytes(7) + b"\x09", ordinal.to_bytes(4)]
         logged.append([*numbers, bucket, b"\0", b"create", did, *names, rev, cid])
     assert chunk.rows is not None
