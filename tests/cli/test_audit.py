@@ -22,7 +22,7 @@ from indexer.cli.audit import (
 )
 from indexer.db import DatabaseError
 from indexer.db.exports import Exports
-from indexer.demo.local_pds import GET_BLOCKS, GET_RECORD, GET_REPO
+from indexer.demo.local_pds import CAR_TYPE, GET_BLOCKS, GET_RECORD, GET_REPO
 from indexer.net.pds.pds_client import ExportDownload, PdsClient
 from indexer.reasons import FetchFailure
 from tests.cli.audit_world import LIKE, OF_POST, POST, AuditWorld, audit_world
@@ -32,6 +32,8 @@ from tests.faulty_network import Fault, FaultyAccount
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
+
+CAR = {"Content-Type": CAR_TYPE}
 
 
 @pytest.fixture(autouse=True)
@@ -146,9 +148,11 @@ async def test_changed_rows_of_each_proof_are_found_with_and_without_an_export(w
     async with run_daemon(world.settings(**chosen), world.dsn) as daemon:
         await wait_for_cursor(daemon, world.network.relay_url, world.network.relay.seq)
     await world.sql("create table original as table indexer.record")
+    malformed = Fault(GET_BLOCKS, times=None, status=200, headers=CAR, body=bytes(100))
     for choice, faults, fetched in (
         ("always", [], {GET_RECORD, GET_BLOCKS}),
         ("always", [Fault(GET_RECORD, sections=2, times=None)], {GET_RECORD, GET_REPO}),
+        ("always", [malformed], {GET_RECORD, GET_BLOCKS, GET_REPO}),
         ("never", [], {GET_REPO}),
     ):
         ada.pds.faults, before = faults, ada.pds.requests.copy()
@@ -158,20 +162,21 @@ async def test_changed_rows_of_each_proof_are_found_with_and_without_an_export(w
         changes = {"set value = '{}'": "different value", "set cid = substr(cid, 1, 20)": "different CID"}
         for change, difference in changes.items():
             await world.sql(f"update indexer.record {change}")
-            lines = await world.differences(ada, sparse_resync=choice)
-            assert [line.partition(":")[0] for line in lines] == [f"{POST}/{n:03} {difference}" for n in range(3)]
+            for store_values in ("true", "false"):
+                lines = await world.differences(ada, sparse_resync=choice, store_values=store_values)
+                assert [line.partition(":")[0] for line in lines] == [f"{POST}/{n:03} {difference}" for n in range(3)]
             await world.sql("truncate indexer.record")
             await world.sql("insert into indexer.record table original")
 
 
 async def test_chosen_records_of_an_older_rev_are_fetched_again_as_export(world: AuditWorld) -> None:
     ada, chosen = world.create_account("ada"), {"collections": POST, "sparse_resync": "always"}
-    older, headers = b"".join(ada.repo.export()), {"Content-Type": "application/vnd.ipld.car"}
+    older = Fault(GET_RECORD, times=None, status=200, headers=CAR, body=b"".join(ada.repo.export()))
     ada.create(LIKE, {"$type": LIKE}, rkey="1")
     await world.synchronize(**chosen)
-    ada.pds.faults.append(Fault(GET_RECORD, times=None, status=200, headers=headers, body=older))
+    ada.pds.faults.append(older)
     assert await world.differences(ada, **chosen) == []
-    assert (ada.pds.faults[0].fired, ada.pds.requests[GET_REPO]) == (1, 1)
+    assert (older.fired, ada.pds.requests[GET_REPO]) == (1, 1)
 
 
 def publish_another_key(_: AuditWorld, account: FaultyAccount) -> None:
@@ -240,8 +245,8 @@ async def test_export_older_than_the_stored_rev_is_fetched_again_a_limited_numbe
     world: AuditWorld, times: int | None
 ) -> None:
     ada = world.create_account("ada")
-    older, headers = ada.rev, {"Content-Type": "application/vnd.ipld.car"}
-    fault = Fault(GET_REPO, times=times, status=200, headers=headers, body=b"".join(ada.repo.export()))
+    older = ada.rev
+    fault = Fault(GET_REPO, times=times, status=200, headers=CAR, body=b"".join(ada.repo.export()))
     ada.create(POST, {"$type": POST, "text": "newer"})
     await world.synchronize()
     ada.pds.faults.append(fault)
