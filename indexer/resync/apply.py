@@ -36,7 +36,15 @@ from indexer.resync.queue import ClaimLostError
 from indexer.resync.shares import Phase, PostponedError, Resync
 from indexer.resync.sparse import SparseDownload
 from indexer.sync.changes import Action, Batch, RecordChange, RecordConverter
-from indexer.sync.export import CHUNK_BYTES, CHUNK_RECORDS, ExportReader, NewRecords, RecordChunk, Snapshot
+from indexer.sync.export import (
+    CHUNK_BYTES,
+    CHUNK_RECORDS,
+    ExportReader,
+    NewRecords,
+    RangeSnapshot,
+    RecordChunk,
+    Snapshot,
+)
 from indexer.sync.policy import KeyState, PlanContext, Policy
 from indexer.sync.repo import Head, Repo, SyncStatus
 from indexer.sync.resync import Completion, Difference, SnapshotDiff, without_value
@@ -59,6 +67,8 @@ MAX_SIDE_BY_SIDE = 2
 """Shared transactions that run side by side, each for one part of the layout, or for half of the buckets of the only
 part. More of them would have fewer repos each, and each transaction costs some milliseconds of CPU besides those of its
 records."""
+MAX_STORED = 50_000
+"""Stored records up to which a sparse resync does without the parts of the tree that they rebuild."""
 LOCKED_BYTES = 256 << 10
 """Frames of buffered events, in bytes, that are planned and written while the row of the repo is locked. One batch of
 the live path may add more just before the lock."""
@@ -114,7 +124,7 @@ class _Differences:
             collection, _, rkey = path.decode().partition("/")
             return RecordChange("delete", collection, rkey, self._export.head.rev)
         block = self._export.block_of(new)
-        if block is None and old == without_value(new):
+        if block is None and old == without_value(new) and not isinstance(self._export, RangeSnapshot):
             return None  # the stored record and the export both lack the value
         return self._converter.convert(VerifiedChange(path, old, new, block))
 
@@ -136,6 +146,11 @@ class Applies:
         running = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
         groups = max(db.layout.parts, MAX_SIDE_BY_SIDE)
         self._shared = [SharedCalls(self._write_group, _may_share, running) for _ in range(groups)]
+
+    async def stored(self, did: str) -> dict[bytes, bytes]:
+        """Return the stored records of a repo for `sparse.Stored`; none of them if there are too many."""
+        entries = await self._db.resyncs.entries(did, MAX_STORED + 1)
+        return {} if len(entries) > MAX_STORED else entries
 
     async def verify(self, did: str, blocks: ExportReader | SparseDownload, key: PublicKey, limits: Limits) -> Snapshot:
         """Verify an export, or the chosen records; raise the errors of their `verify`."""
@@ -198,7 +213,7 @@ class Applies:
             written = Counter[str]()
             if export is not None:
                 missing = await self._write_export(policy, transaction, export, written)
-                self._accept_missing(claimed, missing)
+                self._accept_missing(claimed, missing, export)
             completion = Completion(claimed, head, key, PlanContext(policy, time()))
             drained = await self._drain(transaction, completion)
             batch = completion.end(subscribed=await transaction.is_subscribed(resync.subscribed))
@@ -267,13 +282,15 @@ class Applies:
             missing += await self._write_all(transaction, diff.compare(chunk), differences, written)
         return missing + await self._write_all(transaction, diff.remaining(), differences, written)
 
-    def _accept_missing(self, claimed: Repo, missing: int) -> None:
+    def _accept_missing(self, claimed: Repo, missing: int, export: Snapshot) -> None:
         """Decide about an export without the blocks of some records (docs/protocol.md#exports).
 
         It fails the first time, since it may have been cut off after its last tree node. The second time in a row, the
-        records are stored without their values.
+        records are stored without their values. A sparse resync lacks only blocks of records that were stored when it
+        began: if one of them has changed since, it fails.
         """
-        if missing and claimed.last_failure is not FetchFailure.EXPORT_LACKS_RECORDS:
+        accepted = claimed.last_failure is FetchFailure.EXPORT_LACKS_RECORDS and not isinstance(export, RangeSnapshot)
+        if missing and not accepted:
             raise UnavailableError(FetchFailure.EXPORT_LACKS_RECORDS, f"{missing} records")
         if missing:
             log.debug("resync.values-missing", did=claimed.did, records=missing)

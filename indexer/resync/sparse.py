@@ -3,10 +3,15 @@
 The first response has the signed commit and the nodes from the root to one path, which need not exist. The other nodes
 that may have wanted records are requested by CID, and the records with them. A host does not keep blocks that a later
 write replaced. Then the walk starts again at the new root, and keeps the blocks that were fetched before.
+
+What is stored already is not requested: a subtree that the stored entries rebuild with the same CID, and a record with
+the CID of the stored one.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from bisect import bisect_left, bisect_right
+from collections import ChainMap
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import ceil, inf
@@ -19,7 +24,7 @@ from indexer.atproto.commit import decode_commit
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
 from indexer.atproto.mst import Node, load_node
-from indexer.atproto.range_walk import FAN_OUT, RangeWalk, ranges_of, walk_ranges
+from indexer.atproto.range_walk import FAN_OUT, RangeWalk, Unread, build_subtree, ranges_of, walk_ranges
 from indexer.atproto.record import Problem
 from indexer.atproto.syntax import is_nsid
 from indexer.concurrency.bounded_dict import BoundedDict
@@ -27,7 +32,7 @@ from indexer.errors import UnavailableError
 from indexer.net.pds.pds_client import MAX_BLOCKS, PdsClient
 from indexer.net.pds.xrpc import MethodNotOfferedError, XrpcError
 from indexer.reasons import FetchFailure
-from indexer.sync.changes import RecordConverter
+from indexer.sync.changes import RecordConverter, selected_path
 from indexer.sync.export import RangeSnapshot, verify_ranges
 from indexer.sync.identity import MAX_HOSTS
 from indexer.sync.policy import Policy
@@ -54,11 +59,25 @@ class _BlocksMissingError(UnavailableError):
     """The host does not send blocks that its commit needs: its head may have moved."""
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The stored state of a repo, which needs no export. If an entry is wrong or vanishes, no wrong record is written.
+
+    Attributes:
+        commit: The CID of the stored head; b"" if there is none.
+        entries: The CIDs of the records with a stored value, by path, in ascending order.
+    """
+
+    commit: bytes = b""
+    entries: Mapping[bytes, bytes] = field(default_factory=dict)
+
+
 @dataclass(eq=False, slots=True)
 class SparseDownload:
     """The blocks of one repo that were fetched so far. Each is hashed, and nothing in them is proven yet."""
 
     policy: Policy
+    stored: Stored = field(default_factory=Stored)
     root: bytes = b""  # the CID of the latest commit that the host named
     size: int = 0  # of all blocks with their lengths and CIDs, in bytes
     server: str | None = None  # the network address that sends them, if it is known
@@ -66,7 +85,13 @@ class SparseDownload:
     done: bool = False  # no block is missing
     blocks: dict[bytes, bytes] = field(default_factory=dict)
     _nodes: dict[bytes, Node] = field(default_factory=dict)
+    _paths: list[bytes] = field(init=False)  # the stored ones
+    _rebuilt: dict[bytes, bytes] = field(default_factory=dict)  # nodes by CID
+    _tried: set[bytes] = field(default_factory=set)  # the CIDs of subtrees that were rebuilt, or could not be
     _opened_at: float = field(default_factory=monotonic)
+
+    def __post_init__(self) -> None:
+        self._paths = list(self.stored.entries)
 
     @property
     def received(self) -> int:
@@ -86,6 +111,8 @@ class SparseDownload:
     def walk(self) -> tuple[RangeWalk, list[bytes]]:
         """Walk the tree as far as its nodes are there; return the walk and the CIDs of the blocks to request next.
 
+        The walk leaves out the entries of subtrees that were rebuilt from the stored ones.
+
         Raises:
             UnavailableError: The commit or the root of the tree is missing.
             UpstreamError: The commit or a node breaks a rule.
@@ -94,6 +121,8 @@ class SparseDownload:
             raise UnavailableError(FetchFailure.BAD_ANSWER, "the proof lacks the commit")
         data, limits = decode_commit(self.blocks[self.root], self.root).data, self.policy.limits
         walk = walk_ranges(self._node, data, ranges_of(self.policy.scope.collections.patterns), limits)
+        walk.unread = [node for node in walk.unread if not self._rebuild(node)]
+        walk.entries = [(path, cid) for path, cid in walk.entries if self.stored.entries.get(path) != cid]
         wanted = [node.cid for node in walk.unread]
         wanted += [cid for _, cid in walk.entries] if self.policy.store_values else []
         return walk, [cid for cid in dict.fromkeys(wanted) if cid not in self.blocks]
@@ -107,12 +136,25 @@ class SparseDownload:
     def verify(self, did: str, key: PublicKey, limits: Limits) -> RangeSnapshot:
         """Verify that these are all chosen records; raise as `verify_ranges` does."""
         ranges = ranges_of(self.policy.scope.collections.patterns)
-        return verify_ranges(did, self.root, self.blocks.get, key, limits, self.size, ranges)
+        block_of = ChainMap(self.blocks, self._rebuilt).get
+        return verify_ranges(did, self.root, block_of, key, limits, self.size, ranges)
 
     def _node(self, cid: bytes) -> Node:
         if cid not in self._nodes:
             self._nodes[cid] = load_node(self.blocks.get, cid, self.policy.limits)
         return self._nodes[cid]
+
+    def _rebuild(self, node: Unread) -> bool:
+        """Return True if the stored entries between two keys have exactly this subtree."""
+        if node.inside and node.cid not in self._tried:
+            self._tried.add(node.cid)
+            start = bisect_right(self._paths, node.lower)
+            end = bisect_left(self._paths, node.upper or b"")
+            entries = [(path, self.stored.entries[path]) for path in self._paths[start:end]]
+            blocks = build_subtree(entries, node.layer)
+            if node.cid in blocks:
+                self._rebuilt |= blocks
+        return node.cid in self._rebuilt
 
 
 @dataclass(eq=False)
@@ -121,26 +163,41 @@ class SparseFetch:
 
     pds: PdsClient
     choice: SparseChoice
+    hints: MutableMapping[str, str] = field(default_factory=dict)  # a changed path by DID: it is requested first
 
     def __post_init__(self) -> None:
         self._avoided_until = BoundedDict[str, float](MAX_HOSTS)
 
+    def is_possible(self, host: str, policy: Policy) -> bool:
+        """Return True if the chosen records may be requested from this PDS."""
+        avoided = self._avoided_until.get(host, 0.0) > monotonic()
+        return not (self.choice == "never" or policy.scope.collections.matches_all or avoided)
+
     async def fetch(
-        self, did: str, host: str, policy: Policy, opened: Callable[[SparseDownload], None] = lambda _: None
+        self,
+        did: str,
+        host: str,
+        policy: Policy,
+        opened: Callable[[SparseDownload], None] = lambda _: None,
+        stored: Stored = Stored(),  # noqa: B008 - immutable
     ) -> SparseDownload | None:
         """Return all blocks that prove the chosen records of a repo; None if its export is to be fetched.
 
-        `host` is the base URL of its PDS. `opened` is called after the first response.
+        Blocks of `stored` records are left out, and all but the first ones if its commit is the latest. `host` is the
+        base URL of the PDS. `opened` is called after the first response.
 
         Raises:
             UpstreamError: A block, the commit or a node breaks a rule.
             UnavailableError: The host fails or lacks blocks, or the repo changes all the time.
         """
-        avoided = self._avoided_until.get(host, 0.0) > monotonic()
-        if self.choice == "never" or policy.scope.collections.matches_all or avoided:
+        hint = self.hints.pop(did, "")
+        if not self.is_possible(host, policy):
             return None
+        path = f"{_any_collection(policy.scope.collections.patterns[0])}/self"
+        if selected_path(hint.encode(errors="replace"), policy):
+            path = hint
         try:
-            return await self._fetch(did, host, SparseDownload(policy), opened)
+            return await self._fetch(did, host, path, SparseDownload(policy, stored), opened)
         except UnavailableError as error:
             refuses_absent_keys = isinstance(error, XrpcError) and error.name == "RecordNotFound"
             if refuses_absent_keys or isinstance(error, MethodNotOfferedError):
@@ -148,9 +205,8 @@ class SparseFetch:
             raise
 
     async def _fetch(
-        self, did: str, host: str, download: SparseDownload, opened: Callable[[SparseDownload], None]
+        self, did: str, host: str, path: str, download: SparseDownload, opened: Callable[[SparseDownload], None]
     ) -> SparseDownload | None:
-        path = f"{_any_collection(download.policy.scope.collections.patterns[0])}/self"
         for _ in range(MAX_HEADS):
             before = download.root
             proof = await self.pds.fetch_record_proof(did, path, host)
@@ -161,6 +217,9 @@ class SparseFetch:
                 raise _BlocksMissingError(FetchFailure.BAD_ANSWER, "the host lacks blocks of its latest commit")
             if not before:
                 opened(download)
+            if download.root == download.stored.commit:
+                download.done = True
+                return download
             with suppress(_BlocksMissingError):
                 return download if await self._complete(download, did, host) else None
         raise UnavailableError(FetchFailure.EXPORT_INCOMPLETE, f"the repo changed {MAX_HEADS} times")

@@ -275,6 +275,7 @@ class SteppedDatabase:
         self._db = db
         self._step = step
         self.resyncs = self
+        self.entries = db.resyncs.entries
         self.layout = db.layout
 
     @asynccontextmanager
