@@ -1,7 +1,7 @@
 """`python -m benchmarks.sparse`: bytes and requests of a sparse resync, compared with the export of the same repo.
 
-The repo has many likes, and wanted records in one other collection, all with random TIDs as keys. The PDS is on
-loopback. Bytes are those of the blocks with their lengths and CIDs.
+The repo has many likes, and wanted records in one other collection, all with random TIDs as keys. Then it gets one more
+record, of which a hint names the path. The PDS is on loopback. Bytes are those of the bodies.
 """
 
 import asyncio
@@ -14,17 +14,17 @@ from tempfile import TemporaryDirectory
 import click
 
 from benchmarks.report import Figures, machine, show
-from indexer.atproto.cid import DAG_CBOR, cid_text
+from indexer.atproto.cid import DAG_CBOR, cid_of, cid_text
 from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import MAX_CLOCK_ID, MAX_TID_MICROS, CollectionFilter, tid_of
 from indexer.core.spool import Spool
 from indexer.demo import dag_cbor
 from indexer.demo.local_pds import HostedRepo, LocalPds
-from indexer.demo.local_repo import LocalRepo
+from indexer.demo.local_repo import LocalRepo, Write
 from indexer.net.http.http_client import OutboundClient, OutboundSettings
 from indexer.net.pds.pds_client import PdsClient
-from indexer.resync.sparse import SparseFetch
+from indexer.resync.sparse import SparseFetch, Stored
 from indexer.sync.policy import Policy
 from indexer.sync.scope import Scope
 
@@ -45,7 +45,8 @@ def main(likes: int, wanted: int, repos: int, as_json: bool) -> None:
 
 async def measure(likes: int, wanted: int, repos: int) -> Figures:
     """Return the figures, means of so many repos."""
-    pds, requests, export, fetched, blocks = LocalPds(), Counter[str](), 0, 0, 0
+    pds, requests, export, blocks = LocalPds(), Counter[str](), 0, 0
+    totals = Counter[str]()
     await pds.start()
     settings = OutboundSettings("benchmark", allow_private_hosts=True)
     with TemporaryDirectory() as directory:
@@ -58,15 +59,27 @@ async def measure(likes: int, wanted: int, repos: int) -> Figures:
                 if download is None or download.verify(repo.did, KEY.public, DEFAULT_LIMITS).count != wanted:
                     raise click.ClickException("the sparse resync did not prove all wanted records")
                 export += sum(map(len, repo.export()))
-                fetched += download.size
                 blocks += len(download.blocks)
+                totals.update({"fetched": pds.sent.total(), "requests": requests.total()})
+                stored = {path.encode(): cid_of(block) for path, block in sorted(repo.records.items())}
+                before, path = repo.head.cid, f"{WANTED}/{tid_of(MAX_TID_MICROS // 2 + 1)}"
+                repo.write([Write.create(path, {"$type": WANTED, "text": "x" * 200})], KEY, tid_of(3))
+                sparse.hints[repo.did] = path
+                download = await sparse.fetch(repo.did, pds.url, POLICY, stored=Stored(before, stored))
+                if download is None or download.verify(repo.did, KEY.public, DEFAULT_LIMITS).count != wanted + 1:
+                    raise click.ClickException("the sparse resync did not prove the new record")
+                totals.update({"new, bytes": pds.sent.total(), "new, requests": requests.total()})
+                pds.sent.clear()
+                requests.clear()
     await pds.stop()
     return {
         "export, bytes": export / repos,
-        "sparse, bytes": fetched / repos,
-        "sparse, share of the bytes in %": 100 * fetched / export,
+        "sparse, bytes": totals["fetched"] / repos,
+        "sparse, share of the bytes in %": 100 * totals["fetched"] / export,
         "sparse, blocks": blocks / repos,
-        "sparse, requests": requests.total() / repos,
+        "sparse, requests": totals["requests"] / repos,
+        "one new record, bytes": (totals["new, bytes"] - totals["fetched"]) / repos,
+        "one new record, requests": (totals["new, requests"] - totals["requests"]) / repos,
     }
 
 

@@ -115,24 +115,21 @@ class ResyncAttempts:
         policy, claimed = self.policy(), resync.claimed
         resync.enter(Phase.DOWNLOAD)
         opened = partial(shares.opened, resync, now=time())
-        stored = Stored()
-        if claimed.head and not needs_export(claimed, policy.scope) and self._may_be_sparse(identity, policy):
+        stored, pds = Stored(), identity.pds or ""
+        if claimed.head and not needs_export(claimed, policy.scope) and self.sparse.is_possible(pds, policy):
             stored = Stored(claimed.head.commit, await self.applies.stored(claimed.did))
         with self.metrics.batch_seconds["fetch"].time():
-            download = await self.sparse.fetch(claimed.did, identity.pds or "", policy, opened, stored)
+            download = await self.sparse.fetch(claimed.did, pds, policy, opened, stored)
         if download is None:
             return None
         if download.root == stored.commit:
-            if not await self._is_current(claimed, identity):
+            if claimed.newer_is_verified or not await self._is_current(claimed, identity):
                 raise UnavailableError(FetchFailure.EXPORT_STALE, "the stored state, although a newer rev is known")
             return await self.applies.write(resync, policy, identity.key, None)
         resync.enter(Phase.VERIFY)
         export, verified_by = await self._verify(claimed, download, identity)
         self._check_rev(claimed, export.head, last=await self._is_latest(claimed, export.head.rev, identity))
         return await self.applies.write(resync, policy, verified_by.key, export)
-
-    def _may_be_sparse(self, identity: CachedIdentity, policy: Policy) -> bool:
-        return None in self.sources and self.sparse.is_possible(identity.pds or "", policy)
 
     async def _is_latest(self, claimed: Repo, rev: str, identity: CachedIdentity) -> bool:
         """Return True if only unverified revs above `rev` are known, but the account's PDS certainly has none.
@@ -155,7 +152,8 @@ class ResyncAttempts:
         """
         if claimed.head is None or identity.pds is None or needs_export(claimed, policy.scope):
             return False
-        if claimed.head.rev < _newest_known(claimed) and self._may_be_sparse(identity, policy):
+        newer = claimed.head.rev < _newest_known(claimed)
+        if newer and None in self.sources and self.sparse.is_possible(identity.pds, policy):
             return False
         try:
             latest = await self.pds.fetch_latest_commit(claimed.did, identity.pds)

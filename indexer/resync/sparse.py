@@ -1,8 +1,8 @@
 """Fetch only the records of the chosen collections, with their proof (docs/protocol.md#sparse-resync).
 
 The first response has the signed commit and the nodes from the root to one path, which need not exist. The other nodes
-that may have wanted records are requested by CID, and the records with them. A host does not keep blocks that a later
-write replaced. Then the walk starts again at the new root, and keeps the blocks that were fetched before.
+that may have wanted records are requested by CID, and the records with them; or with a path at the border of a range,
+if only the nodes along few borders are missing. A host does not keep blocks that a later write replaced. Then the walk starts again at the new root, and keeps the blocks that were fetched before.
 
 What is stored already is not requested: a subtree that the stored entries rebuild with the same CID, and a record with
 the CID of the stored one.
@@ -11,7 +11,7 @@ the CID of the stored one.
 import asyncio
 from bisect import bisect_left, bisect_right
 from collections import ChainMap
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import ceil, inf
@@ -144,14 +144,16 @@ class SparseDownload:
             self._nodes[cid] = load_node(self.blocks.get, cid, self.policy.limits)
         return self._nodes[cid]
 
+    def stored_in(self, node: Unread) -> list[bytes]:
+        """Return the stored paths between the keys beside a subtree."""
+        start = bisect_right(self._paths, node.lower)
+        return self._paths[start : bisect_left(self._paths, node.upper or b"\xff")]
+
     def _rebuild(self, node: Unread) -> bool:
         """Return True if the stored entries between two keys have exactly this subtree."""
         if node.inside and node.cid not in self._tried:
             self._tried.add(node.cid)
-            start = bisect_right(self._paths, node.lower)
-            end = bisect_left(self._paths, node.upper or b"")
-            entries = [(path, self.stored.entries[path]) for path in self._paths[start:end]]
-            blocks = build_subtree(entries, node.layer)
+            blocks = build_subtree([(path, self.stored.entries[path]) for path in self.stored_in(node)], node.layer)
             if node.cid in blocks:
                 self._rebuilt |= blocks
         return node.cid in self._rebuilt
@@ -209,10 +211,7 @@ class SparseFetch:
     ) -> SparseDownload | None:
         for _ in range(MAX_HEADS):
             before = download.root
-            proof = await self.pds.fetch_record_proof(did, path, host)
-            roots, blocks = await asyncio.to_thread(split_car, proof.body, download.policy.limits, max_bytes=MAX_BYTES)
-            download.root, download.server = roots[0], proof.server
-            download.add(blocks)
+            await self._request_proof(download, did, host, path)
             if download.root == before:
                 raise _BlocksMissingError(FetchFailure.BAD_ANSWER, "the host lacks blocks of its latest commit")
             if not before:
@@ -224,8 +223,16 @@ class SparseFetch:
                 return download if await self._complete(download, did, host) else None
         raise UnavailableError(FetchFailure.EXPORT_INCOMPLETE, f"the repo changed {MAX_HEADS} times")
 
+    async def _request_proof(self, download: SparseDownload, did: str, host: str, path: str) -> None:
+        proof = await self.pds.fetch_record_proof(did, path, host)
+        roots, blocks = await asyncio.to_thread(split_car, proof.body, download.policy.limits, max_bytes=MAX_BYTES)
+        download.root, download.server = roots[0], proof.server
+        download.add(blocks)
+
     async def _complete(self, download: SparseDownload, did: str, host: str) -> bool:
         """Fetch the blocks that the latest commit needs; return False if the export is to be fetched."""
+        collections = map(_any_collection, download.policy.scope.collections.patterns)
+        borders = [f"{collection}/{rkey}" for collection in collections for rkey in "-~"]  # the first and the last rkey
         for _ in range(MAX_ROUNDS):
             walk, missing = await asyncio.to_thread(download.walk)
             if not missing:
@@ -234,9 +241,13 @@ class SparseFetch:
             if (
                 download.size + len(missing) * KEY_BYTES > MAX_BYTES
                 or not all(map(is_cid, missing))  # a record whose block cannot be hashed
-                or (self.choice == "auto" and _costs_more_than_export(walk, len(missing)))
+                or (self.choice == "auto" and _costs_more_than_export(download, walk, len(missing)))
             ):
                 return False
+            if path := _take_border(borders, walk.unread):
+                with suppress(UnavailableError):  # for example of a host that refuses absent paths
+                    await self._request_proof(download, did, host, path)
+                continue
             try:
                 blocks = await self.pds.fetch_blocks(did, missing, host, MAX_BYTES - download.size)
             except XrpcError as error:
@@ -256,12 +267,30 @@ def _any_collection(pattern: str) -> str:
     return next(name for name in names[prefix != pattern :] if is_nsid(name))
 
 
-def _costs_more_than_export(walk: RangeWalk, missing: int) -> bool:
+def _rounds(unread: Sequence[Unread]) -> tuple[int, bool]:
+    """Return the number of requests, one after the other, for subtrees; and True if they are for paths at borders."""
+    layers = max([node.layer + 1 for node in unread], default=1)
+    at_borders = 0 < len(unread) < layers and not any(node.inside for node in unread)
+    return (len(unread), True) if at_borders else (layers, False)
+
+
+def _take_border(paths: list[str], unread: Sequence[Unread]) -> str | None:
+    """Remove and return a path whose proof has the nodes along a border; None if they are to be requested by CID."""
+    if _rounds(unread)[1]:
+        for path in paths:
+            key = path.encode()
+            if any(node.lower < key and (node.upper is None or key < node.upper) for node in unread):
+                paths.remove(path)
+                return path
+    return None
+
+
+def _costs_more_than_export(download: SparseDownload, walk: RangeWalk, missing: int) -> bool:
     """Return True if the missing blocks, and those below them, probably cost more than the export."""
-    layers = [node.layer + 1 for node in walk.unread]
-    keys: int = sum([FAN_OUT ** (node.layer + 1) for node in walk.unread if node.inside])
+    inside = [node for node in walk.unread if node.inside]
+    keys = sum([max(FAN_OUT ** (node.layer + 1) - len(download.stored_in(node)), 0) for node in inside])
     # Of a subtree that reaches beyond the range, only one way down is counted: most of it may be unwanted.
-    nodes = sum([node.layer + 1 for node in walk.unread if not node.inside])
-    requests = max(max(layers, default=1), ceil((keys + nodes + missing) / MAX_BLOCKS))
+    nodes = sum([node.layer + 1 for node in walk.unread])
+    requests = max(_rounds(walk.unread)[0], ceil((keys + nodes + missing) / MAX_BLOCKS))
     cost = keys * KEY_BYTES + (nodes + missing) * NODE_BYTES + requests * REQUEST_BYTES
     return cost > walk.tree_keys * KEY_BYTES + REQUEST_BYTES
