@@ -1,8 +1,11 @@
 """Resyncs that fetch only chosen records: the same rows as with exports, also if the repo changes meanwhile."""
 
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from random import Random
+from time import time
 from typing import Any, get_args
 
 import asyncpg
@@ -15,11 +18,12 @@ from indexer.db import Database
 from indexer.demo.dag_cbor import encode
 from indexer.demo.local_repo import Write, car
 from indexer.net.http.http_client import Response
-from indexer.resync.sparse import SparseChoice, SparseDownload, SparseFetch
+from indexer.reasons import FetchFailure
+from indexer.resync.sparse import SparseChoice, SparseDownload, SparseFetch, Stored
 from indexer.sync.policy import Policy
 from tests.daemon.crafted_exports import SignedRepo
 from tests.resync.resync_world import MIRROR, PDS, AccountOwner, ResyncWorld, SimulatedHosts
-from tests.sync.signing_account import STORE_ALL
+from tests.sync.signing_account import STORE_ALL, received_message
 
 WANTED = "com.example.note"
 SPARSE_CHOICES: tuple[SparseChoice, ...] = get_args(SparseChoice)
@@ -214,3 +218,183 @@ async def test_rows_and_change_log_are_those_of_an_export(
             assert await stored(accounts[0]) == await stored(accounts[1])
         assert "export" not in kinds(accounts[0])
         store_values = not store_values
+
+
+def stored_of(records: dict[str, bytes], policy: Policy) -> dict[bytes, bytes]:
+    """Return the entries of the chosen records."""
+    wanted = policy.scope.collections.matches
+    return {path.encode(): cid_of(records[path]) for path in sorted(records) if wanted(path.partition("/")[0])}
+
+
+@pytest.mark.parametrize("patterns", PATTERNS, ids=str)
+async def test_any_stored_entries_lead_to_the_same_records(tmp_path: Path, patterns: tuple[str, ...]) -> None:
+    """They are right, or of other states, or made up. All records that they lack are fetched."""
+    random, policy = Random(str(patterns)), policy_of(*patterns)
+    fetched: dict[str, int] = {"right": 0, "none": 0}
+    for name in ("right", "none", "old", "other", "disordered"):
+        for _ in range(4):
+            owner = account_of(dict.fromkeys(("com.example.a", WANTED, f"{WANTED}.draft", "com.other.x"), 40))
+            stored = stored_of(owner.repo.records, policy)
+            paths = random.sample(sorted(owner.repo.records), 5)
+            owner.change(*(Write.update(path, {"changed": path}) for path in paths[:2]), Write.delete(paths[2]))
+            owner.change(*(Write.create(f"{random.choice(paths[:2])}{number}", {"new": number}) for number in range(2)))
+            match name:
+                case "right":
+                    stored = stored_of(owner.repo.records, policy)
+                case "none":
+                    stored = {}
+                case "other":
+                    keys = random.sample(sorted(stored), min(5, len(stored)))
+                    stored = {path: cid + b"\0" if path in keys else cid for path, cid in stored.items()}
+                    stored = dict(sorted((stored | {key + b"0": bytes(36) for key in keys}).items()))
+                case "disordered":
+                    stored = dict(random.sample(sorted(stored.items()), len(stored)))
+            hosts: Any = SimulatedHosts(owner, tmp_path)
+            hint = {owner.did: random.choice(paths)}
+            download = await SparseFetch(hosts, "always", hint).fetch(
+                owner.did, PDS, policy, stored=Stored(b"", stored)
+            )
+            assert download is not None
+            snapshot = download.verify(owner.did, owner.key.public, policy.limits)
+            entries = dict(snapshot.records())
+            assert entries == stored_of(owner.repo.records, policy), name
+            assert all(snapshot.block_of(cid) for path, cid in entries.items() if stored.get(path) != cid), name
+            fetched[name] = fetched.get(name, 0) + len(download.blocks)
+    assert fetched["right"] < fetched["none"] / 2
+
+
+async def test_one_new_record_needs_few_requests(tmp_path: Path) -> None:
+    """The proof of its path, and the nodes along the borders: with two more paths, or by CID."""
+    owner, policy = account_of({"com.example.a": 1_000, WANTED: 30, "com.other.b": 1_000}), policy_of(WANTED)
+    hosts: Any = SimulatedHosts(owner, tmp_path)
+    sparse, used = SparseFetch(hosts, "auto"), set[str]()
+    for number in range(10):
+        stored, commit, path = stored_of(owner.repo.records, policy), owner.repo.head.cid, f"{WANTED}/000{number:02}a"
+        owner.change(Write.create(path, {"new": True}))
+        sparse.hints[owner.did] = path
+        hosts.requests.clear()
+        hosts.paths.clear()
+        download = await sparse.fetch(owner.did, PDS, policy, stored=Stored(commit, stored))
+        assert download is not None
+        assert len(dict(download.verify(owner.did, owner.key.public, policy.limits).records())) == 31 + number
+        assert len(hosts.requests) <= 4
+        assert hosts.paths[0] == path
+        assert len(set(hosts.paths)) == len(hosts.paths)
+        assert download.size < 10_000
+        used.update(hosts.paths[1:])
+    assert used == {f"{WANTED}/-", f"{WANTED}/~"}
+    hosts.requests.clear()
+    download = await sparse.fetch(owner.did, PDS, policy, stored=Stored(owner.repo.head.cid))
+    assert download is not None
+    assert hosts.requests == [("record", PDS)], "the stored state is the latest"
+
+
+@pytest.mark.parametrize("hint", ["com.other.b/1", f"{WANTED}/a/b", WANTED, "", "\ud800", f"{WANTED}/{'a' * 600}"])
+async def test_hint_that_is_no_wanted_path_is_ignored(tmp_path: Path, hint: str) -> None:
+    owner = account_of({WANTED: 1})
+    hosts: Any = SimulatedHosts(owner, tmp_path)
+    sparse = SparseFetch(hosts, "always", {owner.did: hint})
+    assert await sparse.fetch(owner.did, PDS, policy_of(WANTED)) is not None
+    assert (hosts.paths, sparse.hints) == ([f"{WANTED}/self"], {})
+
+
+async def synchronized(world: ResyncWorld) -> None:
+    assert await world.attempt()
+    assert world.results.pop("synchronized") == 1
+    world.hosts.requests.clear()
+
+
+async def hint(world: ResyncWorld, rev: str) -> None:
+    """Let an unproven message name a rev."""
+    assert await world.db.crawls.desynchronize_behind({world.owner.did: rev}, time()) == 1
+    await world.query("update indexer.repo set attempts = 0")  # otherwise the attempt begins with a lookup
+
+
+CHANGES_OF_STORED = {
+    "a record vanishes": "delete from indexer.record where rkey = '020'",
+    "all records vanish": "delete from indexer.record",
+    "a value vanishes": "update indexer.record set value = null, value_problem = 'missing' where rkey = '020'",
+    "a record becomes another one": "update indexer.record set cid = cid_other where rkey = '020'",
+}
+
+
+@pytest.mark.parametrize("failed_before", [False, True])
+@pytest.mark.parametrize("change", CHANGES_OF_STORED)
+async def test_stored_record_that_changes_meanwhile_leads_to_the_export(
+    world: ResyncWorld, change: str, failed_before: bool
+) -> None:
+    """Its block was not fetched. Neither is it stored without its value, nor is another record deleted."""
+    await synchronized(world)
+    world.owner.change(Write.create(f"{WANTED}/new", {"new": True}))
+    await hint(world, world.owner.rev)
+    if failed_before:  # then an export without the blocks of some records would be accepted
+        await world.query("update indexer.repo set last_failure = $1, last_error = ''", FetchFailure.EXPORT_LACKS_RECORDS)
+    statement = CHANGES_OF_STORED[change].replace("cid_other", f"'\\x{bytes(36).hex()}'")
+    world.is_checked = False
+
+    async def change_stored() -> None:
+        await world.query(statement)
+
+    world.at["begin"] = change_stored
+    assert await world.attempt()
+    assert kinds(world)[-1] == "export"
+    assert world.results == {"synchronized": 1}
+    assert await world.has_all_records()
+    assert await world.query("select rkey from indexer.record where value is null or cid = $1", bytes(36)) == []
+
+
+async def test_too_many_stored_records_are_not_used(world: ResyncWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    await synchronized(world)
+    fetched = []
+    for bound in (60, 59):
+        monkeypatch.setattr("indexer.resync.apply.MAX_STORED", bound)
+        world.hosts.blocks = 0
+        world.owner.change(Write.update(f"{WANTED}/010", {"bound": bound}))
+        await hint(world, world.owner.rev)
+        assert await world.attempt()
+        assert await world.has_all_records()
+        fetched.append(world.hosts.blocks)
+    assert fetched[0] < 10 < 60 <= fetched[1]
+
+
+async def test_repo_in_doubt_uses_no_stored_record(world: ResyncWorld) -> None:
+    """A requested resync fetches every record again."""
+    await synchronized(world)
+    world.is_checked = False
+    await world.query("update indexer.record set value = '{}'")
+    await world.db.repos.request_resyncs([world.owner.did])
+    await world.query("update indexer.record set value = null, value_problem = 'missing'")
+    assert await world.attempt()
+    assert await world.query("select rkey from indexer.record where value is null") == []
+
+
+FUTURE = "3zzzzzzzzzzzz"
+"""A rev that no host has."""
+
+
+async def changed(world: ResyncWorld) -> None:
+    world.owner.change(Write.create(f"{WANTED}/new", {"new": True}))
+
+
+async def unchanged(_world: ResyncWorld) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("change", "result", "requests"),
+    [
+        (unchanged, "unchanged", [("record", PDS)]),
+        (changed, "synchronized", [("record", PDS), ("record", PDS), ("head", MIRROR)]),
+    ],
+)
+async def test_made_up_rev_causes_no_export_if_the_pds_is_certain(
+    world: ResyncWorld, change: Callable[[ResyncWorld], Awaitable[None]], result: str, requests: list[tuple[str, str]]
+) -> None:
+    """Also beside a relay, which is asked whether it knows a newer rev."""
+    await synchronized(world)
+    await change(world)
+    await hint(world, FUTURE)
+    assert await world.attempt()
+    assert world.results == {result: 1}
+    assert [request for request in world.hosts.requests if request[0] != "blocks"] == requests
+    assert (await world.row()).sync_status == "synchronized"
+    assert await world.has_all_records()
