@@ -265,19 +265,19 @@ async def test_any_stored_entries_lead_to_the_same_records(tmp_path: Path, patte
 
 async def test_one_new_record_needs_few_requests(tmp_path: Path) -> None:
     """The proof of its path, and the nodes along the borders: with two more paths, or by CID."""
-    owner, policy = account_of({"com.example.a": 1_000, WANTED: 30, "com.other.b": 1_000}), policy_of(WANTED)
+    owner, policy = account_of({"com.example.a": 1_000, WANTED: 100, "com.other.b": 1_000}), policy_of(WANTED)
     hosts: Any = SimulatedHosts(owner, tmp_path)
     sparse, used = SparseFetch(hosts, "auto"), set[str]()
     for number in range(10):
-        stored, commit, path = stored_of(owner.repo.records, policy), owner.repo.head.cid, f"{WANTED}/000{number:02}a"
+        stored, commit, path = stored_of(owner.repo.records, policy), owner.repo.head.cid, f"{WANTED}/000{number}0a"
         owner.change(Write.create(path, {"new": True}))
         sparse.hints[owner.did] = path
         hosts.requests.clear()
         hosts.paths.clear()
         download = await sparse.fetch(owner.did, PDS, policy, stored=Stored(commit, stored))
         assert download is not None
-        assert len(dict(download.verify(owner.did, owner.key.public, policy.limits).records())) == 31 + number
-        assert len(hosts.requests) <= 4
+        assert len(dict(download.verify(owner.did, owner.key.public, policy.limits).records())) == 101 + number
+        assert len(hosts.requests) <= 3
         assert hosts.paths[0] == path
         assert len(set(hosts.paths)) == len(hosts.paths)
         assert download.size < 10_000
