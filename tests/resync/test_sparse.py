@@ -398,3 +398,74 @@ async def test_made_up_rev_causes_no_export_if_the_pds_is_certain(
     assert [request for request in world.hosts.requests if request[0] != "blocks"] == requests
     assert (await world.row()).sync_status == "synchronized"
     assert await world.has_all_records()
+
+
+async def behind_a_relay(world: ResyncWorld) -> None:
+    """Let the PDS lack the newest of two commits, as if a backup was restored."""
+    await changed(world)
+    world.owner.change(Write.create(f"{WANTED}/newest", {"new": True}))
+    world.hosts.missing[PDS] = 1
+    await hint(world, world.owner.rev)
+
+
+async def behind_a_verified_commit(world: ResyncWorld) -> None:
+    await changed(world)
+    await world.live.deliver([received_message("commit", world.owner.commit())])
+    world.hosts.missing[PDS] = 1
+
+
+async def at_the_stored_commit(world: ResyncWorld) -> None:
+    await behind_a_verified_commit(world)
+    world.hosts.missing[PDS] = 2
+
+
+async def at_a_former_pds(world: ResyncWorld) -> None:
+    """Let the limits of the directory allow no lookup, so that the PDS may be a former one."""
+    await behind_a_relay(world)
+    world.directory.cached = world.directory.identity(PDS, time() - 86_400)
+    world.directory.refreshes = False
+
+
+async def at_a_former_pds_with_the_stored_commit(world: ResyncWorld) -> None:
+    await at_a_former_pds(world)
+    world.hosts.missing[PDS] = 2
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        *(behind_a_relay, behind_a_verified_commit, at_the_stored_commit),
+        *(at_a_former_pds, at_a_former_pds_with_the_stored_commit),
+    ],
+)
+async def test_old_state_is_not_taken_while_the_relay_may_have_a_newer_one(
+    world: ResyncWorld, state: Callable[[ResyncWorld], Awaitable[None]]
+) -> None:
+    await synchronized(world)
+    await state(world)
+    await world.query("update indexer.repo set attempts = 0")
+    assert await world.attempt()
+    assert world.results == {"synchronized": 1}
+    assert world.hosts.requests[0] == ("record", PDS)
+    assert world.hosts.requests[-1] == ("export", MIRROR)
+    assert await world.has_all_records()
+
+
+async def test_another_tree_with_the_stored_rev_is_taken_only_from_the_last_source(world: ResyncWorld) -> None:
+    await synchronized(world)
+    world.is_checked = False
+    world.owner.repo.write([Write.create(f"{WANTED}/new", {"new": True})], world.owner.key, world.owner.rev)
+    world.owner.versions.append(world.owner.repo)
+    await hint(world, FUTURE)
+    assert await world.attempt()
+    assert kinds(world).count("export") == 2
+    assert world.results == {"synchronized": 1}
+
+
+async def test_pds_that_moved_is_looked_up_before_its_old_state_is_taken(world: ResyncWorld) -> None:
+    await synchronized(world)
+    await changed(world)
+    await hint(world, FUTURE)
+    world.directory.cached = world.directory.identity("https://former-pds.test", time() - 86_400)
+    assert await world.attempt()
+    assert world.results == {"postponed": 1}
