@@ -198,7 +198,7 @@ class Resyncs(Area):
         The CID of a record without its value is followed by a zero byte.
         """
         rows = await self._fetch(SOME_STORED, did, bucket_of(did), limit)
-        return {path: cid for path, cid in rows}
+        return {row[0]: row[1] for row in rows}
 
     async def renew(self, did: str, lease: int, seconds: float) -> bool:
         """Extend a lease to `seconds` from now; return False if the claim is lost."""

@@ -36,15 +36,7 @@ from indexer.resync.queue import ClaimLostError
 from indexer.resync.shares import Phase, PostponedError, Resync
 from indexer.resync.sparse import SparseDownload
 from indexer.sync.changes import Action, Batch, RecordChange, RecordConverter
-from indexer.sync.export import (
-    CHUNK_BYTES,
-    CHUNK_RECORDS,
-    ExportReader,
-    NewRecords,
-    RangeSnapshot,
-    RecordChunk,
-    Snapshot,
-)
+from indexer.sync.export import CHUNK_BYTES, CHUNK_RECORDS, ExportReader, NewRecords, RecordChunk, Snapshot
 from indexer.sync.policy import KeyState, PlanContext, Policy
 from indexer.sync.repo import Head, Repo, SyncStatus
 from indexer.sync.resync import Completion, Difference, SnapshotDiff, without_value
@@ -124,7 +116,7 @@ class _Differences:
             collection, _, rkey = path.decode().partition("/")
             return RecordChange("delete", collection, rkey, self._export.head.rev)
         block = self._export.block_of(new)
-        if block is None and old == without_value(new) and not isinstance(self._export, RangeSnapshot):
+        if block is None and old == without_value(new):
             return None  # the stored record and the export both lack the value
         return self._converter.convert(VerifiedChange(path, old, new, block))
 
@@ -213,7 +205,7 @@ class Applies:
             written = Counter[str]()
             if export is not None:
                 missing = await self._write_export(policy, transaction, export, written)
-                self._accept_missing(claimed, missing, export)
+                self._accept_missing(claimed, missing)
             completion = Completion(claimed, head, key, PlanContext(policy, time()))
             drained = await self._drain(transaction, completion)
             batch = completion.end(subscribed=await transaction.is_subscribed(resync.subscribed))
@@ -282,15 +274,13 @@ class Applies:
             missing += await self._write_all(transaction, diff.compare(chunk), differences, written)
         return missing + await self._write_all(transaction, diff.remaining(), differences, written)
 
-    def _accept_missing(self, claimed: Repo, missing: int, export: Snapshot) -> None:
+    def _accept_missing(self, claimed: Repo, missing: int) -> None:
         """Decide about an export without the blocks of some records (docs/protocol.md#exports).
 
         It fails the first time, since it may have been cut off after its last tree node. The second time in a row, the
-        records are stored without their values. A sparse resync lacks only blocks of records that were stored when it
-        began: if one of them has changed since, it fails.
+        records are stored without their values.
         """
-        accepted = claimed.last_failure is FetchFailure.EXPORT_LACKS_RECORDS and not isinstance(export, RangeSnapshot)
-        if missing and not accepted:
+        if missing and claimed.last_failure is not FetchFailure.EXPORT_LACKS_RECORDS:
             raise UnavailableError(FetchFailure.EXPORT_LACKS_RECORDS, f"{missing} records")
         if missing:
             log.debug("resync.values-missing", did=claimed.did, records=missing)

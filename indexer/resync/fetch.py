@@ -132,10 +132,7 @@ class ResyncAttempts:
         return await self.applies.write(resync, policy, verified_by.key, export)
 
     async def _is_latest(self, claimed: Repo, rev: str, identity: CachedIdentity) -> bool:
-        """Return True if only unverified revs above `rev` are known, but the account's PDS certainly has none.
-
-        Another source that reports a newer rev, such as a relay beside a restored PDS, is asked for its export.
-        """
+        """Return True if only unverified revs above `rev` are known, but no other source and no PDS reports one."""
         stored = claimed.head.rev if claimed.head else ""
         if not stored < rev < _newest_known(claimed) or rev < (claimed.latest_verified_rev or ""):
             return False

@@ -1,17 +1,16 @@
 """Fetch only the records of the chosen collections, with their proof (docs/protocol.md#sparse-resync).
 
 The first response has the signed commit and the nodes from the root to one path, which need not exist. The other nodes
-that may have wanted records are requested by CID, and the records with them; or with a path at the border of a range,
-if only the nodes along few borders are missing. A host does not keep blocks that a later write replaced. Then the walk starts again at the new root, and keeps the blocks that were fetched before.
+that may have wanted records are requested by CID, and the records with them; those along a border of a range also with
+a path at the border. A host does not keep blocks that a later write replaced. Then the walk starts again at the new
+root, and keeps the blocks that were fetched before.
 
-What is stored already is not requested: a subtree that the stored entries rebuild with the same CID, and a record with
-the CID of the stored one.
+Records that are stored with the same CID are not requested, nor subtrees that the stored entries rebuild.
 """
 
 import asyncio
 from bisect import bisect_left, bisect_right
-from collections import ChainMap
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import ceil, inf
@@ -61,15 +60,10 @@ class _BlocksMissingError(UnavailableError):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The stored state of a repo, which needs no export. If an entry is wrong or vanishes, no wrong record is written.
+    """The stored state of a repo. Wrong entries are harmless: they rebuild other subtrees, or fail the resync."""
 
-    Attributes:
-        commit: The CID of the stored head; b"" if there is none.
-        entries: The CIDs of the records with a stored value, by path, in ascending order.
-    """
-
-    commit: bytes = b""
-    entries: Mapping[bytes, bytes] = field(default_factory=dict)
+    commit: bytes = b""  # the CID of the head; b"" if there is none
+    entries: Mapping[bytes, bytes] = field(default_factory=dict)  # CIDs of records by path, in ascending order
 
 
 @dataclass(eq=False, slots=True)
@@ -111,7 +105,7 @@ class SparseDownload:
     def walk(self) -> tuple[RangeWalk, list[bytes]]:
         """Walk the tree as far as its nodes are there; return the walk and the CIDs of the blocks to request next.
 
-        The walk leaves out the entries of subtrees that were rebuilt from the stored ones.
+        The walk leaves out what is stored.
 
         Raises:
             UnavailableError: The commit or the root of the tree is missing.
@@ -136,8 +130,14 @@ class SparseDownload:
     def verify(self, did: str, key: PublicKey, limits: Limits) -> RangeSnapshot:
         """Verify that these are all chosen records; raise as `verify_ranges` does."""
         ranges = ranges_of(self.policy.scope.collections.patterns)
-        block_of = ChainMap(self.blocks, self._rebuilt).get
-        return verify_ranges(did, self.root, block_of, key, limits, self.size, ranges)
+        return verify_ranges(did, self.root, self._block_of, key, limits, self.size, ranges)
+
+    def _block_of(self, cid: bytes) -> bytes | None:
+        """Return a block. If a record is no longer stored, raise UnavailableError, so that its value is not missing."""
+        block = self.blocks.get(cid) or self._rebuilt.get(cid)
+        if block is None and self.policy.store_values:
+            raise UnavailableError(FetchFailure.EXPORT_LACKS_RECORDS, "a stored record has changed")
+        return block
 
     def _node(self, cid: bytes) -> Node:
         if cid not in self._nodes:
@@ -181,12 +181,12 @@ class SparseFetch:
         host: str,
         policy: Policy,
         opened: Callable[[SparseDownload], None] = lambda _: None,
-        stored: Stored = Stored(),  # noqa: B008 - immutable
+        stored: Stored = Stored(),
     ) -> SparseDownload | None:
         """Return all blocks that prove the chosen records of a repo; None if its export is to be fetched.
 
-        Blocks of `stored` records are left out, and all but the first ones if its commit is the latest. `host` is the
-        base URL of the PDS. `opened` is called after the first response.
+        Blocks of `stored` records are left out; if its commit is the latest, nothing is proven. `host` is the base URL
+        of the PDS. `opened` is called after the first response.
 
         Raises:
             UpstreamError: A block, the commit or a node breaks a rule.
@@ -244,7 +244,7 @@ class SparseFetch:
                 or (self.choice == "auto" and _costs_more_than_export(download, walk, len(missing)))
             ):
                 return False
-            if path := _take_border(borders, walk.unread):
+            if path := _take_border(borders, walk):
                 with suppress(UnavailableError):  # for example of a host that refuses absent paths
                     await self._request_proof(download, did, host, path)
                 continue
@@ -267,30 +267,31 @@ def _any_collection(pattern: str) -> str:
     return next(name for name in names[prefix != pattern :] if is_nsid(name))
 
 
-def _rounds(unread: Sequence[Unread]) -> tuple[int, bool]:
-    """Return the number of requests, one after the other, for subtrees; and True if they are for paths at borders."""
-    layers = max([node.layer + 1 for node in unread], default=1)
-    at_borders = 0 < len(unread) < layers and not any(node.inside for node in unread)
-    return (len(unread), True) if at_borders else (layers, False)
-
-
-def _take_border(paths: list[str], unread: Sequence[Unread]) -> str | None:
+def _take_border(paths: list[str], walk: RangeWalk) -> str | None:
     """Remove and return a path whose proof has the nodes along a border; None if they are to be requested by CID."""
-    if _rounds(unread)[1]:
-        for path in paths:
-            key = path.encode()
-            if any(node.lower < key and (node.upper is None or key < node.upper) for node in unread):
-                paths.remove(path)
-                return path
+    for path in paths if walk.unread and _rounds(walk) < _layers(walk) else ():
+        key = path.encode()
+        if any(node.lower < key and (node.upper is None or key < node.upper) for node in walk.unread):
+            paths.remove(path)
+            return path
     return None
+
+
+def _layers(walk: RangeWalk) -> int:
+    return max([node.layer + 1 for node in walk.unread], default=1)
+
+
+def _rounds(walk: RangeWalk) -> int:
+    """Return the number of requests, one after the other: for layers, or for borders if nothing else is missing."""
+    return _layers(walk) if any(node.inside for node in walk.unread) else min(_layers(walk), len(walk.unread) or 1)
 
 
 def _costs_more_than_export(download: SparseDownload, walk: RangeWalk, missing: int) -> bool:
     """Return True if the missing blocks, and those below them, probably cost more than the export."""
     inside = [node for node in walk.unread if node.inside]
-    keys = sum([max(FAN_OUT ** (node.layer + 1) - len(download.stored_in(node)), 0) for node in inside])
+    keys: int = sum([max(FAN_OUT ** (node.layer + 1) - len(download.stored_in(node)), 0) for node in inside])
     # Of a subtree that reaches beyond the range, only one way down is counted: most of it may be unwanted.
     nodes = sum([node.layer + 1 for node in walk.unread])
-    requests = max(_rounds(walk.unread)[0], ceil((keys + nodes + missing) / MAX_BLOCKS))
+    requests = max(_rounds(walk), ceil((keys + nodes + missing) / MAX_BLOCKS))
     cost = keys * KEY_BYTES + (nodes + missing) * NODE_BYTES + requests * REQUEST_BYTES
     return cost > walk.tree_keys * KEY_BYTES + REQUEST_BYTES
