@@ -81,7 +81,7 @@ class SparseDownload:
     _nodes: dict[bytes, Node] = field(default_factory=dict)
     _paths: list[bytes] = field(init=False)  # the stored ones
     _rebuilt: dict[bytes, bytes] = field(default_factory=dict)  # nodes by CID
-    _tried: set[bytes] = field(default_factory=set)  # the CIDs of subtrees that were rebuilt, or could not be
+    _tried: set[bytes] = field(default_factory=set)  # the CIDs of subtrees that were to be rebuilt
     _opened_at: float = field(default_factory=monotonic)
 
     def __post_init__(self) -> None:
@@ -150,12 +150,11 @@ class SparseDownload:
         return self._paths[start : bisect_left(self._paths, node.upper or b"\xff")]
 
     def _rebuild(self, node: Unread) -> bool:
-        """Return True if the stored entries between two keys have exactly this subtree."""
-        if node.inside and node.cid not in self._tried:
+        """Return True if stored entries rebuild this subtree. Otherwise they may rebuild some of those below it."""
+        if node.cid not in self._rebuilt and node.cid not in self._tried:
             self._tried.add(node.cid)
-            blocks = build_subtree([(path, self.stored.entries[path]) for path in self.stored_in(node)], node.layer)
-            if node.cid in blocks:
-                self._rebuilt |= blocks
+            entries = [(path, self.stored.entries[path]) for path in self.stored_in(node)]
+            self._rebuilt |= build_subtree(entries, node.layer)
         return node.cid in self._rebuilt
 
 

@@ -482,3 +482,18 @@ async def test_export_is_asked_for_if_all_are_below_a_verified_rev(world: Resync
     assert await world.attempt()
     assert world.results == {"stale-export": 1}
     assert ("export", PDS) in world.hosts.requests
+
+
+@pytest.mark.parametrize("records", [500, 700, 2_000])
+async def test_two_changes_of_a_repo_with_many_wanted_records_cost_no_export(tmp_path: Path, records: int) -> None:
+    owner, policy = account_of({WANTED: records}), policy_of(WANTED)
+    stored = Stored(owner.repo.head.cid, stored_of(owner.repo.records, policy))
+    paths = [f"{WANTED}/{records // 5:05}", f"{WANTED}/{records // 2:05}"]
+    owner.change(*(Write.update(path, {"changed": path}) for path in paths))
+    hosts: Any = SimulatedHosts(owner, tmp_path)
+    download = await SparseFetch(hosts, "auto", {owner.did: paths[0]}).fetch(owner.did, PDS, policy, stored=stored)
+    assert download is not None
+    assert dict(download.verify(owner.did, owner.key.public, policy.limits).records()) == stored_of(
+        owner.repo.records, policy
+    )
+    assert download.size < 10_000
