@@ -126,6 +126,6 @@ def build_subtree(entries: Sequence[tuple[bytes, bytes]], layer: int) -> dict[by
         blocks[cid] = block
         return cid
 
-    if max(heights, default=layer + 1) <= layer:
+    if max(heights, default=0) <= layer:
         build(0, len(entries), layer)
     return blocks

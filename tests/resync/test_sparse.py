@@ -18,6 +18,7 @@ from indexer.db import Database
 from indexer.demo.dag_cbor import encode
 from indexer.demo.local_repo import Write, car
 from indexer.net.http.http_client import Response
+from indexer.net.pds.xrpc import XrpcError
 from indexer.reasons import FetchFailure
 from indexer.resync.sparse import SparseChoice, SparseDownload, SparseFetch, Stored
 from indexer.sync.policy import Policy
@@ -287,6 +288,28 @@ async def test_one_new_record_needs_few_requests(tmp_path: Path) -> None:
     download = await sparse.fetch(owner.did, PDS, policy, stored=Stored(owner.repo.head.cid))
     assert download is not None
     assert hosts.requests == [("record", PDS)], "the stored state is the latest"
+    assert download.rate == inf
+
+
+async def test_host_that_refuses_the_paths_at_the_borders_is_asked_for_the_nodes(tmp_path: Path) -> None:
+    owner, policy = account_of({"com.example.a": 1_000, WANTED: 100, "com.other.b": 1_000}), policy_of(WANTED)
+    hosts: Any = SimulatedHosts(owner, tmp_path)
+    fetch_proof, refused = hosts.fetch_record_proof, []
+
+    async def refuse_absent(did: str, path: str, host: str) -> Response:
+        if path not in owner.repo.records:
+            refused.append(path)
+            raise XrpcError(FetchFailure.HTTP_STATUS, "no such record", definite=True, name="RecordNotFound")
+        response: Response = await fetch_proof(did, path, host)
+        return response
+
+    hosts.fetch_record_proof = refuse_absent
+    stored = Stored(b"", stored_of(owner.repo.records, policy))
+    hint = {owner.did: f"{WANTED}/00090"}
+    download = await SparseFetch(hosts, "auto", hint).fetch(owner.did, PDS, policy, stored=stored)
+    assert download is not None
+    assert refused == [f"{WANTED}/-"]
+    assert "blocks" in {kind for kind, _ in hosts.requests}
 
 
 @pytest.mark.parametrize("hint", ["com.other.b/1", f"{WANTED}/a/b", WANTED, "", "\ud800", f"{WANTED}/{'a' * 600}"])
