@@ -520,3 +520,21 @@ async def test_two_changes_of_a_repo_with_many_wanted_records_cost_no_export(tmp
         owner.repo.records, policy
     )
     assert download.size < 10_000
+
+
+async def test_stored_entries_are_read_in_the_order_of_paths(
+    db: Database, sql: asyncpg.Connection, tmp_path: Path
+) -> None:
+    """It differs from that of collections. A record without its value has no CID that is in any tree."""
+    world = ResyncWorld(db, sql, tmp_path, policy=policy_of("com.example.note", "com.example.note.draft"))
+    paths = [f"{name}/{number}" for name in ("com.example.note.draft", "com.example.note") for number in range(3)]
+    world.owner.change(*(Write.create(path, {"path": path}) for path in paths))
+    await db.repos.add([world.owner.did])
+    assert await world.attempt()
+    stored = stored_of(world.owner.repo.records, world.policy)
+    assert list((await db.resyncs.entries(world.owner.did, 6)).items()) == list(stored.items())
+    world.is_checked = False
+    await world.query("update indexer.record set value = null, value_problem = 'missing' where rkey = '0'")
+    found = await db.resyncs.entries(world.owner.did, 6)
+    assert {path for path, cid in found.items() if cid != stored[path]} == {paths[0].encode(), paths[3].encode()}
+    assert len(await db.resyncs.entries(world.owner.did, 5)) == 5
