@@ -118,6 +118,7 @@ FEW, MANY, FAR = "com.example.few", "com.example.many", "com.zzz.far"
         ({FEW: 300, MANY: 3_000}, [FEW], 10),
         ({FEW: 3_000, MANY: 300}, [FEW], None),
         ({FEW: 1_500, MANY: 1_500}, ["com.example.*"], None),
+        ({FEW: 150, MANY: 200}, [FEW], None),
         ({FEW: 20, MANY: 10}, [FEW], 3),
         ({}, [FEW], 1),
     ],
@@ -538,3 +539,12 @@ async def test_stored_entries_are_read_in_the_order_of_paths(
     found = await db.resyncs.entries(world.owner.did, 6)
     assert {path for path, cid in found.items() if cid != stored[path]} == {paths[0].encode(), paths[3].encode()}
     assert len(await db.resyncs.entries(world.owner.did, 5)) == 5
+
+
+@pytest.mark.parametrize("records", [60, 150])
+async def test_new_record_of_a_small_repo_costs_no_export(tmp_path: Path, records: int) -> None:
+    owner, policy = account_of({FEW: records, MANY: 20}), policy_of(FEW)
+    stored, path = Stored(owner.repo.head.cid, stored_of(owner.repo.records, policy)), f"{FEW}/{records // 2:05}a"
+    owner.change(Write.create(path, {"new": True}))
+    hosts: Any = SimulatedHosts(owner, tmp_path)
+    assert await SparseFetch(hosts, "auto", {owner.did: path}).fetch(owner.did, PDS, policy, stored=stored) is not None
