@@ -1,7 +1,7 @@
 """`python -m benchmarks.sparse`: bytes and requests of a sparse resync, compared with the export of the same repo.
 
-The repo has many likes, and wanted records in one other collection, all with random TIDs as keys. The PDS is on
-loopback. Bytes are those of the blocks with their lengths and CIDs.
+The repo has many likes, and wanted records in one other collection, all with random TIDs as keys. Then it gets one more
+record, of which a hint names the path. The PDS is on loopback. Bytes are those of the bodies.
 """
 
 import asyncio
@@ -10,21 +10,22 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import click
 
 from benchmarks.report import Figures, machine, show
-from indexer.atproto.cid import DAG_CBOR, cid_text
+from indexer.atproto.cid import DAG_CBOR, cid_of, cid_text
 from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import MAX_CLOCK_ID, MAX_TID_MICROS, CollectionFilter, tid_of
 from indexer.core.spool import Spool
 from indexer.demo import dag_cbor
 from indexer.demo.local_pds import HostedRepo, LocalPds
-from indexer.demo.local_repo import LocalRepo
-from indexer.net.http.http_client import OutboundClient, OutboundSettings
+from indexer.demo.local_repo import LocalRepo, Write
+from indexer.net.http.http_client import OutboundClient, OutboundSettings, Response
 from indexer.net.pds.pds_client import PdsClient
-from indexer.resync.sparse import SparseFetch
+from indexer.resync.sparse import SparseDownload, SparseFetch, Stored
 from indexer.sync.policy import Policy
 from indexer.sync.scope import Scope
 
@@ -43,31 +44,59 @@ def main(likes: int, wanted: int, repos: int, as_json: bool) -> None:
     show({"machine": machine(), f"{wanted} of {likes:,}": asyncio.run(measure(likes, wanted, repos))}, as_json=as_json)
 
 
+class CountingClient(OutboundClient):
+    """Counts what it receives."""
+
+    def __init__(self) -> None:
+        super().__init__(OutboundSettings("benchmark", allow_private_hosts=True))
+        self.counts = Counter[str]()
+
+    async def get(self, *arguments: Any, **options: Any) -> Response:
+        """See `OutboundClient`."""
+        response = await super().get(*arguments, **options)
+        self.counts.update({"requests": 1, "bytes": len(response.body)})
+        return response
+
+
 async def measure(likes: int, wanted: int, repos: int) -> Figures:
     """Return the figures, means of so many repos."""
-    pds, requests, export, fetched, blocks = LocalPds(), Counter[str](), 0, 0, 0
+    pds, export, blocks, whole, new = LocalPds(), 0, 0, Counter[str](), Counter[str]()
     await pds.start()
-    settings = OutboundSettings("benchmark", allow_private_hosts=True)
     with TemporaryDirectory() as directory:
-        async with OutboundClient(settings, on_request=lambda result: requests.update([result])) as outbound:
+        async with CountingClient() as outbound:
             sparse = SparseFetch(PdsClient(outbound, DEFAULT_LIMITS, Path(directory), Spool), "auto")
             for number in range(repos):
                 repo = make_repo(number, likes, wanted)
                 pds.hosted[repo.did] = HostedRepo(repo, lambda _: repo.first)  # noqa: B023 - nobody writes
-                download = await sparse.fetch(repo.did, pds.url, POLICY)
-                if download is None or download.verify(repo.did, KEY.public, DEFAULT_LIMITS).count != wanted:
-                    raise click.ClickException("the sparse resync did not prove all wanted records")
                 export += sum(map(len, repo.export()))
-                fetched += download.size
-                blocks += len(download.blocks)
+                blocks += len((await fetch(sparse, repo, pds.url, Stored(), wanted)).blocks)
+                whole += outbound.counts
+                outbound.counts.clear()
+                stored = {path.encode(): cid_of(block) for path, block in sorted(repo.records.items())}
+                before, path = repo.head.cid, f"{WANTED}/{tid_of(MAX_TID_MICROS // 2)}"
+                repo.write([Write.create(path, {"$type": WANTED, "text": "x" * 200})], KEY, tid_of(3))
+                sparse.hints[repo.did] = path
+                await fetch(sparse, repo, pds.url, Stored(before, stored), wanted + 1)
+                new += outbound.counts
+                outbound.counts.clear()
     await pds.stop()
     return {
         "export, bytes": export / repos,
-        "sparse, bytes": fetched / repos,
-        "sparse, share of the bytes in %": 100 * fetched / export,
+        "sparse, bytes": whole["bytes"] / repos,
+        "sparse, share of the bytes in %": 100 * whole["bytes"] / export,
         "sparse, blocks": blocks / repos,
-        "sparse, requests": requests.total() / repos,
+        "sparse, requests": whole["requests"] / repos,
+        "one new record, bytes": new["bytes"] / repos,
+        "one new record, requests": new["requests"] / repos,
     }
+
+
+async def fetch(sparse: SparseFetch, repo: LocalRepo, host: str, stored: Stored, wanted: int) -> SparseDownload:
+    """Return the download that proves so many wanted records."""
+    download = await sparse.fetch(repo.did, host, POLICY, stored=stored)
+    if download is None or download.verify(repo.did, KEY.public, DEFAULT_LIMITS).count != wanted:
+        raise click.ClickException("the sparse resync did not prove all wanted records")
+    return download
 
 
 def make_repo(number: int, likes: int, wanted: int) -> LocalRepo:

@@ -7,10 +7,12 @@ the root.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
+from indexer.atproto.cid import cid_of
 from indexer.atproto.limits import Limits
-from indexer.atproto.mst import MissingNodeError, Node, load_subtree, root_layer
+from indexer.atproto.mst import MissingNodeError, Node, encode_node, key_height, load_subtree, root_layer
 
 FAN_OUT = 4
 """Mean number of subtrees of a node: three of four keys are on the lowest layer, and so on."""
@@ -41,11 +43,15 @@ class Unread(NamedTuple):
 
     Attributes:
         inside: True if all keys of the subtree are in a range.
+        lower: The key before the subtree; b"" if there is none.
+        upper: The key after it; None if there is none.
     """
 
     cid: bytes
     layer: int
     inside: bool
+    lower: bytes
+    upper: bytes | None
 
 
 @dataclass(slots=True)
@@ -89,7 +95,7 @@ def walk_ranges(node_of: Callable[[bytes], Node], root: bytes, ranges: Sequence[
                 child = load_subtree(node_of, tree, layer - 1, lower, below)
             except MissingNodeError:
                 inside = any(wanted.start <= lower and (below or b"\xff") <= wanted.end for wanted in met)
-                result.unread.append(Unread(tree, layer - 1, inside))
+                result.unread.append(Unread(tree, layer - 1, inside, lower, below))
             else:
                 walk_below(child, layer - 1, lower, below, met)
 
@@ -97,3 +103,29 @@ def walk_ranges(node_of: Callable[[bytes], Node], root: bytes, ranges: Sequence[
     result = RangeWalk(root_layer(root_node, limits), len(root_node.keys))
     walk_below(root_node, result.layer or 0, b"", None, ranges)
     return result
+
+
+def build_subtree(entries: Sequence[tuple[bytes, bytes]], layer: int) -> dict[bytes, bytes]:
+    """Return the nodes of the subtree on a layer that has exactly these entries, by CID; its root is the last one.
+
+    There are none if there is no such subtree. `entries` are keys in ascending order, with the CIDs of their records.
+    The work is bounded by their number times the layer.
+    """
+    heights = [key_height(key) for key, _ in entries]
+    blocks: dict[bytes, bytes] = {}
+
+    def build(start: int, end: int, layer: int) -> bytes | None:
+        """Return the CID of the subtree of the entries from `start` to before `end`."""
+        if start == end:
+            return None
+        own = [index for index in range(start, end) if heights[index] == layer]
+        left, *trees = [build(below + 1, above, layer - 1) for below, above in pairwise([start - 1, *own, end])]
+        keys, values = [entries[index][0] for index in own], [entries[index][1] for index in own]
+        block = encode_node(keys, values, left, trees)
+        cid = cid_of(block)
+        blocks[cid] = block
+        return cid
+
+    if max(heights, default=0) <= layer:
+        build(0, len(entries), layer)
+    return blocks

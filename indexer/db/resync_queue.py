@@ -12,7 +12,7 @@ from indexer.db.change_log import log_changes
 from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
 from indexer.db.connections import Area
 from indexer.db.database_errors import refused_writes
-from indexer.db.resync_transaction import ResyncTransaction
+from indexer.db.resync_transaction import SOME_STORED, ResyncTransaction
 from indexer.db.write import change_repos
 from indexer.reasons import Desync, FetchFailure
 from indexer.sync.changes import ChangeLogEntry
@@ -191,6 +191,14 @@ class Resyncs(Area):
                 claimed += [repo_of(row) for row in rows]
                 crash_point("claim.written")
             return claimed
+
+    async def entries(self, did: str, limit: int) -> dict[bytes, bytes]:
+        """Return the CIDs of at most `limit` stored records by path, in ascending order.
+
+        The CID of a record without its value is followed by a zero byte.
+        """
+        rows = await self._fetch(SOME_STORED, did, bucket_of(did), limit)
+        return {row[0]: row[1] for row in rows}
 
     async def renew(self, did: str, lease: int, seconds: float) -> bool:
         """Extend a lease to `seconds` from now; return False if the claim is lost."""

@@ -41,13 +41,15 @@ _BUFFERED = """
 
 # The CID of a record without its value gets a zero byte appended, so that it differs from every CID of an export.
 # Earlier releases stored no value for the other two problems.
-_STORED = f"""
+_ENTRIES = f"""
     select {PATH} as path, case
         when value_problem = '{Problem.MISSING}'
             or value is null and value_problem in ('{Problem.NUL}', '{Problem.RESERVED_KEY}')
         then cid || '\\x00' else cid end
-    from indexer.record where did = $1 and bucket = $2 order by path
+    from indexer.record where did = $1 and bucket = $2
 """
+_STORED = f"{_ENTRIES} order by path"
+SOME_STORED = f"select * from ({_ENTRIES} limit $3) c order by path"
 
 # A scalar subquery with LIMIT, so that the planner looks into the index for each repo, and does not read all records.
 ELIGIBLE = f"""

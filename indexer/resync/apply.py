@@ -59,6 +59,8 @@ MAX_SIDE_BY_SIDE = 2
 """Shared transactions that run side by side, each for one part of the layout, or for half of the buckets of the only
 part. More of them would have fewer repos each, and each transaction costs some milliseconds of CPU besides those of its
 records."""
+MAX_STORED = 50_000
+"""Stored records up to which a sparse resync does without the parts of the tree that they rebuild."""
 LOCKED_BYTES = 256 << 10
 """Frames of buffered events, in bytes, that are planned and written while the row of the repo is locked. One batch of
 the live path may add more just before the lock."""
@@ -137,6 +139,11 @@ class Applies:
         running = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
         groups = max(db.layout.parts, MAX_SIDE_BY_SIDE)
         self._shared = [SharedCalls(self._write_group, _may_share, running) for _ in range(groups)]
+
+    async def stored(self, did: str) -> dict[bytes, bytes]:
+        """Return the stored records of a repo for `sparse.Stored`; none of them if there are too many."""
+        entries = await self._db.resyncs.entries(did, MAX_STORED + 1)
+        return {} if len(entries) > MAX_STORED else entries
 
     async def verify(self, did: str, blocks: ExportReader | SparseDownload, key: PublicKey, limits: Limits) -> Snapshot:
         """Verify an export, or the chosen records; raise the errors of their `verify`."""

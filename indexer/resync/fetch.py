@@ -4,7 +4,7 @@ It needs a socket, and nothing of the database. The second step (`apply.Applies`
 """
 
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from time import time
@@ -19,7 +19,7 @@ from indexer.net.pds.pds_client import LARGE_BYTES, PdsClient
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.resync.apply import Applies
 from indexer.resync.shares import Phase, PostponedError, Resync, Shares
-from indexer.resync.sparse import SparseDownload, SparseFetch
+from indexer.resync.sparse import SparseDownload, SparseFetch, Stored
 from indexer.sync.export import ExportReader, Snapshot
 from indexer.sync.policy import Policy, is_future
 from indexer.sync.repo import Head, Repo, needs_export
@@ -115,21 +115,42 @@ class ResyncAttempts:
         policy, claimed = self.policy(), resync.claimed
         resync.enter(Phase.DOWNLOAD)
         opened = partial(shares.opened, resync, now=time())
+        stored, pds = Stored(), identity.pds or ""
+        if claimed.head and not needs_export(claimed, policy.scope) and self.sparse.is_possible(pds, policy):
+            stored = Stored(claimed.head.commit, await self.applies.stored(claimed.did))
         with self.metrics.batch_seconds["fetch"].time():
-            download = await self.sparse.fetch(claimed.did, identity.pds or "", policy, opened)
+            download = await self.sparse.fetch(claimed.did, pds, policy, opened, stored)
         if download is None:
             return None
+        if download.root == stored.commit:
+            if claimed.newer_is_verified or not await self._is_current(claimed, identity):
+                raise UnavailableError(FetchFailure.EXPORT_STALE, "the stored state, although a newer rev is known")
+            return await self.applies.write(resync, policy, identity.key, None)
         resync.enter(Phase.VERIFY)
         export, verified_by = await self._verify(claimed, download, identity)
-        self._check_rev(claimed, export.head, last=False)
+        self._check_rev(claimed, export.head, last=await self._is_latest(claimed, export.head.rev, identity))
         return await self.applies.write(resync, policy, verified_by.key, export)
+
+    async def _is_latest(self, claimed: Repo, rev: str, identity: CachedIdentity) -> bool:
+        """Return True if only unverified revs above `rev` are known, but no other source and no PDS reports one."""
+        stored = claimed.head.rev if claimed.head else ""
+        if not stored < rev < _newest_known(claimed) or rev < (claimed.latest_verified_rev or ""):
+            return False
+        for source in filter(None, self.sources):
+            with suppress(UnavailableError):
+                if (await self.pds.fetch_latest_commit(claimed.did, source))[1] > rev:
+                    return False
+        return await self._is_host(claimed.did, identity)
 
     async def _is_unchanged(self, claimed: Repo, identity: CachedIdentity, policy: Policy) -> bool:
         """Return True if the PDS reports the stored head as its latest commit, so that no export is needed.
 
-        If a newer rev is known, this may be a former PDS of the account.
+        It is not asked if a newer rev is known and the chosen records are requested next, with the latest commit.
         """
         if claimed.head is None or identity.pds is None or needs_export(claimed, policy.scope):
+            return False
+        newer = claimed.head.rev < _newest_known(claimed)
+        if newer and None in self.sources and self.sparse.is_possible(identity.pds, policy):
             return False
         try:
             latest = await self.pds.fetch_latest_commit(claimed.did, identity.pds)
@@ -137,9 +158,14 @@ class ResyncAttempts:
             if not error.reason.counts_as_attempt:
                 raise
             return False
-        if latest != (claimed.head.commit, claimed.head.rev):
-            return False
-        doubtful = identity.stale or claimed.head.rev < _newest_known(claimed)
+        return latest == (claimed.head.commit, claimed.head.rev) and await self._is_current(claimed, identity)
+
+    async def _is_current(self, claimed: Repo, identity: CachedIdentity) -> bool:
+        """Return True if the stored head, which this PDS reports as the latest, is certainly that of the account.
+
+        If a newer rev is known, this may be a former PDS of the account.
+        """
+        doubtful = identity.stale or (claimed.head.rev if claimed.head else "") < _newest_known(claimed)
         return not doubtful or await self._is_host(claimed.did, identity)
 
     async def _is_host(self, did: str, identity: CachedIdentity) -> bool:

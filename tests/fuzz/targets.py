@@ -58,6 +58,7 @@ TARGETS = {
     "cars": TargetRow("block_targets.Cars", limit=DECODING),
     "nodes": TargetRow("block_targets.Nodes", limit=DECODING),
     "commits": TargetRow("block_targets.Commits", limit=DECODING),
+    "range-walks": TargetRow("walk_target.RangeWalks", limit=CostLimit(steps=4_000_000)),
     "inversions": TargetRow("inversion_target.Inversions", limit=CostLimit(steps=10_000_000)),  # the reference counts
     "did-documents": TargetRow("identity_targets.DidDocuments", limit=DECODING),
     "plc-logs": TargetRow("plc_target.PlcLogs"),

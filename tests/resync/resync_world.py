@@ -139,11 +139,15 @@ class SimulatedHosts:
     Attributes:
         missing: The number of commits that a host lacks, or why it does not answer; by default, it lacks none.
         requests: The requests, as kind and host.
+        paths: The paths whose proofs were requested.
+        blocks: The number of blocks that were sent by CID.
     """
 
     def __init__(self, owner: AccountOwner, directory: Path, step: Step = no_step) -> None:
         self.missing: dict[str, int | FetchFailure] = {}
         self.requests: list[tuple[str, str]] = []
+        self.paths: list[str] = []
+        self.blocks = 0
         self._owner = owner
         self._directory = directory
         self._step = step
@@ -164,6 +168,7 @@ class SimulatedHosts:
 
     async def fetch_record_proof(self, _did: str, path: str, host: str) -> Response:
         await self._step("ask for a record")
+        self.paths.append(path)
         proof = self._version("record", host).record_proof(path)
         await self._step("record fetched")
         return Response(200, {}, proof)
@@ -174,6 +179,7 @@ class SimulatedHosts:
         await self._step("blocks fetched")
         if not blocks.keys() >= set(cids):
             raise XrpcError(FetchFailure.HTTP_STATUS, "Could not find cids", definite=True)
+        self.blocks += len(cids)
         return {cid: blocks[cid] for cid in cids}
 
     async def _chunks(self, export: bytes) -> AsyncIterator[bytes]:
@@ -275,6 +281,7 @@ class SteppedDatabase:
         self._db = db
         self._step = step
         self.resyncs = self
+        self.entries = db.resyncs.entries
         self.layout = db.layout
 
     @asynccontextmanager

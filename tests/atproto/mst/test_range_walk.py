@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.atproto.mst import MissingNodeError, Node, leaves, load_node
-from indexer.atproto.range_walk import RangeWalk, ranges_of, walk_ranges
+from indexer.atproto.range_walk import RangeWalk, build_subtree, ranges_of, walk_ranges
 from indexer.atproto.syntax import CollectionFilter
 from indexer.errors import UpstreamError
 from tests.atproto.mst import oracle
@@ -77,3 +77,36 @@ def test_tree_with_more_layers_than_the_limit_is_rejected() -> None:
     assert walked(blocks, root, ["com.*"], Limits(tree_depth=4)).layer == 4
     with pytest.raises(UpstreamError, match="height 4"):
         walked(blocks, root, ["com.*"], Limits(tree_depth=3))
+
+
+@given(records_strategy, patterns_strategy, st.data())
+def test_each_subtree_is_rebuilt_from_exactly_its_entries(
+    records: Records, patterns: list[str], data: st.DataObject
+) -> None:
+    """Also with nodes without keys, which have only a left subtree. With any other entries, its CID is another one."""
+    root, blocks = oracle.build(records)
+    read = {root: blocks[root]}
+    while unread := walked(read, root, patterns).unread:
+        for node in unread:
+            read[node.cid] = blocks[node.cid]
+            entries = list(leaves(blocks.get, node.cid))
+            rebuilt = build_subtree(entries, node.layer)
+            assert list(rebuilt)[-1] == node.cid
+            assert rebuilt.items() <= blocks.items()
+            assert list(leaves(rebuilt.get, node.cid)) == entries
+            assert node.lower < entries[0][0]
+            assert node.upper is None or entries[-1][0] < node.upper
+            other = dict(entries)
+            key = data.draw(st.sampled_from([*other, *KEYS]))
+            other[key] = {None: A, A: B, B: A}[other.get(key)]
+            if data.draw(st.booleans()):
+                del other[data.draw(st.sampled_from(sorted(other)))]
+            if other != dict(entries):
+                assert node.cid not in build_subtree(sorted(other.items()), node.layer)
+
+
+def test_entries_that_no_subtree_of_a_layer_has_rebuild_nothing() -> None:
+    assert build_subtree([], 3) == {}
+    high = next(oracle.keys_of_height(2))
+    assert build_subtree([(high, A)], 1) == {}
+    assert len(build_subtree([(high, A)], 4)) == 3
