@@ -72,7 +72,8 @@ async def measure(likes: int, wanted: int, repos: int) -> Figures:
                 blocks += len((await fetch(sparse, repo, pds.url, Stored(), wanted)).blocks)
                 whole += outbound.counts
                 outbound.counts.clear()
-                stored = {path.encode(): cid_of(block) for path, block in sorted(repo.records.items())}
+                paths = sorted(path for path in repo.records if path.startswith(WANTED))
+                stored = {path.encode(): cid_of(repo.records[path]) for path in paths}
                 before, path = repo.head.cid, f"{WANTED}/{tid_of(MAX_TID_MICROS // 2)}"
                 repo.write([Write.create(path, {"$type": WANTED, "text": "x" * 200})], KEY, tid_of(3))
                 sparse.hints[repo.did] = path
