@@ -59,7 +59,7 @@ MAX_SIDE_BY_SIDE = 2
 """Shared transactions that run side by side, each for one part of the layout, or for half of the buckets of the only
 part. More of them would have fewer repos each, and each transaction costs some milliseconds of CPU besides those of its
 records."""
-MAX_STORED = 50_000
+MAX_STORED = 20_000
 """Stored records up to which a sparse resync does without the parts of the tree that they rebuild."""
 LOCKED_BYTES = 256 << 10
 """Frames of buffered events, in bytes, that are planned and written while the row of the repo is locked. One batch of
