@@ -229,6 +229,8 @@ class Daemon:
         self.shard_ownership = ShardOwnership(self.db, shard, retry=tuning.retry)
         at_once = settings.relay_mode == "all" and settings.upstream == "relay"
         groups = [[relay] for relay in settings.relays] if at_once else [settings.relays]
+        if settings.upstream == "jetstream":
+            groups = []  # its events are only hints (`HintReader`)
         self.inbox = Inbox(INBOX_BYTES, len(groups))
         self.open_gaps = OpenGaps(self.db.gaps, shard, self.metrics, tuning.gap_refresh)
         self._read_times = ReadTimes()

@@ -36,7 +36,7 @@ from indexer import __version__
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.atproto.syntax import CollectionFilter
 from indexer.errors import SettingsError
-from indexer.net.relay.stream_socket import STREAM_PATH
+from indexer.net.relay.stream_socket import STREAM_PATH, SUBSCRIBE_PATH
 from indexer.net.server.address import Address
 from indexer.sync.policy import Policy
 from indexer.sync.scope import Scope, Track, filter_of
@@ -140,7 +140,8 @@ def _check_relay(value: str) -> str:
     Other programs want the URL of the host (tap: `TAP_RELAY_URL`) or that of the stream (Jetstream:
     `JETSTREAM_WS_URL`), so both are accepted. XRPC has no other path: https://atproto.com/specs/xrpc.
     """
-    url = _check_url(value.rstrip("/").removesuffix(STREAM_PATH), "ws", "wss", "http", "https")
+    path = next((path for path in (STREAM_PATH, SUBSCRIBE_PATH) if value.rstrip("/").endswith(path)), "")
+    url = _check_url(value.rstrip("/").removesuffix(path), "ws", "wss", "http", "https")
     if urlsplit(url).path or urlsplit(url).query:
         raise ValueError("not the URL of a host")
     return url.replace("http", "ws", 1) if url.startswith("http") else url
@@ -269,9 +270,14 @@ class Settings(BaseModel):
     relay_mode: Literal["all", "failover"] = "all"
     """Consume `all` relays at once, or the first one that works (`failover`). A further relay costs its traffic, and
     little CPU. With `INDEXER_UPSTREAM=pds`, it is always `failover`."""
-    upstream: Literal["relay", "pds"] = "relay"
-    """Kind of hosts in `INDEXER_RELAYS`. Choose `pds` to consume a PDS directly: its events count only for accounts
-    that it hosts."""
+    upstream: Literal["relay", "pds", "jetstream"] = "relay"
+    """Source of news. `relay`: `INDEXER_RELAYS`. `pds`: the same, but these are PDSes, whose events count only for
+    accounts that they host. `jetstream`: `INDEXER_JETSTREAMS`, whose events are hints: only the changed records are
+    fetched, with their proof. Then `INDEXER_COLLECTIONS` must name some, and of relays only lists are read."""
+    jetstreams: Relays = tuple(
+        f"wss://jetstream{number}.us-{coast}.bsky.network" for coast in ("east", "west") for number in (2, 1)
+    )
+    """With `INDEXER_UPSTREAM=jetstream`: Jetstream instances. The first one that works is read."""
     start: Annotated[
         Literal["live", "oldest"] | Annotated[int, Field(ge=0, lt=2**63)], "`live`, `oldest`, or a sequence number"
     ] = "live"
@@ -462,6 +468,13 @@ def load_settings(file: Path | None = None) -> Settings:
         raise SettingsError(f"{variable('track')}: 'signal' needs {variable('signal_collections')}")
     if settings.links and not settings.store_values:
         raise SettingsError("INDEXER_LINKS needs INDEXER_STORE_VALUES, because links are found in values")
+    if settings.upstream == "jetstream" and (settings.sparse_resync == "never" or "pds" not in settings.resync_source):
+        raise SettingsError(
+            f"{variable('upstream')}: 'jetstream' needs {variable('sparse_resync')} other than 'never', "
+            f"and 'pds' in {variable('resync_source')}"
+        )
+    if settings.upstream == "jetstream" and settings.collections == CollectionFilter():
+        raise SettingsError(f"{variable('upstream')}: 'jetstream' needs {variable('collections')}")
     return settings
 
 

@@ -215,11 +215,11 @@ def _live(daemon: "Daemon") -> Iterator[Stage]:
 def _streams(daemon: "Daemon") -> Iterator[Stage]:
     """Yield the stages that read the streams."""
     streams, inbox, writer = daemon.streams, daemon.inbox, daemon.batch_writer
-    relays = daemon.settings.relays if "live" in daemon.settings.roles else ()
+    relays = daemon.settings.relays if streams and "live" in daemon.settings.roles else ()
 
     def stream_errors() -> Iterator[ReadinessReason]:
         """Yield why no stream works. While one works, the trouble of another is a condition."""
-        if any(stream.trouble is None for stream in streams):
+        if not streams or any(stream.trouble is None for stream in streams):
             return
         if not open_relays(streams):
             errors = [stream.subscription.last_error for stream in streams if stream.subscription.last_error]

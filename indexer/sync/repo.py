@@ -237,6 +237,7 @@ class Trigger(StrEnum):
     RELEASED = "claim released by its worker"
     LEASE_EXPIRED = "lease of the resync worker expired"
     BEHIND = "a newer rev is known than the stored one"
+    HINTED = "hint of a newer rev"
     STATUS_UNKNOWN = "hosting status of an unlisted account is unknown"
     UNPROVEN = "an undecidable commit was applied without proof"
     VALUES_MISSING = "record values are missing a day after the resync"
@@ -269,6 +270,7 @@ _TABLE: dict[Trigger, tuple[tuple[Outcome, SyncStatus] | None, ...]] = {
     Trigger.RELEASED: (None, (_APPLIED, _D), None),
     Trigger.LEASE_EXPIRED: (None, (_BROKEN, _D), None),
     Trigger.BEHIND: (None, None, (_BROKEN, _D)),
+    Trigger.HINTED: (None, None, (_BROKEN, _D)),
     Trigger.STATUS_UNKNOWN: (None, None, (_BROKEN, _D)),
     Trigger.UNPROVEN: (None, None, (_BROKEN, _D)),
     Trigger.VALUES_MISSING: (None, None, (_BROKEN, _D)),

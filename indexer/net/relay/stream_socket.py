@@ -15,6 +15,8 @@ from aiohttp import WSCloseCode, WSMsgType
 from indexer.errors import UnavailableError
 
 STREAM_PATH = "/xrpc/com.atproto.sync.subscribeRepos"
+SUBSCRIBE_PATH = "/subscribe"
+"""Path of the stream of a Jetstream."""
 TURN_SECONDS = 0.005
 """Time to receive messages before other tasks get a turn. Each turn of the event loop costs a wait for the
 interpreter's lock while a batch is planned."""
