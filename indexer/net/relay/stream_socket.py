@@ -236,13 +236,15 @@ async def open_stream(
 ) -> AsyncIterator[StreamSocket]:
     """Open the stream of `relay` at `path` after `cursor` (None: only new messages), and close it at the end.
 
+    The path may have a query.
+
     It uses no proxy, redirect, cookie or compression. A message that announces more than `max_bytes` ends the
     connection. Bytes that are not read because of back-pressure do not count as received.
 
     Raises:
         OSError: The relay cannot be reached or refuses the connection (includes TimeoutError and StreamSocketError).
     """
-    url = f"{relay.rstrip('/')}{path}" + ("" if cursor is None else f"?cursor={cursor}")
+    url = f"{relay.rstrip('/')}{path}" + ("" if cursor is None else f"{'&' if '?' in path else '?'}cursor={cursor}")
     handshake = _Handshake()
     async with AsyncExitStack() as stack:
         try:
