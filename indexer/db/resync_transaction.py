@@ -121,8 +121,10 @@ class ResyncTransaction:
         """Return True if the claim still holds at this moment."""
         return bool(await self.connection.fetchval(_HOLDS, *self._key, self._lease))
 
-    async def write(self, changes: Sequence[RecordChange], *, live: bool = False) -> Counter[Action]:
-        """Write differences between the stored records and the export, or with `live` changes of buffered events.
+    async def write(
+        self, changes: Sequence[RecordChange], *, live: bool = False, buffered: bool = False
+    ) -> Counter[Action]:
+        """Write differences between the stored records and the export, or with `buffered` changes of buffered events.
 
         Return how many records were created, updated and deleted. If the claim is lost, another worker may have changed
         the records. Then `lock` returns None, and the transaction is rolled back.
@@ -131,7 +133,7 @@ class ResyncTransaction:
             BrokenInvariantError: The records are not those that were compared, although the claim holds.
         """
         effective = await write_changes(self.connection, self._did, changes, live=live)
-        if live:
+        if buffered:
             crash_point("resync.drained")
             return Counter([change.action for change in effective])
         crash_point("resync.written")

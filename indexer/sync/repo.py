@@ -205,6 +205,9 @@ UNPROVEN_REASONS = frozenset({Desync.REQUESTED, Desync.RECORD_MISSING, Desync.LE
 """Reasons under which the stored records themselves are in doubt: only a complete export settles them, not a head that
 equals the network's."""
 
+NEWS = frozenset({Desync.BEHIND, Desync.HINTED})
+"""Reasons of a repo that was synchronized until a list or a hint named a newer rev."""
+
 
 class Outcome(StrEnum):
     """The result of one received event. Every event has exactly one."""
@@ -393,6 +396,11 @@ def needs_export(repo: Repo, scope: Scope) -> bool:
     """Return True if only a complete export may end the resync: stored records are in doubt, or some may be missing."""
     in_doubt = repo.sync_reason in UNPROVEN_REASONS or repo.unproven_since is not None
     return in_doubt or repo.scope_version < scope.complete_from
+
+
+def is_follow_up(repo: Repo, scope: Scope) -> bool:
+    """Return True if a resync finds only what was written since the repo was synchronized, as the stream would."""
+    return repo.head is not None and repo.sync_reason in NEWS and not needs_export(repo, scope)
 
 
 def hide(repo: Repo, status: str | None, erase_at: float | None = None) -> Repo:

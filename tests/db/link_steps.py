@@ -89,5 +89,5 @@ async def finish_resync(
             await before_lock()
         locked = await transaction.lock()
         assert locked is not None
-        await transaction.write(drained, live=True)
+        await transaction.write(drained, live=True, buffered=True)
         await transaction.finish(Batch((RepoWrite(locked, completed(locked), live=False),)))
