@@ -468,13 +468,13 @@ def load_settings(file: Path | None = None) -> Settings:
         raise SettingsError(f"{variable('track')}: 'signal' needs {variable('signal_collections')}")
     if settings.links and not settings.store_values:
         raise SettingsError("INDEXER_LINKS needs INDEXER_STORE_VALUES, because links are found in values")
-    if settings.upstream == "jetstream" and (settings.sparse_resync == "never" or "pds" not in settings.resync_source):
-        raise SettingsError(
-            f"{variable('upstream')}: 'jetstream' needs {variable('sparse_resync')} other than 'never', "
-            f"and 'pds' in {variable('resync_source')}"
-        )
-    if settings.upstream == "jetstream" and settings.collections == CollectionFilter():
-        raise SettingsError(f"{variable('upstream')}: 'jetstream' needs {variable('collections')}")
+    needs = {
+        "named collections in INDEXER_COLLECTIONS": not settings.collections.matches_all,
+        "INDEXER_SPARSE_RESYNC other than 'never'": settings.sparse_resync != "never",
+        "'pds' in INDEXER_RESYNC_SOURCE": "pds" in settings.resync_source,
+    }
+    for need in [need for need, met in needs.items() if settings.upstream == "jetstream" and not met]:
+        raise SettingsError(f"INDEXER_UPSTREAM: 'jetstream' needs {need}")
     return settings
 
 

@@ -5,7 +5,6 @@ of two instances differ, so a connection begins a little before it: an event tha
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import aclosing
@@ -28,9 +27,9 @@ from indexer.net.relay.stream_socket import SUBSCRIBE_PATH
 from indexer.net.relay.subscription import Subscription
 from indexer.reasons import Desync
 from indexer.sync.changes import Batch, RepoWrite
-from indexer.sync.hints import JETSTREAM, Hint, HintKind, decode_hint, plan_hint, wanted_patterns
+from indexer.sync.hints import JETSTREAM, Hint, HintPlan, decode_hint, plan_hint, wanted_patterns
 from indexer.sync.policy import PlanContext
-from indexer.sync.repo import Outcome, Repo, SyncStatus
+from indexer.sync.repo import Outcome, Repo
 from indexer.sync.stream import Cursor, Watermark, resume_point
 from indexer.telemetry.conditions import NEW_ACCOUNTS_LIMITED, Conditions
 from indexer.telemetry.metrics import Metrics
@@ -39,16 +38,6 @@ MAX_PATHS = 10_000
 """Changed paths that are remembered for the resyncs of their repos."""
 OVERLAP_MICROS = 10_000_000
 """How far before the cursor a connection begins, in microseconds."""
-
-
-@dataclass(slots=True)
-class _Plans:
-    """The plans of some hints, by DID: the row before, the row after, and what else follows."""
-
-    drafts: dict[str, tuple[Repo, Repo]] = field(default_factory=dict)
-    asked: set[str] = field(default_factory=set)
-    stale: set[str] = field(default_factory=set)
-    outcomes: list[tuple[str, HintKind, Outcome]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -130,11 +119,12 @@ class HintReader:
             async for frame in frames:
                 self.last_message[self.position.origin.relay] = monotonic()
                 hint = decode_hint(frame)
-                self.metrics.events_received[hint.kind if hint else "unknown"].inc()
-                if hint is None:
-                    self.metrics.events["unknown", Outcome.IGNORED].inc()
-                else:
+                kind = "unknown" if hint is None else hint.kind
+                self.metrics.events_received[kind].inc()
+                if hint is not None and self.settings.shard.owns(hint.did):
                     await self._queue.put(hint)
+                else:
+                    self.metrics.events[kind, Outcome.IGNORED].inc()
 
     async def _take(self) -> list[Hint]:
         """Return the hints of the next batch; none after `idle_after` without one."""
@@ -151,12 +141,10 @@ class HintReader:
     async def _write(self, hints: Sequence[Hint]) -> None:
         """Write what follows from the hints, however often the database fails."""
         reached = min(max(hint.time for hint in hints), _now_micros())
-        owned: AbstractSet[str] = {hint.did for hint in hints if self.settings.shard.owns(hint.did)}
-        self._count(Counter([(hint.kind, Outcome.IGNORED) for hint in hints if hint.did not in owned]))
         while True:
             with DatabaseAttempt(self.stage) as attempt:
-                while skipped := await self._write_once([hint for hint in hints if hint.did in owned], reached):
-                    owned = skipped
+                while skipped := await self._write_once(hints, reached):
+                    hints = [hint for hint in hints if hint.did in skipped]
             if attempt.error is None:
                 break
             await asyncio.sleep(self.settings.retry_interval)
@@ -165,68 +153,71 @@ class HintReader:
 
     async def _write_once(self, hints: Sequence[Hint], reached: int) -> AbstractSet[str]:
         """Write hints and the cursor; return the DIDs whose rows changed meanwhile: then the cursor stays."""
-        repos = await self.db.repos.load(list({hint.did for hint in hints}))
-        if self.scope.is_behind(repos.values()):
+        dids, origin = {hint.did for hint in hints}, self.position.origin
+        stored = await self.db.repos.load(list(dids))
+        if self.scope.is_behind(stored.values()):
             await self.scope.refresh()
         with self.scope.in_use() as policy:
-            plans = self._plan(hints, repos, PlanContext(policy, time()))
-            writes = [RepoWrite(before, after) for before, after in plans.drafts.values() if after is not before]
-            cursors = [self._cursor(reached)] if reached > (self.position.watermark.position or 0) else []
-            batch = Batch(tuple(writes), stale_identities=frozenset(plans.stale), cursors=tuple(cursors))
+            version = policy.scope.version
+            before = {did: stored.get(did) or Repo(did, from_stream=True, wanted_in=version) for did in dids}
+            plans = self._plan(hints, before, PlanContext(policy, time()))
+            after = {hint.did: plan.repo for hint, plan in plans}
+            writes = [RepoWrite(before[did], repo) for did, repo in after.items() if repo is not before[did]]
+            stale = frozenset([hint.did for hint, plan in plans if plan.refresh_identity])
+            event_time = datetime.fromtimestamp(reached / 1_000_000, UTC).isoformat()
+            cursor = Cursor(JETSTREAM, str(self.settings.shard), reached, event_time, epoch=origin.epoch)
+            moves = reached > (self.position.watermark.position or 0)
+            batch = Batch(tuple(writes), stale_identities=stale, cursors=(cursor,) if moves else ())
             skipped = (await self.db.write(batch)).skipped
         crash_point("hints.written")
-        if cursors and not skipped:
-            origin = self.position.origin
-            self.position.begin(origin.relay, origin.epoch, Watermark(reached, cursors[0].event_time))
-        self._settle(plans, [write for write in writes if write.repo.did not in skipped], skipped)
+        if moves and not skipped:
+            self.position.begin(origin.relay, origin.epoch, Watermark(reached, event_time))
+        self.identities.mark_stale(stale - skipped)
+        self._settle([one for one in plans if one[0].did not in skipped], before)
         return skipped
 
-    def _plan(self, hints: Iterable[Hint], repos: Mapping[str, Repo], context: PlanContext) -> _Plans:
-        plans, version = _Plans(), context.policy.scope.version
+    def _plan(
+        self, hints: Iterable[Hint], before: Mapping[str, Repo], context: PlanContext
+    ) -> list[tuple[Hint, HintPlan]]:
+        """Plan each hint on the row that the hints before it leave."""
+        rows, plans = dict(before), list[tuple[Hint, HintPlan]]()
         for hint in hints:
-            did = hint.did
-            repo = repos.get(did) or Repo(did, from_stream=True, wanted_in=version)
-            before, now = plans.drafts.get(did, (repo, repo))
-            plan = plan_hint(now, hint, context)
-            adds = plan.repo is not now and not (now.known and now.tracked)
-            if adds and self.new_accounts.is_limited(JETSTREAM, context.now):
-                message = f"{did} and other unknown accounts are ignored; a later event adds them"
-                self.conditions.report(NEW_ACCOUNTS_LIMITED, JETSTREAM, message=message)
-                plans.outcomes.append((did, hint.kind, Outcome.IGNORED))
-                continue
-            if adds:
-                self.new_accounts.add(JETSTREAM, context.now)
-            if hint.path and plan.repo is not now:
-                self.paths[did] = hint.path
-            plans.drafts[did] = before, plan.repo
-            plans.outcomes.append((did, hint.kind, plan.outcome))
-            if plan.ask:
-                plans.asked.add(did)
-            if plan.refresh_identity:
-                plans.stale.add(did)
+            repo = rows[hint.did]
+            plan = plan_hint(repo, hint, context)
+            changed = plan.repo is not repo
+            if changed and _is_new(repo) and not self._may_add(hint.did, context.now):
+                plan = HintPlan(repo)
+            elif changed and hint.path:
+                self.paths[hint.did] = hint.path
+            rows[hint.did] = plan.repo
+            plans.append((hint, plan))
         return plans
 
-    def _settle(self, plans: _Plans, written: Sequence[RepoWrite], skipped: frozenset[str]) -> None:
-        """Let follow what a transaction makes possible."""
-        broken = [write.before for write in written if write.before.sync_status is SyncStatus.SYNCHRONIZED]
-        new = [write.before for write in written if not (write.before.known and write.before.tracked)]
-        self.metrics.desynchronized[Desync.HINTED].inc(len(broken))
-        self.metrics.desynchronized[Desync.NEW].inc(len(new))
-        if broken or new:
-            self.wake()
-        self.identities.mark_stale(plans.stale - skipped)
-        for did in plans.asked - skipped:
+    def _may_add(self, did: str, now: float) -> bool:
+        """Count an unknown account; return False if the hints have added too many."""
+        if not self.new_accounts.is_limited(JETSTREAM, now):
+            self.new_accounts.add(JETSTREAM, now)
+            return True
+        message = f"{did} and other unknown accounts are ignored; a later event adds them"
+        self.conditions.report(NEW_ACCOUNTS_LIMITED, JETSTREAM, message=message)
+        return False
+
+    def _settle(self, plans: Sequence[tuple[Hint, HintPlan]], before: Mapping[str, Repo]) -> None:
+        """Count hints that were written, and let follow what they make possible."""
+        self.totals.settled += len(plans)
+        for hint, plan in plans:
+            self.metrics.events[hint.kind, plan.outcome].inc()
+        for did in {hint.did for hint, plan in plans if plan.ask}:
             self.ask(did)
-        self._count(Counter([(kind, outcome) for did, kind, outcome in plans.outcomes if did not in skipped]))
+        due = [before[did] for did in {hint.did for hint, plan in plans if plan.outcome is Outcome.DESYNCHRONIZED}]
+        for repo in due:
+            self.metrics.desynchronized[Desync.NEW if _is_new(repo) else Desync.HINTED].inc()
+        if due:
+            self.wake()
 
-    def _count(self, outcomes: Mapping[tuple[HintKind, Outcome], int]) -> None:
-        for (kind, outcome), count in outcomes.items():
-            self.metrics.events[kind, outcome].inc(count)
-            self.totals.settled += count
 
-    def _cursor(self, reached: int) -> Cursor:
-        event_time = datetime.fromtimestamp(reached / 1_000_000, UTC).isoformat()
-        return Cursor(JETSTREAM, str(self.settings.shard), reached, event_time, epoch=self.position.origin.epoch)
+def _is_new(repo: Repo) -> bool:
+    return not (repo.known and repo.tracked)
 
 
 def _now_micros() -> int:

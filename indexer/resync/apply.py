@@ -205,7 +205,7 @@ class Applies:
             if not await transaction.finish(batch):
                 raise BrokenInvariantError(f"{claimed.did}: the row changed while it was locked")
             crash_point("resync.finished")
-        result = self._result(Counter(), written + drained, batch) if live else self._result(written, drained, batch)
+        result = self._result(written, drained, batch, live=live)
         return "unchanged" if export is None and result == "synchronized" else result
 
     async def _drain(self, transaction: ResyncTransaction, completion: Completion) -> Counter[Action]:
@@ -238,11 +238,11 @@ class Applies:
                 drained += await transaction.write(completion.changes, live=True, buffered=True)
         return drained
 
-    def _result(self, written: Counter[str], drained: Counter[Action], batch: Batch) -> str:
+    def _result(self, written: Counter[str], drained: Counter[Action], batch: Batch, *, live: bool = False) -> str:
         """Count what was written; return "synchronized", or the reason why the repo is still desynchronized."""
         [write] = batch.writes
         for action, count in written.items():
-            self._metrics.record_changes[action, "false"].inc(count)
+            self._metrics.record_changes[action, "true" if live else "false"].inc(count)
         for action, count in drained.items():
             self._metrics.record_changes[action, "true"].inc(count)
         for dead_letter in batch.dead_letters:
