@@ -134,13 +134,12 @@ def _check_url(value: str, *schemes: str) -> str:
     return value.rstrip("/")
 
 
-def _check_relay(value: str) -> str:
-    """Return the URL of a relay for its stream: that of the host, with the scheme of a websocket.
+def _check_relay(value: str, path: str = STREAM_PATH) -> str:
+    """Return the URL of a relay or Jetstream for its stream: that of the host, with the scheme of a websocket.
 
     Other programs want the URL of the host (tap: `TAP_RELAY_URL`) or that of the stream (Jetstream:
     `JETSTREAM_WS_URL`), so both are accepted. XRPC has no other path: https://atproto.com/specs/xrpc.
     """
-    path = next((path for path in (STREAM_PATH, SUBSCRIBE_PATH) if value.rstrip("/").endswith(path)), "")
     url = _check_url(value.rstrip("/").removesuffix(path), "ws", "wss", "http", "https")
     if urlsplit(url).path or urlsplit(url).query:
         raise ValueError("not the URL of a host")
@@ -224,6 +223,11 @@ Relays = Annotated[
     WrapValidator(_read_list),
     "a comma-separated list of wss://, ws://, https:// or http:// URLs of hosts; the path of the stream may follow",
 ]
+Jetstreams = Annotated[
+    tuple[Annotated[str, AfterValidator(lambda value: _check_relay(value, SUBSCRIBE_PATH))], ...],
+    WrapValidator(_read_list),
+    "a comma-separated list of wss://, ws://, https:// or http:// URLs of hosts; the path of the stream may follow",
+]
 Directories = Annotated[
     tuple[Annotated[str, AfterValidator(_check_directory)], ...],
     WrapValidator(_read_list),
@@ -271,13 +275,13 @@ class Settings(BaseModel):
     """Consume `all` relays at once, or the first one that works (`failover`). A further relay costs its traffic, and
     little CPU. With `INDEXER_UPSTREAM=pds`, it is always `failover`."""
     upstream: Literal["relay", "pds", "jetstream"] = "relay"
-    """Source of news. `relay`: `INDEXER_RELAYS`. `pds`: the same, but these are PDSes, whose events count only for
-    accounts that they host. `jetstream`: `INDEXER_JETSTREAMS`, whose events are hints: only the changed records are
-    fetched, with their proof. Then `INDEXER_COLLECTIONS` must name some, and of relays only lists are read."""
-    jetstreams: Relays = tuple(
+    """Kind of hosts that are followed: `relay`; `pds`, whose events count only for accounts that it hosts; or
+    `jetstream`, whose events are only hints: the chosen records are fetched from their hosts, with proof, and of relays
+    only lists are read. It needs `INDEXER_COLLECTIONS`."""
+    jetstreams: Jetstreams = tuple(
         f"wss://jetstream{number}.us-{coast}.bsky.network" for coast in ("east", "west") for number in (2, 1)
     )
-    """With `INDEXER_UPSTREAM=jetstream`: Jetstream instances. The first one that works is read."""
+    """Jetstreams for `INDEXER_UPSTREAM=jetstream`. The first one that works is followed."""
     start: Annotated[
         Literal["live", "oldest"] | Annotated[int, Field(ge=0, lt=2**63)], "`live`, `oldest`, or a sequence number"
     ] = "live"
