@@ -194,6 +194,7 @@ async def test_hosts_and_directories_are_asked_again(db: ObservedDatabase, sql: 
         return json.dumps({"did": did, "kind": kind, kind: fields}).encode()
 
     async with reading(db) as one:
+        await one.reader.identities.preload(DIDS[2:4])
         await one.read(
             commit(DIDS[0], rev="not a rev"), event(DIDS[1], "account", active=False, status="deleted"),
             event(DIDS[2], "account", active=True), event(DIDS[3], "identity"), b"{", commit(DIDS[0], rev=None),
@@ -202,6 +203,8 @@ async def test_hosts_and_directories_are_asked_again(db: ObservedDatabase, sql: 
         assert await hinted(sql) == []
         stale = await sql.fetch("select did from indexer.identity where stale")
         assert [did for (did,) in stale] == [DIDS[3]]
+        in_memory = [one.reader.identities.peek(did) for did in DIDS[2:4]]
+        assert [identity and identity.stale for identity in in_memory] == [False, True]
         assert await cursors(db) == [(JETSTREAM, "0/1", NOW)]
 
 
