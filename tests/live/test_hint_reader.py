@@ -241,3 +241,11 @@ async def test_cursor_in_the_future_counts_as_now_and_silence_as_no_lag(db: Obse
         assert one.frames.cursor <= time() * 1_000_000 - OVERLAP_MICROS
         await one.read(commit(DIDS[0], NOW - 3_600_000_000))
         await until(lambda: one.reader.position.lag is not None and one.reader.position.lag < 1)
+
+
+async def test_rows_of_a_later_scope_are_planned_with_it(db: ObservedDatabase, sql: asyncpg.Connection) -> None:
+    await db.scope.begin(Scope(collections=CollectionFilter(["app.bsky.feed.post"])))
+    await sql.execute("update indexer.repo set scope_version = 1")
+    async with reading(db) as one:
+        await one.read(commit(DIDS[0]))
+        assert await hinted(sql) == []
