@@ -65,6 +65,7 @@ class Desync(DescribedEnum):
     DRAIN_BREAK = "drain-break", "The buffered events do not follow the fetched export."
     STALE_EXPORT = "stale-export", "Every available export is older than a rev that was received or stored."
     BEHIND = "behind", "A relay lists a newer rev that the stream did not deliver."
+    HINTED = "hinted", "A Jetstream says that the repo has changed, which proves nothing."
     STATUS_UNKNOWN = (
         "status-unknown",
         "The relay does not list the account, and its hosting status could not be fetched.",

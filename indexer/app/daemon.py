@@ -36,6 +36,7 @@ from indexer.app.stages import Drain, Task, all_stages
 from indexer.app.status import DaemonProbe, SampledHistory, StatusPage, StatusReading
 from indexer.app.tuning import Tuning
 from indexer.cluster.numbering import ChangeNumbering
+from indexer.concurrency.bounded_dict import BoundedDict
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.core.core import Core
 from indexer.crash_points import crash_point
@@ -46,8 +47,9 @@ from indexer.db.gaps import OpenGaps
 from indexer.db.process_reports import DatabaseCheck, ProcessReport
 from indexer.db.scope import CurrentScope
 from indexer.live.account_limits import AccountLimits
-from indexer.live.batch_writer import BATCH_SIZE, BatchWriter
+from indexer.live.batch_writer import BATCH_SIZE, BatchWriter, SettledTotals
 from indexer.live.firehose_consumer import FirehoseConsumer, GapRecorder, Start, StreamContinuity
+from indexer.live.hint_reader import MAX_PATHS, HintReader
 from indexer.live.host_streams import HOST_BYTES_PER_SECOND, HostStreams, MissedMessages
 from indexer.live.inbox import Inbox
 from indexer.live.key_lookups import KeyLookups
@@ -226,14 +228,25 @@ class Daemon:
         settings, shard, tuning = self.settings, self._shard, self.tuning
         new_accounts = settings.new_accounts_per_host / shard.count
         self.new_accounts = NewAccounts(new_accounts)
+        self._writer_settings = replace(
+            tuning.writer,
+            shard=shard,
+            batch_size=cluster.BATCH_SIZE if self.db.layout.parts > 1 else BATCH_SIZE,
+            batch_window=settings.batch_window * BATCH_SPACING,
+        )
         self.shard_ownership = ShardOwnership(self.db, shard, retry=tuning.retry)
         at_once = settings.relay_mode == "all" and settings.upstream == "relay"
         groups = [[relay] for relay in settings.relays] if at_once else [settings.relays]
         self.inbox = Inbox(INBOX_BYTES, len(groups))
         self.open_gaps = OpenGaps(self.db.gaps, shard, self.metrics, tuning.gap_refresh)
         self._read_times = ReadTimes()
-        self.streams = [self._relay_stream(relays) for relays in groups]
-        compared = {stream.subscription.relays[0]: stream for stream in self.streams}
+        self.hint_paths = BoundedDict[str, str](MAX_PATHS)
+        writer_totals = SettledTotals()
+        if settings.upstream == "jetstream":
+            self.streams = [self._hint_stream(writer_totals)]
+        else:
+            self.streams = [self._relay_stream(relays) for relays in groups]
+        compared = {stream.subscription.relays[0]: stream for stream in self.streams if stream.continuity}
         self.comparison = RelayComparison(compared, self.open_gaps, self.metrics, self.conditions, tuning.comparison)
         self.reconciliation = Reconciliation(
             self.db,
@@ -258,18 +271,14 @@ class Daemon:
             self.key_lookups,
             positions,
             self.shard_ownership.owned,
-            replace(
-                tuning.writer,
-                shard=shard,
-                batch_size=cluster.BATCH_SIZE if self.db.layout.parts > 1 else BATCH_SIZE,
-                batch_window=settings.batch_window * BATCH_SPACING,
-            ),
+            self._writer_settings,
             self.metrics,
             self.conditions,
             AccountLimits(self.new_accounts, NewAccounts(new_accounts), self.conditions),
             self.scope,
             self.core,
             self.comparison.add,
+            writer_totals,
         )
         self.host_streams = HostStreams(
             self.db,
@@ -279,6 +288,33 @@ class Daemon:
             replace(tuning.host_streams, shard=shard, hosts=settings.host_streams),
             self.metrics,
         )
+
+    def _hint_stream(self, totals: SettledTotals) -> Stream:
+        """Return the stream of the first Jetstream that works."""
+        settings = self.settings
+        connection = replace(self.tuning.connection, message_timeout=PDS_MESSAGE_TIMEOUT)
+        max_bytes = FRAME_SIZE_MARGIN * settings.limits.frame_bytes
+        reader = HintReader(
+            self.db,
+            Subscription(settings.jetstreams, max_bytes, settings.user_agent, connection),
+            self.scope,
+            self.identities,
+            self._writer_settings,
+            self.metrics,
+            self.conditions,
+            NewAccounts(settings.new_accounts_per_host / self._shard.count),
+            self.hint_paths,
+            self._wake_resyncs,
+            self._ask_host,
+            totals,
+        )
+        return Stream(reader.subscription, None, reader.position, reader)
+
+    def _wake_resyncs(self) -> None:
+        self.resync_pool.wake()
+
+    def _ask_host(self, did: str) -> None:
+        log.debug("account.asked", did=did)
 
     def _relay_stream(self, relays: Sequence[str]) -> Stream:
         """Return a stream of the first of these relays that works."""
@@ -349,7 +385,7 @@ class Daemon:
                 self.metrics,
                 sources,
                 self.conditions,
-                SparseFetch(self.pds, settings.sparse_resync),
+                SparseFetch(self.pds, settings.sparse_resync, self.hint_paths),
             ),
             settings.deletion_grace,
             shard,
@@ -537,8 +573,11 @@ class Daemon:
         return list(dict.fromkeys([*sources, *map(http_origin, self.settings.relays)]))
 
     def _open_sources(self) -> Sequence[str]:
-        """Return the relays whose streams are open."""
-        return [http_origin(relay) for relay in open_relays(self.streams)]
+        """Return the relays whose streams are open; with a Jetstream, all relays if it is open."""
+        open_streams = open_relays(self.streams)
+        if open_streams and self.settings.upstream == "jetstream":
+            return list(map(http_origin, self.settings.relays))
+        return list(map(http_origin, open_streams))
 
     def _stream_point(self, source: str) -> StreamPoint | None:
         """Return the last stored message of the stream of this source; None if that is not known or not open."""

@@ -36,7 +36,7 @@ from indexer import __version__
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.atproto.syntax import CollectionFilter
 from indexer.errors import SettingsError
-from indexer.net.relay.stream_socket import STREAM_PATH
+from indexer.net.relay.stream_socket import STREAM_PATH, SUBSCRIBE_PATH
 from indexer.net.server.address import Address
 from indexer.sync.policy import Policy
 from indexer.sync.scope import Scope, Track, filter_of
@@ -134,13 +134,13 @@ def _check_url(value: str, *schemes: str) -> str:
     return value.rstrip("/")
 
 
-def _check_relay(value: str) -> str:
-    """Return the URL of a relay for its stream: that of the host, with the scheme of a websocket.
+def _check_relay(value: str, path: str = STREAM_PATH) -> str:
+    """Return the URL of a relay or Jetstream for its stream: that of the host, with the scheme of a websocket.
 
     Other programs want the URL of the host (tap: `TAP_RELAY_URL`) or that of the stream (Jetstream:
     `JETSTREAM_WS_URL`), so both are accepted. XRPC has no other path: https://atproto.com/specs/xrpc.
     """
-    url = _check_url(value.rstrip("/").removesuffix(STREAM_PATH), "ws", "wss", "http", "https")
+    url = _check_url(value.rstrip("/").removesuffix(path), "ws", "wss", "http", "https")
     if urlsplit(url).path or urlsplit(url).query:
         raise ValueError("not the URL of a host")
     return url.replace("http", "ws", 1) if url.startswith("http") else url
@@ -223,6 +223,11 @@ Relays = Annotated[
     WrapValidator(_read_list),
     "a comma-separated list of wss://, ws://, https:// or http:// URLs of hosts; the path of the stream may follow",
 ]
+Jetstreams = Annotated[
+    tuple[Annotated[str, AfterValidator(lambda value: _check_relay(value, SUBSCRIBE_PATH))], ...],
+    WrapValidator(_read_list),
+    "a comma-separated list of wss://, ws://, https:// or http:// URLs of hosts; the path of the stream may follow",
+]
 Directories = Annotated[
     tuple[Annotated[str, AfterValidator(_check_directory)], ...],
     WrapValidator(_read_list),
@@ -269,9 +274,14 @@ class Settings(BaseModel):
     relay_mode: Literal["all", "failover"] = "all"
     """Consume `all` relays at once, or the first one that works (`failover`). A further relay costs its traffic, and
     little CPU. With `INDEXER_UPSTREAM=pds`, it is always `failover`."""
-    upstream: Literal["relay", "pds"] = "relay"
-    """Kind of hosts in `INDEXER_RELAYS`. Choose `pds` to consume a PDS directly: its events count only for accounts
-    that it hosts."""
+    upstream: Literal["relay", "pds", "jetstream"] = "relay"
+    """Kind of hosts that are followed: `relay`; `pds`, whose events count only for accounts that it hosts; or
+    `jetstream`, whose events are only hints: the chosen records are fetched from their hosts, with proof, and of relays
+    only lists are read. It needs `INDEXER_COLLECTIONS`."""
+    jetstreams: Jetstreams = tuple(
+        f"wss://jetstream{number}.us-{coast}.bsky.network" for coast in ("east", "west") for number in (2, 1)
+    )
+    """Jetstreams for `INDEXER_UPSTREAM=jetstream`. The first one that works is followed."""
     start: Annotated[
         Literal["live", "oldest"] | Annotated[int, Field(ge=0, lt=2**63)], "`live`, `oldest`, or a sequence number"
     ] = "live"
@@ -462,6 +472,13 @@ def load_settings(file: Path | None = None) -> Settings:
         raise SettingsError(f"{variable('track')}: 'signal' needs {variable('signal_collections')}")
     if settings.links and not settings.store_values:
         raise SettingsError("INDEXER_LINKS needs INDEXER_STORE_VALUES, because links are found in values")
+    needs = {
+        "named collections in INDEXER_COLLECTIONS": not settings.collections.matches_all,
+        "INDEXER_SPARSE_RESYNC other than 'never'": settings.sparse_resync != "never",
+        "'pds' in INDEXER_RESYNC_SOURCE": "pds" in settings.resync_source,
+    }
+    for need in [need for need, met in needs.items() if settings.upstream == "jetstream" and not met]:
+        raise SettingsError(f"INDEXER_UPSTREAM: 'jetstream' needs {need}")
     return settings
 
 

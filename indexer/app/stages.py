@@ -215,7 +215,9 @@ def _live(daemon: "Daemon") -> Iterator[Stage]:
 def _streams(daemon: "Daemon") -> Iterator[Stage]:
     """Yield the stages that read the streams."""
     streams, inbox, writer = daemon.streams, daemon.inbox, daemon.batch_writer
-    relays = daemon.settings.relays if "live" in daemon.settings.roles else ()
+    is_jetstream = daemon.settings.upstream == "jetstream"
+    configured = daemon.settings.jetstreams if is_jetstream else daemon.settings.relays
+    relays = configured if "live" in daemon.settings.roles else ()
 
     def stream_errors() -> Iterator[ReadinessReason]:
         """Yield why no stream works. While one works, the trouble of another is a condition."""
@@ -223,7 +225,9 @@ def _streams(daemon: "Daemon") -> Iterator[Stage]:
             return
         if not open_relays(streams):
             errors = [stream.subscription.last_error for stream in streams if stream.subscription.last_error]
-            message = "; last error: ".join(["no relay is connected", *errors[:1]])
+            message = "; last error: ".join(
+                [f"no {'Jetstream' if is_jetstream else 'relay'} is connected", *errors[:1]]
+            )
             since = max(stream.subscription.disconnected_since for stream in streams)
             yield ReadinessReason("relay-disconnected", message, seconds_since(since))
         for consumer in [stream.consumer for stream in streams]:
@@ -287,10 +291,13 @@ def _streams(daemon: "Daemon") -> Iterator[Stage]:
 def _gaps(daemon: "Daemon") -> Iterator[Stage]:
     """Yield the stages that find, load and close gaps."""
     gaps, reconciliation = daemon.open_gaps, daemon.reconciliation
+    if daemon.settings.upstream == "jetstream":
+        return  # each repo is compared with its host
 
     async def check_silence() -> None:
         for stream in [*daemon.streams, *daemon.host_streams.streams.values()]:
-            await stream.continuity.check_silence()
+            if stream.continuity is not None:
+                await stream.continuity.check_silence()
 
     def open_gaps() -> Iterator[ReadinessReason]:
         if gaps.gaps is None:

@@ -3,13 +3,14 @@
 import asyncio
 import os
 import shutil
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
 from pathlib import Path
 from time import time
+from typing import Any
 from urllib.parse import urlsplit
 
 import click
@@ -26,6 +27,7 @@ from indexer.errors import SettingsError, UnavailableError
 from indexer.net.http.checked_connector import DnsResolver, resolve_with_system
 from indexer.net.http.http_client import OutboundClient
 from indexer.net.identity.did_resolver import DidResolver
+from indexer.net.relay.stream_socket import SUBSCRIBE_PATH, ConnectionSettings, open_stream
 from indexer.net.relay.subscription import first_event
 from indexer.redaction import without_secrets
 from indexer.sync.events import StreamError
@@ -45,6 +47,8 @@ SINGLE_CONNECTIONS = 5
 """Connections that a process opens beside its pool at most: locks, signals, and the check of the database."""
 EXAMPLE_DID = "did:plc:z72i7hdynmk6r22z27h6tvur"
 """The account that is looked up. A directory that denies the account answers, too."""
+EXAMPLE_COLLECTION = "com.example.none"
+"""A collection with few events."""
 MAX_BYTES = 65_536
 """Maximum size of a response of a relay."""
 
@@ -117,11 +121,17 @@ async def run_checks(settings: Settings) -> list[Finding]:
             _findings("database", "", _check_database(settings), DATABASE_SECONDS),
             _findings("disk", "", asyncio.to_thread(check_disk, settings.data_dir)),
             _findings("clock", "", _check_clock(settings, outbound)),
-            *(_findings("relay", f"{url}: ", _check_relay(settings, url)) for url in settings.relays),
+            *_stream_findings(settings),
             *(_findings("directory", f"{url}: ", _check_directory(dids, url)) for url in settings.plc_url),
             _findings("dns", "", _check_dns(settings)),
         )
     return _settings_findings(settings) + one_is_enough([finding for found in results for finding in found])
+
+
+def _stream_findings(settings: Settings) -> list[Coroutine[Any, Any, Sequence[Finding]]]:
+    if settings.upstream == "jetstream":
+        return [_findings("jetstream", f"{url}: ", _check_jetstream(settings, url)) for url in settings.jetstreams]
+    return [_findings("relay", f"{url}: ", _check_relay(settings, url)) for url in settings.relays]
 
 
 async def _findings(
@@ -136,7 +146,7 @@ async def _findings(
 
 def one_is_enough(findings: Sequence[Finding]) -> list[Finding]:
     """Return failures of relays or directories as warnings if another one works: the daemon uses that one."""
-    working = {finding.check for finding in findings if finding.level is OK} & {"relay", "directory"}
+    working = {finding.check for finding in findings if finding.level is OK} & {"relay", "jetstream", "directory"}
     return [
         replace(finding, level=WARN) if finding.level is FAIL and finding.check in working else finding
         for finding in findings
@@ -253,6 +263,12 @@ async def _check_relay(settings: Settings, relay: str) -> Sequence[Finding]:
     return [Finding("relay", OK, f"{relay} opened the stream and sent {sent}")]
 
 
+async def _check_jetstream(settings: Settings, url: str) -> Sequence[Finding]:
+    path, connection = f"{SUBSCRIBE_PATH}?wantedCollections={EXAMPLE_COLLECTION}", ConnectionSettings()
+    async with open_stream(url, None, MAX_BYTES, settings.user_agent, connection, path=path):
+        return [Finding("jetstream", OK, f"{url} opened the stream")]
+
+
 async def _check_directory(dids: DidResolver, url: str) -> Sequence[Finding]:
     await replace(dids, plc_urls=(url,)).resolve(EXAMPLE_DID)
     return [Finding("directory", OK, f"{url} answers")]
@@ -272,6 +288,7 @@ ACTIONS = {
     "disk": "Free space, or set INDEXER_DATA_DIR to a directory that this account can write.",
     "clock": "Synchronize the clocks, for example with chrony.",
     "relay": "Check INDEXER_RELAYS, the firewall, and the name servers.",
+    "jetstream": "Check INDEXER_JETSTREAMS, the firewall, and the name servers.",
     "directory": "Check INDEXER_PLC_URL, INDEXER_PLC_LOOKUP, the firewall, and the name servers.",
     "dns": "Correct INDEXER_DNS_SERVERS, or the name servers of this machine.",
 }

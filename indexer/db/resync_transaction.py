@@ -124,7 +124,7 @@ class ResyncTransaction:
         return bool(await self.connection.fetchval(_HOLDS, *self._key, self._lease))
 
     async def write(self, changes: Sequence[RecordChange], proof: Proof, *, live: bool = False) -> Counter[Action]:
-        """Write differences between the stored records and the export, or with `live` changes of buffered events.
+        """Write differences between the stored records and the export, or changes of buffered events (`commit`).
 
         Return how many records were created, updated and deleted. If the claim is lost, another worker may have changed
         the records. Then `lock` returns None, and the transaction is rolled back.
@@ -133,7 +133,7 @@ class ResyncTransaction:
             BrokenInvariantError: The records are not those that were compared, although the claim holds.
         """
         effective = await write_changes(self.connection, self._did, changes, proof, live=live)
-        if live:
+        if proof == "commit":
             crash_point("resync.drained")
             return Counter([change.action for change in effective])
         crash_point("resync.written")

@@ -133,13 +133,13 @@ class BatchWriter:
     scope: CurrentScope
     core: Core
     compare: Callable[[Iterable[SettledMessage], Iterable[ReceivedMessage]], None]
+    totals: SettledTotals = field(default_factory=SettledTotals)
 
     def __post_init__(self) -> None:
         self._batch_size = BatchSize(self.settings.batch_size)
         self._batch_began_at = -inf
         self._rows = RepoRowCache()
         self.stage = StageProgress("batch writer", needs_shard=True)
-        self.totals = SettledTotals()
         self._copies = Copies(self.inbox)
         self._held = HeldMessages(self.inbox, self.settings.hold)
         self._ahead = VerificationAhead(self.core, self.inbox, self._copies, self._rows, self.keys.key_state)

@@ -130,7 +130,7 @@ class HostStreams:
             subscription = reading.stream.subscription
             if pds in wanted:
                 reading.wanted_at = now
-            if reading.stream.continuity.is_known:
+            if reading.stream.position.is_known():
                 await table.add(pds, shard)
             elif subscription.connection is None and now - subscription.disconnected_since > settings.patience:
                 self._paused_until[pds] = now + settings.pause

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from indexer.live.firehose_consumer import FirehoseConsumer, StreamContinuity
+from indexer.live.hint_reader import HintReader
 from indexer.live.stream_position import StreamPosition
 from indexer.net.relay.subscription import Subscription
 
@@ -14,9 +15,9 @@ class Stream:
     """A stream, of one relay or of the first of several that works."""
 
     subscription: Subscription
-    continuity: StreamContinuity
+    continuity: StreamContinuity | None  # None for that of a Jetstream
     position: StreamPosition
-    consumer: FirehoseConsumer
+    consumer: FirehoseConsumer | HintReader
 
     @property
     def relay(self) -> str | None:

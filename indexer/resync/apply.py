@@ -38,7 +38,7 @@ from indexer.resync.sparse import SparseDownload
 from indexer.sync.changes import Action, Batch, RecordChange, RecordConverter
 from indexer.sync.export import CHUNK_BYTES, CHUNK_RECORDS, ExportReader, NewRecords, RecordChunk, Snapshot
 from indexer.sync.policy import KeyState, PlanContext, Policy
-from indexer.sync.repo import Head, Repo, SyncStatus
+from indexer.sync.repo import Head, Repo, SyncStatus, is_follow_up
 from indexer.sync.resync import Completion, Difference, SnapshotDiff, without_value
 from indexer.sync.shard import bucket_of
 from indexer.sync.verify import VerifiedChange
@@ -203,9 +203,9 @@ class Applies:
         if head is None:
             raise BrokenInvariantError(f"{claimed.did}: no export, and no stored head")
         async with self._db.resyncs.transaction(claimed, scope_version=policy.scope.version) as transaction:
-            written = Counter[str]()
+            written, live = Counter[str](), is_follow_up(claimed, policy.scope)
             if export is not None:
-                missing = await self._write_export(policy, transaction, export, written)
+                missing = await self._write_export(policy, transaction, export, written, live=live)
                 self._accept_missing(claimed, missing)
             completion = Completion(claimed, head, key, PlanContext(policy, time()))
             drained = await self._drain(transaction, completion)
@@ -213,7 +213,7 @@ class Applies:
             if not await transaction.finish(batch):
                 raise BrokenInvariantError(f"{claimed.did}: the row changed while it was locked")
             crash_point("resync.finished")
-        result = self._result(written, drained, batch)
+        result = self._result(written, drained, batch, live=live)
         return "unchanged" if export is None and result == "synchronized" else result
 
     async def _drain(self, transaction: ResyncTransaction, completion: Completion) -> Counter[Action]:
@@ -246,11 +246,11 @@ class Applies:
                 drained += await transaction.write(completion.changes, "commit", live=True)
         return drained
 
-    def _result(self, written: Counter[str], drained: Counter[Action], batch: Batch) -> str:
+    def _result(self, written: Counter[str], drained: Counter[Action], batch: Batch, *, live: bool = False) -> str:
         """Count what was written; return "synchronized", or the reason why the repo is still desynchronized."""
         [write] = batch.writes
         for action, count in written.items():
-            self._metrics.record_changes[action, "false"].inc(count)
+            self._metrics.record_changes[action, "true" if live else "false"].inc(count)
         for action, count in drained.items():
             self._metrics.record_changes[action, "true"].inc(count)
         for dead_letter in batch.dead_letters:
@@ -261,7 +261,7 @@ class Applies:
         return write.repo.sync_reason
 
     async def _write_export(
-        self, policy: Policy, transaction: ResyncTransaction, export: Snapshot, written: Counter[str]
+        self, policy: Policy, transaction: ResyncTransaction, export: Snapshot, written: Counter[str], *, live: bool
     ) -> int:
         """Write all differences, and count in `written` how many records were created, updated and deleted.
 
@@ -272,8 +272,8 @@ class Applies:
         differences = _Differences(export, policy)
         diff, missing = SnapshotDiff(differences.selected()), 0
         async for chunk in transaction.stored():
-            missing += await self._write_all(transaction, diff.compare(chunk), differences, written)
-        return missing + await self._write_all(transaction, diff.remaining(), differences, written)
+            missing += await self._write_all(transaction, diff.compare(chunk), differences, written, live=live)
+        return missing + await self._write_all(transaction, diff.remaining(), differences, written, live=live)
 
     def _accept_missing(self, claimed: Repo, missing: int) -> None:
         """Decide about an export without the blocks of some records (docs/protocol.md#exports).
@@ -321,6 +321,8 @@ class Applies:
         differences: Iterator[Difference],
         export: _Differences,
         written: Counter[str],
+        *,
+        live: bool,
     ) -> int:
         """Write the differences in chunks; return how many records lack their block."""
         missing = 0
@@ -329,7 +331,7 @@ class Applies:
             if changes:
                 with self._metrics.batch_seconds["apply-export"].time():
                     await self._check_claim(transaction)
-                    await transaction.write(changes, export.proof)
+                    await transaction.write(changes, export.proof, live=live)
             written.update(change.action for change in changes)
             missing += sum(change.problem == Problem.MISSING for change in changes)
             if exhausted:

@@ -110,6 +110,10 @@ class WorkerPool:
                 if not started and len(claimed) < count:
                     await self._wait_for_slot(self.settings.idle_interval / (4 if claimed else 1))
 
+    def wake(self) -> None:
+        """Look at the queue now: a repo has become due."""
+        self._slot_freed.set()
+
     async def give_back(self) -> None:
         """End the claims of resyncs that were cancelled or not started, so that no process waits for their leases."""
         claimed = [resync.claimed for resync in self.shares.running]

@@ -135,7 +135,7 @@ class SparseDownload:
     def _block_of(self, cid: bytes) -> bytes | None:
         """Return a block. If a record is no longer stored, raise UnavailableError, so that its value is not missing."""
         block = self.blocks.get(cid) or self._rebuilt.get(cid)
-        if block is None and self.policy.store_values:
+        if block is None and self.stored.entries and self.policy.store_values:
             raise UnavailableError(FetchFailure.EXPORT_LACKS_RECORDS, "a stored record has changed")
         return block
 

@@ -54,7 +54,7 @@ def plan_event(
         case AccountEvent():
             return plan_account(repo, event, context)
         case IdentityEvent():
-            return _plan_identity(repo, context)
+            return plan_identity(repo, context)
         case _:
             plan = _plan_signed(repo, event, key, context)
             if isinstance(plan, Plan) and plan.outcome is Outcome.BUFFERED:
@@ -281,24 +281,26 @@ def _plan_sync(repo: Repo, head: Head, context: PlanContext) -> Plan:
     return _plan_without_records(repo, Trigger.SYNC_ADVANCES, context, verified_rev=head.rev)
 
 
-def plan_listed(repo: Repo, rev: str, now: float) -> Repo:
+def plan_listed(
+    repo: Repo, rev: str, now: float, trigger: Trigger = Trigger.BEHIND, reason: Desync = Desync.BEHIND
+) -> Repo:
     """Return the row of a repo that a host lists at `rev`: desynchronized if the stored rev is older, else the same.
 
-    Repo lists are not signed, so the listed rev counts as unverified. During a resync it is only noted: the end of the
-    resync compares it with the export. A repo that its relay withholds becomes due.
+    Neither lists nor hints are signed, so the rev counts as unverified. During a resync it is only noted: the end of
+    the resync compares it with the export. A repo that its relay withholds becomes due.
     """
     if not repo.active or (repo.head is not None and rev <= repo.head.rev):
         return repo
     listed = repo._replace(latest_unverified_rev=max(rev, repo.latest_unverified_rev or ""))
     if repo.sync_status is SyncStatus.SYNCHRONIZED:
-        return desynchronize(listed, Trigger.BEHIND, Desync.BEHIND, now)
+        return desynchronize(listed, trigger, reason, now)
     if repo.sync_status is SyncStatus.IN_PROGRESS:
         return amend(listed) if listed != repo else repo
     due = unpark_withheld(listed, now)
     return repo if due is listed else due
 
 
-def _plan_identity(repo: Repo, context: PlanContext) -> Plan:
+def plan_identity(repo: Repo, context: PlanContext) -> Plan:
     """Request a lookup of the identity, and unpark the repo: its last attempt may have failed with the old identity."""
     if not repo.known:
         after = amend(repo, next_attempt_at=context.now + FIRST_COMMIT_SECONDS)

@@ -205,6 +205,9 @@ UNPROVEN_REASONS = frozenset({Desync.REQUESTED, Desync.RECORD_MISSING, Desync.LE
 """Reasons under which the stored records themselves are in doubt: only a complete export settles them, not a head that
 equals the network's."""
 
+NEWS = frozenset({Desync.BEHIND, Desync.HINTED})
+"""Reasons of a repo that was synchronized until a list or a hint named a newer rev."""
+
 
 class Outcome(StrEnum):
     """The result of one received event. Every event has exactly one."""
@@ -237,6 +240,7 @@ class Trigger(StrEnum):
     RELEASED = "claim released by its worker"
     LEASE_EXPIRED = "lease of the resync worker expired"
     BEHIND = "a newer rev is known than the stored one"
+    HINTED = "hint of a newer rev"
     STATUS_UNKNOWN = "hosting status of an unlisted account is unknown"
     UNPROVEN = "an undecidable commit was applied without proof"
     VALUES_MISSING = "record values are missing a day after the resync"
@@ -269,6 +273,7 @@ _TABLE: dict[Trigger, tuple[tuple[Outcome, SyncStatus] | None, ...]] = {
     Trigger.RELEASED: (None, (_APPLIED, _D), None),
     Trigger.LEASE_EXPIRED: (None, (_BROKEN, _D), None),
     Trigger.BEHIND: (None, None, (_BROKEN, _D)),
+    Trigger.HINTED: (None, None, (_BROKEN, _D)),
     Trigger.STATUS_UNKNOWN: (None, None, (_BROKEN, _D)),
     Trigger.UNPROVEN: (None, None, (_BROKEN, _D)),
     Trigger.VALUES_MISSING: (None, None, (_BROKEN, _D)),
@@ -391,6 +396,11 @@ def needs_export(repo: Repo, scope: Scope) -> bool:
     """Return True if only a complete export may end the resync: stored records are in doubt, or some may be missing."""
     in_doubt = repo.sync_reason in UNPROVEN_REASONS or repo.unproven_since is not None
     return in_doubt or repo.scope_version < scope.complete_from
+
+
+def is_follow_up(repo: Repo, scope: Scope) -> bool:
+    """Return True if a resync finds what a hint named: changes that the stream of a relay would have brought."""
+    return repo.head is not None and repo.sync_reason is Desync.HINTED and not needs_export(repo, scope)
 
 
 def hide(repo: Repo, status: str | None, erase_at: float | None = None) -> Repo:

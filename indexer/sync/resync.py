@@ -20,6 +20,7 @@ from indexer.sync.events import CommitEvent, MalformedEvent, SyncEvent, decode_f
 from indexer.sync.plan import plan_event
 from indexer.sync.policy import KeyState, PlanContext
 from indexer.sync.repo import (
+    NEWS,
     PARKED,
     Head,
     Outcome,
@@ -126,6 +127,7 @@ class Completion:
 
     def __init__(self, claimed: Repo, head: Head, key: KeyState, context: PlanContext) -> None:
         """Begin with the row as the worker claimed it, and with the head of the stored records."""
+        self._claimed = claimed
         self._locked: Repo | None = None
         self._scope_version = context.policy.scope.version
         self._repo = synchronize(claimed, Trigger.COMPLETED, head, context.now, self._scope_version)
@@ -188,6 +190,9 @@ class Completion:
         if locked is None:
             raise BrokenInvariantError(f"{repo.did}: the row is not locked")
         if repo.sync_status is SyncStatus.SYNCHRONIZED:
+            told = self._claimed.latest_unverified_rev
+            if told and self._claimed.sync_reason in NEWS and told <= self._head.rev:
+                repo = repo._replace(attempts=0)  # it was true, so nothing broke
             unverified_rev = locked.latest_unverified_rev or ""
             repo = _unless_behind(repo, unverified_rev, self._newest_buffered, self._context.now)
             if repo.withheld_since is not None and not subscribed and repo.sync_status is SyncStatus.SYNCHRONIZED:

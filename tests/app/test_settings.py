@@ -274,3 +274,22 @@ def test_links_without_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("INDEXER_STORE_VALUES", "false")
     with pytest.raises(SettingsError, match="INDEXER_LINKS needs INDEXER_STORE_VALUES"):
         load_settings()
+
+
+def test_jetstream_needs_named_collections_and_the_hosts_of_accounts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INDEXER_UPSTREAM", "jetstream")
+    monkeypatch.setenv("INDEXER_JETSTREAMS", "wss://jetstream.example/subscribe,http://localhost:6008")
+    for value in (None, "*", "app.bsky.*,*"):
+        if value:
+            monkeypatch.setenv("INDEXER_COLLECTIONS", value)
+        with pytest.raises(SettingsError, match="'jetstream' needs named collections in INDEXER_COLLECTIONS"):
+            load_settings()
+    monkeypatch.setenv("INDEXER_COLLECTIONS", "app.bsky.*")
+    assert load_settings().jetstreams == ("wss://jetstream.example", "ws://localhost:6008")
+    for name, value in {"INDEXER_SPARSE_RESYNC": "never", "INDEXER_RESYNC_SOURCE": "relay"}.items():
+        monkeypatch.setenv(name, value)
+        with pytest.raises(SettingsError, match=f"INDEXER_UPSTREAM: 'jetstream' needs .*{name}"):
+            load_settings()
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("INDEXER_JETSTREAMS")
+    assert all("jetstream" in url for url in load_settings().jetstreams)

@@ -26,6 +26,7 @@ from indexer.demo.local_plc import LocalPlc
 from tests.cli.command_line import Session
 from tests.daemon_harness import settings_for
 from tests.faulty_network import Fault, FaultyNetwork
+from tests.local_jetstream import local_jetstream
 
 CLOSED_PORT = "127.0.0.1:1"
 GOOD = {
@@ -143,6 +144,20 @@ async def test_doctor_reports_a_directory_and_a_relay_that_fail_or_hang(
     await other.stop()
     found = await findings(network, database, tmp_path, plc_url=no_directory)
     assert f"404 from {no_directory}" in found["directory"].found
+
+
+@pytest.mark.slow
+async def test_doctor_checks_jetstreams_in_place_of_relays(
+    network: FaultyNetwork, database: str, tmp_path: Path
+) -> None:
+    async with local_jetstream(network) as jetstream:
+        urls = f"{network.plc_url},{jetstream.ws_url}"
+        found = await findings(network, database, tmp_path, upstream="jetstream", jetstreams=urls)
+    assert "relay" not in found
+    assert found["jetstream"].level is Level.OK, "one of them opened the stream"
+    assert jetstream.queries
+    found = await findings(network, database, tmp_path, upstream="jetstream", jetstreams=network.plc_url)
+    assert (found["jetstream"].level, "HTTP 404" in found["jetstream"].found) == (Level.FAIL, True)
 
 
 @pytest.mark.slow

@@ -76,6 +76,7 @@ ROW_FUNCTIONS: dict[Trigger, Callable[[Repo, Trigger], Repo]] = {
     Trigger.RELEASED: lambda repo, trigger: end_claim(repo, trigger, None),
     Trigger.LEASE_EXPIRED: lambda repo, trigger: desynchronize(repo, trigger, Desync.LEASE_EXPIRED, NOW),
     Trigger.BEHIND: lambda repo, trigger: desynchronize(repo, trigger, Desync.BEHIND, NOW),
+    Trigger.HINTED: lambda repo, trigger: desynchronize(repo, trigger, Desync.HINTED, NOW),
     Trigger.STATUS_UNKNOWN: lambda repo, trigger: desynchronize(repo, trigger, Desync.STATUS_UNKNOWN, NOW),
     Trigger.UNPROVEN: lambda repo, trigger: desynchronize(repo, trigger, Desync.LENIENT_COMMIT, NOW),
     Trigger.VALUES_MISSING: lambda repo, trigger: desynchronize(repo, trigger, Desync.RECORD_MISSING, NOW),

@@ -15,6 +15,8 @@ from aiohttp import WSCloseCode, WSMsgType
 from indexer.errors import UnavailableError
 
 STREAM_PATH = "/xrpc/com.atproto.sync.subscribeRepos"
+SUBSCRIBE_PATH = "/subscribe"
+"""Path of the stream of a Jetstream."""
 TURN_SECONDS = 0.005
 """Time to receive messages before other tasks get a turn. Each turn of the event loop costs a wait for the
 interpreter's lock while a batch is planned."""
@@ -234,13 +236,15 @@ async def open_stream(
 ) -> AsyncIterator[StreamSocket]:
     """Open the stream of `relay` at `path` after `cursor` (None: only new messages), and close it at the end.
 
+    The path may have a query.
+
     It uses no proxy, redirect, cookie or compression. A message that announces more than `max_bytes` ends the
     connection. Bytes that are not read because of back-pressure do not count as received.
 
     Raises:
         OSError: The relay cannot be reached or refuses the connection (includes TimeoutError and StreamSocketError).
     """
-    url = f"{relay.rstrip('/')}{path}" + ("" if cursor is None else f"?cursor={cursor}")
+    url = f"{relay.rstrip('/')}{path}" + ("" if cursor is None else f"{'&' if '?' in path else '?'}cursor={cursor}")
     handshake = _Handshake()
     async with AsyncExitStack() as stack:
         try:

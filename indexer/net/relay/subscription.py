@@ -16,6 +16,7 @@ import structlog
 
 from indexer.atproto.limits import Limits
 from indexer.net.relay.stream_socket import (
+    STREAM_PATH,
     ConnectionSettings,
     Opening,
     StreamSocket,
@@ -45,6 +46,7 @@ class Subscription:
 
     Attributes:
         opening: Allows each connection.
+        path: The path of the stream, and its query. The next connection uses its present value.
         oversized: Relays whose last connection ended with a message over `max_bytes`. They would send it again.
         disconnected_since: When the last connection ended, or this object was made (monotonic seconds).
     """
@@ -54,6 +56,7 @@ class Subscription:
     user_agent: str
     settings: ConnectionSettings = field(default_factory=ConnectionSettings)
     opening: Opening = open_to_any_address
+    path: str = STREAM_PATH
     oversized: set[str] = field(default_factory=set, init=False)
     connection: Connection | None = field(default=None, init=False)  # None while not connected
     disconnected_since: float = field(default_factory=monotonic, init=False)
@@ -118,7 +121,9 @@ class Subscription:
 
     async def _frames_of(self, relay: str, cursor: int | None) -> AsyncGenerator[bytes, None]:
         log.debug("relay.connecting", relay=relay, cursor=cursor)
-        async with open_stream(relay, cursor, self.max_bytes, self.user_agent, self.settings, self.opening) as socket:
+        async with open_stream(
+            relay, cursor, self.max_bytes, self.user_agent, self.settings, self.opening, self.path
+        ) as socket:
             self._socket = socket
             self.connection = Connection(relay)
             self.last_error = None
