@@ -218,8 +218,8 @@ class Crawls(Area):
         return [HostedDid(*row) for row in await self._fetch(_HOSTED_REPOS, list(buckets), after, limit)]
 
     async def count_hosted(self, buckets: Sequence[int], at_least: int) -> dict[str | None, int]:
-        """Return the numbers of these repos by their PDSes; None: those of all PDSes that have fewer than `at_least`."""
-        return dict(await self._fetch(_COUNT_HOSTED, list(buckets), at_least))
+        """Return the numbers of these repos by PDS; None: those of all PDSes that have fewer than `at_least`."""
+        return {pds: repos for pds, repos in await self._fetch(_COUNT_HOSTED, list(buckets), at_least)}
 
     async def desynchronize_behind(self, revs: Mapping[str, str], now: float) -> int:
         """Desynchronize the repos that still have an older rev; return how many.

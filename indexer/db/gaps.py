@@ -118,9 +118,15 @@ class Gaps(Area):
                 reached[position] = max(reached[position], cursor.caught_up_at or 0.0)
         return min(reached)
 
-    async def save_caught_up(self, relay: str, shard: Shard, at: float) -> None:
-        """Store until when (Unix seconds) everything is stored; a position in a Jetstream that is stored stays."""
-        await self._execute(_SAVE_CAUGHT_UP, relay, str(shard), at)
+    async def save_caught_up(self, relay: str, shard: Shard, at: float, last_gap: int) -> None:
+        """Store that everything until `at` (Unix seconds) is stored, and close the gaps of the shard up to this ID.
+
+        A position in a Jetstream that is stored stays.
+        """
+        async with self._pool.transaction() as connection:
+            await connection.execute(_SAVE_CAUGHT_UP, relay, str(shard), at)
+            await close_gaps(connection, shard.positions, last_gap, relay)
+            crash_point("repo-checks.done")
 
     async def reset_cursor(self, relay: str, shards: Sequence[Shard], position: Position) -> None:
         """Store the position in a new epoch as the cursor of each shard, and open a gap for each shard."""

@@ -31,6 +31,7 @@ from indexer.net.identity.identity_cache import IdentityCache
 from indexer.net.pds.xrpc import ListedAccount, RepoStatus, fetch_host_status
 from indexer.reasons import Desync, FetchFailure
 from indexer.sync.account import plan_active, plan_hidden
+from indexer.sync.hints import JETSTREAM
 from indexer.sync.policy import is_future
 from indexer.sync.repo import DELETED, Repo
 from indexer.sync.shard import Shard
@@ -86,7 +87,6 @@ class RepoChecks:
     """Compares repos with their hosts, in passes over all, and single ones out of turn.
 
     Attributes:
-        stream: The name of the stream of hints among the cursors.
         stage: Its progress. It moves with each answer.
         began_at: When the last complete pass began (Unix seconds); None if that is not known.
         compared: The repos that the present pass has compared.
@@ -98,7 +98,6 @@ class RepoChecks:
     metrics: Metrics
     scope: CurrentScope
     identities: IdentityCache
-    stream: str
     settings: RepoCheckSettings
 
     def __post_init__(self) -> None:
@@ -145,8 +144,8 @@ class RepoChecks:
                     if self.began_at is None:
                         self.began_at = await self._stored_beginning()
                     await self.compare_all()
-                pause = self.settings.failure_pause if attempt.error else began + self.settings.interval / 2 - monotonic()
-                await asyncio.sleep(max(0.0, pause))
+                left = began + self.settings.interval / 2 - monotonic()
+                await asyncio.sleep(self.settings.failure_pause if attempt.error else max(0.0, left))
 
     async def compare_all(self) -> None:
         """Compare all repos of the shard with their hosts once, and store that.
@@ -155,6 +154,7 @@ class RepoChecks:
             DatabaseError: The database is unavailable.
         """
         began, buckets, self.compared = time(), self.settings.shard.buckets, 0
+        last_gap = max((gap.id for gap in await self.db.gaps.load_open()), default=0)
         hosts = await self.db.crawls.count_hosted(buckets, PAGE_COST)
         self.total = sum(hosts.values())
         large = [(pds, repos) for pds, repos in hosts.items() if pds is not None and repos >= PAGE_COST]
@@ -171,13 +171,13 @@ class RepoChecks:
                 await asyncio.sleep(self.settings.retry)
                 await self._give_up(await self._ask_hosts(failed, last=True))
                 failed = []
-        await self.db.gaps.save_caught_up(self.stream, self.settings.shard, began)
+        await self.db.gaps.save_caught_up(JETSTREAM, self.settings.shard, began, last_gap)
         self.began_at = began
         log.info("repo-checks.done", repos=self.compared, seconds=round(time() - began, 1))
 
     async def _stored_beginning(self) -> float | None:
         """Return when the last complete pass of this shard began, of this process or of an earlier one."""
-        own = self.stream, str(self.settings.shard)
+        own = JETSTREAM, str(self.settings.shard)
         cursors = await self.db.gaps.cursors()
         return next((one.caught_up_at for one in cursors if (one.relay, one.shard) == own), None)
 
@@ -248,11 +248,7 @@ class RepoChecks:
         return failed
 
     async def _compare(self, hosted: HostedDid, *, last: bool) -> UnavailableError | None:
-        """Compare a repo with its host; return the error if nothing is learnt about it.
-
-        Only the last attempt takes the answer that the host does not have the repo as the deletion of the account: a
-        host may have lost it for a moment.
-        """
+        """Compare a repo with its host; return the error if nothing is learnt about it."""
         did, pds = hosted
         try:
             repo = (await self.db.repos.load([did])).get(did)
@@ -260,31 +256,41 @@ class RepoChecks:
                 return None
             if pds is None or last:  # the first attempt may have shown that the account has moved
                 pds = (await self.identities.lookup(did)).pds
-            if pds is None:
-                return UnavailableError(FetchFailure.IDENTITY_MISSING, "no host is known")
-            absent: UnavailableError | None = None
-            try:
-                answer = await fetch_host_status(self.outbound, pds, did)
-            except UnavailableError as error:
-                if error.reason is not FetchFailure.REPO_NOT_FOUND:
-                    raise
-                answer, absent = RepoStatus(False, DELETED), error
-            plan = partial(self._plan, answer=answer)
-            if absent is not None or plan(repo) is not repo:
-                if not await self._statuses.is_host(pds, did):
-                    return UnavailableError(FetchFailure.REPO_NOT_FOUND, f"{pds} is not known to host the account")
-                if absent is not None and not last:
-                    return absent
-                await self._statuses.change(repo, plan)
-            elif repo.active:
-                if answer.rev is None or not self._is_possible(answer.rev):
-                    return UnavailableError(FetchFailure.BAD_ANSWER, f"the rev is {answer.rev}")
-                if repo.head is None or answer.rev > repo.head.rev:
-                    await self._desynchronize({did: answer.rev})
+            await self._ask(repo, pds, last=last)
         except UnavailableError as error:
             log.debug("repo-checks.failed", did=did, error=str(error))
             return error
         return None
+
+    async def _ask(self, repo: Repo, pds: str | None, *, last: bool) -> None:
+        """Ask the host, and change the row as it says.
+
+        Only in the last attempt, the answer that the host does not have the repo means that the account is deleted: it
+        may have lost it for a moment.
+
+        Raises:
+            UnavailableError: The host does not answer, or its answer decides nothing.
+        """
+        if pds is None:
+            raise UnavailableError(FetchFailure.IDENTITY_MISSING, "no host is known")
+        absent: UnavailableError | None = None
+        try:
+            answer = await fetch_host_status(self.outbound, pds, repo.did)
+        except UnavailableError as error:
+            if error.reason is not FetchFailure.REPO_NOT_FOUND:
+                raise
+            answer, absent = RepoStatus(False, DELETED), error
+        plan, rev = partial(self._plan, answer=answer), answer.rev or ""
+        if plan(repo) is not repo:
+            if not await self._statuses.is_host(pds, repo.did):
+                raise UnavailableError(FetchFailure.REPO_NOT_FOUND, f"{pds} is not known to host the account")
+            if absent is not None and not last:
+                raise absent
+            await self._statuses.change(repo, plan)
+        elif repo.active and not self._is_possible(rev):
+            raise UnavailableError(FetchFailure.BAD_ANSWER, f"the rev is {rev!r}")
+        elif repo.active and (repo.head is None or rev > repo.head.rev):
+            await self._desynchronize({repo.did: rev})
 
     async def _give_up(self, failed: Sequence[HostedDid]) -> None:
         """Desynchronize the repos that are shown, and of which two attempts have learnt nothing."""
@@ -314,7 +320,7 @@ class RepoChecks:
         return plan_hidden(repo, answer.status, time(), self.scope.policy.deletion_grace)
 
     def _is_possible(self, rev: str | None) -> bool:
-        return rev is not None and not is_future(rev, time(), self.scope.policy.limits)
+        return rev is not None and rev > "" and not is_future(rev, time(), self.scope.policy.limits)
 
     async def _desynchronize(self, revs: Mapping[str, str]) -> None:
         if revs:
