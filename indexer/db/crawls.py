@@ -219,7 +219,8 @@ class Crawls(Area):
 
     async def count_hosted(self, buckets: Sequence[int], at_least: int) -> dict[str | None, int]:
         """Return the numbers of these repos by PDS; None: those of all PDSes that have fewer than `at_least`."""
-        return {pds: repos for pds, repos in await self._fetch(_COUNT_HOSTED, list(buckets), at_least)}
+        rows = await self._fetch(_COUNT_HOSTED, list(buckets), at_least)
+        return {row["pds"]: row["repos"] for row in rows}
 
     async def desynchronize_behind(self, revs: Mapping[str, str], now: float) -> int:
         """Desynchronize the repos that still have an older rev; return how many.
