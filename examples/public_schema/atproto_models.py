@@ -352,6 +352,9 @@ class Repo(PublicView):
     outdated, unless sync_status is synchronized: then the stream of the host is read."""
     last_failure: Mapped[str | None] = mapped_column(Text)
     """Why the last fetch failed (docs/reasons.md); null if it did not fail."""
+    complete_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
+    """Until when nothing of the repo is missing, as far as it is known: by its last resync, or by the stream or the
+    comparison with its host (docs/protocol.md#firehose-and-jetstream-compared). Null if it is not synchronized."""
 
 
 class ScopeProgress(PublicView):

@@ -101,7 +101,7 @@ comment on column atproto.repos.withheld_since is
 
 comment on column atproto.repos.complete_at is
     'Until when nothing of the repo is missing, as far as it is known: by its last resync, or by the stream or the '
-    'comparison with its host (docs/protocol.md#upstreams-compared). Null if it is not synchronized.';
+    'comparison with its host (docs/protocol.md#firehose-and-jetstream-compared). Null if it is not synchronized.';
 
 comment on view atproto.records is
     'The records of visible repos. Indexed by (did, collection, rkey) and by (collection, indexed_at).';
