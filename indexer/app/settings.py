@@ -351,9 +351,9 @@ class Settings(BaseModel):
     """Time from the deletion of an account to the erasure of its records, which are hidden at once. Lower it if
     your rules on erasure are stricter."""
     sweep_interval: Seconds | None = None
-    """How often to compare the relay's repo list with the database, and to try parked repos again; default: a day. `0`:
-    only after messages may have been missed; parked repos stay. With `INDEXER_UPSTREAM=jetstream`, how often to compare
-    all repos with their hosts, and not `0`; default: an hour."""
+    """How often to compare the relay's repo list, or with `INDEXER_UPSTREAM=jetstream` each repo with its host, and to
+    try parked repos again (default: each day). `0`: only after messages may have been missed; parked repos stay. Not
+    `0` with a Jetstream."""
     hosts_interval: Seconds = 86_400
     """How often to read the repo list of each host that the relays list, for accounts that relays withhold or omit.
     `0`: only `indexer discover --hosts` does."""

@@ -75,7 +75,7 @@ async def test_entries_without_a_public_host_name_are_skipped(host: ScriptedHost
 
 async def test_hosting_status_of_an_account(net: FaultyNetwork, outbound: OutboundClient) -> None:
     account = net.create_account("ada.test")
-    assert await fetch_repo_status(outbound, account.pds.url, account.did) == RepoStatus(True)
+    assert await fetch_repo_status(outbound, account.pds.url, account.did) == RepoStatus(True, None, account.rev)
     account.set_status("takendown")
     for host in (account.pds.url, net.relay.url):
         assert await fetch_repo_status(outbound, host, account.did) == RepoStatus(False, "takendown")
