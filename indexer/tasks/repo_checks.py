@@ -1,4 +1,6 @@
-"""Compare each repo with its own host, because the hints of a Jetstream may lack some (docs/protocol.md#comparison-with-hosts).
+"""Compare each repo with its own host, because the hints of a Jetstream may lack some.
+
+The rules are in docs/protocol.md#comparison-with-hosts.
 
 A pass asks the host of each tracked repo for its hosting status and rev (`getRepoStatus`). Where many repos of a host
 are tracked, pages of its list (`listRepos`) come first: a page costs about as many bytes as `PAGE_COST` answers.
