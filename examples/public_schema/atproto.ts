@@ -292,9 +292,8 @@ export interface Repo {
   withheld_since: Date | null;
   /** Why the last fetch failed (docs/reasons.md); null if it did not fail. */
   last_failure: string | null;
-  /** Until when nothing of the repo is missing, as far as it is known: by its last resync, or by the stream or
-   * the comparison with its host (docs/protocol.md#firehose-and-jetstream-compared). Null if it is not
-   * synchronized. */
+  /** Until when the repo is known to be complete (docs/protocol.md#firehose-and-jetstream-compared); null if it
+   * is not synchronized. */
   complete_at: Date | null;
 }
 

@@ -353,8 +353,8 @@ class Repo(PublicView):
     last_failure: Mapped[str | None] = mapped_column(Text)
     """Why the last fetch failed (docs/reasons.md); null if it did not fail."""
     complete_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
-    """Until when nothing of the repo is missing, as far as it is known: by its last resync, or by the stream or the
-    comparison with its host (docs/protocol.md#firehose-and-jetstream-compared). Null if it is not synchronized."""
+    """Until when the repo is known to be complete (docs/protocol.md#firehose-and-jetstream-compared); null if it is
+    not synchronized."""
 
 
 class ScopeProgress(PublicView):

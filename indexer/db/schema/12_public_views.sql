@@ -100,8 +100,8 @@ comment on column atproto.repos.withheld_since is
     'outdated, unless sync_status is synchronized: then the stream of the host is read.';
 
 comment on column atproto.repos.complete_at is
-    'Until when nothing of the repo is missing, as far as it is known: by its last resync, or by the stream or the '
-    'comparison with its host (docs/protocol.md#firehose-and-jetstream-compared). Null if it is not synchronized.';
+    'Until when the repo is known to be complete (docs/protocol.md#firehose-and-jetstream-compared); null if it is not '
+    'synchronized.';
 
 comment on view atproto.records is
     'The records of visible repos. Indexed by (did, collection, rkey) and by (collection, indexed_at).';

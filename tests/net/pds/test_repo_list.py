@@ -109,7 +109,7 @@ async def test_odd_field_of_a_status_hides_nothing_beside_it(host: ScriptedHost,
         ({"active": True, "rev": 3, "status": None}, RepoStatus(True)),
         ({"active": True, "rev": "now", "more": [1]}, RepoStatus(True)),
         ({"active": False, "status": ["gone"]}, RepoStatus(False, "invalid: ['gone']")),
-        ({"active": False, "status": "a\0b", "rev": REV}, RepoStatus(False, "a\ufffdb")),
+        ({"active": False, "status": "a\0b", "rev": REV}, RepoStatus(False, "a\ufffdb", REV)),
     ):
         host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={DID}"] = http_response(orjson.dumps(fields))
         assert await fetch_repo_status(outbound, host.url, DID) == found
