@@ -110,7 +110,7 @@ _ACTIVE = """
 _HOSTED = f"""
     from indexer.repo r left join indexer.identity i on i.did = r.did and i.bucket = r.bucket
     where r.bucket = any($1::smallint[]) and r.tracked and case
-        when r.active then r.sync_status <> '{SyncStatus.DESYNCHRONIZED}'
+        when r.active then r.sync_status <> '{SyncStatus.DESYNCHRONIZED}' or r.withheld_since is not null
         else r.hosting_status is distinct from '{TOMBSTONED}'
     end
 """

@@ -2,12 +2,9 @@
 
 The rules are in docs/protocol.md#comparison-with-hosts.
 
-A pass asks the host of each tracked repo for its hosting status and rev (`getRepoStatus`). Where many repos of a host
-are tracked, pages of its list (`listRepos`) come first: a page costs about as many bytes as `PAGE_COST` answers.
-Neither is signed, so a newer rev only causes a resync. A host answers only for accounts whose identity names it. So it
-can lie only about its own accounts: that they are current, outdated, or not active.
-
-Each process compares the repos of its shard. A pass that is interrupted begins again.
+Answers and lists are not signed, so a newer rev only causes a resync. A host is asked, and counts, only for accounts
+whose identity names it: it can lie only about its own. Each process compares the repos of its shard. A pass that is
+interrupted begins again.
 """
 
 import asyncio
@@ -30,7 +27,7 @@ from indexer.db.scope import CurrentScope
 from indexer.errors import UnavailableError
 from indexer.net.http.http_client import OutboundClient, host_of
 from indexer.net.identity.identity_cache import IdentityCache
-from indexer.net.pds.xrpc import ListedAccount, RepoStatus, fetch_host_status
+from indexer.net.pds.xrpc import RepoStatus, fetch_host_status
 from indexer.reasons import Desync, FetchFailure
 from indexer.sync.account import plan_active, plan_hidden
 from indexer.sync.hints import JETSTREAM
@@ -44,12 +41,12 @@ from indexer.telemetry.metrics import Metrics
 PAGE_COST = 100
 """Repos of one host for which one page of its list may be read."""
 HASHES = 36
-"""Hashes for the filter of listed accounts: one in 10^14 repos is taken for a listed one, another one in each pass."""
+"""Hashes for the filter of listed accounts: by chance, one in 10^14 repos is not asked about, another one each time."""
 AT_ONCE = 4
 """Concurrent requests to one host."""
 MAX_ASKED = 10_000
 """Repos that wait to be compared out of turn."""
-ASKED_AT_ONCE = 16
+ASKED_AT_ONCE = 4
 MAX_FAILED = 10_000
 """Repos of which nothing was learnt, and that wait for the second attempt."""
 HOST_SHARE = 1 / 8
@@ -66,13 +63,12 @@ class RepoCheckSettings:
 
     Attributes:
         shard: Only repos of this shard are compared.
-        interval: The longest time from the beginning of one pass to that of the next complete one. So a pass begins
-            when half of it is over.
+        interval: A pass begins when half of it is over, so that it may take as long.
         retry: Pause before the second attempt to learn about repos.
         failure_pause: Pause before a pass begins again after the database failed.
-        page_size: Repos that are in memory.
+        page_size: Repos in memory.
         concurrency: Hosts that are asked at the same time.
-        min_rate: Answers per second below which a host that has used its share of the interval is asked no more.
+        min_rate: Answers per second below which a host that has used its share of the interval is left.
     """
 
     shard: Shard = Shard()  # noqa: RUF009 - immutable
@@ -125,10 +121,8 @@ class RepoChecks:
         """The reason why repos may be older than the interval allows; None: all were compared since then."""
         if self.began_at is not None and abs(time() - self.began_at) <= self.settings.interval:
             return None
-        return (
-            f"hints may be missing, and no comparison of all repos with their hosts has begun in the last "
-            f"{self.settings.interval:g} s and ended: {self.compared:,} of {self.total:,} repos are compared"
-        )
+        progress = f"{self.compared:,} of {self.total:,} repos are compared"
+        return f"no complete comparison with hosts has begun in the last {self.settings.interval:g} s: {progress}"
 
     def ask(self, did: str) -> None:
         """Compare a repo soon. If too many wait, the one that waits longest is left to the next pass."""
@@ -199,21 +193,21 @@ class RepoChecks:
         with suppress(UnavailableError):  # otherwise the repos are asked about singly
             async for page in repo_list_pages(self.outbound, pds, "", None, self._requests, attempts=1):
                 stored = await self.db.host_lists.hosted([account.did for account in page.accounts])
-                known: list[ListedAccount] = []
-                for account in page.accounts:
-                    repo = stored.get(account.did)
-                    if repo is None or not repo.tracked or host_of(repo.pds or "") != host or account.did in listed:
-                        continue
-                    if account.active == repo.active and (not account.active or self._is_possible(account.rev)):
-                        known.append(account)
-                revs = {account.did: account.rev or "" for account in known if account.active}
-                await self._desynchronize({did: rev for did, rev in revs.items() if rev > (stored[did].rev or "")})
-                for account in known:
-                    listed.add(account.did)
+                ours = {did: repo for did, repo in stored.items() if repo.tracked and host_of(repo.pds or "") == host}
+                known = {
+                    one.did: one.rev if one.active else None
+                    for one in page.accounts
+                    if one.did in ours
+                    and one.did not in listed
+                    and one.active == ours[one.did].active
+                    and (not one.active or self._is_possible(one.rev))
+                }
+                await self._desynchronize({did: r for did, r in known.items() if r and r > (ours[did].rev or "")})
+                for did in known:
+                    listed.add(did)
                 self.compared += len(known)
                 self.stage.moved()
-                pages -= 1
-                if not pages:
+                if (pages := pages - 1) <= 0:
                     return
 
     async def _ask_hosts(self, repos: Iterable[HostedDid], *, last: bool = False) -> list[HostedDid]:

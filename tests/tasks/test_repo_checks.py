@@ -27,6 +27,7 @@ from indexer.tasks.repo_checks import RepoChecks, RepoCheckSettings
 from tests.background import running
 from tests.db.repo_rows import completed, head, insert, synchronized
 from tests.tasks.host_crawl import Hosts, LyingPds, host_network
+from tests.tasks.test_hosts import WITHHELD
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -418,6 +419,17 @@ async def test_each_shard_compares_its_own_repos_in_pages(checked: Checked) -> N
         checked.asked.clear()
     assert [cursor.shard for cursor in await checked.hosts.db.gaps.cursors()] == ["0/2", "1/2"]
     assert all(owned)
+
+
+async def test_withheld_and_fetched_repos_are_compared_too(checked: Checked) -> None:
+    """A relay withheld the one before. The export of the other one may be older than the pass."""
+    [withheld] = await checked.accounts(1, **WITHHELD)
+    [fetched] = await checked.accounts(1, sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=Desync.REQUESTED)
+    await checked.hosts.db.resyncs.claim(1, range(256), 60.0, time())
+    fetched.create(NOTE, {"n": 1})
+    await checked.checks().compare_all()
+    assert (await checked.repo(withheld)).sync_reason is Desync.REACTIVATED
+    assert (await checked.repo(fetched)).latest_unverified_rev == fetched.rev
 
 
 async def test_repos_that_wait_or_are_gone_are_not_asked_about(checked: Checked) -> None:
