@@ -296,13 +296,13 @@ async def test_slow_host_is_left_after_its_share_of_the_interval(checked: Checke
     slow, others = await checked.accounts(20), await checked.accounts(20, pds=1)
 
     async def answer(did: str) -> dict[str, Any]:
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.25)
         return {"did": did, "active": True, "rev": slow[0].rev}
 
     checked.answer(0, answer)
-    await checked.checks(replace(QUICK, interval=0.08, min_rate=1_000.0)).compare_all()
+    await checked.checks(replace(QUICK, interval=4.0, min_rate=1_000.0)).compare_all()
     assert await checked.states(*others) == [FINE] * 20
-    assert sum(checked.asked[account.did] for account in slow) < 15
+    assert sum(checked.asked[account.did] for account in slow) < 20
     assert (SyncStatus.DESYNCHRONIZED, Desync.STATUS_UNKNOWN) in await checked.states(*slow)
 
 
@@ -406,7 +406,7 @@ async def test_first_pass_stores_a_position_from_which_no_hint_is_missed(checked
     checks = checked.checks()
     await checks.compare_all()
     [cursor] = await checked.hosts.db.gaps.cursors()
-    assert cursor.seq == int((checks.began_at or 0) * 1e6)
+    assert cursor.seq == pytest.approx(int((checks.began_at or 0) * 1e6), abs=1)
 
 
 async def test_each_shard_compares_its_own_repos_in_pages(checked: Checked) -> None:
@@ -428,7 +428,8 @@ async def test_withheld_and_fetched_repos_are_compared_too(checked: Checked) -> 
     await checked.hosts.db.resyncs.claim(1, range(256), 60.0, time())
     fetched.create(NOTE, {"n": 1})
     await checked.checks().compare_all()
-    assert (await checked.repo(withheld)).sync_reason is Desync.REACTIVATED
+    due = await checked.repo(withheld)
+    assert (due.withheld_since, due.next_attempt_at) == (None, None)
     assert (await checked.repo(fetched)).latest_unverified_rev == fetched.rev
 
 
