@@ -149,7 +149,8 @@ class RepoChecks:
         Raises:
             DatabaseError: The database is unavailable.
         """
-        began, buckets, self.compared = time(), self.settings.shard.buckets, 0
+        began, buckets = round(time(), 3), self.settings.shard.buckets  # the database stores only microseconds
+        self.compared = 0
         last_gap = max((gap.id for gap in await self.db.gaps.load_open()), default=0)
         hosts = await self.db.crawls.count_hosted(buckets, PAGE_COST)
         self.total = sum(hosts.values())
