@@ -440,3 +440,20 @@ async def test_repos_that_wait_or_are_gone_are_not_asked_about(checked: Checked)
     await checked.accounts(1, active=False, tracked=False)
     await checked.checks().compare_all()
     assert not checked.asked
+
+
+async def test_many_failures_are_tried_again_before_further_repos(
+    checked: Checked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_FAILED", 1)
+    await checked.accounts(4)
+    order = list[str]()
+
+    async def answer(did: str) -> dict[str, Any]:
+        order.append(did)
+        raise web.HTTPForbidden
+
+    checked.answer(0, answer)
+    await checked.checks(replace(QUICK, page_size=2)).compare_all()
+    assert len(order) == 8
+    assert set(order[:2]) == set(order[2:4])
