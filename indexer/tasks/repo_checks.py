@@ -162,7 +162,11 @@ class RepoChecks:
         while after is not None:
             page = await self.db.crawls.hosted_repos(after, buckets, self.settings.page_size)
             after = page[-1].did if len(page) == self.settings.page_size else None
-            failed += await self._ask_hosts([repo for repo in page if repo.did not in listed])
+            unlisted = list[HostedDid]()
+            for start in range(0, len(page), 1_000):
+                unlisted += [repo for repo in page[start : start + 1_000] if repo.did not in listed]
+                await asyncio.sleep(0)  # each takes tens of microseconds
+            failed += await self._ask_hosts(unlisted)
             if failed and (after is None or len(failed) > MAX_FAILED):
                 self.stage.idle()
                 await asyncio.sleep(self.settings.retry)
@@ -213,9 +217,9 @@ class RepoChecks:
 
     async def _ask_hosts(self, repos: Iterable[HostedDid], *, last: bool = False) -> list[HostedDid]:
         """Ask the hosts about these repos; return those of which nothing was learnt."""
-        hosts, failed = defaultdict[str, list[HostedDid]](list), list[HostedDid]()
+        hosts, failed = defaultdict[str | None, list[HostedDid]](list), list[HostedDid]()
         for repo in repos:
-            hosts[host_of(repo.pds or "")].append(repo)
+            hosts[repo.pds].append(repo)
 
         async def ask(repos: Sequence[HostedDid]) -> None:
             failed.extend(await self._ask_host(repos, last=last))

@@ -275,6 +275,23 @@ async def test_host_that_changes_its_mind_desynchronizes_its_repo_after_growing_
     assert waits[-1] > 1
 
 
+async def test_revs_that_a_host_makes_up_desynchronize_its_repo_after_growing_pauses(checked: Checked) -> None:
+    [account], checks, waits = await checked.accounts(1), checked.checks(), []
+
+    async def answer(did: str) -> dict[str, Any]:
+        return {"did": did, "active": True, "rev": tid_of(int(time() * 1e6))}
+
+    checked.answer(0, answer)
+    for _ in range(4):
+        await checks.compare_all()
+        repo = await checked.repo(account)
+        assert repo.sync_reason is Desync.BEHIND
+        waits.append((repo.next_attempt_at or time()) - time())
+        await checked.hosts.db.repos.update(account.did, partial(completed_at, account.rev))
+    assert waits == sorted(waits)
+    assert waits[-1] > 1
+
+
 async def test_host_that_asks_for_a_pause_is_asked_again_after_it(checked: Checked) -> None:
     accounts, throttled = await checked.accounts(12), list[str]()
 
