@@ -26,7 +26,9 @@ begin
             r.takedown, r.visible,
             r.attempts as resync_attempts, r.next_attempt_at, r.last_error, r.synchronized_at, r.updated_at,
             r.bucket, r.withheld_since, r.last_failure,
-            case when r.sync_status = 'synchronized' then greatest(r.synchronized_at, caught_up.at) end as complete_at
+            case when r.sync_status = 'synchronized' then
+                greatest(r.synchronized_at, case when r.withheld_since is null then caught_up.at end)
+            end as complete_at
         from indexer.repo r left join indexer.identity i using (did, bucket) left join indexer.caught_up on true
         where r.tracked
     $view$;
