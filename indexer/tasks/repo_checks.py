@@ -154,7 +154,7 @@ class RepoChecks:
         last_gap = max((gap.id for gap in await self.db.gaps.load_open()), default=0)
         hosts = await self.db.crawls.count_hosted(buckets, PAGE_COST)
         self.total = sum(hosts.values())
-        large = [(pds, repos) for pds, repos in hosts.items() if pds is not None and repos >= PAGE_COST]
+        large = [(pds, repos) for pds, repos in hosts.items() if pds is not None]
         listed = ListedAccounts(sum(repos for _, repos in large), HASHES)
         await self._for_each(large, lambda host: self._read_list(*host, listed))
         after: str | None = ""
