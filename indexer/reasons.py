@@ -64,11 +64,11 @@ class Desync(DescribedEnum):
     BUFFER_OVERFLOW = "buffer-overflow", "More events arrived during the resync than its buffer holds."
     DRAIN_BREAK = "drain-break", "The buffered events do not follow the fetched export."
     STALE_EXPORT = "stale-export", "Every available export is older than a rev that was received or stored."
-    BEHIND = "behind", "A relay lists a newer rev that the stream did not deliver."
+    BEHIND = "behind", "A relay or host has a newer rev that the stream did not deliver."
     HINTED = "hinted", "A Jetstream says that the repo has changed, which proves nothing."
     STATUS_UNKNOWN = (
         "status-unknown",
-        "The relay does not list the account, and its hosting status could not be fetched.",
+        "The relay, or with a Jetstream the host, does not tell the state of the repo.",
     )
     WITHHELD = "withheld", "The relay does not pass on the account, for a reason of its own."
     SCOPE_WIDENED = "scope-widened", "Collections were added to the scope."

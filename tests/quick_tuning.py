@@ -9,11 +9,13 @@ from indexer.net.relay.stream_socket import ConnectionSettings
 from indexer.resync.pool import WorkerPoolSettings
 from indexer.resync.queue import MaintenanceSettings
 from indexer.tasks.reconcile import ReconciliationSettings
+from indexer.tasks.repo_checks import RepoCheckSettings
 from indexer.tasks.scope import ScopeSettings
 
 QUICK = Tuning(
     connection=ConnectionSettings(first_delay=0.05, max_delay=0.2, switch_after=0.0),
     reconciliation=ReconciliationSettings(settle=0.3, poll=0.05, first_retry=0.1),
+    repo_checks=RepoCheckSettings(retry=0.1, failure_pause=0.05),
     writer=WriterSettings(retry_interval=0.05),
     pool=WorkerPoolSettings(idle_interval=0.05),
     maintenance=MaintenanceSettings(lease_interval=0.1),

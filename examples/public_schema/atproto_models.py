@@ -354,6 +354,9 @@ class Repo(PublicView):
     outdated, unless sync_status is synchronized: then the stream of the host is read."""
     last_failure: Mapped[str | None] = mapped_column(Text)
     """Why the last fetch failed (docs/reasons.md); null if it did not fail."""
+    complete_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
+    """Until when the repo is known to be complete (docs/protocol.md#firehose-and-jetstream-compared); null if it is
+    not synchronized."""
 
 
 class ScopeProgress(PublicView):

@@ -95,6 +95,7 @@ from indexer.tasks.identities import HandleChecks, IdentityRefresh
 from indexer.tasks.open_transactions import OpenTransactions
 from indexer.tasks.plc_operations import PlcOperations
 from indexer.tasks.reconcile import Reconciliation
+from indexer.tasks.repo_checks import RepoChecks
 from indexer.tasks.retention import ChangeLogRetention
 from indexer.tasks.scope import ScopeBackfill, ScopeNarrowing
 from indexer.tasks.shard_ownership import ShardOwnership
@@ -256,7 +257,7 @@ class Daemon:
             self._open_sources,
             self._stream_point,
             self.scope,
-            replace(tuning.reconciliation, shard=shard, interval=settings.sweep_interval),
+            replace(tuning.reconciliation, shard=shard, interval=settings.comparison_interval),
             self.identities,
             sources_are_hosts=settings.upstream == "pds",
             may_be_covered=self.comparison.covered.may_close_all,
@@ -314,7 +315,7 @@ class Daemon:
         self.resync_pool.wake()
 
     def _ask_host(self, did: str) -> None:
-        log.debug("account.asked", did=did)
+        self.repo_checks.ask(did)
 
     def _relay_stream(self, relays: Sequence[str]) -> Stream:
         """Return a stream of the first of these relays that works."""
@@ -403,7 +404,10 @@ class Daemon:
             self.db,
             shard,
             self.metrics,
-            replace(self.tuning.maintenance, unpark_after=settings.sweep_interval),
+            replace(
+                self.tuning.maintenance,
+                unpark_after=86_400.0 if settings.sweep_interval is None else settings.sweep_interval,
+            ),
             may_forget=lambda: self.scope.scope.track is not Track.LISTED,
         )
 
@@ -432,6 +436,19 @@ class Daemon:
             replace(tuning.hosts, shard=shard, interval=settings.hosts_interval),
             settings.new_accounts_per_host / shard.count,
             settings.plc_rate * LOOKUP_SHARE,
+        )
+        self.repo_checks = RepoChecks(
+            self.db,
+            self.outbound,
+            self.metrics,
+            self.scope,
+            self.identities,
+            replace(
+                tuning.repo_checks,
+                shard=shard,
+                interval=settings.comparison_interval,
+                min_rate=min(settings.host_rate, settings.outbound_rate / tuning.repo_checks.concurrency) / 4,
+            ),
         )
         self.scope_tasks = list(self._scope_tasks())
         self.links = LinkReader(self.db, wanted=settings.links)
@@ -585,7 +602,12 @@ class Daemon:
         return next((point for point in points if point is not None and http_origin(point.relay) == source), None)
 
     def _reconciled_at(self) -> float | None:
-        """Return when the last reconciliation of this process ended; None if none has ended."""
+        """Return when the last reconciliation of this process ended; None if none has ended.
+
+        With a Jetstream, when the last complete comparison of its repos with their hosts began.
+        """
+        if self.settings.upstream == "jetstream":
+            return self.repo_checks.began_at
         progress = self.reconciliation.crawl_progress
         return progress.finished_at if progress else None
 

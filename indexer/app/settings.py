@@ -350,9 +350,10 @@ class Settings(BaseModel):
     deletion_grace: Seconds = 604_800
     """Time from the deletion of an account to the erasure of its records, which are hidden at once. Lower it if
     your rules on erasure are stricter."""
-    sweep_interval: Seconds = 86_400
-    """How often to compare the relay's repo list with the database, and to try parked repos again. `0`: only after
-    messages may have been missed; parked repos stay."""
+    sweep_interval: Seconds | None = None
+    """How often to compare the relay's repo list, or with `INDEXER_UPSTREAM=jetstream` each repo with its host, and to
+    try parked repos again (default: each day). `0`: only after messages may have been missed; parked repos stay. Not
+    `0` with a Jetstream."""
     hosts_interval: Seconds = 86_400
     """How often to read the repo list of each host that the relays list, for accounts that relays withhold or omit.
     `0`: only `indexer discover --hosts` does."""
@@ -428,6 +429,12 @@ class Settings(BaseModel):
         return max(2 * self.change_retention, MIN_CONSUMER_LAG_LIMIT) if self.change_retention else 0.0
 
     @property
+    def comparison_interval(self) -> float:
+        """The interval of the comparisons with lists or hosts, in seconds."""
+        default = 3_600.0 if self.upstream == "jetstream" else 86_400.0
+        return default if self.sweep_interval is None else self.sweep_interval
+
+    @property
     def first_scope(self) -> Scope:
         """The scope of a new database. A stored scope has precedence."""
         return Scope(
@@ -476,6 +483,7 @@ def load_settings(file: Path | None = None) -> Settings:
         "named collections in INDEXER_COLLECTIONS": not settings.collections.matches_all,
         "INDEXER_SPARSE_RESYNC other than 'never'": settings.sparse_resync != "never",
         "'pds' in INDEXER_RESYNC_SOURCE": "pds" in settings.resync_source,
+        "INDEXER_SWEEP_INTERVAL above 0": settings.comparison_interval > 0,
     }
     for need in [need for need, met in needs.items() if settings.upstream == "jetstream" and not met]:
         raise SettingsError(f"INDEXER_UPSTREAM: 'jetstream' needs {need}")

@@ -292,7 +292,14 @@ def _gaps(daemon: "Daemon") -> Iterator[Stage]:
     """Yield the stages that find, load and close gaps."""
     gaps, reconciliation = daemon.open_gaps, daemon.reconciliation
     if daemon.settings.upstream == "jetstream":
-        return  # each repo is compared with its host
+        hosts = daemon.repo_checks
+
+        def not_compared() -> Iterator[ReadinessReason]:
+            if hosts.lacking is not None:
+                yield ReadinessReason("not-compared", hosts.lacking, hosts.total - hosts.compared)
+
+        yield Stage(hosts.stage.name, "live", hosts.run, [hosts.stage], needs_shard=True, not_ready=not_compared)
+        return
 
     async def check_silence() -> None:
         for stream in [*daemon.streams, *daemon.host_streams.streams.values()]:

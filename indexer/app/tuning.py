@@ -16,6 +16,7 @@ from indexer.resync.pool import WorkerPoolSettings
 from indexer.resync.queue import MaintenanceSettings
 from indexer.tasks.hosts import HostSettings
 from indexer.tasks.reconcile import ReconciliationSettings
+from indexer.tasks.repo_checks import RepoCheckSettings
 from indexer.tasks.scope import ScopeSettings
 
 
@@ -31,6 +32,7 @@ class Tuning:
         max_identities: Identities in memory.
         comparison: The times of the comparison of relays.
         reconciliation: Its times; shard and interval are those of the settings.
+        repo_checks: The times of the comparison with hosts; shard, interval and lowest rate are those of the settings.
         writer: The times of the batch writer; its shard and its window are those of the settings.
         pool: The times of the resync pool; workers and the timeout of an attempt follow from the settings.
         maintenance: The times of the queue maintenance; `unpark_after` is that of the settings.
@@ -58,6 +60,7 @@ class Tuning:
     max_identities: int = 200_000
     comparison: ComparisonSettings = field(default_factory=ComparisonSettings)
     reconciliation: ReconciliationSettings = field(default_factory=ReconciliationSettings)
+    repo_checks: RepoCheckSettings = field(default_factory=RepoCheckSettings)
     writer: WriterSettings = field(default_factory=WriterSettings)
     pool: WorkerPoolSettings = field(default_factory=WorkerPoolSettings)
     maintenance: MaintenanceSettings = field(default_factory=MaintenanceSettings)

@@ -208,7 +208,7 @@ async def _reconcile(settings: Settings, db: Database) -> CrawlProgress:
             list,
             lambda _source: None,
             CurrentScope(db.scope, await stored_policy(settings, db)),
-            ReconciliationSettings(shard, settings.sweep_interval),
+            ReconciliationSettings(shard, settings.comparison_interval),
             identities,
             sources_are_hosts=settings.upstream == "pds",
         )

@@ -106,6 +106,28 @@ _ACTIVE = """
 """
 
 
+# Those that wait for their resync will be compared by it.
+_HOSTED = f"""
+    from indexer.repo r left join indexer.identity i on i.did = r.did and i.bucket = r.bucket
+    where r.bucket = any($1::smallint[]) and r.tracked and case
+        when r.active then r.sync_status <> '{SyncStatus.DESYNCHRONIZED}' or r.withheld_since is not null
+        else r.hosting_status is distinct from '{TOMBSTONED}'
+    end
+"""
+_HOSTED_REPOS = f"select r.did, i.pds {_HOSTED} and r.did > $2 order by r.did limit $3"
+_COUNT_HOSTED = f"""
+    select case when repos >= $2 then pds end as pds, sum(repos)::bigint as repos
+    from (select i.pds, count(*) as repos {_HOSTED} group by i.pds) hosts group by 1
+"""
+
+
+class HostedDid(NamedTuple):
+    """A repo, and the base URL of its PDS; None if it is not known."""
+
+    did: str
+    pds: str | None
+
+
 class ListDifferences(NamedTuple):
     """The differences between a page of a repo list and the stored repos, as DIDs.
 
@@ -190,6 +212,15 @@ class Crawls(Area):
     async def active_repos(self, after: str, buckets: Sequence[int], limit: int) -> list[str]:
         """Return the next DIDs after `after`, at most `limit`, of active repos that were fetched before."""
         return [did for (did,) in await self._fetch(_ACTIVE, after, list(buckets), limit)]
+
+    async def hosted_repos(self, after: str, buckets: Sequence[int], limit: int) -> list[HostedDid]:
+        """Return the next repos after `after`, at most `limit`, that are to be compared with their hosts."""
+        return [HostedDid(*row) for row in await self._fetch(_HOSTED_REPOS, list(buckets), after, limit)]
+
+    async def count_hosted(self, buckets: Sequence[int], at_least: int) -> dict[str | None, int]:
+        """Return the numbers of these repos by PDS; None: those of all PDSes that have fewer than `at_least`."""
+        rows = await self._fetch(_COUNT_HOSTED, list(buckets), at_least)
+        return {row["pds"]: row["repos"] for row in rows}
 
     async def desynchronize_behind(self, revs: Mapping[str, str], now: float) -> int:
         """Desynchronize the repos that still have an older rev; return how many.

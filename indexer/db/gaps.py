@@ -75,6 +75,13 @@ _RESET_CURSOR = """
         updated_at = now()
 """
 
+# The stream moves the position. No hint from before this time is needed.
+_SAVE_CAUGHT_UP = """
+    insert into indexer.cursor (relay, shard, seq, caught_up_at)
+    values ($1, $2, ($3::float8 * 1000000)::bigint, to_timestamp($3))
+    on conflict (relay, shard) do update set caught_up_at = excluded.caught_up_at
+"""
+
 # With a column, because Citus cannot pass on the rows of a sub-query that has none.
 _SYNCHRONIZED_REPO_EXISTS = f"""
     select exists (
@@ -110,6 +117,16 @@ class Gaps(Area):
             for position in Shard.parse(cursor.shard).positions if cursor.relay in relays else ():
                 reached[position] = max(reached[position], cursor.caught_up_at or 0.0)
         return min(reached)
+
+    async def save_caught_up(self, relay: str, shard: Shard, at: float, last_gap: int) -> None:
+        """Store that everything until `at` (Unix seconds) is stored, and close the gaps of the shard up to this ID.
+
+        A position in a Jetstream that is stored stays.
+        """
+        async with self._pool.transaction() as connection:
+            await connection.execute(_SAVE_CAUGHT_UP, relay, str(shard), at)
+            await close_gaps(connection, shard.positions, last_gap, relay)
+            crash_point("repo-checks.done")
 
     async def reset_cursor(self, relay: str, shards: Sequence[Shard], position: Position) -> None:
         """Store the position in a new epoch as the cursor of each shard, and open a gap for each shard."""

@@ -117,6 +117,11 @@ class HostingStatusChecks:
         plan = await self._weigh(before, listed, answer, point) if answer is not None else None
         if plan is None:
             return False
+        return await self.change(before, plan)
+
+    async def change(self, before: Repo, plan: Callable[[Repo], Repo]) -> bool:
+        """Change the row by `plan`, unless its hosting status has changed since `before`; return True if it changed."""
+        did = before.did
         after = await self.db.repos.update(did, lambda repo: plan(repo) if _HOSTING(repo) == _HOSTING(before) else repo)
         if after is None:
             return False
@@ -179,9 +184,9 @@ class HostingStatusChecks:
         if not self.sources_are_hosts:
             return answer
         moved = isinstance(answer, UnavailableError) and answer.reason is FetchFailure.REPO_NOT_FOUND
-        return answer if not moved and await self._is_host(source, did) else None
+        return answer if not moved and await self.is_host(source, did) else None
 
-    async def _is_host(self, source: str, did: str) -> bool:
+    async def is_host(self, source: str, did: str) -> bool:
         """Return False if the PDS does not host the account, or if that is not certain now.
 
         The cache returns an older identity if its limits do not allow a lookup, or if the lookup fails. Then the next
@@ -205,7 +210,7 @@ class HostingStatusChecks:
             status = await fetch_host_status(self.outbound, identity.pds, did)
         except UnavailableError:
             return None
-        return status if status.active or await self._is_host(identity.pds, did) else None
+        return status if status.active or await self.is_host(identity.pds, did) else None
 
 
 def _is_newer(repo: Repo, point: StreamPoint | None) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from hashlib import blake2b
+from secrets import token_bytes
 from typing import Protocol, TypeVar
 
 import stamina
@@ -97,21 +98,20 @@ def _retry_after(error: Exception) -> bool | float:
     return isinstance(error, UnavailableError) and (error.retry_after or True)
 
 
-_BITS_PER_ACCOUNT = 24
-_HASHES = 12
 MIN_ACCOUNTS = 10_000
 
 
 class ListedAccounts:
-    """A Bloom filter of DIDs: 3 bytes per account.
+    """A Bloom filter of DIDs: a quarter of a byte per account and hash, so by default 3 bytes.
 
-    A DID that was added is always in it. Another one is in it by chance with a probability of about 1 in 70,000, as
-    long as at most `expected` DIDs were added.
+    A DID that was added is always in it. Another one is in it by chance with a probability of 0.39 for each hash, so by
+    default of about 1 in 70,000, as long as at most `expected` DIDs were added. Nobody else can know which ones.
     """
 
-    def __init__(self, expected: int) -> None:
-        self._bits = max(expected, MIN_ACCOUNTS) * _BITS_PER_ACCOUNT
+    def __init__(self, expected: int, hashes: int = 12) -> None:
+        self._bits = max(expected, MIN_ACCOUNTS) * 2 * hashes
         self._filter = bytearray(self._bits // 8 + 1)
+        self._hashes, self._key = hashes, token_bytes(16)
 
     def add(self, did: str) -> None:
         """Add a DID."""
@@ -123,6 +123,6 @@ class ListedAccounts:
         return all(self._filter[position >> 3] >> (position & 7) & 1 for position in self._positions(did))
 
     def _positions(self, did: str) -> Iterator[int]:
-        digest = blake2b(did.encode(), digest_size=16).digest()
+        digest = blake2b(did.encode(), digest_size=16, key=self._key).digest()
         first, step = int.from_bytes(digest[:8]), int.from_bytes(digest[8:]) | 1
-        return ((first + number * step) % self._bits for number in range(_HASHES))
+        return ((first + number * step) % self._bits for number in range(self._hashes))

@@ -259,7 +259,7 @@ def test_limit_of_blocks_grows_with_the_size_of_exports(monkeypatch: pytest.Monk
 def test_example_file_contains_the_defaults(file: Path) -> None:
     uncommented = re.sub(r"^# (?=\w+ = )", "", EXAMPLE.read_text(), flags=re.MULTILINE)
     assert tomllib.loads(uncommented).keys() == Settings.model_fields.keys()
-    without_default = r"^(database_url|data_dir|contact|verify_threads|webhook_url|admin_password) .*$"
+    without_default = r"^(database_url|data_dir|contact|sweep_interval|verify_threads|webhook_url|admin_password) .*$"
     file.write_text(re.sub(without_default, "", uncommented, flags=re.MULTILINE))
     assert differences(load_settings(file), Settings()) == []
 

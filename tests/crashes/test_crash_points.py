@@ -30,6 +30,7 @@ from tests.citus_server import CitusServer
 from tests.crashes.death_world import Act, DeathWorld, death_world
 from tests.crashes.test_hints import DEATHS as HINT_DEATHS
 from tests.crashes.test_host_streams import DEATHS as HOST_STREAM_DEATHS
+from tests.crashes.test_repo_checks import DEATHS as REPO_CHECK_DEATHS
 from tests.daemon.running_daemon import FilteredNetwork, publish_key_silently
 from tests.daemon_forks import DaemonFork, Death
 from tests.daemon_process import daemon_environment
@@ -623,6 +624,7 @@ DEATHS = [
     *COVER_DEATHS,
     *HOST_STREAM_DEATHS,
     *HINT_DEATHS,
+    *REPO_CHECK_DEATHS,
     *MIGRATION_DEATHS,
     *NUMBERING_DEATHS,
 ]

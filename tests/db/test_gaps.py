@@ -1,6 +1,7 @@
 """Open gaps when the number of shards changes: each stays one gap, which the new shards close together."""
 
 import asyncio
+from datetime import UTC, datetime
 from random import Random
 from time import time
 
@@ -9,9 +10,13 @@ import pytest
 
 from indexer.db import Database
 from indexer.db.crawls import CrawlProgress
-from indexer.reasons import GapReason
+from indexer.reasons import Desync, GapReason
+from indexer.sync.changes import Batch
+from indexer.sync.hints import JETSTREAM
+from indexer.sync.repo import SyncStatus
 from indexer.sync.shard import BUCKETS, Shard
-from indexer.sync.stream import Gap, OpenGap
+from indexer.sync.stream import Cursor, Gap, OpenGap
+from tests.db.repo_rows import did, insert, synchronized
 
 RELAY = "wss://relay.test"
 CLOSED = "select closed_at is not null from indexer.gap order by id"
@@ -90,3 +95,40 @@ async def test_positions_of_a_gap_are_those_of_its_shard(db: Database, sql: asyn
             gap = await open_gap(db, shard)
             positions = await sql.fetchval("select positions from indexer.gap where id = $1", gap.id)
             assert range(positions.lower, positions.upper) == shard.positions
+
+
+async def test_repo_is_complete_until_all_shards_are_caught_up_or_until_its_last_resync(
+    db: Database, sql: asyncpg.Connection
+) -> None:
+    """Cursors of hosts are about some repos only, and withheld repos are not on the stream of the relay."""
+    await insert(
+        db, synchronized("old", synchronized_at=1_000.0), synchronized("new", synchronized_at=3_000.0),
+        synchronized("due", sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=Desync.BEHIND),
+        synchronized("withheld", synchronized_at=1_000.0, withheld_since=500.0, hosting_status="throttled"),
+    )  # fmt: skip
+
+    async def complete(*cursors: tuple[str, str, float]) -> list[float | None]:
+        stored = [Cursor(relay, shard, 1, caught_up_at=at) for relay, shard, at in cursors]
+        await db.write(Batch(cursors=tuple(stored)))
+        query = """
+            select date_part('epoch', complete_at) from atproto.repos where withheld_since is null
+            order by position(did in $1)
+        """
+        return [at for (at,) in await sql.fetch(query, did("old") + did("new") + did("due"))]
+
+    assert await complete() == [1_000.0, 3_000.0, None]
+    assert await complete((RELAY, "0/2", 2_500.0), ("https://host.test", "1/2", 2_900.0)) == [1_000.0, 3_000.0, None]
+    assert await complete((RELAY, "1/2", 2_000.0)) == [2_000.0, 3_000.0, None], "the least of the shards"
+    assert await complete((RELAY, "0/1", 1_500.0), (JETSTREAM, "0/1", 2_200.0)) == [2_200.0, 3_000.0, None]
+    assert await sql.fetchval(
+        "select complete_at from atproto.repos where withheld_since is not null"
+    ) == datetime.fromtimestamp(1_000.0, UTC)
+    gap = await open_gap(db, Shard(1, 2))
+    assert await complete() == [1_000.0, 3_000.0, None]
+    await reconcile(db, Shard(1, 2), gap.id)
+    assert await complete() == [2_200.0, 3_000.0, None]
+
+
+async def test_query_without_completeness_does_not_read_the_cursors(sql: asyncpg.Connection) -> None:
+    assert "cursor" in str(await sql.fetch("explain select complete_at from atproto.repos where did = 'did:plc:a'"))
+    assert "cursor" not in str(await sql.fetch("explain select rev from atproto.repos where did = 'did:plc:a'"))

@@ -215,7 +215,7 @@ class RepoStates(HostAnswers):
 
 
 def _state(body: dict[str, Any]) -> RepoStatus:
-    return RepoStatus(body["active"], hosting_status(body))
+    return RepoStatus(body["active"], hosting_status(body), _rev(body))
 
 
 def _error(name: str) -> dict[str, str]:

@@ -111,6 +111,19 @@ comment on column atproto.cursors.event_time is 'The time in that message; null 
 comment on column atproto.cursors.updated_at is 'When the cursor was last saved.';
 comment on column atproto.cursors.caught_up_at is 'Everything until this time is stored. Null if not known.';
 
+-- Until when each shard has everything stored; null: not known, or messages may have been missed. Cursors of hosts,
+-- whose URLs begin with http, are about some accounts only.
+create view indexer.caught_up as
+select case when not exists (select from indexer.gap where closed_at is null) then nullif(min(reached), '-infinity') end
+    as at
+from (
+    select coalesce(max(c.caught_up_at), '-infinity') as reached
+    from generate_series(0, 255) position left join indexer.cursor c on c.relay not like 'http%'
+        and int4range(split_part(shard, '/', 1)::int * 256 / split_part(shard, '/', 2)::int,
+            (split_part(shard, '/', 1)::int + 1) * 256 / split_part(shard, '/', 2)::int) @> position
+    group by position
+) positions;
+
 create view atproto.gaps as
 select relay, shard, reason, opened_at, first_seq, last_seq, closed_at, closed_by from indexer.gap;
 comment on view atproto.gaps is

@@ -220,6 +220,7 @@ class RepoStatus(NamedTuple):
 
     active: bool
     status: str | None = None
+    rev: str | None = None  # of the repo; None if the host does not tell it
 
 
 async def list_repos(outbound: OutboundClient, host: str, collection: str, cursor: str | None) -> RepoListPage:
@@ -291,30 +292,40 @@ async def fetch_repo_status(outbound: OutboundClient, host: str, did: str) -> Re
     active = body.get("active")
     if not isinstance(active, bool):
         raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: the response is not a repo status")
-    return RepoStatus(active, hosting_status(body))
+    return RepoStatus(active, hosting_status(body), _rev_of(body))
 
 
 async def fetch_host_status(outbound: OutboundClient, host: str, did: str) -> RepoStatus:
     """Fetch the hosting status of an account from its host: from `getLatestCommit` if that lacks `getRepoStatus`.
 
+    So is the rev of an active account, which is an optional field of the status.
+
     Raises:
         UnavailableError: As `fetch_repo_status` raises it.
     """
     try:
-        return await fetch_repo_status(outbound, host, did)
+        status = await fetch_repo_status(outbound, host, did)
     except XrpcError as error:
         if not is_silent(error) or error.reason is FetchFailure.REPO_NOT_FOUND:
             raise
+    else:
+        if not status.active or status.rev is not None:
+            return status
     try:
-        await query(outbound, host, "com.atproto.sync.getLatestCommit", {"did": did})
+        body = await query(outbound, host, "com.atproto.sync.getLatestCommit", {"did": did})
     except UnavailableError as error:
         return _status_of(error)
-    return RepoStatus(True)
+    return RepoStatus(True, None, _rev_of(body))
 
 
 def is_silent(error: UnavailableError) -> bool:
     """Return True if the host answers that it says nothing about the account: it lacks the method or the account."""
     return isinstance(error, MethodNotOfferedError) or (isinstance(error, XrpcError) and error.definite)
+
+
+def _rev_of(body: Mapping[str, Any]) -> str | None:
+    rev = body.get("rev")
+    return rev if isinstance(rev, str) and is_tid(rev) else None
 
 
 def _status_of(error: UnavailableError) -> RepoStatus:
@@ -329,16 +340,15 @@ def _account(entry: Any) -> tuple[ListedAccount | None, str | None]:
     did = entry.get("did") if isinstance(entry, dict) else None
     if not isinstance(did, str) or not is_did(did):
         return None, f"no DID in {entry!r:.200}"
-    rev, active = entry.get("rev"), entry.get("active", True)
-    has_rev = isinstance(rev, str) and is_tid(rev)
+    rev, active = _rev_of(entry), entry.get("active", True)
     if not isinstance(active, bool):
         problem = f"{did}: active is {active!r:.100}"
-    elif not has_rev and rev not in (None, ""):
-        problem = f"{did}: rev is {rev!r:.100}"
+    elif rev is None and entry.get("rev") not in (None, ""):
+        problem = f"{did}: rev is {entry['rev']!r:.100}"
     else:
         problem = None
     status = hosting_status(entry) if active is False else None
-    return ListedAccount(did, rev if has_rev else None, active is not False, status), problem
+    return ListedAccount(did, rev, active is not False, status), problem
 
 
 def _host(entry: Any) -> ListedHost | None:

@@ -75,7 +75,7 @@ async def test_entries_without_a_public_host_name_are_skipped(host: ScriptedHost
 
 async def test_hosting_status_of_an_account(net: FaultyNetwork, outbound: OutboundClient) -> None:
     account = net.create_account("ada.test")
-    assert await fetch_repo_status(outbound, account.pds.url, account.did) == RepoStatus(True)
+    assert await fetch_repo_status(outbound, account.pds.url, account.did) == RepoStatus(True, None, account.rev)
     account.set_status("takendown")
     for host in (account.pds.url, net.relay.url):
         assert await fetch_repo_status(outbound, host, account.did) == RepoStatus(False, "takendown")
@@ -109,7 +109,7 @@ async def test_odd_field_of_a_status_hides_nothing_beside_it(host: ScriptedHost,
         ({"active": True, "rev": 3, "status": None}, RepoStatus(True)),
         ({"active": True, "rev": "now", "more": [1]}, RepoStatus(True)),
         ({"active": False, "status": ["gone"]}, RepoStatus(False, "invalid: ['gone']")),
-        ({"active": False, "status": "a\0b", "rev": REV}, RepoStatus(False, "a\ufffdb")),
+        ({"active": False, "status": "a\0b", "rev": REV}, RepoStatus(False, "a\ufffdb", REV)),
     ):
         host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={DID}"] = http_response(orjson.dumps(fields))
         assert await fetch_repo_status(outbound, host.url, DID) == found

@@ -1,0 +1,329 @@
+"""Compare each repo with its own host, because the hints of a Jetstream may lack some.
+
+The rules are in docs/protocol.md#comparison-with-hosts.
+
+Answers and lists are not signed, so a newer rev only causes a resync. A host is asked, and counts, only for accounts
+whose identity names it: it can lie only about its own. Each process compares the repos of its shard. A pass that is
+interrupted begins again.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic, time
+from typing import TypeVar
+
+import structlog
+
+from indexer.concurrency.bounded_dict import BoundedDict
+from indexer.concurrency.stage_progress import StageProgress
+from indexer.db import Database
+from indexer.db.crawls import HostedDid
+from indexer.db.periodic import DatabaseAttempt
+from indexer.db.scope import CurrentScope
+from indexer.errors import UnavailableError
+from indexer.net.http.http_client import OutboundClient, host_of
+from indexer.net.identity.identity_cache import IdentityCache
+from indexer.net.pds.xrpc import RepoStatus, fetch_host_status
+from indexer.reasons import Desync, FetchFailure
+from indexer.sync.account import plan_active, plan_hidden
+from indexer.sync.hints import JETSTREAM
+from indexer.sync.policy import is_future
+from indexer.sync.repo import DELETED, Repo
+from indexer.sync.shard import Shard
+from indexer.tasks.reconcile import HostingStatusChecks
+from indexer.tasks.repo_list_pages import ListedAccounts, repo_list_pages
+from indexer.telemetry.metrics import Metrics
+
+PAGE_COST = 100
+"""Repos of one host for which one page of its list may be read."""
+HASHES = 36
+"""Hashes for the filter of listed accounts: by chance, one in 10^14 repos is not asked about, another one each time."""
+AT_ONCE = 4
+"""Concurrent requests to one host."""
+MAX_ASKED = 10_000
+"""Repos that wait to be compared out of turn."""
+ASKED_AT_ONCE = 4
+MAX_FAILED = 10_000
+"""Repos of which nothing was learnt, and that wait for the second attempt."""
+HOST_SHARE = 1 / 8
+"""Share of the interval that a host gets in any case, for its answers and for a pause that it asks for."""
+
+T = TypeVar("T")
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RepoCheckSettings:
+    """Times in seconds, and sizes.
+
+    Attributes:
+        shard: Only repos of this shard are compared.
+        interval: A pass begins when half of it is over, so that it may take as long.
+        retry: Pause before the second attempt to learn about repos.
+        failure_pause: Pause before a pass begins again after the database failed.
+        page_size: Repos in memory.
+        concurrency: Hosts that are asked at the same time.
+        min_rate: Answers per second below which a host that has used its share of the interval is left.
+    """
+
+    shard: Shard = Shard()  # noqa: RUF009 - immutable
+    interval: float = 3_600.0
+    retry: float = 120.0
+    failure_pause: float = 5.0
+    page_size: int = 50_000
+    concurrency: int = 64
+    min_rate: float = 0.4
+
+
+@dataclass(eq=False)
+class RepoChecks:
+    """Compares repos with their hosts, in passes over all, and single ones out of turn.
+
+    Attributes:
+        stage: Its progress. It moves with each answer.
+        began_at: When the last complete pass began (Unix seconds); None if that is not known.
+        compared: The repos that the present pass has compared.
+        total: All repos of this pass.
+    """
+
+    db: Database
+    outbound: OutboundClient
+    metrics: Metrics
+    scope: CurrentScope
+    identities: IdentityCache
+    settings: RepoCheckSettings
+
+    def __post_init__(self) -> None:
+        self.stage = StageProgress("repo checks")
+        self._requests = self.stage.add()
+        self._statuses = HostingStatusChecks(
+            self.db,
+            self.outbound,
+            self.metrics,
+            self.scope,
+            self.stage,
+            self.identities,
+            lambda _source: None,
+            sources_are_hosts=True,
+        )
+        self.began_at: float | None = None
+        self.compared = self.total = 0
+        self._asked = BoundedDict[str, None](MAX_ASKED)
+        self._is_asked = asyncio.Event()
+
+    @property
+    def lacking(self) -> str | None:
+        """The reason why repos may be older than the interval allows; None: all were compared since then."""
+        if self.began_at is not None and abs(time() - self.began_at) <= self.settings.interval:
+            return None
+        progress = f"{self.compared:,} of {self.total:,} repos are compared"
+        return f"no complete comparison with hosts has begun in the last {self.settings.interval:g} s: {progress}"
+
+    def ask(self, did: str) -> None:
+        """Compare a repo soon. If too many wait, the one that waits longest is left to the next pass."""
+        self._asked[did] = None
+        self._is_asked.set()
+
+    async def run(self) -> None:
+        """Compare repos forever. Only an exception that is a bug ends it."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(ASKED_AT_ONCE):
+                group.create_task(self._compare_asked(), name="repo check out of turn")
+            while True:
+                began = monotonic()
+                with DatabaseAttempt(self.stage) as attempt:
+                    if self.began_at is None:
+                        self.began_at = await self._stored_beginning()
+                    await self.compare_all()
+                left = began + self.settings.interval / 2 - monotonic()
+                await asyncio.sleep(self.settings.failure_pause if attempt.error else max(0.0, left))
+
+    async def compare_all(self) -> None:
+        """Compare all repos of the shard with their hosts once, and store that.
+
+        Raises:
+            DatabaseError: The database is unavailable.
+        """
+        began, buckets = round(time(), 3), self.settings.shard.buckets  # the database stores only microseconds
+        self.compared = 0
+        last_gap = max((gap.id for gap in await self.db.gaps.load_open()), default=0)
+        hosts = await self.db.crawls.count_hosted(buckets, PAGE_COST)
+        self.total = sum(hosts.values())
+        large = [(pds, repos) for pds, repos in hosts.items() if pds is not None]
+        listed = ListedAccounts(sum(repos for _, repos in large), HASHES)
+        await self._for_each(large, lambda host: self._read_list(*host, listed))
+        after: str | None = ""
+        failed: list[HostedDid] = []
+        while after is not None:
+            page = await self.db.crawls.hosted_repos(after, buckets, self.settings.page_size)
+            after = page[-1].did if len(page) == self.settings.page_size else None
+            unlisted = list[HostedDid]()
+            for start in range(0, len(page), 1_000):
+                unlisted += [repo for repo in page[start : start + 1_000] if repo.did not in listed]
+                await asyncio.sleep(0)  # each takes tens of microseconds
+            failed += await self._ask_hosts(unlisted)
+            if failed and (after is None or len(failed) > MAX_FAILED):
+                self.stage.idle()
+                await asyncio.sleep(self.settings.retry)
+                await self._give_up(await self._ask_hosts(failed, last=True))
+                failed = []
+        await self.db.gaps.save_caught_up(JETSTREAM, self.settings.shard, began, last_gap)
+        self.began_at = began
+        log.info("repo-checks.done", repos=self.compared, seconds=round(time() - began, 1))
+
+    async def _stored_beginning(self) -> float | None:
+        """Return when the last complete pass of this shard began, of this process or of an earlier one."""
+        own = JETSTREAM, str(self.settings.shard)
+        cursors = await self.db.gaps.cursors()
+        return next((one.caught_up_at for one in cursors if (one.relay, one.shard) == own), None)
+
+    async def _compare_asked(self) -> None:
+        while True:
+            await self._is_asked.wait()
+            if self._asked:
+                did, _ = self._asked.popitem(last=False)
+                with self.stage.task():
+                    await self._compare(HostedDid(did, None), last=True)
+            else:
+                self._is_asked.clear()
+
+    async def _read_list(self, pds: str, repos: int, listed: ListedAccounts) -> None:
+        """Compare the repos on the first pages of the list of a host, and add those that were compared to `listed`."""
+        host, pages = host_of(pds), repos // PAGE_COST
+        with suppress(UnavailableError):  # otherwise the repos are asked about singly
+            async for page in repo_list_pages(self.outbound, pds, "", None, self._requests, attempts=1):
+                stored = await self.db.host_lists.hosted([account.did for account in page.accounts])
+                ours = {did: repo for did, repo in stored.items() if repo.tracked and host_of(repo.pds or "") == host}
+                known = {
+                    one.did: one.rev if one.active else None
+                    for one in page.accounts
+                    if one.did in ours
+                    and one.did not in listed
+                    and one.active == ours[one.did].active
+                    and (not one.active or self._is_possible(one.rev))
+                }
+                await self._desynchronize({did: r for did, r in known.items() if r and r > (ours[did].rev or "")})
+                for did in known:
+                    listed.add(did)
+                self.compared += len(known)
+                self.stage.moved()
+                if (pages := pages - 1) <= 0:
+                    return
+
+    async def _ask_hosts(self, repos: Iterable[HostedDid], *, last: bool = False) -> list[HostedDid]:
+        """Ask the hosts about these repos; return those of which nothing was learnt."""
+        hosts, failed = defaultdict[str | None, list[HostedDid]](list), list[HostedDid]()
+        for repo in repos:
+            hosts[repo.pds].append(repo)
+
+        async def ask(repos: Sequence[HostedDid]) -> None:
+            failed.extend(await self._ask_host(repos, last=last))
+
+        await self._for_each(sorted(hosts.values(), key=len, reverse=True), ask)
+        return failed
+
+    async def _ask_host(self, repos: Sequence[HostedDid], *, last: bool) -> list[HostedDid]:
+        """Ask one host about its repos; return those of which nothing was learnt.
+
+        A host that has used its share of the interval, and answers slowly, is asked no more.
+        """
+        began, failed, share = monotonic(), list[HostedDid](), HOST_SHARE * self.settings.interval
+        for start in (0, *range(1, len(repos), AT_ONCE)):  # after a pause, one request must succeed first
+            seconds = monotonic() - began
+            if seconds > share and start - len(failed) < self.settings.min_rate * seconds:
+                return [*failed, *repos[start:]]
+            batch = repos[start : start + AT_ONCE] if start else repos[:1]
+            errors = await asyncio.gather(*[self._compare(repo, last=last) for repo in batch])
+            failed += [repo for repo, error in zip(batch, errors, strict=True) if error is not None]
+            self.compared += errors.count(None)
+            self.stage.moved()
+            pauses = [error.retry_after or 0.0 for error in errors if error and error.reason is FetchFailure.THROTTLED]
+            if pauses and max(pauses) <= share:
+                self.stage.idle()
+                await asyncio.sleep(max(pauses))
+        return failed
+
+    async def _compare(self, hosted: HostedDid, *, last: bool) -> UnavailableError | None:
+        """Compare a repo with its host; return the error if nothing is learnt about it."""
+        did, pds = hosted
+        try:
+            repo = (await self.db.repos.load([did])).get(did)
+            if repo is None or not repo.tracked:
+                return None
+            if pds is None or last:  # the first attempt may have shown that the account has moved
+                pds = (await self.identities.lookup(did)).pds
+            await self._ask(repo, pds, last=last)
+        except UnavailableError as error:
+            log.debug("repo-checks.failed", did=did, error=str(error))
+            return error
+        return None
+
+    async def _ask(self, repo: Repo, pds: str | None, *, last: bool) -> None:
+        """Ask the host, and change the row as it says.
+
+        Only in the last attempt, the answer that the host does not have the repo means that the account is deleted: it
+        may have lost it for a moment.
+
+        Raises:
+            UnavailableError: The host does not answer, or its answer decides nothing.
+        """
+        if pds is None:
+            raise UnavailableError(FetchFailure.IDENTITY_MISSING, "no host is known")
+        absent: UnavailableError | None = None
+        try:
+            answer = await fetch_host_status(self.outbound, pds, repo.did)
+        except UnavailableError as error:
+            if error.reason is not FetchFailure.REPO_NOT_FOUND:
+                raise
+            answer, absent = RepoStatus(False, DELETED), error
+        plan, rev = partial(self._plan, answer=answer), answer.rev or ""
+        if plan(repo) is not repo:
+            if not await self._statuses.is_host(pds, repo.did):
+                raise UnavailableError(FetchFailure.REPO_NOT_FOUND, f"{pds} is not known to host the account")
+            if absent is not None and not last:
+                raise absent
+            await self._statuses.change(repo, plan)
+        elif repo.active and not self._is_possible(rev):
+            raise UnavailableError(FetchFailure.BAD_ANSWER, f"the rev is {rev!r}")
+        elif repo.active and (repo.head is None or rev > repo.head.rev):
+            await self._desynchronize({repo.did: rev})
+
+    async def _give_up(self, failed: Sequence[HostedDid]) -> None:
+        """Desynchronize the repos that are shown, and of which two attempts have learnt nothing."""
+        unknown = 0
+        for repo in failed:
+            unknown += await self._statuses.mark_unknown(repo.did)
+            self.stage.moved()
+        self.compared += len(failed)
+        if unknown:
+            log.warning("repo-checks.status-unknown", accounts=unknown)
+
+    async def _for_each(self, items: Iterable[T], work: Callable[[T], Awaitable[None]]) -> None:
+        """Do the work for each item, for so many at the same time."""
+        left = iter(items)
+
+        async def take() -> None:
+            for item in left:
+                await work(item)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self.settings.concurrency):
+                group.create_task(take(), name="repo checks")
+
+    def _plan(self, repo: Repo, answer: RepoStatus) -> Repo:
+        if answer.active:
+            return plan_active(repo, time())
+        return plan_hidden(repo, answer.status, time(), self.scope.policy.deletion_grace)
+
+    def _is_possible(self, rev: str | None) -> bool:
+        return rev is not None and rev > "" and not is_future(rev, time(), self.scope.policy.limits)
+
+    async def _desynchronize(self, revs: Mapping[str, str]) -> None:
+        if revs:
+            behind = await self.db.crawls.desynchronize_behind(revs, time())
+            self.metrics.desynchronized[Desync.BEHIND].inc(behind)
