@@ -263,6 +263,7 @@ async def test_list_of_hosts_that_cannot_be_read_is_read_again_soon_unless_the_r
     with stamina.set_testing(True, attempts=1), capture_logs() as lines:
         async with running(hosts.crawl().run()):
             await until(lambda: hosts.network.relay.host_pages >= requests)
+            await until(lambda: any(line["event"] == "hosts.relay-failed" for line in lines))
             hosts.network.relay.failure = None
             if requests > 1:
                 await until(lambda: all_complete(hosts))
