@@ -61,6 +61,8 @@ part. More of them would have fewer repos each, and each transaction costs some 
 records."""
 MAX_STORED = 20_000
 """Stored records up to which a sparse resync does without the parts of the tree that they rebuild."""
+COSTLY_BYTES = 1 << 20
+"""Bytes of blocks above which a resync is costly: newer revs of the repo cause no further one at once."""
 LOCKED_BYTES = 256 << 10
 """Frames of buffered events, in bytes, that are planned and written while the row of the repo is locked. One batch of
 the live path may add more just before the lock."""
@@ -209,7 +211,8 @@ class Applies:
                 self._accept_missing(claimed, missing)
             completion = Completion(claimed, head, key, PlanContext(policy, time()))
             drained = await self._drain(transaction, completion)
-            batch = completion.end(subscribed=await transaction.is_subscribed(resync.subscribed))
+            subscribed = await transaction.is_subscribed(resync.subscribed)
+            batch = completion.end(subscribed=subscribed, costly=export is not None and export.size > COSTLY_BYTES)
             if not await transaction.finish(batch):
                 raise BrokenInvariantError(f"{claimed.did}: the row changed while it was locked")
             crash_point("resync.finished")

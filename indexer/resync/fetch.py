@@ -33,6 +33,13 @@ Blocks = ExportReader | SparseDownload
 log = structlog.get_logger(__name__)
 
 
+class _PerhapsMovedError(UnavailableError):
+    """A newer rev than that of the PDS was reported, and it is not certain now that the account has this PDS."""
+
+    def __init__(self) -> None:
+        super().__init__(FetchFailure.EXPORT_STALE, "a newer rev was reported, and the account may have moved")
+
+
 @dataclass(eq=False)
 class ResyncAttempts:
     """Brings claimed repos to the state of the network, one attempt per call of `attempt`.
@@ -83,6 +90,8 @@ class ResyncAttempts:
             except (UpstreamError, UnavailableError) as error:
                 failure = error
                 log.debug("resync.source-failed", did=claimed.did, source=name, error=str(error))
+                if isinstance(error, _PerhapsMovedError):
+                    break  # an export would have the same rev
         permanent = isinstance(failure, UnavailableError) and failure.reason.is_permanent
         if permanent and None in self.sources and not await self._is_host(claimed.did, identity):
             raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, f"the account may have moved: {failure}")
@@ -123,8 +132,10 @@ class ResyncAttempts:
         if download is None:
             return None
         if download.root == stored.commit:
-            if claimed.newer_is_verified or not await self._is_current(claimed, identity):
+            if claimed.newer_is_verified:
                 raise UnavailableError(FetchFailure.EXPORT_STALE, "the stored state, although a newer rev is known")
+            if not await self._is_current(claimed, identity):
+                raise _PerhapsMovedError
             return await self.applies.write(resync, policy, identity.key, None)
         resync.enter(Phase.VERIFY)
         export, verified_by = await self._verify(claimed, download, identity)
@@ -132,7 +143,12 @@ class ResyncAttempts:
         return await self.applies.write(resync, policy, verified_by.key, export)
 
     async def _is_latest(self, claimed: Repo, rev: str, identity: CachedIdentity) -> bool:
-        """Return True if only unverified revs above `rev` are known, but no other source and no PDS reports one."""
+        """Return True if only unverified revs above `rev` are known, but no other source and no PDS reports one.
+
+        Raises:
+            PostponedError: The account has another PDS.
+            UnavailableError: It is not certain now that the account has this PDS.
+        """
         stored = claimed.head.rev if claimed.head else ""
         if not stored < rev < _newest_known(claimed) or rev < (claimed.latest_verified_rev or ""):
             return False
@@ -140,7 +156,9 @@ class ResyncAttempts:
             with suppress(UnavailableError):
                 if (await self.pds.fetch_latest_commit(claimed.did, source))[1] > rev:
                     return False
-        return await self._is_host(claimed.did, identity)
+        if not await self._is_host(claimed.did, identity):
+            raise _PerhapsMovedError
+        return True
 
     async def _is_unchanged(self, claimed: Repo, identity: CachedIdentity, policy: Policy) -> bool:
         """Return True if the PDS reports the stored head as its latest commit, so that no export is needed.

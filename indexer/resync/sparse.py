@@ -201,7 +201,7 @@ class SparseFetch:
             return await self._fetch(did, host, path, SparseDownload(policy, stored), opened)
         except UnavailableError as error:
             refuses_absent_keys = isinstance(error, XrpcError) and error.name == "RecordNotFound"
-            if refuses_absent_keys or isinstance(error, MethodNotOfferedError):
+            if (refuses_absent_keys and path != hint) or isinstance(error, MethodNotOfferedError):
                 self._avoided_until[host] = monotonic() + AVOID_SECONDS
             raise
 

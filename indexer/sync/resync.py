@@ -176,12 +176,13 @@ class Completion:
                 return True
         return False
 
-    def end(self, *, subscribed: bool = False) -> Batch:
+    def end(self, *, subscribed: bool = False, costly: bool = False) -> Batch:
         """Return the row of the repo and the dead letters, without the record changes.
 
         Args:
             subscribed: The stream of the account's host has delivered, and will deliver, what the export does not have.
                 So the repo may be synchronized although a relay withholds it.
+            costly: Much was fetched. Then also a newer rev that was true counts as a break, so that the next one waits.
 
         Raises:
             BrokenInvariantError: The row is not locked.
@@ -191,10 +192,12 @@ class Completion:
             raise BrokenInvariantError(f"{repo.did}: the row is not locked")
         if repo.sync_status is SyncStatus.SYNCHRONIZED:
             told = self._claimed.latest_unverified_rev
-            if told and self._claimed.sync_reason in NEWS and told <= self._head.rev:
+            if told and self._claimed.sync_reason in NEWS and told <= self._head.rev and not costly:
                 repo = repo._replace(attempts=0)  # it was true, so nothing broke
             unverified_rev = locked.latest_unverified_rev or ""
-            repo = _unless_behind(repo, unverified_rev, self._newest_buffered, self._context.now)
+            by_hint = self._claimed.sync_reason is Desync.HINTED
+            reason = Desync.HINTED if by_hint else Desync.BEHIND
+            repo = _unless_behind(repo, unverified_rev, self._newest_buffered, reason, self._context.now)
             if repo.withheld_since is not None and not subscribed and repo.sync_status is SyncStatus.SYNCHRONIZED:
                 repo = withhold(repo)
         else:
@@ -203,18 +206,18 @@ class Completion:
         return Batch((RepoWrite(locked, repo),), tuple(self._dead_letters))
 
 
-def _unless_behind(repo: Repo, unverified_rev: str, newest_buffered: str, now: float) -> Repo:
+def _unless_behind(repo: Repo, unverified_rev: str, newest_buffered: str, reason: Desync, now: float) -> Repo:
     """Return the row, desynchronized if a newer rev than its head is known.
 
-    An unverified rev above those of all buffered events is from a repo list that was read during the resync: the stream
-    may have missed the events in between.
+    An unverified rev above those of all buffered events is from a hint, or from a repo list that was read during the
+    resync: the stream may have missed the events in between.
     """
     rev = repo.head.rev if repo.head else ""
     if rev < (repo.latest_verified_rev or ""):
         return desynchronize(repo, Trigger.BEHIND, Desync.STALE_EXPORT, now)
     if rev < unverified_rev and newest_buffered < unverified_rev:
         behind = repo._replace(latest_unverified_rev=unverified_rev)
-        return desynchronize(behind, Trigger.BEHIND, Desync.BEHIND, now)
+        return desynchronize(behind, Trigger.BEHIND, reason, now)
     return repo
 
 

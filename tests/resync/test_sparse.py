@@ -346,6 +346,13 @@ async def test_host_that_refuses_the_paths_at_the_borders_is_asked_for_the_nodes
     assert download is not None
     assert refused == [f"{WANTED}/-"]
     assert "blocks" in {kind for kind, _ in hosts.requests}
+    sparse = SparseFetch(hosts, "auto", {owner.did: f"{WANTED}/gone"})
+    with pytest.raises(XrpcError):  # a true delete
+        await sparse.fetch(owner.did, PDS, policy, stored=stored)
+    assert sparse.is_possible(PDS, policy), "the next hint may name a present path"
+    with pytest.raises(XrpcError):
+        await sparse.fetch(owner.did, PDS, policy, stored=stored)
+    assert not sparse.is_possible(PDS, policy)
 
 
 @pytest.mark.parametrize("hint", ["com.other.b/1", f"{WANTED}/a/b", WANTED, "", "\ud800", f"{WANTED}/{'a' * 600}"])
@@ -366,7 +373,73 @@ async def synchronized(world: ResyncWorld) -> None:
 async def hint(world: ResyncWorld, rev: str) -> None:
     """Let an unproven message name a rev."""
     assert await world.db.crawls.desynchronize_behind({world.owner.did: rev}, time()) == 1
-    await world.query("update indexer.repo set attempts = 0")  # otherwise the attempt begins with a lookup
+
+
+async def hint_of_stream(world: ResyncWorld, rev: str) -> None:
+    """Let an event of a Jetstream name a rev."""
+    event = Hint("commit", world.owner.did, rev=rev, collection=WANTED)
+    context = PlanContext(world.policy, time())
+    assert await world.db.repos.update(world.owner.did, lambda repo: plan_hint(repo, event, context).repo)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+async def test_false_hint_causes_no_export_if_no_lookup_is_allowed(world: ResyncWorld, *, moved: bool) -> None:
+    """Whether the account has moved cannot be known, and an export would not show it. Each such hint waits longer."""
+    await synchronized(world)
+    world.directory.cached = world.directory.identity(PDS, time() - 3_600)
+    world.directory.refreshes = False
+    if moved:
+        world.owner.change(Write.create(f"{WANTED}/new", {"new": True}))
+    await hint_of_stream(world, tid_of(int((time() + 60) * 1e6)))
+    assert await world.attempt()
+    row = await world.row()
+    assert kinds(world) == ["record"] or (moved and "export" not in kinds(world))
+    assert row.last_failure is FetchFailure.EXPORT_STALE
+    assert row.attempts == 2
+    assert (row.next_attempt_at or 0) > time() + 60
+
+
+async def test_true_hints_look_up_no_identity_and_all_they_bring_is_live(world: ResyncWorld) -> None:
+    """The second one comes during the resync."""
+    await synchronized(world)
+    refreshes, lookup = [], world.directory.lookup
+
+    async def counted(did: str, *, refresh: bool = False, **options: Any) -> Any:
+        refreshes.append(refresh)
+        return await lookup(did, refresh=refresh, **options)
+
+    world.directory.lookup = counted  # type: ignore[method-assign]
+    world.owner.change(Write.create(f"{WANTED}/one", {"n": 1}))
+    await hint_of_stream(world, world.owner.rev)
+
+    async def write() -> None:
+        world.owner.change(Write.create(f"{WANTED}/two", {"n": 2}))
+        await hint_of_stream(world, world.owner.rev)
+
+    world.at["begin"] = write
+    for status in ("desynchronized", "synchronized"):
+        assert await world.attempt()
+        row = await world.row()
+        assert row.sync_status == status
+    assert row.attempts == 0
+    assert refreshes == [False, False]
+    changes = await world.query("select rkey, live from atproto.changes where rkey in ('one', 'two') order by seq")
+    assert [tuple(change) for change in changes] == [("one", True), ("two", True)]
+
+
+async def test_true_hints_of_a_costly_repo_wait_longer_each_time(
+    world: ResyncWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await synchronized(world)
+    monkeypatch.setattr("indexer.resync.apply.COSTLY_BYTES", 1)
+    waits = []
+    for number in range(3):
+        world.owner.change(Write.create(f"{WANTED}/x{number}", {"n": number}))
+        await hint_of_stream(world, world.owner.rev)
+        waits.append(max(0.0, ((await world.row()).next_attempt_at or 0) - time()))
+        await world.query("update indexer.repo set next_attempt_at = null")
+        assert await world.attempt()
+    assert waits[0] == 0 < 40 < waits[1] < 80 < waits[2]
 
 
 CHANGES_OF_STORED = {
