@@ -17,7 +17,7 @@ from indexer.net.http.host_limits import registered_domain
 from indexer.net.identity.did_resolver import web_host
 from indexer.net.identity.identity_cache import IdentityCache
 from indexer.net.new_accounts import NewAccounts
-from indexer.reasons import FetchFailure
+from indexer.reasons import Desync, FetchFailure
 from indexer.resync.fetch import ResyncAttempts
 from indexer.resync.queue import ClaimLostError, run_under_lease
 from indexer.resync.shares import LARGE_EXPORTS_BYTES, UNKNOWN_HOST, PostponedError, Resync, Shares
@@ -258,7 +258,9 @@ class WorkerPool:
 
     async def _attempt_in_time(self, resync: Resync) -> str:
         claimed = resync.claimed
-        identity = await self.identities.lookup(claimed.did, refresh=claimed.attempts > 0, preloaded=resync.preloaded)
+        # The first attempt after a hint follows no failure, so the identity need not have changed.
+        refresh = claimed.attempts > (claimed.sync_reason == Desync.HINTED)
+        identity = await self.identities.lookup(claimed.did, refresh=refresh, preloaded=resync.preloaded)
         if identity.doubtful and claimed.head is not None:
             raise UnavailableError(FetchFailure.IDENTITY_DOUBTFUL, identity.problem or "")
         if identity.denied:
