@@ -158,7 +158,7 @@ bench-citus: venv ## Compare Citus (a coordinator and two workers) with one Post
 bench-plc: venv ## Measure the verification of logs of did:plc operations (docs/performance.md)
 	$(BIN)/python -m benchmarks.plc
 
-bench-sparse: venv ## Compare sparse resyncs with exports: bytes and requests (docs/performance.md)
+bench-sparse: venv ## Compare sparse resyncs with exports, and hints with the firehose (docs/performance.md)
 	$(BIN)/python -m benchmarks.sparse
 
 bench-guard: venv ## Compare the cost of each stage with the floor of the same run

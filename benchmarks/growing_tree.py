@@ -98,17 +98,23 @@ class GrowingTree:
             self._layer -= 1
         self.root = root
 
-    def proof(self, path: str) -> Iterator[GrowingNode]:
-        """Yield the nodes on the way to a path, whether it exists or not, and to its neighbours."""
+    def search(self, path: str) -> Iterator[GrowingNode]:
+        """Yield the nodes on the way to a path, whether it exists or not."""
         node: GrowingNode | None = self.root
         while node is not None:
             yield node
             index = bisect_left(node.keys, path)
-            if path in node.keys[index : index + 1]:
-                yield from _edge(node.trees[index], -1)
-                yield from _edge(node.trees[index + 1], 0)
-                return
-            node = node.trees[index]
+            node = None if path in node.keys[index : index + 1] else node.trees[index]
+
+    def proof(self, path: str) -> Iterator[GrowingNode]:
+        """Yield the nodes on the way to a path, whether it exists or not, and to its neighbours."""
+        node = EMPTY
+        for node in self.search(path):
+            yield node
+        index = bisect_left(node.keys, path)
+        if path in node.keys[index : index + 1]:
+            yield from _edge(node.trees[index], -1)
+            yield from _edge(node.trees[index + 1], 0)
 
 
 def height(path: str) -> int:

@@ -1,6 +1,7 @@
 """Accounts with signed repos whose records and commits resemble those of the real network."""
 
 from base64 import b32encode
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from random import Random
 from typing import Any, TypeVar
@@ -62,7 +63,9 @@ class SigningAccount:
         head: The latest commit.
     """
 
-    def __init__(self, number: int, records: int, seed: int) -> None:
+    def __init__(
+        self, number: int, records: int, seed: int, collections: Mapping[str, int] = _COLLECTION_WEIGHTS
+    ) -> None:
         self.did = did_of(number)
         self.key = PrivateKey.from_seed("k256" if number % P256_EVERY else "p256", self.did.encode())
         self.records: dict[str, bytes] = {}
@@ -73,17 +76,17 @@ class SigningAccount:
         self.first = self.head = self._sign()
         self._put(_PROFILE_PATH, PROFILE)
         for _ in range(records - 1):
-            self._put(*self._new())
+            self._create(self._choose(collections))
         self.head = self._sign()
         self._paths = [path for path in self.records if path != _PROFILE_PATH]
         self._max_interval = _SECOND_MICROS  # so that no rev is in the future
 
-    def commit(self) -> LocalChange:
-        """Make the next commit, of one or a few operations on different paths."""
+    def commit(self, collections: Sequence[str] = ()) -> LocalChange:
+        """Make the next commit: new records of these collections, or else a few operations on different paths."""
         before = self.head
         ops: dict[str, dict[str, Any]] = {}
-        for _ in range(self._choose(_OPERATION_COUNT_WEIGHTS)):
-            op = self._operate()
+        made = [self._create(name) for name in collections]
+        for op in made or [self._operate() for _ in range(self._choose(_OPERATION_COUNT_WEIGHTS))]:
             ops.setdefault(op["path"], op)["cid"] = op["cid"]
         self.head = self._sign()
         blocks = {self.head.cid: self.head.block}
@@ -112,13 +115,11 @@ class SigningAccount:
             path = self._paths.pop()
             self.tree.delete(path)
             return {"action": action, "path": path, "cid": None, "prev": cid_of(self.records.pop(path))}
-        path, collection = self._new()
-        return {"action": "create", "path": path, "cid": self._put(path, collection)}
+        return self._create(self._choose(_COLLECTION_WEIGHTS))
 
-    def _new(self) -> tuple[str, str]:
-        """Return path and collection of a new record."""
-        collection = self._choose(_COLLECTION_WEIGHTS)
-        return f"{collection}/{self._tid()}", collection
+    def _create(self, collection: str) -> dict[str, Any]:
+        path = f"{collection}/{self._tid()}"
+        return {"action": "create", "path": path, "cid": self._put(path, collection)}
 
     def _put(self, path: str, collection: str) -> bytes:
         block = self.records[path] = cbor.encode(self._record(collection))
@@ -141,9 +142,9 @@ class SigningAccount:
             return {"displayName": self._text(2), "description": self._text(20), "avatar": self._blob()}
         if collection == POST:
             return self._post()
-        if collection in (LIKE, REPOST):
-            return {"subject": self._subject()}
-        return {"subject": self._random.choice(_OTHER_RECORDS)[0]}
+        if collection in (FOLLOW, BLOCK):
+            return {"subject": self._random.choice(_OTHER_RECORDS)[0]}
+        return {"subject": self._subject()}
 
     def _post(self) -> dict[str, Any]:
         post: dict[str, Any] = {"text": self._text(40), "langs": ["en"]}
@@ -171,7 +172,7 @@ class SigningAccount:
         self._micros += self._random.randrange(1, self._max_interval)
         return tid_of(self._micros)
 
-    def _choose(self, weights: dict[T, int]) -> T:
+    def _choose(self, weights: Mapping[T, int]) -> T:
         return self._random.choices(tuple(weights), tuple(weights.values()))[0]
 
 

@@ -29,6 +29,7 @@ from benchmarks.signing_accounts import SigningAccount
 from indexer.atproto.cid import cid_of
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.record import decode_record
+from indexer.demo.local_account import commit_payload
 from indexer.demo.local_relay import message_frame
 from indexer.demo.local_repo import LocalChange, LocalCommit
 from indexer.sync.shard import bucket_of
@@ -324,21 +325,8 @@ def _head(commit: LocalCommit) -> WorkloadHead:
 
 
 def _message(did: str, seq: int, change: LocalChange) -> bytes:
-    payload = {
-        "seq": seq,
-        "repo": did,
-        "commit": change.commit.cid,
-        "rev": change.commit.rev,
-        "since": change.since,
-        "prevData": change.prev_data,
-        "ops": change.ops,
-        "blocks": change.blocks,
-        "time": "2025-01-01T00:00:00.000Z",
-        "blobs": [],
-        "rebase": False,
-        "tooBig": False,
-    }
-    return framed(message_frame("#commit", payload))
+    payload = commit_payload(did, change, "2025-01-01T00:00:00.000Z")
+    return framed(message_frame("#commit", payload | {"seq": seq}))
 
 
 def old_commit_message(did: str, seq: int) -> bytes:

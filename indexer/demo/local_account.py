@@ -123,18 +123,21 @@ class LocalAccount:
         self.pds.emit(self.did, "#sync", self._event(rev=rev or self.rev, blocks=self.repo.sync()))
 
     def _emit_commit(self, change: LocalChange) -> None:
-        payload: dict[str, Any] = {
-            "repo": self.did,
-            "commit": change.commit.cid,
-            "rev": change.commit.rev,
-            "since": change.since,
-            "ops": change.ops,
-            "blocks": change.blocks,
-            "time": self._clock.now(),
-            "blobs": [],
-            "rebase": False,
-            "tooBig": False,
-        }
-        if change.prev_data is not None:
-            payload["prevData"] = change.prev_data
-        self.pds.emit(self.did, "#commit", payload)
+        self.pds.emit(self.did, "#commit", commit_payload(self.did, change, self._clock.now()))
+
+
+def commit_payload(did: str, change: LocalChange, time: str) -> dict[str, Any]:
+    """Return the payload of a `#commit` event, without `seq`."""
+    payload: dict[str, Any] = {
+        "repo": did,
+        "commit": change.commit.cid,
+        "rev": change.commit.rev,
+        "since": change.since,
+        "ops": change.ops,
+        "blocks": change.blocks,
+        "time": time,
+        "blobs": [],
+        "rebase": False,
+        "tooBig": False,
+    }
+    return payload if change.prev_data is None else payload | {"prevData": change.prev_data}

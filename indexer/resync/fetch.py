@@ -132,10 +132,10 @@ class ResyncAttempts:
         if download is None:
             return None
         if download.root == stored.commit:
-            if claimed.newer_is_verified:
+            if claimed.newer_is_verified or not await self._is_current(claimed, identity):
+                if not claimed.newer_is_verified and not await self._is_newer_elsewhere(claimed):
+                    raise _PerhapsMovedError
                 raise UnavailableError(FetchFailure.EXPORT_STALE, "the stored state, although a newer rev is known")
-            if not await self._is_current(claimed, identity):
-                raise _PerhapsMovedError
             return await self.applies.write(resync, policy, identity.key, None)
         resync.enter(Phase.VERIFY)
         export, verified_by = await self._verify(claimed, download, identity)
@@ -152,13 +152,20 @@ class ResyncAttempts:
         stored = claimed.head.rev if claimed.head else ""
         if not stored < rev < _newest_known(claimed) or rev < (claimed.latest_verified_rev or ""):
             return False
-        for source in filter(None, self.sources):
-            with suppress(UnavailableError):
-                if (await self.pds.fetch_latest_commit(claimed.did, source))[1] > rev:
-                    return False
+        if await self._is_newer_elsewhere(claimed, rev):
+            return False
         if not await self._is_host(claimed.did, identity):
             raise _PerhapsMovedError
         return True
+
+    async def _is_newer_elsewhere(self, claimed: Repo, rev: str = "") -> bool:
+        """Return True if another source than the PDS reports a rev above `rev` and the stored one."""
+        known = max(rev, claimed.head.rev if claimed.head else "")
+        for source in filter(None, self.sources):
+            with suppress(UnavailableError):
+                if (await self.pds.fetch_latest_commit(claimed.did, source))[1] > known:
+                    return True
+        return False
 
     async def _is_unchanged(self, claimed: Repo, identity: CachedIdentity, policy: Policy) -> bool:
         """Return True if the PDS reports the stored head as its latest commit, so that no export is needed.

@@ -23,7 +23,7 @@ from indexer.resync.queue import ClaimLostError, run_under_lease
 from indexer.resync.shares import LARGE_EXPORTS_BYTES, UNKNOWN_HOST, PostponedError, Resync, Shares
 from indexer.sync.account import plan_existence
 from indexer.sync.changes import Batch, RepoWrite
-from indexer.sync.repo import NEWS, PARKED, Repo, SyncStatus, Trigger, end_claim
+from indexer.sync.repo import PARKED, Repo, SyncStatus, Trigger, end_claim
 from indexer.sync.resync import plan_failure
 from indexer.sync.shard import Shard
 from indexer.telemetry.conditions import NEW_ACCOUNTS_LIMITED, RESYNCS_FAILING, RESYNCS_SLOW, Conditions
@@ -258,8 +258,7 @@ class WorkerPool:
 
     async def _attempt_in_time(self, resync: Resync) -> str:
         claimed = resync.claimed
-        failed_before = claimed.attempts > (claimed.sync_reason in NEWS)  # a newer rev counts as one attempt
-        identity = await self.identities.lookup(claimed.did, refresh=failed_before, preloaded=resync.preloaded)
+        identity = await self.identities.lookup(claimed.did, refresh=claimed.has_failed, preloaded=resync.preloaded)
         if identity.doubtful and claimed.head is not None:
             raise UnavailableError(FetchFailure.IDENTITY_DOUBTFUL, identity.problem or "")
         if identity.denied:

@@ -167,6 +167,11 @@ class Repo(NamedTuple):
         return self.head is not None and (self.latest_verified_rev or "") > self.head.rev
 
     @property
+    def has_failed(self) -> bool:
+        """True if an attempt failed or the chain broke, so that the identity may have changed: not by a newer rev."""
+        return self.attempts > (self.sync_reason in NEWS)
+
+    @property
     def waits_for_newer_export(self) -> bool:
         """True if its last export was too old, and no authentic message has shown since that the host has a newer one.
 

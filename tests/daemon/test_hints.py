@@ -13,7 +13,7 @@ import pytest
 
 from indexer.atproto.syntax import tid_of
 from indexer.cli.demo import compare
-from indexer.demo.local_pds import GET_REPO
+from indexer.demo.local_pds import GET_BLOCKS, GET_RECORD, GET_REPO
 from indexer.demo.local_plc import did_of
 from indexer.demo.local_repo import Write
 from indexer.live.hint_reader import OVERLAP_MICROS
@@ -87,9 +87,14 @@ async def test_hints_lead_to_the_records_of_the_network(database: str, tmp_path:
         like(other)
         await wait_until_equal(daemon)
         first = {row["rkey"] for row in await daemon.record_rows(account)}
+        network.plc.requests.clear()
+        network.pdses[0].requests.clear()
         for number in range(5):
             like(account, number)
             await wait_until_equal(daemon)
+        assert network.pdses[0].requests[GET_RECORD] >= 5
+        assert network.pdses[0].requests[GET_BLOCKS] == 0, "the proof of the hinted path has the record"
+        assert not network.plc.requests
         account.apply_writes([Write.update(path, {"$type": LIKE, "new": True}), Write.create(f"{LIKE}/b", {})])
         await wait_until_equal(daemon)
         account.delete(path)

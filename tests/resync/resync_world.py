@@ -407,7 +407,7 @@ class ResyncWorld:
         applies, shares = Applies(stepped, Metrics(), Conditions()), Shares(workers=1)
         attempts = ResyncAttempts(applies, identities, hosts, policy, Metrics(), sources, Conditions(), self.sparse)
         try:
-            known = await self.directory.lookup(claimed.did, refresh=claimed.attempts > 0)
+            known = await self.directory.lookup(claimed.did, refresh=claimed.has_failed)
             resync = shares.admit(claimed, "pds.test", time())
             resync.subscribed = await self.db.subscribed_hosts.find(claimed.did, PDS)
             result = await attempts.attempt(resync, shares, known)
