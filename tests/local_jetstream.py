@@ -81,11 +81,12 @@ class LocalJetstream(HttpServer):
     async def subscribe(self, request: web.Request) -> web.StreamResponse:
         """Serve the stream to one subscriber."""
         wanted, cursor = request.query.getall("wantedCollections", []), request.query.get("cursor")
+        position = sum(at < int(cursor) for at, _, _ in self.log) if cursor else len(self.log)
         self.queries.append((wanted, int(cursor) if cursor else None))
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         self._sockets.add(socket)
-        sending = asyncio.create_task(self._send(socket, CollectionFilter(wanted or ["*"]), int(cursor or 0)))
+        sending = asyncio.create_task(self._send(socket, CollectionFilter(wanted or ["*"]), position))
         try:
             async for _ in socket:
                 pass
@@ -96,8 +97,7 @@ class LocalJetstream(HttpServer):
                 await sending
         return socket
 
-    async def _send(self, socket: web.WebSocketResponse, wanted: CollectionFilter, cursor: int) -> None:
-        position = sum(at < cursor for at, _, _ in self.log) if cursor else len(self.log)
+    async def _send(self, socket: web.WebSocketResponse, wanted: CollectionFilter, position: int) -> None:
         while True:
             appended = self._appended
             await self.stalled.wait()

@@ -81,7 +81,8 @@ async def test_commits_deletes_accounts_and_statuses_are_found_without_hints(dat
         assert cursor.relay == JETSTREAM
 
         async def is_complete() -> bool:
-            return bool(await column(daemon, "complete_at", bob) > await column(daemon, "synchronized_at", bob))
+            complete = await column(daemon, "complete_at", bob)
+            return bool(complete and complete > await column(daemon, "synchronized_at", bob))
 
         await until(is_complete)
         await until(lambda: not daemon.stages.probe.not_ready(), daemon.stages.probe.not_ready)

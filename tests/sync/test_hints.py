@@ -233,6 +233,6 @@ def test_true_hint_costs_no_back_off_and_a_false_one_does(reason: Desync) -> Non
 def test_hint_that_came_during_the_resync_is_followed_at_once() -> None:
     claimed = move(plan(ROW).repo, Trigger.CLAIMED)
     behind = completed(claimed, NEWER, noted=NEWEST)
-    assert (behind.sync_status, behind.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.BEHIND)
+    assert (behind.sync_status, behind.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.HINTED)
     assert (behind.next_attempt_at, behind.latest_unverified_rev) == (None, NEWEST)
     assert completed(claimed, NEWEST, noted=NEWEST).sync_status is SyncStatus.SYNCHRONIZED
