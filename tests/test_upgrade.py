@@ -1,9 +1,7 @@
 """A rollout: the daemon of the previous release runs on the present schema, and the present one takes over."""
 
 import asyncio
-import os
 import signal
-import subprocess
 import sys
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
@@ -15,46 +13,15 @@ import pytest
 
 from indexer.db.migrate import migrate
 from indexer.demo.scenario import Scenario
-from tests.cli.command_line import PROJECT
 from tests.daemon_process import daemon_environment, daemon_process, log_tail
 from tests.database_checks import assert_change_log_consistent, schema_is_current, wait_until_equal
 from tests.faulty_network import FaultyNetwork
+from tests.previous_release import unpack_previous_release
 from tests.waiting import until
 
 STEPS = 40
 """Steps of the scenario in each phase of the rollout."""
 PHASES = 4
-
-
-def previous_commit() -> str:
-    lines = (PROJECT / "tests" / "previous_release.txt").read_text().splitlines()
-    [commit] = [line for line in lines if line and not line.startswith("#")]
-    return commit
-
-
-@pytest.fixture
-def previous_release(tmp_path: Path) -> Path:
-    """Return a directory with the files of the previous release."""
-    git = ["git", "-C", str(PROJECT)]
-    commit = previous_commit()
-    if subprocess.run([*git, "cat-file", "-e", f"{commit}^{{commit}}"], capture_output=True, check=False).returncode:
-        pytest.skip(f"this clone does not contain {commit[:7]}: git fetch --unshallow")
-    archive = subprocess.run([*git, "archive", commit], capture_output=True, check=True).stdout
-    directory = tmp_path / "previous"
-    directory.mkdir()
-    subprocess.run(["tar", "--extract", "--directory", str(directory)], input=archive, check=True)
-    imported = run_previous(directory, "-c", "import indexer.app.daemon; print(indexer.app.daemon.__file__)")
-    if "ModuleNotFoundError" in imported.stderr:
-        pytest.skip(f"the previous release needs a library that is not installed: {imported.stderr.splitlines()[-1]}")
-    assert Path(imported.stdout.strip()).is_relative_to(directory), imported.stderr
-    return directory
-
-
-def run_previous(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=directory, env=os.environ | {"PYTHONPATH": str(directory)},
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
 
 
 @asynccontextmanager
@@ -76,7 +43,7 @@ async def previous_daemon(release: Path, network: FaultyNetwork, dsn: str, direc
 @pytest.mark.proof("daemon")
 @pytest.mark.timeout(900)
 async def test_previous_release_runs_on_the_present_schema_until_the_present_daemon_takes_over(
-    empty_database: str, previous_release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    empty_database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.waiting.TIMEOUT", 300.0)  # resyncs that are interrupted wait for their next attempt
     dsn, old_directory, new_directory = empty_database, tmp_path / "old", tmp_path / "new"
@@ -90,7 +57,7 @@ async def test_previous_release_runs_on_the_present_schema_until_the_present_dae
             for _ in range(STEPS):
                 scenario.perform(next(steps), PHASES * STEPS)
 
-        async with previous_daemon(previous_release, network, dsn, old_directory) as old:
+        async with previous_daemon(unpack_previous_release(tmp_path), network, dsn, old_directory) as old:
             act()
             await until(lambda: is_migrated(dsn), lambda: log_tail(old_directory))
             await wait_until_stored(network, dsn, old_directory)

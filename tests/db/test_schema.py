@@ -1,9 +1,6 @@
 """The schema: migrations and files, functions, and the definition of a visible repo."""
 
 import random
-import shutil
-import subprocess
-from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -11,20 +8,17 @@ import asyncpg
 import pytest
 
 from indexer.atproto.cid import cid_of, cid_text
-from indexer.db import Database, apply_versions
+from indexer.db import Database
 from indexer.db.columns import storable
 from indexer.db.migrate import migrate
-from indexer.db.requirements import migrations_folder
 from indexer.db.write import write
 from indexer.sync.changes import Batch, RepoWrite
 from indexer.sync.shard import BUCKETS, bucket_of
-from tests.cli.command_line import PROJECT
 from tests.db.change_log_helpers import connected
 from tests.db.later_release import use_later_release
 from tests.db.repo_rows import did, head, insert, put, synchronized
+from tests.previous_release import run_previous, unpack_previous_release
 
-SCHEMA = "indexer/db/schema"
-LATER_VERSIONS = sorted((migrations_folder() / "versions").glob("[0-9]*.py"))[1:]
 CATALOG = """
     with of_schema (oid) as (select oid from pg_namespace where nspname in ('indexer', 'atproto', 'lexicon'))
     select 'column' as kind, c.oid::regclass::text as relation, attname::text as name, concat_ws(
@@ -39,7 +33,7 @@ CATALOG = """
     )
     from pg_class where relnamespace in (select oid from of_schema) and relkind in ('r', 'p', 'v', 'S')
     union all
-    select 'constraint', conrelid::regclass::text, conname, pg_get_constraintdef(oid)
+    select 'constraint', conrelid::regclass::text, conname, replace(pg_get_constraintdef(oid), ' NOT VALID', '')
     from pg_constraint where connamespace in (select oid from of_schema) and contype not in ('n', 't')
     union all
     select 'index', tablename, indexname, indexdef from pg_indexes where schemaname = 'indexer'
@@ -61,30 +55,13 @@ async def catalog(dsn: str) -> list[tuple[str, ...]]:
         return [tuple(row) for row in await sql.fetch(CATALOG)]
 
 
-def files_before(versions: Sequence[Path], directory: Path) -> Path:
-    """Return a folder with the files of the schema as they were before the commit that added these versions."""
-    if not versions:
-        return apply_versions.SCHEMA_FOLDER
-    git = ["git", "-C", str(PROJECT)]
-    added = ["log", "--diff-filter=A", "--format=%H^", "--", str(versions[0])]
-    commit = subprocess.run([*git, *added], capture_output=True, text=True, check=True).stdout.strip() or "HEAD"
-    archive = subprocess.run([*git, "archive", commit, SCHEMA], capture_output=True, check=False)
-    if archive.returncode:
-        pytest.skip(f"this clone does not contain {commit}: git fetch --unshallow")
-    subprocess.run(["tar", "--extract", "--directory", str(directory)], input=archive.stdout, check=True)
-    return directory / SCHEMA
-
-
-async def test_versions_after_the_first_one_give_the_schema_of_the_files(
+async def test_database_of_the_previous_release_gets_the_schema_of_the_files(
     database: str, empty_database: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A column that a version adds, and the files have not, is the only difference that the comparison finds."""
-    first = tmp_path / "first"
-    shutil.copytree(migrations_folder(), first, ignore=lambda _, names: {p.name for p in LATER_VERSIONS} & {*names})
-    with monkeypatch.context() as before:
-        before.setattr("indexer.db.requirements.migrations_folder", lambda: first)
-        before.setattr(apply_versions, "SCHEMA_FOLDER", files_before(LATER_VERSIONS, tmp_path))
-        await migrate(empty_database)
+    previous = unpack_previous_release(tmp_path)
+    migrated = run_previous(previous, "-m", "indexer", "migrate", INDEXER_DATABASE_URL=empty_database)
+    assert migrated.returncode == 0, migrated.stderr
     await migrate(empty_database)
     async with connected(database) as connection:
         await connection.execute("drop function indexer.check_transition cascade")  # only tests have it

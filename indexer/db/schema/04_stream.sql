@@ -10,6 +10,8 @@ create table indexer.cursor (
     caught_up_at timestamptz,
     -- The number of times that the relay has started a new sequence.
     epoch bigint not null default 0,
+    -- Only the previous release reads and writes this column.
+    stored_until timestamptz,
     primary key (relay, shard)
 );
 
