@@ -308,12 +308,14 @@ def _progress_of(row: Record) -> DeliveryProgress:
     if row["delivered_to"] is None:
         return DeliveryProgress(row["seq"], row["seq"])
     snapshot = row["snapshot_did"], row["snapshot_collection"], row["snapshot_rkey"]
+    behind = orjson.loads(row["behind"] or "{}")
+    stored = behind if "repos" in behind else {**row, "repos": behind}  # the previous release stores all in `behind`
     return DeliveryProgress(
         row["seq"],
-        row["delivered_to"],
-        tuple(row["undelivered"]),
+        stored["delivered_to"],
+        tuple(stored["undelivered"]),
         None if row["snapshot_did"] is None else SnapshotPosition(*snapshot),
-        tuple(orjson.loads(row["behind"] or "{}").items()),
+        tuple(stored["repos"].items()),
     )
 
 

@@ -1,5 +1,7 @@
 """The rows that the feed loads and stores."""
 
+import json
+
 import asyncpg
 import pytest
 
@@ -47,6 +49,17 @@ async def test_repos_that_are_behind_are_stored(db: Database, sql: asyncpg.Conne
         ):
             await session.save(progress)
             assert await session.begin() == progress
+
+
+async def test_repos_that_are_behind_are_read_as_the_previous_release_stored_them(
+    db: Database, sql: asyncpg.Connection
+) -> None:
+    stored = {"delivered_to": 7, "undelivered": [2, 4], "repos": {did(1): 3}}
+    async with db.feed.session() as session:
+        await session.begin()
+        await session.save(DeliveryProgress(1, 1))
+        await sql.execute("update indexer.feed_delivery set behind = $1", json.dumps(stored))
+        assert await session.begin() == DeliveryProgress(1, 7, (2, 4), behind=((did(1), 3),))
 
 
 async def test_consumer_that_was_removed_or_disconnected_stores_nothing(db: Database, sql: asyncpg.Connection) -> None:
