@@ -1,4 +1,4 @@
-"""Store the repo lists of hosts, streams of hosts, logs of did:plc operations, and how each record was proven.
+"""Store the repo lists and streams of hosts, logs of did:plc operations, and how each record was proven.
 
 Nearly all statements only need a lock for a moment. The index needs the time to read the table `repo`, in which nothing
 is written: `repo` and the other tables are first locked against writes only, in one statement. Otherwise a transaction
@@ -111,6 +111,18 @@ end $$
     set enable_material = off set enable_bitmapscan = off set enable_sort = off set jit = off
     """,
     """
+    create view indexer.caught_up as
+    select case when not exists (select from indexer.gap where closed_at is null)
+        then nullif(min(reached), '-infinity') end as at
+    from (
+        select coalesce(max(c.caught_up_at), '-infinity') as reached
+        from generate_series(0, 255) position left join indexer.cursor c on c.relay not like 'http%'
+            and int4range(split_part(shard, '/', 1)::int * 256 / split_part(shard, '/', 2)::int,
+                (split_part(shard, '/', 1)::int + 1) * 256 / split_part(shard, '/', 2)::int) @> position
+        group by position
+    ) positions
+    """,
+    """
 create or replace function indexer.adapt_public_schema() returns void
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
@@ -127,8 +139,9 @@ begin
             coalesce(r.hosting_status, case when r.active then 'active' else 'inactive' end) as hosting_status,
             r.takedown, r.visible,
             r.attempts as resync_attempts, r.next_attempt_at, r.last_error, r.synchronized_at, r.updated_at,
-            r.bucket, r.withheld_since, r.last_failure
-        from indexer.repo r left join indexer.identity i using (did, bucket)
+            r.bucket, r.withheld_since, r.last_failure,
+            case when r.sync_status = 'synchronized' and r.withheld_since is null then caught_up.at end as complete_at
+        from indexer.repo r left join indexer.identity i using (did, bucket) left join indexer.caught_up on true
         where r.tracked
     $view$;
     execute format($view$
@@ -208,6 +221,10 @@ COMMENTS = {
     "column atproto.repos.withheld_since": (
         "Since when the relay does not pass on the account, for a reason of its own; null if it does. Records may be "
         "outdated, unless sync_status is synchronized: then the stream of the host is read."
+    ),
+    "column atproto.repos.complete_at": (
+        "Until when, at least, the repo is complete (docs/protocol.md#firehose-and-jetstream-compared); null if that "
+        "is not known, or if it is not synchronized."
     ),
     "column atproto.records.rev": "The rev of the commit or export that it came with.",
     "column atproto.records.indexed_at": "When it was last written here, by the clock of the server.",
