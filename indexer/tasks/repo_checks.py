@@ -260,24 +260,26 @@ class RepoChecks:
         self._turns[pds] = _Turn(turn.left, share - min(share / 2, monotonic() - began))
 
     async def _ask_hosts(self, repos: Iterable[HostedDid], *, last: bool = False) -> list[HostedDid]:
-        """Ask the hosts about these repos; return those of which nothing was learnt."""
-        hosts, failed = defaultdict[str | None, list[HostedDid]](list), list[HostedDid]()
+        """Ask the hosts about these repos; give up those of late hosts, return others of which nothing was learnt."""
+        hosts = defaultdict[str | None, list[HostedDid]](list)
+        failed, late = list[HostedDid](), list[HostedDid]()
         for repo in repos:
             hosts[repo.pds].append(repo)
 
         async def ask(repos: Sequence[HostedDid]) -> None:
-            failed.extend(await self._ask_host(repos, last=last))
+            failed.extend(await self._ask_host(repos, late, last=last))
 
         await self._for_each(sorted(hosts.values(), key=len, reverse=True), ask)
+        await self._give_up(late)
         return failed
 
-    async def _ask_host(self, repos: Sequence[HostedDid], *, last: bool) -> list[HostedDid]:
-        """Ask one host about its repos; return those of which nothing was learnt, and that are not given up."""
+    async def _ask_host(self, repos: Sequence[HostedDid], late: list[HostedDid], *, last: bool) -> list[HostedDid]:
+        """Ask one host about its repos, and return those of which nothing was learnt, until it is late."""
         failed = list[HostedDid]()
         turn = self._turns.setdefault(repos[0].pds, _Turn(PAGE_COST, HOST_SHARE * self.settings.interval))
         for start in (0, *range(1, len(repos), AT_ONCE)):  # after a pause, one request must succeed first
             if self._is_late(turn):
-                await self._give_up(repos[start:])
+                late += repos[start:]
                 break
             batch, began = repos[start : start + AT_ONCE] if start else repos[:1], monotonic()
             errors = await asyncio.gather(*[self._compare(repo, last=last) for repo in batch])
@@ -287,14 +289,14 @@ class RepoChecks:
             throttled = [error for error in errors if error and error.reason is FetchFailure.THROTTLED]
             pause = max((error.retry_after or 0.0 for error in throttled), default=0.0)
             turn.add(errors.count(None), monotonic() - began + pause)
-            if pause and not self._is_late(turn):
+            if pause and not self._is_late(turn, pause):
                 self.stage.idle()
                 await asyncio.sleep(pause)
         return failed
 
-    def _is_late(self, turn: _Turn) -> bool:
-        """Return True if a host has used its share, and is too slow to end in time, or if the time is over."""
-        seconds_left = self._ends_at - monotonic()
+    def _is_late(self, turn: _Turn, pause: float = 0.0) -> bool:
+        """Return True if a host has used its share, and after a pause would be too slow to end in time."""
+        seconds_left = self._ends_at - monotonic() - pause
         is_slow = turn.compared < self.settings.min_rate * turn.seconds
         would_end = turn.left * turn.seconds <= turn.compared * seconds_left
         return turn.seconds > turn.share and (seconds_left <= 0 or (is_slow and not would_end))
