@@ -373,10 +373,11 @@ async def test_host_that_never_answers_is_left_after_its_share_of_the_pass(
 async def test_host_that_answers_slowly_is_left_unless_it_would_end_in_time(
     checked: Checked, clock: Clock, monkeypatch: pytest.MonkeyPatch, seconds: float, min_rate: float, asked: int
 ) -> None:
-    """It has a second in any case, and four if it would end then."""
-    monkeypatch.setattr(module, "PAGE_COST", 60)
-    accounts = await checked.accounts(60)
-    checked.hosts.network.pdses[0].pages = lambda _cursor: {"repos": []}
+    """It has a second in any case, and four if it would end then. Its list names 30 of its 90 repos."""
+    monkeypatch.setattr(module, "PAGE_COST", 90)
+    accounts = await checked.accounts(90)
+    listed = [{"did": account.did, "rev": account.rev} for account in accounts[:30]]
+    checked.hosts.network.pdses[0].pages = lambda _cursor: {"repos": listed}
 
     async def answer(did: str) -> dict[str, Any]:
         clock.now += seconds
@@ -385,7 +386,7 @@ async def test_host_that_answers_slowly_is_left_unless_it_would_end_in_time(
     checked.answer(0, answer)
     await checked.checks(replace(QUICK, interval=8.0, min_rate=min_rate)).compare_all()
     assert checked.asked.total() == asked
-    assert Counter(await checked.states(*accounts))[FINE] == asked
+    assert Counter(await checked.states(*accounts))[FINE] == 30 + asked
 
 
 @pytest.mark.parametrize(("lists_repos", "pages", "asked"), [(False, 2, 5), (True, 10, 0)])
