@@ -56,7 +56,7 @@ OTHER_VARIABLES = frozenset(
 MIN_CONSUMER_LAG_LIMIT = 3_600.0
 """Seconds that a consumer may be behind, however short the retention of changes is."""
 MIN_PASS_INTERVAL = 60.0
-"""Seconds. A host gets an eighth for its answers."""
+"""Seconds between two comparisons with hosts: in an eighth of it, a host must answer."""
 _SECRETS = frozenset({"database_url", "webhook_url", "admin_password"})
 _SECONDS = {"": 1, "ms": 0.001, "s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _BYTES = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
