@@ -447,7 +447,7 @@ class Daemon:
                 tuning.repo_checks,
                 shard=shard,
                 interval=settings.comparison_interval,
-                min_rate=min(settings.host_rate, settings.outbound_rate / tuning.repo_checks.concurrency) / 4,
+                min_rate=min(settings.host_rate, settings.outbound_rate / tuning.repo_checks.concurrency) / 2,
             ),
         )
         self.scope_tasks = list(self._scope_tasks())

@@ -55,6 +55,8 @@ OTHER_VARIABLES = frozenset(
 """Environment variables that start with the prefix and are not settings."""
 MIN_CONSUMER_LAG_LIMIT = 3_600.0
 """Seconds that a consumer may be behind, however short the retention of changes is."""
+MIN_PASS_INTERVAL = 60.0
+"""Seconds between two comparisons with hosts: in an eighth of it, a host must answer."""
 _SECRETS = frozenset({"database_url", "webhook_url", "admin_password"})
 _SECONDS = {"": 1, "ms": 0.001, "s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _BYTES = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -277,7 +279,7 @@ class Settings(BaseModel):
     upstream: Literal["relay", "pds", "jetstream"] = "relay"
     """Kind of hosts that are followed: `relay`; `pds`, whose events count only for accounts that it hosts; or
     `jetstream`, whose events are only hints: the chosen records are fetched from their hosts, with proof, and of relays
-    only lists are read. It needs `INDEXER_COLLECTIONS`."""
+    lists are read, and exports as `INDEXER_RESYNC_SOURCE` says. It needs `INDEXER_COLLECTIONS`."""
     jetstreams: Jetstreams = tuple(
         f"wss://jetstream{number}.us-{coast}.bsky.network" for coast in ("east", "west") for number in (2, 1)
     )
@@ -352,8 +354,8 @@ class Settings(BaseModel):
     your rules on erasure are stricter."""
     sweep_interval: Seconds | None = None
     """How often to compare the relay's repo list, or with `INDEXER_UPSTREAM=jetstream` each repo with its host, and to
-    try parked repos again (default: each day). `0`: only after messages may have been missed; parked repos stay. Not
-    `0` with a Jetstream."""
+    try parked repos again (default: each day). `0`: only after messages may have been missed; parked repos stay. At
+    least `60s` with a Jetstream."""
     hosts_interval: Seconds = 86_400
     """How often to read the repo list of each host that the relays list, for accounts that relays withhold or omit.
     `0`: only `indexer discover --hosts` does."""
@@ -483,7 +485,8 @@ def load_settings(file: Path | None = None) -> Settings:
         "named collections in INDEXER_COLLECTIONS": not settings.collections.matches_all,
         "INDEXER_SPARSE_RESYNC other than 'never'": settings.sparse_resync != "never",
         "'pds' in INDEXER_RESYNC_SOURCE": "pds" in settings.resync_source,
-        "INDEXER_SWEEP_INTERVAL above 0": settings.comparison_interval > 0,
+        "INDEXER_SWEEP_INTERVAL of at least 60s": settings.comparison_interval >= MIN_PASS_INTERVAL,
+        "'live' in INDEXER_START": settings.start == "live",
     }
     for need in [need for need, met in needs.items() if settings.upstream == "jetstream" and not met]:
         raise SettingsError(f"INDEXER_UPSTREAM: 'jetstream' needs {need}")

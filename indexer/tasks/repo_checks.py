@@ -32,7 +32,7 @@ from indexer.reasons import Desync, FetchFailure
 from indexer.sync.account import plan_active, plan_hidden
 from indexer.sync.hints import JETSTREAM
 from indexer.sync.policy import is_future
-from indexer.sync.repo import DELETED, Repo
+from indexer.sync.repo import DELETED, Repo, SyncStatus
 from indexer.sync.shard import Shard
 from indexer.tasks.reconcile import HostingStatusChecks
 from indexer.tasks.repo_list_pages import ListedAccounts, repo_list_pages
@@ -46,11 +46,12 @@ AT_ONCE = 4
 """Concurrent requests to one host."""
 MAX_ASKED = 10_000
 """Repos that wait to be compared out of turn."""
-ASKED_AT_ONCE = 4
+ASKED_AT_ONCE = 16
+"""Hosts that are asked out of turn at the same time, each one question."""
 MAX_FAILED = 10_000
 """Repos of which nothing was learnt, and that wait for the second attempt."""
 HOST_SHARE = 1 / 8
-"""Share of the interval that a host gets in any case, for its answers and for a pause that it asks for."""
+"""Share of the interval that a host gets in any case, for its list, its answers and its pauses; half for its list."""
 
 T = TypeVar("T")
 
@@ -68,7 +69,7 @@ class RepoCheckSettings:
         failure_pause: Pause before a pass begins again after the database failed.
         page_size: Repos in memory.
         concurrency: Hosts that are asked at the same time.
-        min_rate: Answers per second below which a host that has used its share of the interval is left.
+        min_rate: Repos per second of a host that is not slow: our own rates may allow no more.
     """
 
     shard: Shard = Shard()  # noqa: RUF009 - immutable
@@ -77,7 +78,30 @@ class RepoCheckSettings:
     failure_pause: float = 5.0
     page_size: int = 50_000
     concurrency: int = 64
-    min_rate: float = 0.4
+    min_rate: float = 0.8
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What a host does in one pass.
+
+    Attributes:
+        left: Its repos that are not compared; at least 1.
+        share: Seconds that it gets in any case.
+        seconds: Those that it has taken.
+        compared: Repos, in these seconds.
+    """
+
+    left: int
+    share: float
+    seconds: float = 0.0
+    compared: int = 0
+
+    def add(self, compared: int, seconds: float) -> None:
+        """Add repos that were compared, and the time that this took."""
+        self.left = max(1, self.left - compared)
+        self.compared += compared
+        self.seconds += seconds
 
 
 @dataclass(eq=False)
@@ -115,6 +139,9 @@ class RepoChecks:
         self.compared = self.total = 0
         self._asked = BoundedDict[str, None](MAX_ASKED)
         self._is_asked = asyncio.Event()
+        self._asking: dict[str, BoundedDict[str, None]] = {}  # what waits for a host that is being asked
+        self._turns: dict[str | None, _Turn] = {}  # of one pass
+        self._ends_at = 0.0  # when a host that has used its share is left in any case (monotonic seconds)
 
     @property
     def lacking(self) -> str | None:
@@ -150,13 +177,15 @@ class RepoChecks:
             DatabaseError: The database is unavailable.
         """
         began, buckets = round(time(), 3), self.settings.shard.buckets  # the database stores only microseconds
-        self.compared = 0
+        self.compared, self._turns, self._ends_at = 0, {}, monotonic() + self.settings.interval / 2
         last_gap = max((gap.id for gap in await self.db.gaps.load_open()), default=0)
         hosts = await self.db.crawls.count_hosted(buckets, PAGE_COST)
         self.total = sum(hosts.values())
         large = [(pds, repos) for pds, repos in hosts.items() if pds is not None]
         listed = ListedAccounts(sum(repos for _, repos in large), HASHES)
         await self._for_each(large, lambda host: self._read_list(*host, listed))
+        seconds = (self.total - self.compared) / (self.settings.min_rate * self.settings.concurrency)
+        self._ends_at = max(self._ends_at, monotonic() + seconds)
         after: str | None = ""
         failed: list[HostedDid] = []
         while after is not None:
@@ -170,6 +199,8 @@ class RepoChecks:
             if failed and (after is None or len(failed) > MAX_FAILED):
                 self.stage.idle()
                 await asyncio.sleep(self.settings.retry)
+                for repo in failed:  # the pause counts for the hosts that cause it
+                    self._turns[repo.pds].add(0, self.settings.retry / len(failed))
                 await self._give_up(await self._ask_hosts(failed, last=True))
                 failed = []
         await self.db.gaps.save_caught_up(JETSTREAM, self.settings.shard, began, last_gap)
@@ -185,16 +216,26 @@ class RepoChecks:
     async def _compare_asked(self) -> None:
         while True:
             await self._is_asked.wait()
-            if self._asked:
-                did, _ = self._asked.popitem(last=False)
-                with self.stage.task():
-                    await self._compare(HostedDid(did, None), last=True)
-            else:
+            if not self._asked:
                 self._is_asked.clear()
+                continue
+            did, _ = self._asked.popitem(last=False)
+            with self.stage.task() as work, suppress(UnavailableError):
+                stored = (await self.db.host_lists.hosted([did])).get(did)
+                host = host_of(stored.pds or "") if stored else ""
+                is_free = host not in self._asking
+                waiting = self._asking.setdefault(host, BoundedDict(MAX_ASKED))
+                waiting[did] = None
+                while is_free and waiting:
+                    await self._compare(HostedDid(waiting.popitem(last=False)[0], None), last=True)
+                    work.moved()
+                if is_free:
+                    del self._asking[host]
 
     async def _read_list(self, pds: str, repos: int, listed: ListedAccounts) -> None:
         """Compare the repos on the first pages of the list of a host, and add those that were compared to `listed`."""
-        host, pages = host_of(pds), repos // PAGE_COST
+        host, pages, share = host_of(pds), repos // PAGE_COST, HOST_SHARE * self.settings.interval
+        turn, began = _Turn(repos, share / 2), monotonic()
         with suppress(UnavailableError):  # otherwise the repos are asked about singly
             async for page in repo_list_pages(self.outbound, pds, "", None, self._requests, attempts=1):
                 stored = await self.db.host_lists.hosted([account.did for account in page.accounts])
@@ -205,6 +246,7 @@ class RepoChecks:
                     if one.did in ours
                     and one.did not in listed
                     and one.active == ours[one.did].active
+                    and not ours[one.did].withheld
                     and (not one.active or self._is_possible(one.rev))
                 }
                 await self._desynchronize({did: r for did, r in known.items() if r and r > (ours[did].rev or "")})
@@ -212,41 +254,52 @@ class RepoChecks:
                     listed.add(did)
                 self.compared += len(known)
                 self.stage.moved()
-                if (pages := pages - 1) <= 0:
-                    return
+                turn.add(len(known), monotonic() - began - turn.seconds)
+                if (pages := pages - 1) <= 0 or self._is_late(turn):
+                    break
+        self._turns[pds] = _Turn(turn.left, share - min(share / 2, monotonic() - began))
 
     async def _ask_hosts(self, repos: Iterable[HostedDid], *, last: bool = False) -> list[HostedDid]:
-        """Ask the hosts about these repos; return those of which nothing was learnt."""
-        hosts, failed = defaultdict[str | None, list[HostedDid]](list), list[HostedDid]()
+        """Ask the hosts about these repos; give up those of late hosts, return others of which nothing was learnt."""
+        hosts = defaultdict[str | None, list[HostedDid]](list)
+        failed, late = list[HostedDid](), list[HostedDid]()
         for repo in repos:
             hosts[repo.pds].append(repo)
 
         async def ask(repos: Sequence[HostedDid]) -> None:
-            failed.extend(await self._ask_host(repos, last=last))
+            failed.extend(await self._ask_host(repos, late, last=last))
 
         await self._for_each(sorted(hosts.values(), key=len, reverse=True), ask)
+        await self._give_up(late)
         return failed
 
-    async def _ask_host(self, repos: Sequence[HostedDid], *, last: bool) -> list[HostedDid]:
-        """Ask one host about its repos; return those of which nothing was learnt.
-
-        A host that has used its share of the interval, and answers slowly, is asked no more.
-        """
-        began, failed, share = monotonic(), list[HostedDid](), HOST_SHARE * self.settings.interval
+    async def _ask_host(self, repos: Sequence[HostedDid], late: list[HostedDid], *, last: bool) -> list[HostedDid]:
+        """Ask one host about its repos, and return those of which nothing was learnt, until it is late."""
+        failed = list[HostedDid]()
+        turn = self._turns.setdefault(repos[0].pds, _Turn(PAGE_COST, HOST_SHARE * self.settings.interval))
         for start in (0, *range(1, len(repos), AT_ONCE)):  # after a pause, one request must succeed first
-            seconds = monotonic() - began
-            if seconds > share and start - len(failed) < self.settings.min_rate * seconds:
-                return [*failed, *repos[start:]]
-            batch = repos[start : start + AT_ONCE] if start else repos[:1]
+            if self._is_late(turn):
+                late += repos[start:]
+                break
+            batch, began = repos[start : start + AT_ONCE] if start else repos[:1], monotonic()
             errors = await asyncio.gather(*[self._compare(repo, last=last) for repo in batch])
             failed += [repo for repo, error in zip(batch, errors, strict=True) if error is not None]
             self.compared += errors.count(None)
             self.stage.moved()
-            pauses = [error.retry_after or 0.0 for error in errors if error and error.reason is FetchFailure.THROTTLED]
-            if pauses and max(pauses) <= share:
+            throttled = [error for error in errors if error and error.reason is FetchFailure.THROTTLED]
+            pause = max((error.retry_after or 0.0 for error in throttled), default=0.0)
+            turn.add(errors.count(None), monotonic() - began + pause)
+            if pause and not self._is_late(turn, pause):
                 self.stage.idle()
-                await asyncio.sleep(max(pauses))
+                await asyncio.sleep(pause)
         return failed
+
+    def _is_late(self, turn: _Turn, pause: float = 0.0) -> bool:
+        """Return True if a host has used its share, and after a pause would be too slow to end in time."""
+        seconds_left = self._ends_at - monotonic() - pause
+        is_slow = turn.compared < self.settings.min_rate * turn.seconds
+        would_end = turn.left * turn.seconds <= turn.compared * seconds_left
+        return turn.seconds > turn.share and (seconds_left <= 0 or (is_slow and not would_end))
 
     async def _compare(self, hosted: HostedDid, *, last: bool) -> UnavailableError | None:
         """Compare a repo with its host; return the error if nothing is learnt about it."""
@@ -294,10 +347,16 @@ class RepoChecks:
             await self._desynchronize({repo.did: rev})
 
     async def _give_up(self, failed: Sequence[HostedDid]) -> None:
-        """Desynchronize the repos that are shown, and of which two attempts have learnt nothing."""
+        """Desynchronize the repos that are shown, and of which nothing was learnt.
+
+        The export of one that is being fetched may be older than this pass, so its host is asked once more.
+        """
         unknown = 0
-        for repo in failed:
-            unknown += await self._statuses.mark_unknown(repo.did)
+        for did, _ in failed:
+            if await self._statuses.mark_unknown(did):
+                unknown += 1
+            elif (repo := (await self.db.repos.load([did])).get(did)) and repo.sync_status is SyncStatus.IN_PROGRESS:
+                self.ask(did)
             self.stage.moved()
         self.compared += len(failed)
         if unknown:

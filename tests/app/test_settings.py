@@ -286,10 +286,15 @@ def test_jetstream_needs_named_collections_and_the_hosts_of_accounts(monkeypatch
             load_settings()
     monkeypatch.setenv("INDEXER_COLLECTIONS", "app.bsky.*")
     assert load_settings().jetstreams == ("wss://jetstream.example", "ws://localhost:6008")
-    for name, value in {"INDEXER_SPARSE_RESYNC": "never", "INDEXER_RESYNC_SOURCE": "relay"}.items():
+    refused = {
+        "INDEXER_SPARSE_RESYNC": "never", "INDEXER_RESYNC_SOURCE": "relay", "INDEXER_SWEEP_INTERVAL": "59s",
+        "INDEXER_START": "oldest",
+    }  # fmt: skip
+    for name, value in refused.items():
         monkeypatch.setenv(name, value)
         with pytest.raises(SettingsError, match=f"INDEXER_UPSTREAM: 'jetstream' needs .*{name}"):
             load_settings()
         monkeypatch.delenv(name)
+    monkeypatch.setenv("INDEXER_SWEEP_INTERVAL", "60s")
     monkeypatch.delenv("INDEXER_JETSTREAMS")
     assert all("jetstream" in url for url in load_settings().jetstreams)

@@ -60,7 +60,12 @@ async def test_killed_while_hints_are_followed(
         death_world(database, tmp_path, steps=40, network=network) as world,
     ):
         world.change_settings(
-            {"upstream": "jetstream", "jetstreams": jetstream.ws_url, "collections": ",".join(COLLECTIONS)}
+            {
+                "upstream": "jetstream",
+                "jetstreams": jetstream.ws_url,
+                "collections": ",".join(COLLECTIONS),
+                "start": "live",
+            }
         )
         for death in deaths:
             await world.die(death, nothing, write_on)

@@ -17,7 +17,8 @@ SETTINGS = {
     "upstream": "jetstream",
     "jetstreams": "ws://127.0.0.1:9",
     "collections": "com.example.*",
-    "sweep_interval": "2",
+    "sweep_interval": "60",
+    "start": "live",
 }
 DEATHS = [
     Death("repo-checks.done"),

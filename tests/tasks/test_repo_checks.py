@@ -309,18 +309,165 @@ async def test_host_that_asks_for_a_pause_is_asked_again_after_it(checked: Check
     assert checks.compared == 12
 
 
-async def test_slow_host_is_left_after_its_share_of_the_interval(checked: Checked) -> None:
-    slow, others = await checked.accounts(20), await checked.accounts(20, pds=1)
+@pytest.mark.parametrize(("retry_after", "answers", "most"), [("1", 0, 2), ("3600", 9, 13)])
+async def test_pauses_count_for_the_share_of_a_host(
+    checked: Checked, retry_after: str, answers: int, most: int
+) -> None:
+    accounts = await checked.accounts(40)
 
     async def answer(did: str) -> dict[str, Any]:
-        await asyncio.sleep(0.25)
-        return {"did": did, "active": True, "rev": slow[0].rev}
+        if checked.asked.total() > answers:
+            raise web.HTTPTooManyRequests(headers={"Retry-After": retry_after})
+        return {"did": did, "active": True, "rev": accounts[0].rev}
 
     checked.answer(0, answer)
-    await checked.checks(replace(QUICK, interval=4.0, min_rate=1_000.0)).compare_all()
+    await checked.checks(replace(QUICK, interval=12.0, page_size=10, min_rate=0.002)).compare_all()
+    assert checked.asked.total() <= most
+
+
+@dataclass
+class Clock:
+    """The clock of the comparison."""
+
+    now: float = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "monotonic", clock.monotonic)
+    return clock
+
+
+@pytest.mark.parametrize("page_size", [1_000, 5])
+async def test_host_that_never_answers_is_left_after_its_share_of_the_pass(
+    checked: Checked, clock: Clock, page_size: int
+) -> None:
+    bad, others = await checked.accounts(20), await checked.accounts(20, pds=1)
+
+    async def answer(_did: str) -> dict[str, Any]:
+        clock.now += 0.5
+        raise web.HTTPForbidden
+
+    checked.answer(0, answer)
+    checks = checked.checks(replace(QUICK, interval=16.0, page_size=page_size))
+    await checks.compare_all()
+    assert 4 < sum(checked.asked[account.did] for account in bad) <= 8, "two seconds"
+    assert set(await checked.states(*bad)) == {(SyncStatus.DESYNCHRONIZED, Desync.STATUS_UNKNOWN)}
     assert await checked.states(*others) == [FINE] * 20
-    assert sum(checked.asked[account.did] for account in slow) < 20
-    assert (SyncStatus.DESYNCHRONIZED, Desync.STATUS_UNKNOWN) in await checked.states(*slow)
+    assert checks.compared == 40
+
+
+@pytest.mark.parametrize(
+    ("seconds", "min_rate", "asked"),
+    [
+        pytest.param(0.05, 1_000.0, 60, id="ends in time"),
+        pytest.param(0.1, 1_000.0, 13, id="left after its share"),
+        pytest.param(0.1, 1.0, 41, id="left when half of the interval is over"),
+        pytest.param(0.1, 0.1, 60, id="our own rates allow no more"),
+    ],
+)
+async def test_host_that_answers_slowly_is_left_unless_it_would_end_in_time(
+    checked: Checked, clock: Clock, monkeypatch: pytest.MonkeyPatch, seconds: float, min_rate: float, asked: int
+) -> None:
+    """It has a second in any case, and four if it would end then. Its list names 30 of its 90 repos."""
+    monkeypatch.setattr(module, "PAGE_COST", 90)
+    accounts = await checked.accounts(90)
+    listed = [{"did": account.did, "rev": account.rev} for account in accounts[:30]]
+    checked.hosts.network.pdses[0].pages = lambda _cursor: {"repos": listed}
+
+    async def answer(did: str) -> dict[str, Any]:
+        clock.now += seconds
+        return {"did": did, "active": True, "rev": accounts[0].rev}
+
+    checked.answer(0, answer)
+    checks = checked.checks(replace(QUICK, interval=8.0, min_rate=min_rate))
+    await checks.compare_all()
+    assert checked.asked.total() == asked
+    seconds = 0.0
+    await checks.compare_all()
+    assert Counter(await checked.states(*accounts))[FINE] == 30 + asked, "each pass begins anew"
+
+
+@pytest.mark.parametrize(("lists_repos", "pages", "asked"), [(False, 2, 9), (True, 10, 0)])
+async def test_slow_list_gets_half_of_the_share_unless_it_would_end_in_time(
+    checked: Checked, clock: Clock, monkeypatch: pytest.MonkeyPatch, lists_repos: bool, pages: int, asked: int
+) -> None:
+    monkeypatch.setattr(module, "PAGE_COST", 1)
+    accounts, pds = await checked.accounts(10), checked.hosts.network.pdses[0]
+
+    def page(_cursor: str) -> dict[str, Any]:
+        clock.now += 0.6
+        listed = accounts[len(pds.requests) - 1 :][:lists_repos]
+        return {"repos": [{"did": a.did, "rev": a.rev} for a in listed], "cursor": str(len(pds.requests))}
+
+    async def answer(_did: str) -> dict[str, Any]:
+        clock.now += 0.17
+        raise web.HTTPForbidden
+
+    pds.pages = page
+    checked.answer(0, answer)
+    await checked.checks(replace(QUICK, interval=16.0, min_rate=1_000.0)).compare_all()
+    assert (len(pds.requests), checked.asked.total()) == (pages, asked)
+
+
+async def test_pauses_before_second_attempts_count_for_the_hosts_that_cause_them(
+    checked: Checked, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_FAILED", 1)
+    await checked.accounts(10)
+
+    async def answer(_did: str) -> dict[str, Any]:
+        raise web.HTTPForbidden
+
+    checked.answer(0, answer)
+    checks, pauses = checked.checks(replace(QUICK, interval=0.4, page_size=2, retry=0.02)), list[float]()
+    monkeypatch.setattr(checks.stage, "idle", lambda: pauses.append(clock.now))
+    await checks.compare_all()
+    assert (checked.asked.total(), pauses) == (10, [0.0] * 3), "its share is less than three pauses"
+
+
+async def test_repo_that_is_fetched_when_the_pass_gives_it_up_is_compared_again(checked: Checked) -> None:
+    [account] = await checked.accounts(1, sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=Desync.REQUESTED)
+    await checked.hosts.db.resyncs.claim(1, range(256), 60.0, time())
+    account.create(NOTE, {"n": 1})
+
+    async def answer(did: str) -> dict[str, Any]:
+        if checked.asked.total() <= 2:
+            raise web.HTTPForbidden
+        return {"did": did, "active": True, "rev": account.rev}
+
+    async def is_compared() -> bool:
+        return (await checked.repo(account)).latest_unverified_rev == account.rev
+
+    checked.answer(0, answer)
+    async with running(checked.checks().run()):
+        await until(is_compared)
+
+
+async def test_one_host_occupies_one_place_of_the_queue(checked: Checked) -> None:
+    slow, [other] = await checked.accounts(40), await checked.accounts(1, pds=1)
+    checks, more = checked.checks(), asyncio.Event()
+
+    async def answer(did: str) -> dict[str, Any]:
+        await more.wait()
+        return {"did": did, "active": True, "rev": slow[0].rev}
+
+    async with running(checks.run()):
+        await until(lambda: checks.began_at is not None)
+        checked.answer(0, answer)
+        other.set_status("deactivated")
+        for account in (*slow, other):
+            checks.ask(account.did)
+        await until(lambda: is_hidden(checked, other))
+        assert sum(checked.asked[account.did] for account in slow) == 41
+        more.set()
+        await until(lambda: sum(checked.asked[account.did] for account in slow) == 80)
+        checks.ask(slow[0].did)
+        await until(lambda: checked.asked[slow[0].did] == 3)
 
 
 async def test_repo_jumps_the_queue_and_the_queue_is_bounded(checked: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,6 +596,16 @@ async def test_withheld_and_fetched_repos_are_compared_too(checked: Checked) -> 
     assert due.withheld_since is None
     assert (due.next_attempt_at or 0.0) <= time()
     assert (await checked.repo(fetched)).latest_unverified_rev == fetched.rev
+
+
+async def test_withheld_repo_on_the_list_of_its_host_is_asked_about(
+    checked: Checked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PAGE_COST", 1)
+    [withheld] = await checked.accounts(1, **WITHHELD)
+    await checked.checks().compare_all()
+    repo = await checked.repo(withheld)
+    assert (repo.withheld_since, (repo.next_attempt_at or 0.0) <= time()) == (None, True)
 
 
 async def test_repos_that_wait_or_are_gone_are_not_asked_about(checked: Checked) -> None:
