@@ -161,13 +161,15 @@ async def index_command(settings: Settings, *, nsid: str, fields: tuple[str, ...
 @command("types", lexicon_command)
 @click.argument("nsids", metavar="[NSID]...", nargs=-1, type=parse_nsid)
 @click.option("--python", "language", flag_value="python", help="Print a Python module.")
-@click.option("--typescript", "language", flag_value="typescript", help="Print a TypeScript module.", required=True)
-async def types_command(settings: Settings, *, nsids: tuple[str, ...], language: str) -> int:
+@click.option("--typescript", "language", flag_value="typescript", help="Print a TypeScript module.")
+async def types_command(settings: Settings, *, nsids: tuple[str, ...], language: str | None) -> int:
     """Print a module with the types of rows of typed views, of all views without an NSID.
 
     In Python, each type is a TypedDict, in TypeScript an interface for rows of node-postgres. Every column that has a
     value of the record may be null.
     """
+    if language is None:
+        raise click.UsageError("Give --python or --typescript.")
     async with connect_database(settings) as db:
         stored, columns = await db.lexicons.load(), await db.lexicons.columns()
     if unknown := _unknown(nsids, stored):
