@@ -180,13 +180,11 @@ async def types_command(settings: Settings, *, nsids: tuple[str, ...], language:
     for nsid, one in stored.items():
         if not (view := [column for column in columns if column.view == one.view]):
             continue
-        names.append(class_name(nsid, names))
+        names.append(class_name(nsid, names))  # also for those that are not printed: it depends on no argument
         if nsid in nsids or not nsids:
-            filled = {*KEY_COLUMNS} - {
-                "lexicon_problem",
-                *(name for field in one.fields.values() for name in field.columns),
-            }
-            fields = [(one.name, type_of(one.type, nullable=one.name not in filled), one.comment) for one in view]
+            nullable = {"lexicon_problem", *(name for field in one.fields.values() for name in field.columns)}
+            filled = {*KEY_COLUMNS} - nullable
+            fields = [(name, type_of(sql, nullable=name not in filled), text) for *_, name, sql, text in view]
             click.echo(define(names[-1], f'A row of lexicon."{one.view}". {view[0].view_comment}', fields), nl=False)
     return ExitCode.OK
 
