@@ -165,8 +165,7 @@ async def index_command(settings: Settings, *, nsid: str, fields: tuple[str, ...
 async def types_command(settings: Settings, *, nsids: tuple[str, ...], language: str | None) -> int:
     """Print a module with the types of rows of typed views, of all views without an NSID.
 
-    In Python, each type is a TypedDict, in TypeScript an interface for rows of node-postgres. Every column that has a
-    value of the record may be null.
+    In Python, each type is a TypedDict, in TypeScript an interface for rows of node-postgres.
     """
     if language is None:
         raise click.UsageError("Give --python or --typescript.")
