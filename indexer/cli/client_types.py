@@ -59,8 +59,9 @@ def class_name(nsid: str, taken: Container[str]) -> str:
 def typed_dict(name: str, comment: str, fields: Iterable[Field]) -> str:
     """Return a TypedDict as Python code.
 
-    It is written as a call, because a class cannot have a column `from`, and in a class with a column `list`, the type
-    `list` has another meaning. `#:` begins a comment for documentation; mypy reads some comments that begin with `# `.
+    A dataclass would refuse the rows of `select *` once a new version of the lexicon adds a column. It is written as a
+    call, because a class cannot have a column `from`, and a column `list` hides the type `list` in a class. Comments
+    begin with `#:`, because mypy obeys some that begin with `# `, such as `# type: ignore`.
     """
     lines = [f'\n#: {wrapped(comment, "#: ")}\n{name} = TypedDict(\n    "{name}",\n    {{\n']
     lines += [

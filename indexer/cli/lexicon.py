@@ -163,7 +163,7 @@ async def index_command(settings: Settings, *, nsid: str, fields: tuple[str, ...
 @click.option("--python", "language", flag_value="python", help="Print a Python module.")
 @click.option("--typescript", "language", flag_value="typescript", help="Print a TypeScript module.")
 async def types_command(settings: Settings, *, nsids: tuple[str, ...], language: str | None) -> int:
-    """Print a module with the types of rows of typed views, of all views without an NSID.
+    """Print a module with types for the rows of typed views, of all views or of those of some record types.
 
     In Python, each type is a TypedDict, in TypeScript an interface for rows of node-postgres.
     """
