@@ -5,9 +5,11 @@
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import asyncpg
+
+from indexer.cli.client_types import TYPESCRIPT_HEAD, interface, python_type, typescript_type, wrapped
+from indexer.db.view_columns import ViewColumn, load_view_columns
 
 KEYS = {
     "repos": "did",
@@ -27,33 +29,15 @@ KEYS = {
 """The columns that identify a row of each view. SQLAlchemy needs them, and Postgres knows no keys of views."""
 CLASSES = {"rejected": "RejectedMessage", "link_progress": "LinkProgress", "scope_progress": "ScopeProgress"}
 """Names of classes, if they are not the name of the view without its last letter."""
-PYTHON_TYPES = {
-    "bigint": ("int", "BigInteger"),
-    "boolean": ("bool", "Boolean"),
-    "integer": ("int", "Integer"),
-    "jsonb": ("Any", "JSONB"),
-    "smallint": ("int", "SmallInteger"),
-    "text": ("str", "Text"),
-    "timestamp with time zone": ("datetime", "DateTime(timezone=True)"),
+SQLALCHEMY_TYPES = {
+    "bigint": "BigInteger",
+    "boolean": "Boolean",
+    "integer": "Integer",
+    "jsonb": "JSONB",
+    "smallint": "SmallInteger",
+    "text": "Text",
+    "timestamp with time zone": "DateTime(timezone=True)",
 }
-"""For each SQL type the type in Python, and that of SQLAlchemy."""
-TYPESCRIPT_TYPES = {
-    "bigint": "Int8",
-    "boolean": "boolean",
-    "integer": "number",
-    "jsonb": "Json",
-    "smallint": "number",
-    "text": "string",
-    "timestamp with time zone": "Date",
-}
-LINE_LENGTH = 120
-
-_COLUMNS = """
-    select relname as view, obj_description(c.oid, 'pg_class') as view_comment, attname as name,
-        format_type(atttypid, atttypmod) as type, col_description(attrelid, attnum) as comment
-    from pg_class c join pg_attribute on attrelid = c.oid and attnum > 0 and not attisdropped
-    where relnamespace = 'atproto'::regnamespace and relkind in ('v', 'm', 'r') order by relname, attnum
-"""
 
 _MODELS_HEAD = '''\
 """SQLAlchemy models of the public views of the indexer (schema `atproto`). Generated from the database: do not edit.
@@ -74,29 +58,18 @@ class PublicView(DeclarativeBase):
 
     metadata = MetaData(schema="atproto")
 '''
-_TYPES_HEAD = """\
+_TYPES_HEAD = f"""\
 // TypeScript types of the public views of the indexer (schema `atproto`). Generated from the database: do not edit.
 // Copy this file into your project. The types are those of the values that node-postgres returns.
 
-/** A bigint, which node-postgres returns as text, because a number of JavaScript has only 53 bits. */
-export type Int8 = string;
-
+{TYPESCRIPT_HEAD}
 /** A time that may be infinity, which node-postgres returns as the number Infinity. */
 export type DateOrInfinity = Date | number;
-
-/** A value of type jsonb. */
-export type Json = null | boolean | number | string | Json[] | { [key: string]: Json };
 """
 
 
-class PublicColumn(NamedTuple):
+class PublicColumn(ViewColumn):
     """A column of a public view."""
-
-    view: str
-    view_comment: str
-    name: str
-    type: str
-    comment: str
 
     @property
     def nullable(self) -> bool:
@@ -114,7 +87,7 @@ class PublicColumn(NamedTuple):
 
 async def load_public_columns(connection: asyncpg.Connection) -> list[PublicColumn]:
     """Return the columns of all public views, by view in the order of their names."""
-    return [PublicColumn(*row) for row in await connection.fetch(_COLUMNS)]
+    return [PublicColumn(*column) for column in await load_view_columns(connection, "atproto")]
 
 
 def sqlalchemy_models(columns: Sequence[PublicColumn]) -> str:
@@ -148,41 +121,23 @@ def _model(view: Sequence[PublicColumn]) -> str:
     lines = [f"\n\nclass {class_of(first.view)}(PublicView):\n    {_docstring(first.view_comment)}\n\n"]
     lines.append(f'    __tablename__ = "{first.view}"\n\n')
     for column in view:
-        python, sql = PYTHON_TYPES[column.type]
-        if column.nullable and python != "Any":
-            python = f"{python} | None"
+        python, sql = python_type(column.type, nullable=column.nullable), SQLALCHEMY_TYPES[column.type]
         key = ", primary_key=True" if column.name in keys else ""
         lines.append(f"    {column.name}: Mapped[{python}] = mapped_column({sql}{key})\n")
-        lines.append(f'    """{_wrapped(column.comment, "    ")}"""\n')
+        lines.append(f'    """{wrapped(column.comment, "    ")}"""\n')
     return "".join(lines)
 
 
 def _docstring(text: str) -> str:
     """Return the docstring of a class: the first sentence in its own paragraph."""
     first, end, rest = text.partition(". ")
-    return f'"""{first}.\n\n    {_wrapped(rest, "    ")}\n    """' if end else f'"""{_wrapped(text, "    ")}"""'
+    return f'"""{first}.\n\n    {wrapped(rest, "    ")}\n    """' if end else f'"""{wrapped(text, "    ")}"""'
 
 
 def _interface(view: Sequence[PublicColumn]) -> str:
-    first = view[0]
-    lines = [f"\n{_typescript_comment(first.view_comment, '')}\nexport interface {class_of(first.view)} {{\n"]
-    for column in view:
-        type_ = "DateOrInfinity" if column.infinite else TYPESCRIPT_TYPES[column.type]
-        type_ += " | null" * (column.nullable and column.type != "jsonb")
-        lines.append(f"{_typescript_comment(column.comment, '  ')}\n  {column.name}: {type_};\n")
-    return "".join([*lines, "}\n"])
-
-
-def _typescript_comment(text: str, indent: str) -> str:
-    return f"{indent}/** {_wrapped(text, f'{indent} * ')} */"
-
-
-def _wrapped(text: str, indent: str) -> str:
-    """Return the text in lines, of which all but the first begin with `indent`."""
-    lines, line = [], ""
-    for word in text.split():
-        if line and len(indent) + len(line) + len(word) + 8 > LINE_LENGTH:
-            lines.append(line)
-            line = ""
-        line = f"{line} {word}".strip()
-    return f"\n{indent}".join([*lines, line])
+    types = [typescript_type(column.type, nullable=column.nullable) for column in view]
+    fields = [
+        (column.name, type_.replace("Date", "DateOrInfinity") if column.infinite else type_, column.comment)
+        for column, type_ in zip(view, types, strict=True)
+    ]
+    return interface(class_of(view[0].view), view[0].view_comment, fields)

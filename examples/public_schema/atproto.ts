@@ -4,11 +4,11 @@
 /** A bigint, which node-postgres returns as text, because a number of JavaScript has only 53 bits. */
 export type Int8 = string;
 
-/** A time that may be infinity, which node-postgres returns as the number Infinity. */
-export type DateOrInfinity = Date | number;
-
 /** A value of type jsonb. */
 export type Json = null | boolean | number | string | Json[] | { [key: string]: Json };
+
+/** A time that may be infinity, which node-postgres returns as the number Infinity. */
+export type DateOrInfinity = Date | number;
 
 /** A row for each reference to a blob in the value of a visible record. Indexed by did, and by (did, collection,
  * rkey); without did, it reads all records. The PDS has the bytes. */

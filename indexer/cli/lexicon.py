@@ -1,5 +1,7 @@
 """The command `lexicon`: add lexicons from files and from the repos that publish them, list, remove and index them.
 
+It also prints types of the rows of their views.
+
 docs/sql.md#typed-views
 """
 
@@ -16,11 +18,12 @@ from indexer.app.clients import make_did_resolver, make_pds_client, open_outboun
 from indexer.app.settings import Settings
 from indexer.atproto.syntax import is_nsid
 from indexer.cli.arguments import parse_nsid
+from indexer.cli.client_types import LANGUAGES, class_name
 from indexer.cli.command import ExitCode, command, config_option, json_lines_option, report_error
 from indexer.cli.database import connect_database
 from indexer.cli.output import duration_text, echo_result, result_console, row_table, to_json
 from indexer.db.lexicon_indexes import LexiconIndex, UnknownColumnError
-from indexer.db.lexicons import AddedLexicon, AddedState, StoredLexicon, ViewInUseError
+from indexer.db.lexicons import KEY_COLUMNS, AddedLexicon, AddedState, StoredLexicon, ViewInUseError
 from indexer.errors import LexiconError
 from indexer.net.http.checked_connector import DnsResolver
 from indexer.net.lexicons import LexiconResolver, SourcedLexicon, resolve_all, sourced_lexicon
@@ -152,6 +155,36 @@ async def index_command(settings: Settings, *, nsid: str, fields: tuple[str, ...
                 return report_error(str(error), ExitCode.BAD_ARGUMENT)
             text = f"index built in {duration_text(monotonic() - begun)}" if built else "there is an index already"
             echo_result({"nsid": nsid, "columns": columns, "built": built}, f"{name}: {text}", as_json=as_json)
+    return ExitCode.OK
+
+
+@command("types", lexicon_command)
+@click.argument("nsids", metavar="[NSID]...", nargs=-1, type=parse_nsid)
+@click.option("--python", "language", flag_value="python", help="Print a Python module.")
+@click.option("--typescript", "language", flag_value="typescript", help="Print a TypeScript module.")
+async def types_command(settings: Settings, *, nsids: tuple[str, ...], language: str | None) -> int:
+    """Print a module with types for the rows of typed views, of all views or of those of some record types.
+
+    In Python, each type is a TypedDict, in TypeScript an interface for rows of node-postgres.
+    """
+    if language is None:
+        raise click.UsageError("Give --python or --typescript.")
+    async with connect_database(settings) as db:
+        stored, columns = await db.lexicons.load(), await db.lexicons.columns()
+    if unknown := _unknown(nsids, stored):
+        return report_error(unknown, ExitCode.UNKNOWN)
+    head, type_of, define = LANGUAGES[language]
+    click.echo(head, nl=False)
+    names = list[str]()
+    for nsid, one in stored.items():
+        if not (view := [column for column in columns if column.view == one.view]):
+            continue
+        names.append(class_name(nsid, names))  # also for those that are not printed: it depends on no argument
+        if nsid in nsids or not nsids:
+            nullable = {"lexicon_problem", *(name for field in one.fields.values() for name in field.columns)}
+            filled = {*KEY_COLUMNS} - nullable
+            fields = [(name, type_of(sql, nullable=name not in filled), text) for *_, name, sql, text in view]
+            click.echo(define(names[-1], f'A row of lexicon."{one.view}". {view[0].view_comment}', fields), nl=False)
     return ExitCode.OK
 
 

@@ -27,6 +27,7 @@ from indexer.atproto.lexicon import (
 from indexer.db.columns import Connection
 from indexer.db.connections import Area
 from indexer.db.database_errors import DatabaseError
+from indexer.db.view_columns import ViewColumn, load_view_columns
 from indexer.reasons import FetchFailure
 
 KEY_COLUMNS = ("did", "rkey", "uri", "cid", "rev", "indexed_at", "lexicon_problem", "bucket")
@@ -218,6 +219,11 @@ class Lexicons(Area):
         """Return all stored lexicons by NSID."""
         async with self._pool.connection() as connection:
             return await load_lexicons(connection)
+
+    async def columns(self) -> list[ViewColumn]:
+        """Return the columns of all typed views, in the order of the names of the views."""
+        async with self._pool.connection() as connection:
+            return await load_view_columns(connection, "lexicon")
 
     async def add(self, given: Mapping[str, tuple[Lexicon, str]]) -> list[AddedLexicon]:
         """Store lexicons (with their sources, by NSID), and create or update the views that depend on them.

@@ -12,7 +12,7 @@ from tests.cli.command_line import PROJECT, Session, environment_without_setting
 from tests.cli.stored_account import DID
 
 FULL_HELP = "Usage: indexer [OPTIONS] [COMMAND]"
-WITHOUT_JSON = {"run", "demo", "completion", "export"}
+WITHOUT_JSON = {"run", "demo", "completion", "export", "lexicon types"}
 """Commands that print no data, or print it in a format that their options choose."""
 
 

@@ -28,6 +28,7 @@ DIRECTORY = PROJECT / "examples" / "public_schema"
 NODE_POSTGRES_TYPES = {
     "DateOrInfinity": {"Date", "number"},
     "Int8": {"string"},
+    "(string | null)[]": {"array"},
     "Json": {"object", "array", "string", "number", "boolean", "null"},
 }
 """Types of values at run time, by declared type, if the two differ."""
@@ -85,8 +86,20 @@ def declared_types() -> dict[str, str]:
 
 def values_of(declared: str) -> set[str]:
     """Return the types that values of a declared type may have at run time."""
-    type_, _, null = declared.partition(" | ")
-    return NODE_POSTGRES_TYPES.get(type_, {type_}) | ({null} if null else set())
+    type_ = declared.removesuffix(" | null")
+    return NODE_POSTGRES_TYPES.get(type_, {type_}) | ({"null"} if type_ != declared else set())
+
+
+def connection_options(database: str) -> dict[str, str | int]:
+    """Return the options of node-postgres for a database of the tests."""
+    address = urlsplit(database)
+    server = parse_qs(address.query)
+    return {
+        "user": address.username or "",
+        "database": address.path[1:],
+        "host": server["host"][0],
+        "port": int(server["port"][0]),
+    }
 
 
 @pytest.mark.proof("clients")
@@ -108,16 +121,9 @@ async def test_node_postgres_returns_values_of_the_declared_typescript_types(
     await insert(db, synchronized(2, next_attempt_at=inf))
     await db.scope.begin(Scope())
     await sql.execute("select atproto.register_reader('app')")
-    address = urlsplit(database)
-    connection = {
-        "user": address.username,
-        "database": address.path[1:],
-        "host": parse_qs(address.query)["host"][0],
-        "port": int(parse_qs(address.query)["port"][0]),
-    }
     declared = declared_types()
     views = dict.fromkeys(f"atproto.{column.partition('.')[0]}" for column in declared)
-    async with node_process("public_schema.ts", json.dumps(connection), *views) as client:
+    async with node_process("public_schema.ts", json.dumps(connection_options(database)), *views) as client:
         await until(lambda: bool(client.lines))
     [read] = client.lines
     newest = await sql.fetchrow("select seq, extract(year from time) from atproto.changes order by seq desc limit 1")
