@@ -208,6 +208,7 @@ async def daemon(dsn: str, directory: Path, **settings: object) -> AsyncIterator
         name: value for name, value in os.environ.items() if name in DAEMON_VARIABLES or not name.startswith("INDEXER_")
     }
     defaults = {"database_url": dsn, "data_dir": directory, "allow_private_hosts": "true", "http_bind": "127.0.0.1:0"}
+    defaults["track"] = "all"
     environment |= {f"INDEXER_{name.upper()}": str(value) for name, value in (defaults | settings).items()}
     with (directory / "log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(

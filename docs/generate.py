@@ -71,6 +71,7 @@ _FUNCTIONS = """
 _UNSET = {
     "database_url": "unset",
     "data_dir": "the user data directory",
+    "track": "`signal` with signal collections, otherwise `all`",
     "contact": "unset",
     "sweep_interval": "`24h`, or `1h` with a Jetstream",
     "dns_servers": "the system's",
@@ -81,6 +82,7 @@ _UNSET = {
 _EXAMPLES = {
     "database_url": "postgresql://localhost/indexer",
     "data_dir": "/var/lib/indexer",
+    "track": "listed",
     "contact": "https://example.com/indexer",
     "sweep_interval": "24h",
     "verify_threads": "2",

@@ -91,8 +91,23 @@ class LexiconError(IndexerError):
     """A document is not a lexicon, or nobody publishes the lexicon of an NSID. The message names it in one line."""
 
 
+class ViewInUseError(IndexerError):
+    """A typed view cannot be changed, because objects of users depend on it. The message names them."""
+
+    def __init__(self, reason: str) -> None:
+        action = "drop what depends on the view, run the command again, and create it again"
+        super().__init__(f"nothing was changed: {reason}; {action}")
+
+
 class SettingsError(IndexerError):
     """A setting is unknown or has a bad value. The message is one line that names it."""
+
+
+class NoScopeError(SettingsError):
+    """Neither the database nor a setting says what to index."""
+
+    def __init__(self) -> None:
+        super().__init__("Nothing says what to index. Choose for this new database; `indexer scope set` changes it.")
 
 
 class SchemaVersionError(SettingsError):

@@ -204,7 +204,7 @@ class Daemon:
         self.hosts = self.outbound.hosts
         self.conditions = Conditions()
         self.started_at = monotonic()
-        self.scope = CurrentScope(db.scope, settings.policy, poll=self.tuning.scope.interval)
+        self.scope = CurrentScope(db.scope, settings.policy, self.tuning.scope.interval, settings.chooses_scope)
         self._build_live_stages()
         self._build_resync_stages()
         self._build_background_stages()

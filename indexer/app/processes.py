@@ -12,7 +12,7 @@ a signal to the processes, and they drain and end.
 import asyncio
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, closing
 from functools import partial
 from math import ceil
@@ -56,10 +56,17 @@ BAD_SETTINGS = 2
 log = structlog.get_logger(__name__)
 
 
-async def run(settings: Settings, *, migrate_first: bool = True, tuning: Tuning | None = None) -> int:
+Preparation = Callable[[str], Awaitable[Settings]]
+"""Prepares the database at a URL, and returns the settings to run with, which choose a scope unless one is stored."""
+
+
+async def run(
+    settings: Settings, *, migrate_first: bool = True, tuning: Tuning | None = None, prepare: Preparation | None = None
+) -> int:
     """Run the daemon until a signal arrives, and return the exit code. `tuning`: see `open_daemon`.
 
     Raises:
+        NoScopeError: Neither the settings, nor the database, nor `prepare` says what to index. Nothing was changed.
         SchemaVersionError: This release cannot use the version of the database schema.
         SettingsError: The operator has to correct the address of the HTTP server, the URL of the database, its
             password, or a privilege, or to install the native core.
@@ -74,11 +81,13 @@ async def run(settings: Settings, *, migrate_first: bool = True, tuning: Tuning 
         async with database(url, settings.data_dir, on_restart=metrics.postgres_restarts.inc, stage=postgres) as dsn:
             async with AsyncExitStack() as stack:
                 daemon, attempts = None, 0
+                chosen = settings.chooses_scope or prepare is not None
                 while not daemon and await prepare_database(
-                    dsn, stop, migrate_first=migrate_first, changing=on_all_nodes
+                    dsn, stop, migrate_first=migrate_first, changing=on_all_nodes, scope_chosen=chosen
                 ):
                     attempts += 1
                     try:
+                        settings = await prepare(dsn) if prepare else settings
                         opened = open_daemon(settings, dsn, metrics, [postgres], core, tuning)
                         daemon = await stack.enter_async_context(opened)
                     except DatabaseError as error:
@@ -104,10 +113,18 @@ async def run(settings: Settings, *, migrate_first: bool = True, tuning: Tuning 
     return 1 if unwritten else 0
 
 
-async def run_several(settings: Settings, processes: int, config: Path | None, *, migrate_first: bool = True) -> int:
+async def run_several(
+    settings: Settings,
+    processes: int,
+    config: Path | None,
+    *,
+    migrate_first: bool = True,
+    prepare: Preparation | None = None,
+) -> int:
     """Run so many processes until a signal arrives, and return the highest exit code.
 
     Raises:
+        NoScopeError: See `run`.
         SettingsError: There are more processes than buckets, a port is in use, or the operator has to correct
             something about the database.
     """
@@ -120,8 +137,12 @@ async def run_several(settings: Settings, processes: int, config: Path | None, *
     url = settings.database_url.get_secret_value() if settings.database_url else None
     with stop_on_signals(stop, settings.stop_timeout):
         async with database(url, settings.data_dir) as dsn:
-            if not await prepare_database(dsn, stop, migrate_first=migrate_first, changing=on_all_nodes):
+            chosen = settings.chooses_scope or prepare is not None
+            if not await prepare_database(
+                dsn, stop, migrate_first=migrate_first, changing=on_all_nodes, scope_chosen=chosen
+            ):
                 return 0
+            settings = await prepare(dsn) if prepare else settings
             stop.step = "wait for the daemon processes"
             environments = [process_environment(settings, index, processes) for index in range(processes)]
             codes = await asyncio.gather(
@@ -141,8 +162,9 @@ async def _require_free_ports(bind: Address, processes: int) -> None:
 
 
 def process_environment(settings: Settings, index: int, processes: int) -> dict[str, str]:
-    """Return the variables that differ between the processes: shard, port, and their share of threads and rates."""
+    """Return the variables of one process: shard, port, its share of threads and rates, and settings of `--lexicon`."""
     address = settings.http_bind
+    scope = settings.first_scope
     own = {
         "shard": settings.shard.subshard(index, processes),
         "http_bind": address._replace(port=address.port + index if address.port else 0),
@@ -153,6 +175,10 @@ def process_environment(settings: Settings, index: int, processes: int) -> dict[
         "handle_rate": settings.handle_rate / processes,
         "outbound_rate": settings.outbound_rate / processes,
         "stop_timeout": settings.stop_timeout * STOP_TIMEOUT_SHARE,
+        "upstream": settings.upstream,
+        "track": settings.track or "",
+        "collections": "" if scope.collections.matches_all else scope.collections,
+        "signal_collections": scope.signal_collections or "",
     }
     return {variable(name): str(value) for name, value in own.items()}
 

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from ipaddress import ip_address
@@ -53,6 +53,8 @@ OTHER_VARIABLES = frozenset(
     }
 )
 """Environment variables that start with the prefix and are not settings."""
+SCOPE_SETTINGS = ("track", "collections", "signal_collections")
+"""The settings of the scope of a new database."""
 MIN_CONSUMER_LAG_LIMIT = 3_600.0
 """Seconds that a consumer may be behind, however short the retention of changes is."""
 MIN_PASS_INTERVAL = 60.0
@@ -289,14 +291,14 @@ class Settings(BaseModel):
     ] = "live"
     """Where a stream without a stored cursor starts: at the newest event, or at the oldest one that the relay has. A
     sequence number counts only for a new database, and for the first relay."""
-    track: Literal["all", "listed", "signal"] = "all"
+    track: Annotated[Literal["all", "listed", "signal"], "`all`, `listed` or `signal`"] | None = None
     """Accounts to index: `all`; only those that `indexer add` or `indexer discover` added (`listed`); or also those
-    with a record of a signal collection (`signal`). This and the next two settings are the scope of a new database;
-    then use `indexer scope`."""
+    with a record of a signal collection (`signal`). This and the next two settings are the scope of a new database,
+    which needs one of them or `indexer run --lexicon`; then use `indexer scope`."""
     collections: Collections = CollectionFilter()
     """Collections to store. Name those that your service reads; `app.bsky.*` matches all below `app.bsky`."""
     signal_collections: Patterns = ()
-    """With `INDEXER_TRACK=signal`: collections of which a record makes an account indexed. They need not be stored.
+    """Collections of which a record makes an account indexed. They need not be stored.
     Accounts of a pattern with `.*` are found on the stream only."""
     store_values: Switch = True
     """Store record values (JSON), not only CIDs. Turn it off to save disk if you need no values; feeds and links
@@ -437,13 +439,34 @@ class Settings(BaseModel):
         return default if self.sweep_interval is None else self.sweep_interval
 
     @property
+    def chooses_scope(self) -> bool:
+        """True if a setting says what to index."""
+        return not self.model_fields_set.isdisjoint(SCOPE_SETTINGS)
+
+    @property
     def first_scope(self) -> Scope:
         """The scope of a new database. A stored scope has precedence."""
         return Scope(
-            track=Track(self.track),
+            track=Track(self.track or ("signal" if self.signal_collections else "all")),
             collections=self.collections,
             signal_collections=filter_of(self.signal_collections),
         )
+
+    def for_record_types(self, nsids: Sequence[str], stored: Scope | None) -> "Settings":
+        """Return the settings of `indexer run --lexicon`, if the database has this scope. What was given stays.
+
+        Without a stored scope, the first one is these record types, of the repos that have any. A Jetstream is
+        followed if it finds the repos of the scope.
+
+        Raises:
+            SettingsError: Another setting excludes that.
+        """
+        first = {"track": "signal", "collections": CollectionFilter(nsids), "signal_collections": tuple(nsids)}
+        settings = self if stored else _with_defaults(self, first)
+        scope = stored or settings.first_scope
+        if scope.track is Track.SIGNAL and not scope.collections.matches_all:
+            settings = _with_defaults(settings, {"upstream": "jetstream"})
+        return _consistent(settings)
 
     @property
     def policy(self) -> Policy:
@@ -476,13 +499,22 @@ def load_settings(file: Path | None = None) -> Settings:
     for key in from_file:
         if key not in Settings.model_fields:
             raise SettingsError(f"{key!r} in {file} is not a setting{_hint(key, Settings.model_fields)}")
-    settings = _validated(_from_environment(Settings.model_fields), from_file, file)
+    return _consistent(_validated(_from_environment(Settings.model_fields), from_file, file))
+
+
+def _with_defaults(settings: Settings, values: Mapping[str, Any]) -> Settings:
+    """Return the settings with these values for those that were not given."""
+    return settings.model_copy(update={name: values[name] for name in values.keys() - settings.model_fields_set})
+
+
+def _consistent(settings: Settings) -> Settings:
+    """Return the settings; raise `SettingsError` if one of them excludes another one."""
     if settings.track == "signal" and not settings.signal_collections:
         raise SettingsError(f"{variable('track')}: 'signal' needs {variable('signal_collections')}")
     if settings.links and not settings.store_values:
         raise SettingsError("INDEXER_LINKS needs INDEXER_STORE_VALUES, because links are found in values")
     needs = {
-        "named collections in INDEXER_COLLECTIONS": not settings.collections.matches_all,
+        "named collections in INDEXER_COLLECTIONS": not (settings.chooses_scope and settings.collections.matches_all),
         "INDEXER_SPARSE_RESYNC other than 'never'": settings.sparse_resync != "never",
         "'pds' in INDEXER_RESYNC_SOURCE": "pds" in settings.resync_source,
         "INDEXER_SWEEP_INTERVAL of at least 60s": settings.comparison_interval >= MIN_PASS_INTERVAL,

@@ -244,6 +244,7 @@ def daemon_variables(network: LocalNetwork) -> dict[str, str]:
     return {
         "INDEXER_RELAYS": network.relay_url,
         "INDEXER_PLC_URL": network.plc_url,
+        "INDEXER_TRACK": "all",
         "INDEXER_START": "oldest",
         "INDEXER_ALLOW_PRIVATE_HOSTS": "true",
         "INDEXER_HANDLE_RATE": "0",  # its handles are in no DNS

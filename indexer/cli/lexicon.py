@@ -22,8 +22,9 @@ from indexer.cli.client_types import LANGUAGES, class_name
 from indexer.cli.command import ExitCode, command, config_option, json_lines_option, report_error
 from indexer.cli.database import connect_database
 from indexer.cli.output import duration_text, echo_result, result_console, row_table, to_json
+from indexer.db import Database
 from indexer.db.lexicon_indexes import LexiconIndex, UnknownColumnError
-from indexer.db.lexicons import KEY_COLUMNS, AddedLexicon, AddedState, StoredLexicon, ViewInUseError
+from indexer.db.lexicons import KEY_COLUMNS, AddedLexicon, AddedState, StoredLexicon
 from indexer.errors import LexiconError
 from indexer.net.http.checked_connector import DnsResolver
 from indexer.net.lexicons import LexiconResolver, SourcedLexicon, resolve_all, sourced_lexicon
@@ -54,33 +55,54 @@ async def add_command(settings: Settings, *, names: tuple[str, ...], as_json: bo
     fetched, too. Of a directory, all files *.json with a field `lexicon` are read. Nothing is added if one of the
     lexicons is not valid. A lexicon without a record type gets no view.
     """
-    given, nsids = _read_arguments(names)
+    given, nsids = read_arguments(names)
     async with connect_database(settings, connections=2) as db:
-        if nsids:
-            known = {nsid: one.lexicon for nsid, one in ((await db.lexicons.load()) | given).items()}
-            async with open_outbound_client(settings) as outbound:
-                dns, dids = DnsResolver(settings.dns_servers), make_did_resolver(settings, outbound)
-                pds = await asyncio.to_thread(make_pds_client, settings, outbound)
-                found, missing = await resolve_all(LexiconResolver(dns, dids, pds, settings.limits), nsids, known)
-            for problem in missing:
-                click.echo(printable(f"a lexicon that another one refers to is missing: {problem}"), err=True)
-            given |= found
-        try:
-            results = await db.lexicons.add(given)
-        except ViewInUseError as error:
-            return report_error(_in_use(error), ExitCode.FAILED)
-        for result in results:
-            if result.state is AddedState.UPDATED or (result.nsid in given and result.state is not AddedState.SKIPPED):
-                view = f'view lexicon."{result.view}"' if result.view else "no view, other lexicons refer to it"
-                echo_result(result._asdict(), f"{result.nsid}: {result.state}, {view}", as_json=as_json)
-        scope = (await stored_policy(settings, db)).scope
-        if skipped := [result.nsid for result in results if result.state is AddedState.SKIPPED]:
-            click.echo(f"lexicons without a record type, skipped: {', '.join(skipped)}", err=True)
-        for result in results:
-            if result.nsid in given:
-                _print_notices(scope, result, given[result.nsid])
-        _print_dropped(await db.lexicon_indexes.drop_outdated())
+        given |= await fetch_lexicons(settings, db, given, nsids)
+        await store_lexicons(settings, db, given, as_json=as_json)
     return ExitCode.OK
+
+
+async def fetch_lexicons(
+    settings: Settings, db: Database, given: dict[str, SourcedLexicon], nsids: Sequence[str]
+) -> dict[str, SourcedLexicon]:
+    """Return the published lexicons of these NSIDs, and unknown ones that they refer to. Write which ones are missing.
+
+    Raises:
+        LexiconError: One of the NSIDs has no valid lexicon.
+        UnavailableError: A host does not answer for one of the NSIDs.
+    """
+    if not nsids:
+        return {}
+    known = {nsid: one.lexicon for nsid, one in ((await db.lexicons.load()) | given).items()}
+    async with open_outbound_client(settings) as outbound:
+        dns, dids = DnsResolver(settings.dns_servers), make_did_resolver(settings, outbound)
+        pds = await asyncio.to_thread(make_pds_client, settings, outbound)
+        found, missing = await resolve_all(LexiconResolver(dns, dids, pds, settings.limits), nsids, known)
+    for problem in missing:
+        click.echo(printable(f"a lexicon that another one refers to is missing: {problem}"), err=True)
+    return found
+
+
+async def store_lexicons(
+    settings: Settings, db: Database, given: Mapping[str, SourcedLexicon], *, as_json: bool
+) -> None:
+    """Store lexicons, and create or update their views. Write the results.
+
+    Raises:
+        ViewInUseError: A view has to be dropped, and objects of users depend on it.
+    """
+    results = await db.lexicons.add(given)
+    for result in results:
+        if result.state is AddedState.UPDATED or (result.nsid in given and result.state is not AddedState.SKIPPED):
+            view = f'view lexicon."{result.view}"' if result.view else "no view, other lexicons refer to it"
+            echo_result(result._asdict(), f"{result.nsid}: {result.state}, {view}", as_json=as_json)
+    scope = (await stored_policy(settings, db)).scope
+    if skipped := [result.nsid for result in results if result.state is AddedState.SKIPPED]:
+        click.echo(f"lexicons without a record type, skipped: {', '.join(skipped)}", err=True)
+    for result in results:
+        if result.nsid in given:
+            _print_notices(scope, result, given[result.nsid])
+    _print_dropped(await db.lexicon_indexes.drop_outdated())
 
 
 @command("list", lexicon_command)
@@ -120,10 +142,7 @@ async def remove_command(settings: Settings, *, nsids: tuple[str, ...], as_json:
     async with connect_database(settings, connections=2) as db:
         if unknown := _unknown(nsids, await db.lexicons.load()):
             return report_error(unknown, ExitCode.UNKNOWN)
-        try:
-            await db.lexicons.remove(nsids)
-        except ViewInUseError as error:
-            return report_error(_in_use(error), ExitCode.FAILED)
+        await db.lexicons.remove(nsids)
         for nsid in nsids:
             echo_result({"nsid": nsid}, f"{nsid}: removed", as_json=as_json)
         _print_dropped(await db.lexicon_indexes.drop_outdated())
@@ -188,7 +207,7 @@ async def types_command(settings: Settings, *, nsids: tuple[str, ...], language:
     return ExitCode.OK
 
 
-def _read_arguments(names: Sequence[str]) -> tuple[dict[str, SourcedLexicon], list[str]]:
+def read_arguments(names: Sequence[str]) -> tuple[dict[str, SourcedLexicon], list[str]]:
     """Return the lexicons of the files and directories among the arguments by NSID, and the NSIDs to resolve.
 
     A path wins over an NSID. Files of a directory whose JSON has no field `lexicon` are skipped.
@@ -260,7 +279,3 @@ def _column_of(name: str, stored: StoredLexicon) -> str:
     """Return the column that a name means: its own, or the only one of the field with this name."""
     field = stored.fields.get(name)
     return field.columns[0] if field is not None and len(field.columns) == 1 else name
-
-
-def _in_use(error: ViewInUseError) -> str:
-    return f"nothing was changed: {error}; drop what depends on the view, run the command again, and create it again"

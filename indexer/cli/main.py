@@ -17,7 +17,7 @@ from click.shell_completion import get_completion_class
 
 from indexer import __version__
 from indexer.cli.command import ExitCode, config_option, report_error
-from indexer.errors import LayoutChangedError, LexiconError, SettingsError, UnavailableError
+from indexer.errors import LayoutChangedError, LexiconError, SettingsError, UnavailableError, ViewInUseError
 
 PROGRAM = "indexer"
 NATIVE_CORE = "atproto-indexer-native"
@@ -156,7 +156,7 @@ def exit_code(run: Callable[[], Any]) -> int:
         # The reader of the output closed the pipe. The interpreter must not fail when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.FAILED
-    except (UnavailableError, LayoutChangedError, OSError) as error:
+    except (UnavailableError, LayoutChangedError, ViewInUseError, OSError) as error:
         return report_error(str(error), ExitCode.FAILED)
     except (click.Abort, KeyboardInterrupt):
         return ExitCode.INTERRUPTED

@@ -14,7 +14,7 @@ from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result, result_console, row_table, to_json
 from indexer.db import Database
 from indexer.db.scope import CollectionProgress
-from indexer.errors import InvalidScopeError
+from indexer.errors import InvalidScopeError, NoScopeError
 from indexer.sync.scope import Scope, Track, filter_of
 
 BATCH_SIZE = 10_000
@@ -40,6 +40,8 @@ async def show_command(settings: Settings, *, as_json: bool) -> int:
     """
     async with connect_database(settings) as db:
         scope, progress = await db.scope.load(), await db.scope.progress()
+    if scope is None and not settings.chooses_scope:
+        raise NoScopeError
     _print(scope or settings.first_scope, progress, as_json=as_json)
     return ExitCode.OK
 

@@ -28,6 +28,7 @@ from indexer.db.columns import Connection
 from indexer.db.connections import Area
 from indexer.db.database_errors import DatabaseError
 from indexer.db.view_columns import ViewColumn, load_view_columns
+from indexer.errors import ViewInUseError
 from indexer.reasons import FetchFailure
 
 KEY_COLUMNS = ("did", "rkey", "uri", "cid", "rev", "indexed_at", "lexicon_problem", "bucket")
@@ -174,10 +175,6 @@ _UPSERT = """
 """
 _CREATE_VIEW = "select indexer.create_lexicon_view($1)"
 _DROP_VIEW = "select indexer.drop_lexicon_view($1)"
-
-
-class ViewInUseError(Exception):
-    """A view cannot be changed, because objects of users depend on it. The message names them."""
 
 
 class AddedState(StrEnum):

@@ -18,7 +18,7 @@ from asyncpg import exceptions
 from indexer.crash_points import COMMITTED, crash_point
 from indexer.db.blocking_sessions import BlockingSession, end_blocking
 from indexer.db.database_errors import DatabaseError, connect, database_errors, unusable, without_password
-from indexer.db.requirements import opened, require_privileges, require_usable_schema, schema_state
+from indexer.db.requirements import opened, require_privileges, require_scope, require_usable_schema, schema_state
 from indexer.sync.backoff import backoff_seconds
 
 LOCK_SECONDS, MAX_LOCK_SECONDS = 2.0, 64.0
@@ -76,7 +76,9 @@ _CONFLICT = "tuple concurrently updated"  # asyncpg has no class for this error,
 log = structlog.get_logger(__name__)
 
 
-async def prepare_database(dsn: str, stop: asyncio.Event, *, migrate_first: bool, changing: SchemaChange) -> bool:
+async def prepare_database(
+    dsn: str, stop: asyncio.Event, *, migrate_first: bool, changing: SchemaChange, scope_chosen: bool = True
+) -> bool:
     """Wait until the database answers, and migrate it or check its version; return False if `stop` ended this.
 
     Args:
@@ -84,12 +86,16 @@ async def prepare_database(dsn: str, stop: asyncio.Event, *, migrate_first: bool
         stop: Set it to end the wait. A migration that has begun is rolled back.
         migrate_first: Upgrade the schema. Otherwise this release must be able to use it as it is.
         changing: See `migrate`.
+        scope_chosen: A scope will be stored. Otherwise the database must have one.
 
     Raises:
+        NoScopeError: The database must have a scope, and has none. Nothing was changed.
         SchemaVersionError: The schema is too old and `migrate_first` is False, or it is too new for this release.
         SettingsError: The operator has to correct the URL, the password, a privilege, or the contents of the database.
     """
-    prepared = asyncio.create_task(_prepare(dsn, changing if migrate_first else None), name="prepare database")
+    prepared = asyncio.create_task(
+        _prepare(dsn, changing if migrate_first else None, scope_chosen=scope_chosen), name="prepare database"
+    )
     stopped = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([prepared, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -102,9 +108,11 @@ async def prepare_database(dsn: str, stop: asyncio.Event, *, migrate_first: bool
         await asyncio.gather(prepared, stopped, return_exceptions=True)
 
 
-async def _prepare(dsn: str, changing: SchemaChange | None) -> None:
+async def _prepare(dsn: str, changing: SchemaChange | None, *, scope_chosen: bool) -> None:
     for attempt in count(1):
         try:
+            if not scope_chosen:
+                await require_scope(dsn)
             await (require_usable_schema(dsn) if changing is None else migrate(dsn, changing))
             await require_privileges(dsn)
         except DatabaseError as error:

@@ -15,7 +15,7 @@ import structlog
 
 from indexer.db.columns import Connection
 from indexer.db.database_errors import connect, database_errors, unusable, without_password
-from indexer.errors import SchemaVersionError
+from indexer.errors import NoScopeError, SchemaVersionError
 
 OLDEST_POSTGRES = 15
 """The oldest major version with which the tests were run. The SQL needs version 14 (functions with BEGIN ATOMIC)."""
@@ -38,6 +38,7 @@ _HAS_VERSION = """
         select from pg_class where relnamespace = to_regnamespace('indexer') and relname = 'alembic_version'
     )
 """
+_HAS_SCOPE = "select exists (select from indexer.scope)"
 _VERSION = "select version_num from indexer.alembic_version"
 _OLDEST_COMPATIBLE = "select value from indexer.stored_setting where name = 'oldest_compatible_schema'"
 _FACTS = """
@@ -177,6 +178,15 @@ async def require_usable_schema(dsn: str) -> None:
     """
     async with opened(dsn) as connection:
         (await schema_state(connection)).require_usable()
+
+
+async def require_scope(dsn: str) -> None:
+    """Raise `NoScopeError` unless a scope is stored; other errors as `opened`. An unknown schema is not read."""
+    async with opened(dsn) as connection:
+        state = await schema_state(connection)
+        is_known = state.is_usable or state.is_old
+        if state.database is None or (is_known and not await connection.fetchval(_HAS_SCOPE)):
+            raise NoScopeError
 
 
 async def require_privileges(dsn: str) -> None:

@@ -143,12 +143,14 @@ class CurrentScope:
         stage: Its progress. To read the scope is work.
         policy: The policy, at first with the scope of the settings, for a database without one. A change replaces the
             object, so that a plan that has begun keeps the one it began with.
+        chosen: The settings name a scope.
         changed_at: When this process took the present scope (monotonic seconds).
     """
 
     stored: StoredScope
     policy: Policy
     poll: float = 1.0
+    chosen: bool = True
 
     def __post_init__(self) -> None:
         self._first = self.policy.scope
@@ -164,7 +166,7 @@ class CurrentScope:
     async def begin(self) -> None:
         """Read the scope, or store the one of the settings if there is none."""
         stored = await self.stored.begin(self._first)
-        if not stored.same_choice(self._first):
+        if self.chosen and not stored.same_choice(self._first):
             log.warning("scope.settings-ignored", settings=str(self._first), stored=str(stored))
         self._take(stored)
 

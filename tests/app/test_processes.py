@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from indexer.app.processes import process_environment, run_several
-from indexer.app.settings import Settings
+from indexer.app.settings import Settings, load_settings
 from indexer.demo.scenario import Scenario
 from indexer.errors import SettingsError
 from indexer.sync.shard import Shard
@@ -34,6 +34,16 @@ def test_processes_share_buckets_ports_threads_and_rates() -> None:
     assert [float(own[0][f"INDEXER_{name}_RATE"]) * 3 for name in ("PLC", "OUTBOUND", "HANDLE")] == [10, 100, 10]
     buckets = [bucket for one in own for bucket in Shard.parse(one["INDEXER_SHARD"]).buckets]
     assert buckets == list(Shard(1, 2).buckets)
+
+
+def test_processes_get_the_scope_and_the_upstream_that_their_parent_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = Settings().for_record_types(["com.example.note", "app.bsky.feed.like"], None)
+    for settings in (chosen, Settings(), Settings(track="listed")):
+        for name, value in process_environment(settings, 0, 2).items():
+            monkeypatch.setenv(name, value)
+        own = load_settings()
+        assert own.first_scope.same_choice(settings.first_scope)
+        assert (own.chooses_scope, own.upstream) == (settings.chooses_scope, settings.upstream)
 
 
 async def test_more_processes_than_buckets_are_a_settings_error() -> None:

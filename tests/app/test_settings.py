@@ -9,8 +9,10 @@ import pytest
 
 from indexer.app.settings import OTHER_VARIABLES, Settings, allowed, load_settings, variable
 from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.atproto.syntax import CollectionFilter
 from indexer.errors import SettingsError
 from indexer.net.server.address import Address
+from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import Shard
 
 ROOT = Path(__file__).parents[2]
@@ -259,7 +261,8 @@ def test_limit_of_blocks_grows_with_the_size_of_exports(monkeypatch: pytest.Monk
 def test_example_file_contains_the_defaults(file: Path) -> None:
     uncommented = re.sub(r"^# (?=\w+ = )", "", EXAMPLE.read_text(), flags=re.MULTILINE)
     assert tomllib.loads(uncommented).keys() == Settings.model_fields.keys()
-    without_default = r"^(database_url|data_dir|contact|sweep_interval|verify_threads|webhook_url|admin_password) .*$"
+    unset = "database_url|data_dir|track|contact|sweep_interval|verify_threads|webhook_url|admin_password"
+    without_default = rf"^({unset}) .*$"
     file.write_text(re.sub(without_default, "", uncommented, flags=re.MULTILINE))
     assert differences(load_settings(file), Settings()) == []
 
@@ -279,9 +282,9 @@ def test_links_without_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_jetstream_needs_named_collections_and_the_hosts_of_accounts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INDEXER_UPSTREAM", "jetstream")
     monkeypatch.setenv("INDEXER_JETSTREAMS", "wss://jetstream.example/subscribe,http://localhost:6008")
-    for value in (None, "*", "app.bsky.*,*"):
-        if value:
-            monkeypatch.setenv("INDEXER_COLLECTIONS", value)
+    load_settings()  # the stored scope, or `--lexicon`, names them
+    for name, value in {"TRACK": "listed", "COLLECTIONS": "app.bsky.*,*"}.items():
+        monkeypatch.setenv(f"INDEXER_{name}", value)
         with pytest.raises(SettingsError, match="'jetstream' needs named collections in INDEXER_COLLECTIONS"):
             load_settings()
     monkeypatch.setenv("INDEXER_COLLECTIONS", "app.bsky.*")
@@ -298,3 +301,35 @@ def test_jetstream_needs_named_collections_and_the_hosts_of_accounts(monkeypatch
     monkeypatch.setenv("INDEXER_SWEEP_INTERVAL", "60s")
     monkeypatch.delenv("INDEXER_JETSTREAMS")
     assert all("jetstream" in url for url in load_settings().jetstreams)
+
+
+NSIDS = ["com.example.note", "app.bsky.feed.like"]
+TYPES = CollectionFilter(NSIDS)
+SIGNAL = Scope(track=Track.SIGNAL, collections=TYPES, signal_collections=TYPES)
+
+
+def test_record_types_are_the_first_scope_beside_what_is_given() -> None:
+    assert Settings().for_record_types(NSIDS, None).first_scope.same_choice(SIGNAL)
+    more = Settings(collections="com.*", track="listed").for_record_types(NSIDS, None)
+    given = replace(SIGNAL, track=Track.LISTED, collections=CollectionFilter(["com.*"]))
+    assert more.first_scope.same_choice(given)
+    unchanged = Settings().for_record_types(NSIDS, given)
+    assert [one.chooses_scope for one in (more, Settings(collections="*"), unchanged)] == [True, True, False]
+
+
+def test_signal_collections_alone_choose_the_accounts() -> None:
+    """Not all accounts, which these settings would then have no effect on."""
+    assert Settings(signal_collections="com.example.note").first_scope.track is Track.SIGNAL
+    assert Settings(signal_collections="com.example.note", track="all").first_scope.track is Track.ALL
+    assert Settings(collections="com.example.note").first_scope.track is Track.ALL
+
+
+def test_jetstream_is_the_upstream_of_a_scope_whose_repos_it_finds() -> None:
+    for stored in (None, SIGNAL):
+        assert Settings().for_record_types(NSIDS, stored).upstream == "jetstream"
+        assert Settings(upstream="relay").for_record_types(NSIDS, stored).upstream == "relay"
+        with pytest.raises(SettingsError, match="'jetstream' needs INDEXER_SPARSE_RESYNC other than 'never'"):
+            Settings(sparse_resync="never").for_record_types(NSIDS, stored)
+    assert Settings(track="listed").for_record_types(NSIDS, None).upstream == "relay"
+    for other in (replace(SIGNAL, track=Track.LISTED), replace(SIGNAL, collections=CollectionFilter())):
+        assert Settings().for_record_types(NSIDS, other).upstream == "relay"

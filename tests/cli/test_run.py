@@ -83,7 +83,7 @@ def test_data_directory_that_cannot_be_used_is_a_wrong_setting(
     data.touch()
     if not external:
         monkeypatch.delenv("INDEXER_DATABASE_URL")
-    session.configure(INDEXER_DATA_DIR=str(data), INDEXER_HTTP_BIND="127.0.0.1:0")
+    session.configure(INDEXER_DATA_DIR=str(data), INDEXER_HTTP_BIND="127.0.0.1:0", INDEXER_TRACK="all")
     result = session("run")
     assert result.returncode == 2
     assert error_line(result).startswith("INDEXER_DATA_DIR: ")
@@ -143,6 +143,7 @@ def test_daemon_serves_health_checks_and_stops_on_a_signal(database: str, tmp_pa
     settings = {
         "INDEXER_DATABASE_URL": database,
         "INDEXER_DATA_DIR": str(tmp_path),
+        "INDEXER_TRACK": "all",
         "INDEXER_RELAYS": "ws://127.0.0.1:9",  # a port without a server
         "INDEXER_ALLOW_PRIVATE_HOSTS": "true",
         "INDEXER_HTTP_BIND": "127.0.0.1:0",

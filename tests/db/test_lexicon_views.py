@@ -9,9 +9,9 @@ import asyncpg
 import pytest
 
 from indexer.db import Database, DatabaseError
-from indexer.db.lexicons import AddedState, ViewInUseError
+from indexer.db.lexicons import AddedState
 from indexer.db.migrate import migrate
-from indexer.errors import SettingsError
+from indexer.errors import SettingsError, ViewInUseError
 from tests.db.change_log_helpers import connected
 from tests.db.later_release import use_later_release
 from tests.db.lexicon_views import COLUMNS, LIKES, VIEW, columns, put_reviews

@@ -11,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from indexer.db.migrate import prepare_database
-from indexer.errors import SchemaVersionError, SettingsError
+from indexer.errors import NoScopeError, SchemaVersionError, SettingsError
 from tests.database_checks import schema_is_current
 from tests.database_proxy import DatabaseProxy
 from tests.db.change_log_helpers import connected
@@ -131,3 +131,28 @@ async def test_errors_that_the_operator_has_to_correct_end_the_start_at_once(emp
         await prepare(empty_database.replace("//postgres@", "//nobody@"))
     with pytest.raises(SchemaVersionError):
         await prepare(empty_database)
+
+
+async def test_start_without_a_choice_needs_a_stored_scope(
+    empty_database: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing is created or upgraded. A schema that this release cannot use is reported as such."""
+    prepare = partial(prepare_database, empty_database, asyncio.Event(), changing=nullcontext)
+    with pytest.raises(NoScopeError):
+        await prepare(migrate_first=True, scope_chosen=False)
+    async with connected(empty_database) as connection:
+        assert await connection.fetchval("select to_regnamespace('indexer')") is None
+        assert await prepare(migrate_first=True)
+        with pytest.raises(NoScopeError):
+            await prepare(migrate_first=False, scope_chosen=False)
+        with monkeypatch.context() as later:
+            use_later_release(later, tmp_path, ["drop table indexer.cursor"])
+            with pytest.raises(NoScopeError):
+                await prepare(migrate_first=True, scope_chosen=False)
+        assert await connection.fetchval("select to_regclass('indexer.cursor')") is not None
+        await connection.execute("insert into indexer.scope values (true, 1, 'all', '{*}', '{0}', '{}')")
+        assert await prepare(migrate_first=False, scope_chosen=False)
+        await connection.execute("drop table indexer.scope cascade")
+        await connection.execute("update indexer.alembic_version set version_num = '0014'")
+    with pytest.raises(SchemaVersionError):
+        await prepare(migrate_first=True, scope_chosen=False)
