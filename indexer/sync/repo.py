@@ -332,7 +332,8 @@ def desynchronize(repo: Repo, trigger: Trigger, reason: Desync, now: float) -> R
 def _next_attempt(repo: Repo, now: float, *, current: bool) -> dict[str, Any]:
     """Return the fields of a repo that needs a resync; `current`: its last resync was complete."""
     since = repo.synchronized_at if current else None
-    recent_breaks = 0 if since is not None and now - since > STABLE_SECONDS else repo.attempts
+    failures = max(0, repo.attempts - (repo.sync_reason in NEWS))  # a newer rev is no failure
+    recent_breaks = 0 if since is not None and now - since > STABLE_SECONDS else failures
     wait = now + backoff_seconds(recent_breaks, repo.did) if recent_breaks else None
     return {"attempts": recent_breaks + 1, "next_attempt_at": wait}
 

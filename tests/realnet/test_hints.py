@@ -85,7 +85,7 @@ async def test_indexer_behind_the_jetstream_of_another_one_has_its_records(
             second = partial(
                 daemon_process, addresses, database, tmp_path, "tests.realnet.hurried_daemon",
                 upstream="jetstream", jetstreams=proxy.relay_url, collections=WANTED, sparse_resync="always",
-                sweep_interval="10",
+                sweep_interval="60", start="live",
             )  # fmt: skip
             async with second() as daemon:
                 await until(lambda: first.jetstream_reader.subscribers > 0, lambda: log_tail(tmp_path))

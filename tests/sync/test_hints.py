@@ -22,7 +22,18 @@ from indexer.sync.hints import (
     wanted_patterns,
 )
 from indexer.sync.policy import KeyState, PlanContext, Policy
-from indexer.sync.repo import OUT_OF_SCOPE, PARKED, TOMBSTONED, Head, Outcome, Repo, SyncStatus, Trigger, move
+from indexer.sync.repo import (
+    OUT_OF_SCOPE,
+    PARKED,
+    TOMBSTONED,
+    Head,
+    Outcome,
+    Repo,
+    SyncStatus,
+    Trigger,
+    desynchronize,
+    move,
+)
 from indexer.sync.resync import Completion
 from indexer.sync.scope import Scope, Track
 from tests.sync.signing_account import NOW
@@ -236,3 +247,10 @@ def test_hint_that_came_during_the_resync_is_followed_at_once() -> None:
     assert (behind.sync_status, behind.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.HINTED)
     assert (behind.next_attempt_at, behind.latest_unverified_rev) == (None, NEWEST)
     assert completed(claimed, NEWEST, noted=NEWEST).sync_status is SyncStatus.SYNCHRONIZED
+
+
+def test_killed_resync_of_a_hinted_repo_starts_again_at_once_the_first_time() -> None:
+    repo = plan(ROW).repo
+    for waits in (False, True):
+        repo = desynchronize(move(repo, Trigger.CLAIMED), Trigger.LEASE_EXPIRED, Desync.LEASE_EXPIRED, NOW)
+        assert (repo.next_attempt_at is not None) is waits
