@@ -361,7 +361,7 @@ class Settings(BaseModel):
     host twice in this time, which is at least `60s`."""
     hosts_interval: Seconds = 86_400
     """How often to read the repo list of each host that the relays list, for accounts that relays withhold or omit.
-    `0`: only `indexer discover --hosts` does."""
+    `0`, or an `INDEXER_UPSTREAM` other than `relay`: only `indexer discover --hosts` does."""
     host_streams: Annotated[int, Field(ge=0, le=100), "a whole number from 0 to 100"] = 8
     """Hosts whose own streams are read, because no relay passes on some of their accounts: those with the most of them.
     `0`: only their lists are read."""

@@ -218,7 +218,7 @@ class Crawls(Area):
         return [HostedDid(*row) for row in await self._fetch(_HOSTED_REPOS, list(buckets), after, limit)]
 
     async def count_hosted(self, buckets: Sequence[int], at_least: int) -> dict[str | None, int]:
-        """Return the number of these repos by PDS. None has those of unknown PDSes, and of all with fewer than `at_least`."""
+        """Return the number of these repos by PDS; for None, those of unknown PDSes and of those below `at_least`."""
         rows = await self._fetch(_COUNT_HOSTED, list(buckets), at_least)
         return {row["pds"]: row["repos"] for row in rows}
 

@@ -135,7 +135,7 @@ class ResyncAttempts:
             if claimed.newer_is_verified or not await self._is_current(claimed, identity):
                 if not claimed.newer_is_verified and not await self._is_newer_elsewhere(claimed):
                     raise _PerhapsMovedError
-                raise UnavailableError(FetchFailure.EXPORT_STALE, "the host has the stored state, but a newer rev is known")
+                raise UnavailableError(FetchFailure.EXPORT_STALE, "the host lacks the newer rev that is known")
             return await self.applies.write(resync, policy, identity.key, None)
         resync.enter(Phase.VERIFY)
         export, verified_by = await self._verify(claimed, download, identity)

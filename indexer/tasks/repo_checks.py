@@ -275,7 +275,7 @@ class RepoChecks:
         return failed
 
     async def _ask_host(self, repos: Sequence[HostedDid], late: list[HostedDid], *, last: bool) -> list[HostedDid]:
-        """Compare repos with their host; return those without a usable answer. If it is late, add the rest to `late`."""
+        """Compare repos with their host; return those without a usable answer. The rest of a late one: `late`."""
         failed = list[HostedDid]()
         turn = self._turns.setdefault(repos[0].pds, _Turn(PAGE_COST, HOST_SHARE * self.settings.interval))
         for start in (0, *range(1, len(repos), AT_ONCE)):  # after a pause, one request must succeed first
