@@ -93,7 +93,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What was spent: bytes, HTTP requests, and CPU seconds of the program and of its Postgres."""
+    """Bytes, HTTP requests, and CPU seconds of the program and of its Postgres."""
 
     bytes: float = 0.0
     requests: float = 0.0
@@ -108,7 +108,7 @@ class Spent:
 
 
 class Row(NamedTuple):
-    """What one wanted record costs with this share of wanted ones, or an hour; and in which way."""
+    """The cost of one wanted record at this share of wanted ones, or of an hour, for one way of getting them."""
 
     wanted: str
     way: str
@@ -298,7 +298,7 @@ async def _send(
 
 
 async def measure_comparison(repos: int, directory: Path) -> Spent:
-    """Return what it costs to compare repos with their hosts, which list other accounts first."""
+    """Return the cost of comparing repos with their hosts, which list other accounts first."""
     async with sparse_network(HOSTS) as network, counted(network.jetstream) as hints:
         for pds in network.pdses:
             repo = network.host(SigningAccount(len(network.repos), 10, 0))

@@ -107,7 +107,7 @@ class NoScopeError(SettingsError):
     """Neither the database nor a setting says what to index."""
 
     def __init__(self) -> None:
-        super().__init__("Nothing says what to index. Choose for this new database; `indexer scope set` changes it.")
+        super().__init__("Nothing says what to index. Set INDEXER_TRACK, or use `indexer run --lexicon NSID`.")
 
 
 class SchemaVersionError(SettingsError):

@@ -58,7 +58,7 @@ SCOPE_SETTINGS = ("track", "collections", "signal_collections")
 MIN_CONSUMER_LAG_LIMIT = 3_600.0
 """Seconds that a consumer may be behind, however short the retention of changes is."""
 MIN_PASS_INTERVAL = 60.0
-"""Seconds between two comparisons with hosts: in an eighth of it, a host must answer."""
+"""Minimum interval of comparisons with hosts, in seconds. Each host has an eighth of the interval to answer."""
 _SECRETS = frozenset({"database_url", "webhook_url", "admin_password"})
 _SECONDS = {"": 1, "ms": 0.001, "s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _BYTES = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -279,13 +279,14 @@ class Settings(BaseModel):
     """Consume `all` relays at once, or the first one that works (`failover`). A further relay costs its traffic, and
     little CPU. With `INDEXER_UPSTREAM=pds`, it is always `failover`."""
     upstream: Literal["relay", "pds", "jetstream"] = "relay"
-    """Kind of hosts that are followed: `relay`; `pds`, whose events count only for accounts that it hosts; or
-    `jetstream`, whose events are only hints: the chosen records are fetched from their hosts, with proof, and of relays
-    lists are read, and exports as `INDEXER_RESYNC_SOURCE` says. It needs `INDEXER_COLLECTIONS`."""
+    """Kind of stream to consume: that of a `relay`; that of a `pds`, whose events count only for accounts that it
+    hosts; or that of a `jetstream`, whose events are only hints: changed records are fetched from their hosts, with
+    proof. `jetstream` needs `INDEXER_COLLECTIONS`, and uses relays for repo lists and as `INDEXER_RESYNC_SOURCE`
+    says."""
     jetstreams: Jetstreams = tuple(
         f"wss://jetstream{number}.us-{coast}.bsky.network" for coast in ("east", "west") for number in (2, 1)
     )
-    """Jetstreams for `INDEXER_UPSTREAM=jetstream`. The first one that works is followed."""
+    """Jetstreams for `INDEXER_UPSTREAM=jetstream`. The first one that works is read."""
     start: Annotated[
         Literal["live", "oldest"] | Annotated[int, Field(ge=0, lt=2**63)], "`live`, `oldest`, or a sequence number"
     ] = "live"
@@ -294,11 +295,11 @@ class Settings(BaseModel):
     track: Annotated[Literal["all", "listed", "signal"], "`all`, `listed` or `signal`"] | None = None
     """Accounts to index: `all`; only those that `indexer add` or `indexer discover` added (`listed`); or also those
     with a record of a signal collection (`signal`). This and the next two settings are the scope of a new database,
-    which needs one of them or `indexer run --lexicon`; then use `indexer scope`."""
+    which needs one of them or `indexer run --lexicon`. Change it later with `indexer scope`."""
     collections: Collections = CollectionFilter()
     """Collections to store. Name those that your service reads; `app.bsky.*` matches all below `app.bsky`."""
     signal_collections: Patterns = ()
-    """Collections of which a record makes an account indexed. They need not be stored.
+    """Index each account that has a record of one of these collections. They need not be stored.
     Accounts of a pattern with `.*` are found on the stream only."""
     store_values: Switch = True
     """Store record values (JSON), not only CIDs. Turn it off to save disk if you need no values; feeds and links
@@ -355,12 +356,12 @@ class Settings(BaseModel):
     """Time from the deletion of an account to the erasure of its records, which are hidden at once. Lower it if
     your rules on erasure are stricter."""
     sweep_interval: Seconds | None = None
-    """How often to compare the relay's repo list, or with `INDEXER_UPSTREAM=jetstream` each repo with its host, and to
-    try parked repos again (default: each day). `0`: only after messages may have been missed; parked repos stay. At
-    least `60s` with a Jetstream."""
+    """How often to compare the relay's repo list with the database, and to try parked repos again (default: each day).
+    `0`: only after messages may have been missed; parked repos stay. With a Jetstream, each repo is compared with its
+    host twice in this time, which is at least `60s`."""
     hosts_interval: Seconds = 86_400
     """How often to read the repo list of each host that the relays list, for accounts that relays withhold or omit.
-    `0`: only `indexer discover --hosts` does."""
+    `0`, or an `INDEXER_UPSTREAM` other than `relay`: only `indexer discover --hosts` does."""
     host_streams: Annotated[int, Field(ge=0, le=100), "a whole number from 0 to 100"] = 8
     """Hosts whose own streams are read, because no relay passes on some of their accounts: those with the most of them.
     `0`: only their lists are read."""
@@ -453,10 +454,10 @@ class Settings(BaseModel):
         )
 
     def for_record_types(self, nsids: Sequence[str], stored: Scope | None) -> "Settings":
-        """Return the settings of `indexer run --lexicon`, if the database has this scope. What was given stays.
+        """Return the settings of `indexer run --lexicon` for this stored scope. Settings that were given stay.
 
-        Without a stored scope, the first one is these record types, of the repos that have any. A Jetstream is
-        followed if it finds the repos of the scope.
+        Without a stored scope, these record types become the collections and the signal collections. A Jetstream is
+        read if the scope has signal collections and does not store all collections.
 
         Raises:
             SettingsError: Another setting excludes that.
@@ -503,12 +504,12 @@ def load_settings(file: Path | None = None) -> Settings:
 
 
 def _with_defaults(settings: Settings, values: Mapping[str, Any]) -> Settings:
-    """Return the settings with these values for those that were not given."""
+    """Return the settings, with these values in place of defaults."""
     return settings.model_copy(update={name: values[name] for name in values.keys() - settings.model_fields_set})
 
 
 def _consistent(settings: Settings) -> Settings:
-    """Return the settings; raise `SettingsError` if one of them excludes another one."""
+    """Return the settings; raise `SettingsError` if two of them contradict each other."""
     if settings.track == "signal" and not settings.signal_collections:
         raise SettingsError(f"{variable('track')}: 'signal' needs {variable('signal_collections')}")
     if settings.links and not settings.store_values:

@@ -45,9 +45,9 @@ async def run_command(settings: Settings, *, names: tuple[str, ...], no_migrate:
 
     On SIGTERM or SIGINT, the daemon stores the received messages and stops. A second signal stops at once.
 
-    --lexicon adds lexicons like `indexer lexicon add`, but does not resolve an NSID again. Their record types are the
-    signal collections and the collections of a new database; those of another one must be in its scope. Unless
-    INDEXER_UPSTREAM is set, a Jetstream is followed, which is cheapest.
+    --lexicon adds lexicons like `indexer lexicon add`, but resolves no NSID that is stored. In a new database, their
+    record types become the collections and the signal collections; an existing scope must include them. If this scope
+    has both, and INDEXER_UPSTREAM is not set, the daemon reads a Jetstream, which is cheapest.
     """
     prepare = partial(_prepare, settings, *read_arguments(names)) if names else None
     try:
@@ -68,8 +68,8 @@ async def _prepare(settings: Settings, given: dict[str, SourcedLexicon], nsids: 
         try:
             found = await fetch_lexicons(settings, db, given, [nsid for nsid in nsids if nsid not in known])
         except LexiconError as error:
-            instead = "set INDEXER_COLLECTIONS and INDEXER_SIGNAL_COLLECTIONS instead, for no typed view"
-            raise LexiconError(f"{error}; give its file, or {instead}") from None
+            instead = "without a typed view, set INDEXER_COLLECTIONS and INDEXER_SIGNAL_COLLECTIONS"
+            raise LexiconError(f"{error}; give its file, or, {instead}") from None
         named, given = (*given, *nsids), given | found
         records = {nsid for nsid, one in known.items() if one.view} | {
             nsid for nsid, one in given.items() if one.lexicon.record

@@ -106,7 +106,7 @@ _ACTIVE = """
 """
 
 
-# Those that wait for their resync will be compared by it.
+# A repo that waits for its resync is compared by it.
 _HOSTED = f"""
     from indexer.repo r left join indexer.identity i on i.did = r.did and i.bucket = r.bucket
     where r.bucket = any($1::smallint[]) and r.tracked and case
@@ -218,7 +218,7 @@ class Crawls(Area):
         return [HostedDid(*row) for row in await self._fetch(_HOSTED_REPOS, list(buckets), after, limit)]
 
     async def count_hosted(self, buckets: Sequence[int], at_least: int) -> dict[str | None, int]:
-        """Return the numbers of these repos by PDS; None: those of all PDSes that have fewer than `at_least`."""
+        """Return the number of these repos by PDS; for None, those of unknown PDSes and of those below `at_least`."""
         rows = await self._fetch(_COUNT_HOSTED, list(buckets), at_least)
         return {row["pds"]: row["repos"] for row in rows}
 

@@ -121,7 +121,7 @@ class Gaps(Area):
     async def save_caught_up(self, relay: str, shard: Shard, at: float, last_gap: int) -> None:
         """Store that everything until `at` (Unix seconds) is stored, and close the gaps of the shard up to this ID.
 
-        A position in a Jetstream that is stored stays.
+        A stored position in a Jetstream does not change.
         """
         async with self._pool.transaction() as connection:
             await connection.execute(_SAVE_CAUGHT_UP, relay, str(shard), at)

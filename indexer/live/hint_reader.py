@@ -1,7 +1,7 @@
-"""Read a Jetstream, and let the repos be fetched that its events name (docs/protocol.md#hints).
+"""Read a Jetstream, and make the repos due that its events name (docs/protocol.md#hints).
 
-The rows and the cursor are written in one transaction. The cursor is a time, so it counts for each instance. The clocks
-of two instances differ, so a connection begins a little before it: an event that is received again changes nothing.
+The rows and the cursor are written in one transaction. The cursor is a time, so it is valid at every Jetstream. Their
+clocks differ, so a connection begins a little before it: an event that is received again changes nothing.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from indexer.telemetry.conditions import NEW_ACCOUNTS_LIMITED, Conditions
 from indexer.telemetry.metrics import Metrics
 
 MAX_PATHS = 10_000
-"""Changed paths that are remembered for the resyncs of their repos."""
+"""Maximum number of changed paths in memory. A resync requests the path of its repo first."""
 OVERLAP_MICROS = 10_000_000
 """How far before the cursor a connection begins, in microseconds."""
 
@@ -45,14 +45,14 @@ class HintReader:
     """Follows the hints about the accounts of one shard. `run` ends only with an exception that is a bug.
 
     Attributes:
-        paths: The last changed path of repos that are to be fetched, by DID.
+        paths: The last changed path of each repo that is due, by DID.
         new_accounts: The limit on unknown accounts, of all hosts together.
         wake: Called when repos have become due.
-        ask: Called with the DID of an account whose host is to be asked about it.
+        ask: Called with the DID of an account, to ask its host for status and rev.
         totals: Counts the events.
-        stage: Its progress. To write hints is work.
-        position: The stored position. The batch writer, which has none of its messages, only reads it.
-        last_error, failing_since, last_message: As those of a `FirehoseConsumer`.
+        stage: Its progress. It is busy while it writes hints.
+        position: The stored position. The batch writer only reads it.
+        last_error, failing_since, last_message: As in `FirehoseConsumer`.
     """
 
     db: Database
@@ -89,9 +89,9 @@ class HintReader:
                     self.subscription.reconnect()
 
     async def begin_connection(self, relay: str) -> int | None:
-        """Return the cursor for a new connection, as soon as the scope has a filter."""
+        """Return the cursor for a new connection. Wait until the scope names collections."""
         while not (path := self._path()):
-            self.last_error = "the scope has all collections, and a Jetstream is no source for them; name collections"
+            self.last_error = "the scope has all collections; name some, with `indexer scope set --collections`"
             self.failing_since = self.failing_since or monotonic()
             await asyncio.sleep(self.settings.retry_interval)
         self.subscription.path, self.last_error, self.failing_since = path, None, None
@@ -103,11 +103,11 @@ class HintReader:
         epoch, stored = resume_point(cursors, JETSTREAM, self.settings.shard)
         self.position.begin(relay, epoch, Watermark(*stored) if stored else Watermark())
         seq = stored.seq if stored and relay not in self.subscription.oversized else None
-        self.subscription.oversized.discard(relay)  # it would send the same message again
+        self.subscription.oversized.discard(relay)  # with the cursor, it would send the same message again
         return max(1, min(seq, _now_micros()) - OVERLAP_MICROS) if seq else None
 
     def _path(self) -> str:
-        """Return the path with the filter; "" if the scope has all collections."""
+        """Return the path of the stream, with the collections; "" if the scope has all collections."""
         scope = self.scope.scope
         if scope.collections.matches_all:
             return ""
@@ -139,7 +139,7 @@ class HintReader:
         return hints
 
     async def _write(self, hints: Sequence[Hint]) -> None:
-        """Write what follows from the hints, however often the database fails."""
+        """Write the effects of the hints; try again until the database accepts them."""
         reached = min(max(hint.time for hint in hints), _now_micros())
         while True:
             with DatabaseAttempt(self.stage) as attempt:
@@ -198,12 +198,12 @@ class HintReader:
         if not self.new_accounts.is_limited(JETSTREAM, now):
             self.new_accounts.add(JETSTREAM, now)
             return True
-        message = f"{did} and other unknown accounts are ignored; a later event adds them"
+        message = f"{did} and other unknown accounts are ignored; later events may add them"
         self.conditions.report(NEW_ACCOUNTS_LIMITED, JETSTREAM, message=message)
         return False
 
     def _settle(self, plans: Sequence[tuple[Hint, HintPlan]], before: Mapping[str, Repo]) -> None:
-        """Count hints that were written, and let follow what they make possible."""
+        """Count hints that were written, and start the resyncs and requests that they cause."""
         self.totals.settled += len(plans)
         for hint, plan in plans:
             self.metrics.events[hint.kind, plan.outcome].inc()

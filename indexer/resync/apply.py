@@ -60,9 +60,9 @@ MAX_SIDE_BY_SIDE = 2
 part. More of them would have fewer repos each, and each transaction costs some milliseconds of CPU besides those of its
 records."""
 MAX_STORED = 20_000
-"""Stored records up to which a sparse resync does without the parts of the tree that they rebuild."""
+"""Maximum number of stored records of a repo from which a sparse resync rebuilds parts of the tree."""
 COSTLY_BYTES = 1 << 20
-"""Bytes of blocks above which a resync is costly: newer revs of the repo cause no further one at once."""
+"""Bytes of blocks above which a resync is costly: then the next one waits, although a newer rev is known."""
 LOCKED_BYTES = 256 << 10
 """Frames of buffered events, in bytes, that are planned and written while the row of the repo is locked. One batch of
 the live path may add more just before the lock."""

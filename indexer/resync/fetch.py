@@ -1,6 +1,6 @@
 """The first step of a resync: fetch the export of a claimed repo from its sources, until one of them has a usable one.
 
-It needs a socket, and nothing of the database. The second step (`apply.Applies`) verifies the export and writes it.
+While it downloads, it holds no database connection. The second step (`apply.Applies`) verifies and writes the export.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -135,7 +135,7 @@ class ResyncAttempts:
             if claimed.newer_is_verified or not await self._is_current(claimed, identity):
                 if not claimed.newer_is_verified and not await self._is_newer_elsewhere(claimed):
                     raise _PerhapsMovedError
-                raise UnavailableError(FetchFailure.EXPORT_STALE, "the stored state, although a newer rev is known")
+                raise UnavailableError(FetchFailure.EXPORT_STALE, "the host lacks the newer rev that is known")
             return await self.applies.write(resync, policy, identity.key, None)
         resync.enter(Phase.VERIFY)
         export, verified_by = await self._verify(claimed, download, identity)

@@ -1,11 +1,11 @@
 """Fetch only the records of the chosen collections, with their proof (docs/protocol.md#sparse-resync).
 
 The first response has the signed commit and the nodes from the root to one path, which need not exist. The other nodes
-that may have wanted records are requested by CID, and the records with them; those along a border of a range also with
-a path at the border. A host does not keep blocks that a later write replaced. Then the walk starts again at the new
-root, and keeps the blocks that were fetched before.
+that may have wanted records are requested by CID, together with the records. If it takes fewer requests, the nodes
+along a border of a range are requested as the proof of a path at that border. A host does not keep blocks that a later
+write replaced: then the walk starts again at the new root, and uses the blocks that were fetched before.
 
-Records that are stored with the same CID are not requested, nor subtrees that the stored entries rebuild.
+Records that are stored with the same CID are not requested, nor subtrees that can be rebuilt from stored entries.
 """
 
 import asyncio
@@ -40,16 +40,16 @@ from indexer.sync.verify import VerifiedChange
 SparseChoice = Literal["auto", "always", "never"]
 
 MAX_BYTES = 4 << 20
-"""Maximum number of bytes of blocks in memory, besides one more proof. An export, which may have more, is spooled."""
+"""Maximum number of bytes of blocks in memory, without the last proof. For more, an export is fetched and spooled."""
 MAX_ROUNDS = 24
 """Maximum number of walks for one commit, each followed by requests for the missing blocks. The tree of a million
 records has 10 layers."""
 MAX_HEADS = 4
 """Maximum number of commits that are tried, one after the other, if the head moves."""
 AVOID_SECONDS = 3_600.0
-"""Time in which a host that does not offer these methods is asked only for exports."""
+"""Seconds in which a host that lacks these methods is asked only for exports."""
 KEY_BYTES, NODE_BYTES, REQUEST_BYTES = 450, 500, 128 << 10
-"""Estimates in bytes: a record with its share of the nodes, a node, and the number that costs as much as a request."""
+"""Estimated bytes of a record with its part of the nodes, of a node, and of a request: the bytes that cost as much."""
 
 _BOUNDED_BY_SIZE = frozenset({Problem.OMITTED, Problem.TOO_MANY_ITEMS})
 
@@ -75,7 +75,7 @@ class SparseDownload:
     root: bytes = b""  # the CID of the latest commit that the host named
     size: int = 0  # of all blocks with their lengths and CIDs, in bytes
     server: str | None = None  # the network address that sends them, if it is known
-    complete: bool = False  # never True, so that its rate is not taken for that of an export
+    complete: bool = False  # never True, so that its rate does not count as that of an export
     done: bool = False  # no block is missing
     blocks: dict[bytes, bytes] = field(default_factory=dict)
     _nodes: dict[bytes, Node] = field(default_factory=dict)
@@ -164,7 +164,7 @@ class SparseFetch:
 
     pds: PdsClient
     choice: SparseChoice
-    hints: MutableMapping[str, str] = field(default_factory=dict)  # a changed path by DID: it is requested first
+    hints: MutableMapping[str, str] = field(default_factory=dict)  # by DID, a changed path to request first
 
     def __post_init__(self) -> None:
         self._avoided_until = BoundedDict[str, float](MAX_HOSTS)

@@ -1,4 +1,4 @@
-"""The events of a Jetstream as hints: how they are decoded, and what each of them means for the row of its repo.
+"""Decode the events of a Jetstream as hints, and plan their effects on the rows of repos.
 
 Nothing in an event is proven, so no record is taken from it. It only says which repo may have changed, and where.
 """
@@ -18,11 +18,11 @@ from indexer.sync.repo import TOMBSTONED, Outcome, Repo, SyncStatus, Trigger, am
 from indexer.sync.scope import Scope, Track
 
 JETSTREAM = "jetstream"
-"""The name of the cursor, in place of the URL of a relay."""
+"""The `relay` of the cursor. It is the same for all Jetstreams."""
 MAX_MESSAGE_BYTES = 2 << 20
-"""Bytes of a message that is parsed. Lists in lists take 20 times as much memory."""
+"""Maximum size of a message that is parsed, in bytes. Nested lists take 20 times as much memory."""
 MAX_PATTERNS = 100
-"""Collections that a Jetstream accepts in a filter."""
+"""Maximum number of collections that a Jetstream accepts in a filter."""
 _MAX_TIME = 2**63 - 1
 _DID = re.compile(rb'"did"\s*:\s*"(did:[^"\\]{1,2048})"')
 _DID_WITHIN = 4_096
@@ -31,16 +31,16 @@ HintKind = Literal["commit", "account", "identity"]
 
 
 class Hint(NamedTuple):
-    """An event of a Jetstream, of which each field may be missing or made up, except that `did` is a DID.
+    """An event of a Jetstream. `did` is a valid DID; each other field may be missing or false.
 
     Attributes:
-        time: Microseconds since the Unix epoch, by the clock of the Jetstream: the cursor after the event; 0: unknown.
+        time: The cursor after the event: microseconds since the Unix epoch by the clock of the Jetstream; 0: unknown.
         rev: The rev of a commit; "" if it is not a TID.
         collection: The collection of the changed record; "" if it is not an NSID.
         path: The path of the changed record; "" if it is not one.
         writes: A commit creates or updates the record.
-        active: An account is active, in the words of an #account message.
-        status: Why it is not.
+        active: The account is active, as in an #account message.
+        status: Why it is not active.
     """
 
     kind: HintKind
@@ -59,8 +59,8 @@ class HintPlan(NamedTuple):
 
     Attributes:
         repo: The row afterwards; the same object if the row does not change.
-        ask: The host of the account is to be asked about its status and rev.
-        refresh_identity: The identity is to be looked up again.
+        ask: Ask the host of the account for its status and rev.
+        refresh_identity: Look up the identity again.
     """
 
     repo: Repo
@@ -72,8 +72,8 @@ class HintPlan(NamedTuple):
 def decode_hint(message: bytes) -> Hint | None:
     """Return the hint in a message; None if it has none. Never raises.
 
-    A message that is too large or too nested to be parsed, or that has a record which JSON cannot express, is a hint
-    without a rev.
+    A message that cannot be parsed, for example because it is too large or too deeply nested, becomes a hint without a
+    rev if it has a DID.
     """
     try:
         event = orjson.loads(message) if len(message) <= MAX_MESSAGE_BYTES else None
@@ -121,15 +121,15 @@ def _text(fields: Mapping[str, Any], name: str) -> str:
 
 
 def wanted_patterns(scope: Scope) -> tuple[str, ...]:
-    """Return the filter of the events: the chosen and the signal collections. None of them: all collections."""
+    """Return the collections of the wanted events: the chosen and the signal collections. None of them requests all."""
     patterns = tuple(dict.fromkeys([*scope.collections.patterns, *(scope.signals.patterns if scope.signals else ())]))
     return () if len(patterns) > MAX_PATTERNS or "*" in patterns else patterns
 
 
 def plan_hint(repo: Repo, hint: Hint, context: PlanContext) -> HintPlan:
-    """Return what a hint does to the row of its repo: `Repo(did)` if there is none.
+    """Return the effect of a hint on the row of its repo: `Repo(did)` if there is none.
 
-    A newer rev is a reason to fetch the repo. A rev that cannot be used is none to fetch it, but to ask its host.
+    A newer rev makes the repo due. If the rev is missing or in the future, the host is asked instead.
     """
     if not (repo.known and repo.tracked):
         scope = context.policy.scope
@@ -147,7 +147,7 @@ def plan_hint(repo: Repo, hint: Hint, context: PlanContext) -> HintPlan:
 
 
 def _may_add(hint: Hint, scope: Scope) -> bool:
-    """Return True if the hint may add its unknown repo."""
+    """Return True if the scope allows the hint to add its unknown repo."""
     if hint.kind == "account" and not hint.active:
         return False
     if scope.signals is None:
@@ -166,7 +166,7 @@ def _plan_commit(repo: Repo, hint: Hint, context: PlanContext) -> HintPlan:
     if repo.head is not None and hint.rev <= repo.head.rev:
         return HintPlan(repo, Outcome.REPLAYED)
     after = plan_listed(repo, hint.rev, context.now, Trigger.HINTED, Desync.HINTED)
-    if repo.sync_status is SyncStatus.DESYNCHRONIZED and after is repo:  # its resync brings the state of its host
+    if repo.sync_status is SyncStatus.DESYNCHRONIZED and after is repo:  # its resync fetches the present state
         noted = repo._replace(latest_unverified_rev=max(hint.rev, repo.latest_unverified_rev or ""))
         after = unparked(noted, context.now)
         if after is noted:

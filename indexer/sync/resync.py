@@ -182,7 +182,7 @@ class Completion:
         Args:
             subscribed: The stream of the account's host has delivered, and will deliver, what the export does not have.
                 So the repo may be synchronized although a relay withholds it.
-            costly: Much was fetched. Then also a newer rev that was true counts as a break, so that the next one waits.
+            costly: Much was fetched. Then a newer rev that was true counts as a break, so that the next resync waits.
 
         Raises:
             BrokenInvariantError: The row is not locked.

@@ -1,10 +1,10 @@
-"""Compare each repo with its own host, because the hints of a Jetstream may lack some.
+"""Compare each repo with its own host, because a Jetstream may omit events.
 
 The rules are in docs/protocol.md#comparison-with-hosts.
 
-Answers and lists are not signed, so a newer rev only causes a resync. A host is asked, and counts, only for accounts
-whose identity names it: it can lie only about its own. Each process compares the repos of its shard. A pass that is
-interrupted begins again.
+Answers and lists are not signed, so a newer rev only causes a resync. The answers of a host count only for accounts
+whose identity names it, so false ones harm no others. Each process compares the repos of its shard. A pass, which
+compares each of them once, begins again after an interruption.
 """
 
 import asyncio
@@ -39,19 +39,20 @@ from indexer.tasks.repo_list_pages import ListedAccounts, repo_list_pages
 from indexer.telemetry.metrics import Metrics
 
 PAGE_COST = 100
-"""Repos of one host for which one page of its list may be read."""
+"""Repos of one host for each page of its list that is read: a page has the bytes of so many answers."""
 HASHES = 36
-"""Hashes for the filter of listed accounts: by chance, one in 10^14 repos is not asked about, another one each time."""
+"""Number of hashes of the filter of listed accounts. By chance, about one in 10^14 repos is skipped, another in each
+pass."""
 AT_ONCE = 4
-"""Concurrent requests to one host."""
+"""Maximum number of concurrent requests to one host."""
 MAX_ASKED = 10_000
-"""Repos that wait to be compared out of turn."""
+"""Maximum number of repos that wait to be compared out of turn, and of those that wait for one host."""
 ASKED_AT_ONCE = 16
-"""Hosts that are asked out of turn at the same time, each one question."""
+"""Maximum number of hosts that are asked out of turn at the same time, with one request each."""
 MAX_FAILED = 10_000
-"""Repos of which nothing was learnt, and that wait for the second attempt."""
+"""Number of repos without a usable answer above which their second attempt begins."""
 HOST_SHARE = 1 / 8
-"""Share of the interval that a host gets in any case, for its list, its answers and its pauses; half for its list."""
+"""Part of the interval that each host may use, for its list (at most half of it), its answers and its pauses."""
 
 T = TypeVar("T")
 
@@ -64,12 +65,12 @@ class RepoCheckSettings:
 
     Attributes:
         shard: Only repos of this shard are compared.
-        interval: A pass begins when half of it is over, so that it may take as long.
-        retry: Pause before the second attempt to learn about repos.
+        interval: A pass begins half of it after the last one began, so that a pass may take as long.
+        retry: Pause before the second attempt to compare repos.
         failure_pause: Pause before a pass begins again after the database failed.
-        page_size: Repos in memory.
-        concurrency: Hosts that are asked at the same time.
-        min_rate: Repos per second of a host that is not slow: our own rates may allow no more.
+        page_size: Maximum number of repos in memory.
+        concurrency: Maximum number of hosts that are asked at the same time.
+        min_rate: Repos per second below which a host is slow.
     """
 
     shard: Shard = Shard()  # noqa: RUF009 - immutable
@@ -83,13 +84,13 @@ class RepoCheckSettings:
 
 @dataclass(slots=True)
 class _Turn:
-    """What a host does in one pass.
+    """The progress of one host in a pass.
 
     Attributes:
-        left: Its repos that are not compared; at least 1.
-        share: Seconds that it gets in any case.
-        seconds: Those that it has taken.
-        compared: Repos, in these seconds.
+        left: Number of its repos that are still to be compared; at least 1.
+        share: Seconds that it may use, however slow it is.
+        seconds: Seconds that it has used.
+        compared: Number of repos that were compared in these seconds.
     """
 
     left: int
@@ -106,13 +107,13 @@ class _Turn:
 
 @dataclass(eq=False)
 class RepoChecks:
-    """Compares repos with their hosts, in passes over all, and single ones out of turn.
+    """Compares all repos with their hosts in passes, and single repos out of turn.
 
     Attributes:
         stage: Its progress. It moves with each answer.
         began_at: When the last complete pass began (Unix seconds); None if that is not known.
-        compared: The repos that the present pass has compared.
-        total: All repos of this pass.
+        compared: Number of repos that the present pass has compared.
+        total: Number of all repos of this pass.
     """
 
     db: Database
@@ -139,20 +140,20 @@ class RepoChecks:
         self.compared = self.total = 0
         self._asked = BoundedDict[str, None](MAX_ASKED)
         self._is_asked = asyncio.Event()
-        self._asking: dict[str, BoundedDict[str, None]] = {}  # what waits for a host that is being asked
+        self._asking: dict[str, BoundedDict[str, None]] = {}  # repos that wait, by the host that is being asked
         self._turns: dict[str | None, _Turn] = {}  # of one pass
-        self._ends_at = 0.0  # when a host that has used its share is left in any case (monotonic seconds)
+        self._ends_at = 0.0  # when each host that has used its share is left (monotonic seconds)
 
     @property
     def lacking(self) -> str | None:
-        """The reason why repos may be older than the interval allows; None: all were compared since then."""
+        """The reason why repos may be older than the interval allows; None if a pass that began in it has ended."""
         if self.began_at is not None and abs(time() - self.began_at) <= self.settings.interval:
             return None
         progress = f"{self.compared:,} of {self.total:,} repos are compared"
-        return f"no complete comparison with hosts has begun in the last {self.settings.interval:g} s: {progress}"
+        return f"no comparison with hosts that began in the last {self.settings.interval:g} s has ended: {progress}"
 
     def ask(self, did: str) -> None:
-        """Compare a repo soon. If too many wait, the one that waits longest is left to the next pass."""
+        """Compare a repo soon. If too many wait, the oldest one is left to the next pass."""
         self._asked[did] = None
         self._is_asked.set()
 
@@ -171,7 +172,7 @@ class RepoChecks:
                 await asyncio.sleep(self.settings.failure_pause if attempt.error else max(0.0, left))
 
     async def compare_all(self) -> None:
-        """Compare all repos of the shard with their hosts once, and store that.
+        """Compare all repos of the shard with their hosts once, and store when that began.
 
         Raises:
             DatabaseError: The database is unavailable.
@@ -208,7 +209,7 @@ class RepoChecks:
         log.info("repo-checks.done", repos=self.compared, seconds=round(time() - began, 1))
 
     async def _stored_beginning(self) -> float | None:
-        """Return when the last complete pass of this shard began, of this process or of an earlier one."""
+        """Return when the last complete pass of this shard began, in any process; None if that is not known."""
         own = JETSTREAM, str(self.settings.shard)
         cursors = await self.db.gaps.cursors()
         return next((one.caught_up_at for one in cursors if (one.relay, one.shard) == own), None)
@@ -236,7 +237,7 @@ class RepoChecks:
         """Compare the repos on the first pages of the list of a host, and add those that were compared to `listed`."""
         host, pages, share = host_of(pds), repos // PAGE_COST, HOST_SHARE * self.settings.interval
         turn, began = _Turn(repos, share / 2), monotonic()
-        with suppress(UnavailableError):  # otherwise the repos are asked about singly
+        with suppress(UnavailableError):  # otherwise the host is asked about each repo
             async for page in repo_list_pages(self.outbound, pds, "", None, self._requests, attempts=1):
                 stored = await self.db.host_lists.hosted([account.did for account in page.accounts])
                 ours = {did: repo for did, repo in stored.items() if repo.tracked and host_of(repo.pds or "") == host}
@@ -260,7 +261,7 @@ class RepoChecks:
         self._turns[pds] = _Turn(turn.left, share - min(share / 2, monotonic() - began))
 
     async def _ask_hosts(self, repos: Iterable[HostedDid], *, last: bool = False) -> list[HostedDid]:
-        """Ask the hosts about these repos; give up those of late hosts, return others of which nothing was learnt."""
+        """Compare repos with their hosts. Give up those of late hosts; return the others without a usable answer."""
         hosts = defaultdict[str | None, list[HostedDid]](list)
         failed, late = list[HostedDid](), list[HostedDid]()
         for repo in repos:
@@ -274,7 +275,7 @@ class RepoChecks:
         return failed
 
     async def _ask_host(self, repos: Sequence[HostedDid], late: list[HostedDid], *, last: bool) -> list[HostedDid]:
-        """Ask one host about its repos, and return those of which nothing was learnt, until it is late."""
+        """Compare repos with their host; return those without a usable answer. The rest of a late one: `late`."""
         failed = list[HostedDid]()
         turn = self._turns.setdefault(repos[0].pds, _Turn(PAGE_COST, HOST_SHARE * self.settings.interval))
         for start in (0, *range(1, len(repos), AT_ONCE)):  # after a pause, one request must succeed first
@@ -295,14 +296,14 @@ class RepoChecks:
         return failed
 
     def _is_late(self, turn: _Turn, pause: float = 0.0) -> bool:
-        """Return True if a host has used its share, and after a pause would be too slow to end in time."""
+        """Return True if a host has used its share, and would after this pause (seconds) not end in time."""
         seconds_left = self._ends_at - monotonic() - pause
         is_slow = turn.compared < self.settings.min_rate * turn.seconds
         would_end = turn.left * turn.seconds <= turn.compared * seconds_left
         return turn.seconds > turn.share and (seconds_left <= 0 or (is_slow and not would_end))
 
     async def _compare(self, hosted: HostedDid, *, last: bool) -> UnavailableError | None:
-        """Compare a repo with its host; return the error if nothing is learnt about it."""
+        """Compare a repo with its host; return the error if there is no usable answer."""
         did, pds = hosted
         try:
             repo = (await self.db.repos.load([did])).get(did)
@@ -317,13 +318,13 @@ class RepoChecks:
         return None
 
     async def _ask(self, repo: Repo, pds: str | None, *, last: bool) -> None:
-        """Ask the host, and change the row as it says.
+        """Ask the host, and change the row by its answer.
 
-        Only in the last attempt, the answer that the host does not have the repo means that the account is deleted: it
-        may have lost it for a moment.
+        The answer that the host does not have the repo means that the account is deleted only in the last attempt:
+        the first one may be an error that soon ends.
 
         Raises:
-            UnavailableError: The host does not answer, or its answer decides nothing.
+            UnavailableError: The host does not answer, or its answer is not usable.
         """
         if pds is None:
             raise UnavailableError(FetchFailure.IDENTITY_MISSING, "no host is known")
@@ -347,9 +348,9 @@ class RepoChecks:
             await self._desynchronize({repo.did: rev})
 
     async def _give_up(self, failed: Sequence[HostedDid]) -> None:
-        """Desynchronize the repos that are shown, and of which nothing was learnt.
+        """Desynchronize the synchronized repos among these, of which no usable answer came.
 
-        The export of one that is being fetched may be older than this pass, so its host is asked once more.
+        An export that is being fetched may be older than this pass, so the host of its repo is asked once more.
         """
         unknown = 0
         for did, _ in failed:
@@ -363,7 +364,7 @@ class RepoChecks:
             log.warning("repo-checks.status-unknown", accounts=unknown)
 
     async def _for_each(self, items: Iterable[T], work: Callable[[T], Awaitable[None]]) -> None:
-        """Do the work for each item, for so many at the same time."""
+        """Do the work for each item, for at most `concurrency` of them at the same time."""
         left = iter(items)
 
         async def take() -> None:

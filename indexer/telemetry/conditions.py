@@ -64,7 +64,10 @@ MESSAGES_REFUSED = ConditionKind("messages-refused", quiet_seconds=600.0)
 RELAY_LACKS_MESSAGES = ConditionKind("relay-lacks-messages", quiet_seconds=600.0)
 """A relay, the subject, has not sent messages that another relay has sent."""
 NEW_ACCOUNTS_LIMITED = ConditionKind("new-accounts-limited", quiet_seconds=600.0)
-"""The stream added too many accounts of a registered domain, which is the subject. Further ones wait."""
+"""The stream added too many accounts of a registered domain, which is the subject. Further ones wait.
+
+Or hints added too many of all domains (subject: `jetstream`). Further ones are ignored.
+"""
 ACCOUNTS_WITHHELD = ConditionKind("accounts-withheld", quiet_seconds=86_400.0)
 """Relays do not pass on more accounts of a host, the subject, than before. They are fetched when its list changes."""
 HTTP_CONNECTIONS_LIMITED = ConditionKind("http-connections-limited", quiet_seconds=60.0)

@@ -298,7 +298,7 @@ async def fetch_repo_status(outbound: OutboundClient, host: str, did: str) -> Re
 async def fetch_host_status(outbound: OutboundClient, host: str, did: str) -> RepoStatus:
     """Fetch the hosting status of an account from its host: from `getLatestCommit` if that lacks `getRepoStatus`.
 
-    So is the rev of an active account, which is an optional field of the status.
+    The rev of an active account, an optional field of `getRepoStatus`, is also fetched from there.
 
     Raises:
         UnavailableError: As `fetch_repo_status` raises it.
