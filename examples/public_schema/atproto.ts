@@ -295,8 +295,8 @@ export interface Repo {
   withheld_since: Date | null;
   /** Why the last fetch failed (docs/reasons.md); null if it did not fail. */
   last_failure: string | null;
-  /** Until when, at least, the repo is complete (docs/protocol.md#firehose-and-jetstream-compared); null if that
-   * is not known, or if it is not synchronized. */
+  /** All writes before this time are stored (docs/protocol.md#firehose-and-jetstream-compared). Null: it is not
+   * known, or the repo is not synchronized. */
   complete_at: Date | null;
 }
 

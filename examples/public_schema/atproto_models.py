@@ -355,8 +355,8 @@ class Repo(PublicView):
     last_failure: Mapped[str | None] = mapped_column(Text)
     """Why the last fetch failed (docs/reasons.md); null if it did not fail."""
     complete_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
-    """Until when, at least, the repo is complete (docs/protocol.md#firehose-and-jetstream-compared); null if that
-    is not known, or if it is not synchronized."""
+    """All writes before this time are stored (docs/protocol.md#firehose-and-jetstream-compared). Null: it is not
+    known, or the repo is not synchronized."""
 
 
 class ScopeProgress(PublicView):

@@ -176,7 +176,7 @@ def process_environment(settings: Settings, index: int, processes: int) -> dict[
         "outbound_rate": settings.outbound_rate / processes,
         "stop_timeout": settings.stop_timeout * STOP_TIMEOUT_SHARE,
         "upstream": settings.upstream,
-        "track": settings.track or "",
+        "track": scope.track if settings.chooses_scope else "",
         "collections": "" if scope.collections.matches_all else scope.collections,
         "signal_collections": scope.signal_collections or "",
     }

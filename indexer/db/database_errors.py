@@ -5,7 +5,7 @@ import ssl
 from asyncio import CancelledError, current_task
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 import asyncpg
 from asyncpg import exceptions
@@ -174,7 +174,7 @@ def without_password(dsn: str) -> str:
     credentials, separator, hosts = parts.netloc.rpartition("@")
     user = credentials.partition(":")[0]
     parameters = [(name, without_secrets(value)) for name, value in parse_qsl(parts.query) if not is_secret_name(name)]
-    query = urlencode(parameters, safe="/*=")
+    query = urlencode(parameters, safe="/*=", quote_via=quote)  # libpq takes + for itself
     return f"{parts.scheme}://{user}{separator}{hosts}{parts.path}{'?' if query else ''}{query}"
 
 

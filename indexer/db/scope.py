@@ -72,6 +72,11 @@ async def _load_existing(connection: Connection) -> Scope:
     return scope
 
 
+async def _insert_first(connection: Connection, first: Scope) -> None:
+    patterns = list(first.collections.patterns)
+    await connection.execute(_INSERT_FIRST, first.track, patterns, list(first.signal_patterns))
+
+
 async def holds(connection: Connection, version: int) -> bool:
     """Return True if the scope has this version, 0 if there is none; it cannot change before the transaction ends."""
     return (await connection.fetchval(_HOLD) or 0) == version
@@ -88,8 +93,7 @@ class StoredScope(Area):
     async def begin(self, first: Scope) -> Scope:
         """Store the first scope, unless there is one; return the stored one."""
         async with self._pool.transaction() as connection:
-            patterns = list(first.collections.patterns)
-            await connection.execute(_INSERT_FIRST, first.track, patterns, list(first.signal_patterns))
+            await _insert_first(connection, first)
             return await _load_existing(connection)
 
     async def change(
@@ -97,13 +101,16 @@ class StoredScope(Area):
         track: Track | None = None,
         collections: Sequence[str] | None = None,
         signal_collections: Sequence[str] | None = None,
+        first: Scope | None = None,
     ) -> Scope:
-        """Change the given parts of the scope; return the whole scope.
+        """Change the given parts of the scope, or of the `first` one if none is stored; return the whole scope.
 
         Raises:
             InvalidScopeError: A pattern is invalid, or the scope would name no collection.
         """
         async with self._pool.transaction() as connection:
+            if first is not None:
+                await _insert_first(connection, first)
             with _invalid_arguments():
                 await connection.fetchval(_CHANGE, track, collections, signal_collections)
             return await _load_existing(connection)

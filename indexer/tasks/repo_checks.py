@@ -199,9 +199,10 @@ class RepoChecks:
             failed += await self._ask_hosts(unlisted)
             if failed and (after is None or len(failed) > MAX_FAILED):
                 self.stage.idle()
-                await asyncio.sleep(self.settings.retry)
+                retry = min(self.settings.retry, self.settings.interval / 30)  # less than the share of a host
+                await asyncio.sleep(retry)
                 for repo in failed:  # the pause counts for the hosts that cause it
-                    self._turns[repo.pds].add(0, self.settings.retry / len(failed))
+                    self._turns[repo.pds].add(0, retry / len(failed))
                 await self._give_up(await self._ask_hosts(failed, last=True))
                 failed = []
         await self.db.gaps.save_caught_up(JETSTREAM, self.settings.shard, began, last_gap)
@@ -248,6 +249,7 @@ class RepoChecks:
                     and one.did not in listed
                     and one.active == ours[one.did].active
                     and not ours[one.did].withheld
+                    and (not one.active or ours[one.did].sync_status != SyncStatus.DESYNCHRONIZED)
                     and (not one.active or self._is_possible(one.rev))
                 }
                 await self._desynchronize({did: r for did, r in known.items() if r and r > (ours[did].rev or "")})
@@ -277,7 +279,9 @@ class RepoChecks:
     async def _ask_host(self, repos: Sequence[HostedDid], late: list[HostedDid], *, last: bool) -> list[HostedDid]:
         """Compare repos with their host; return those without a usable answer. The rest of a late one: `late`."""
         failed = list[HostedDid]()
-        turn = self._turns.setdefault(repos[0].pds, _Turn(PAGE_COST, HOST_SHARE * self.settings.interval))
+        turn = self._turns.setdefault(
+            repos[0].pds, _Turn(min(PAGE_COST, len(repos)), HOST_SHARE * self.settings.interval)
+        )
         for start in (0, *range(1, len(repos), AT_ONCE)):  # after a pause, one request must succeed first
             if self._is_late(turn):
                 late += repos[start:]

@@ -112,13 +112,15 @@ end $$
     """,
     """
     create view indexer.caught_up as
-    select case when not exists (select from indexer.gap where closed_at is null)
-        then nullif(min(reached), '-infinity') end as at
+    select case when not exists (select from indexer.gap where closed_at is null) and count(reached) = 256
+        then min(reached) end as at
     from (
-        select coalesce(max(c.caught_up_at), '-infinity') as reached
-        from generate_series(0, 255) position left join indexer.cursor c on c.relay not like 'http%'
-            and int4range(split_part(shard, '/', 1)::int * 256 / split_part(shard, '/', 2)::int,
-                (split_part(shard, '/', 1)::int + 1) * 256 / split_part(shard, '/', 2)::int) @> position
+        select max(c.caught_up_at) as reached
+        from indexer.cursor c cross join generate_series(
+            split_part(shard, '/', 1)::int * 256 / split_part(shard, '/', 2)::int,
+            (split_part(shard, '/', 1)::int + 1) * 256 / split_part(shard, '/', 2)::int - 1
+        ) position
+        where c.relay not like 'http%'
         group by position
     ) positions
     """,
@@ -140,7 +142,8 @@ begin
             r.takedown, r.visible,
             r.attempts as resync_attempts, r.next_attempt_at, r.last_error, r.synchronized_at, r.updated_at,
             r.bucket, r.withheld_since, r.last_failure,
-            case when r.sync_status = 'synchronized' and r.withheld_since is null then caught_up.at end as complete_at
+            case when r.sync_status = 'synchronized' and r.active and r.withheld_since is null then caught_up.at end
+                as complete_at
         from indexer.repo r left join indexer.identity i using (did, bucket) left join indexer.caught_up on true
         where r.tracked
     $view$;
@@ -223,8 +226,8 @@ COMMENTS = {
         "outdated, unless sync_status is synchronized: then the stream of the host is read."
     ),
     "column atproto.repos.complete_at": (
-        "Until when, at least, the repo is complete (docs/protocol.md#firehose-and-jetstream-compared); null if that "
-        "is not known, or if it is not synchronized."
+        "All writes before this time are stored (docs/protocol.md#firehose-and-jetstream-compared). Null: it is not "
+        "known, or the repo is not synchronized."
     ),
     "column atproto.records.rev": "The rev of the commit or export that it came with.",
     "column atproto.records.indexed_at": "When it was last written here, by the clock of the server.",

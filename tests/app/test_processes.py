@@ -12,6 +12,7 @@ import pytest
 
 from indexer.app.processes import process_environment, run_several
 from indexer.app.settings import Settings, load_settings
+from indexer.atproto.syntax import CollectionFilter
 from indexer.demo.scenario import Scenario
 from indexer.errors import SettingsError
 from indexer.sync.shard import Shard
@@ -44,6 +45,13 @@ def test_processes_get_the_scope_and_the_upstream_that_their_parent_chose(monkey
         own = load_settings()
         assert own.first_scope.same_choice(settings.first_scope)
         assert (own.chooses_scope, own.upstream) == (settings.chooses_scope, settings.upstream)
+
+
+def test_processes_are_told_that_everything_is_wanted() -> None:
+    settings = Settings(collections=CollectionFilter())
+    assert settings.chooses_scope
+    assert process_environment(settings, 0, 2)["INDEXER_TRACK"] == "all"
+    assert not process_environment(Settings(), 0, 2)["INDEXER_TRACK"]
 
 
 async def test_more_processes_than_buckets_are_a_settings_error() -> None:

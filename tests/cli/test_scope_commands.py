@@ -45,7 +45,7 @@ def test_bad_scope_is_one_line_and_changes_nothing(session: Session) -> None:
     for options in ("", "--collections=", "--collections=posts", "--track=signal", "--track=some"):
         result = session("scope", "set", *options.split())
         assert (result.returncode, result.stdout, len(result.stderr.splitlines())) == (2, "", 1)
-    assert shown(session)["collections"] == ["*"]
+        assert session("scope", "show").returncode == 2, "no scope is stored"
 
 
 @pytest.mark.usefixtures("stored_account")
@@ -56,7 +56,7 @@ def test_typo_deletes_nothing(session: Session) -> None:
     assert result.stderr.startswith(
         "indexer: Delete the records of 1 collections (com.example.note)? There is no terminal"
     )
-    assert shown(session)["collections"] == ["*"]
+    assert session("scope", "show").returncode == 2, "no scope is stored"
     assert session("scope", "set", "--collections", "com.example.other.*", "--yes").returncode == 0
     assert session("scope", "set", "--track", "all", "--collections", "*").stderr == "", "nothing is lost"
     assert session("scope", "set", "--collections", "com.example.*").stderr == "", "it selects all stored records"
@@ -68,10 +68,10 @@ def test_change_that_untracks_repos_asks_for_confirmation(session: Session) -> N
     assert result.returncode == 2
     text = "Untrack 1 repos that no command has added, and delete their records? There is no terminal"
     assert result.stderr.startswith(f"indexer: {text}")
-    assert shown(session)["track"] == "all"
+    assert session("scope", "show").returncode == 2, "no scope is stored"
     result = session("scope", "set", "--track", "signal", "--signal-collections", "com.example.note")
     assert "no command has added, except those with a record of a signal collection, and" in result.stderr
-    assert shown(session)["signal_collections"] == []
+    assert session("scope", "show").returncode == 2, "no scope is stored"
     assert session("scope", "set", "--track", "listed", "--yes").returncode == 0
     assert shown(session)["track"] == "listed"
     assert session("scope", "set", "--track", "signal", "--signal-collections", "com.example.note").returncode == 0

@@ -121,7 +121,7 @@ def test_internal_error_that_names_no_lost_node_is_no_outage_and_a_lost_privileg
         ("postgresql://me:hunter2@one:5432,two:5433/x", "postgresql://me@one:5432,two:5433/x"),
         ("postgres:///x?user=me&password=hunter2&host=/run/p", "postgres:///x?user=me&host=/run/p"),
         ("postgres://me@one/x?SSLPassword=hunter2&api_token=hunter2&port=1", "postgres://me@one/x?port=1"),
-        ("postgres://me@one/x?options=-c%20app.secret=hunter2", "postgres://me@one/x?options=-c+app.secret=***"),
+        ("postgres://me@one/x?options=-c%20app.secret=hunter2", "postgres://me@one/x?options=-c%20app.secret=***"),
     ],
 )
 def test_address_has_no_password_in_any_form_of_the_url(dsn: str, shown: str) -> None:

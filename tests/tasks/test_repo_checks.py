@@ -427,7 +427,7 @@ async def test_pauses_before_second_attempts_count_for_the_hosts_that_cause_them
     checks, pauses = checked.checks(replace(QUICK, interval=0.4, page_size=2, retry=0.02)), list[float]()
     monkeypatch.setattr(checks.stage, "idle", lambda: pauses.append(clock.now))
     await checks.compare_all()
-    assert (checked.asked.total(), pauses) == (10, [0.0] * 3), "its share is less than three pauses"
+    assert (checked.asked.total(), pauses) == (14, [0.0] * 4), "its share is less than four pauses"
 
 
 async def test_repo_that_is_fetched_when_the_pass_gives_it_up_is_compared_again(checked: Checked) -> None:
@@ -631,3 +631,15 @@ async def test_many_failures_are_tried_again_before_further_repos(
     await checked.checks(replace(QUICK, page_size=2)).compare_all()
     assert len(order) == 8
     assert set(order[:2]) == set(order[2:4])
+
+
+async def test_listed_repos_that_wait_for_a_resync_are_not_counted_as_compared(
+    checked: Checked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The filter of listed repos is only as large as the number of the others."""
+    monkeypatch.setattr(module, "PAGE_COST", 2)
+    await checked.accounts(4)
+    await checked.accounts(6, sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=Desync.NEW)
+    checks = checked.checks()
+    await checks.compare_all()
+    assert (checks.compared, checks.total, checked.asked.total()) == (4, 4, 0)

@@ -116,13 +116,15 @@ comment on column atproto.cursors.caught_up_at is 'Everything until this time is
 -- Until when each shard has everything stored; null: not known, or messages may have been missed. Cursors of hosts,
 -- whose URLs begin with http, are about some accounts only.
 create view indexer.caught_up as
-select case when not exists (select from indexer.gap where closed_at is null) then nullif(min(reached), '-infinity') end
-    as at
+select case when not exists (select from indexer.gap where closed_at is null) and count(reached) = 256
+    then min(reached) end as at
 from (
-    select coalesce(max(c.caught_up_at), '-infinity') as reached
-    from generate_series(0, 255) position left join indexer.cursor c on c.relay not like 'http%'
-        and int4range(split_part(shard, '/', 1)::int * 256 / split_part(shard, '/', 2)::int,
-            (split_part(shard, '/', 1)::int + 1) * 256 / split_part(shard, '/', 2)::int) @> position
+    select max(c.caught_up_at) as reached
+    from indexer.cursor c cross join generate_series(
+        split_part(shard, '/', 1)::int * 256 / split_part(shard, '/', 2)::int,
+        (split_part(shard, '/', 1)::int + 1) * 256 / split_part(shard, '/', 2)::int - 1
+    ) position
+    where c.relay not like 'http%'
     group by position
 ) positions;
 

@@ -26,7 +26,8 @@ begin
             r.takedown, r.visible,
             r.attempts as resync_attempts, r.next_attempt_at, r.last_error, r.synchronized_at, r.updated_at,
             r.bucket, r.withheld_since, r.last_failure,
-            case when r.sync_status = 'synchronized' and r.withheld_since is null then caught_up.at end as complete_at
+            case when r.sync_status = 'synchronized' and r.active and r.withheld_since is null then caught_up.at end
+                as complete_at
         from indexer.repo r left join indexer.identity i using (did, bucket) left join indexer.caught_up on true
         where r.tracked
     $view$;
@@ -101,8 +102,8 @@ comment on column atproto.repos.withheld_since is
     'outdated, unless sync_status is synchronized: then the stream of the host is read.';
 
 comment on column atproto.repos.complete_at is
-    'Until when, at least, the repo is complete (docs/protocol.md#firehose-and-jetstream-compared); null if that is not '
-    'known, or if it is not synchronized.';
+    'All writes before this time are stored (docs/protocol.md#firehose-and-jetstream-compared). Null: it is not known, or '
+    'the repo is not synchronized.';
 
 comment on view atproto.records is
     'The records of visible repos. Indexed by (did, collection, rkey) and by (collection, indexed_at).';
