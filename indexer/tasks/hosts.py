@@ -276,6 +276,7 @@ class HostCrawl:
         """Start to read lists that are due; return how many are due or being read."""
         settings = self.settings
         followed = await self.most_lacking() if follow else []
+        before = set(self._visiting)  # a reading may end during the query, whose result has its list as due
         due = await self.db.host_lists.due(
             settings.shard.buckets, since, time(), followed, settings.follow if follow else 0.0
         )
@@ -284,7 +285,7 @@ class HostCrawl:
             if len(self._visiting) >= settings.concurrency:
                 break
             domain = registered_domain(host)
-            if host not in self._visiting and domains[domain] < settings.per_domain:
+            if host not in before | self._visiting.keys() and domains[domain] < settings.per_domain:
                 domains[domain] += 1
                 self._visiting[host] = domain
                 group.create_task(self._visit(host), name=f"repo list of {host}")
