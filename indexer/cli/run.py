@@ -20,7 +20,7 @@ CHOICES = """\
   INDEXER_TRACK=listed indexer run   the accounts that `indexer add` names
   INDEXER_TRACK=all indexer run      everything: 45 million accounts
 INDEXER_COLLECTIONS limits what is stored of them."""
-"""What `run` shows if nothing says what to index."""
+"""The choices that `run` shows if neither the settings nor the database name a scope."""
 
 
 @command("run")

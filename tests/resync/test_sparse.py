@@ -385,7 +385,7 @@ async def hint_of_stream(world: ResyncWorld, rev: str) -> None:
 
 @pytest.mark.parametrize("moved", [False, True])
 async def test_false_hint_causes_no_export_if_no_lookup_is_allowed(world: ResyncWorld, *, moved: bool) -> None:
-    """Whether the account has moved cannot be known, and an export would not show it. Each such hint waits longer."""
+    """The account may have moved, and an export would not show it. The repo waits longer after each such hint."""
     await synchronized(world)
     world.directory.cached = world.directory.identity(PDS, time() - 3_600)
     world.directory.refreshes = False
