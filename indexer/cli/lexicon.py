@@ -200,7 +200,11 @@ async def types_command(settings: Settings, *, nsids: tuple[str, ...], language:
             continue
         names.append(class_name(nsid, names))  # also for those that are not printed: it depends on no argument
         if nsid in nsids or not nsids:
-            nullable = {"lexicon_problem", *(name for field in one.fields.values() for name in field.columns)}
+            nullable = {
+                "lexicon_problem",
+                "first_seen_live",
+                *(name for field in one.fields.values() for name in field.columns),
+            }
             filled = {*KEY_COLUMNS} - nullable
             fields = [(name, type_of(sql, nullable=name not in filled), text) for *_, name, sql, text in view]
             click.echo(define(names[-1], f'A row of lexicon."{one.view}". {view[0].view_comment}', fields), nl=False)

@@ -25,7 +25,7 @@ PATH = "convert_to(collection || '/' || rkey, 'UTF8')"
 
 _RECORDS = f"""
     select {PATH} as path, cid, value, value_problem, original,
-        case proof when 'c' then 'commit' when 'e' then 'export' when 'r' then 'range' end
+        case lower(proof::text) when 'c' then 'commit' when 'e' then 'export' when 'r' then 'range' end
     from indexer.record where did = $1 and bucket = $2 order by path
 """
 

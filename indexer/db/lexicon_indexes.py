@@ -38,6 +38,7 @@ _INDEXES = """
     where i.indrelid = 'indexer.record'::regclass and starts_with(c.relname, $1)
     order by comment, name
 """
+_SORT_AT = "lexicon.sort_at(value, first_seen, indexed_at)"
 _EXPRESSION = "select (indexer.lexicon_expressions($1::jsonb))[$2::integer]"
 _LITERAL = "select quote_literal($1::text)"
 _ANALYZE = "analyze indexer.record"
@@ -100,11 +101,11 @@ class LexiconIndexes(Area):
         async with self._index_connection() as connection:
             stored, dropped = await load_lexicons(connection), []
             for present in await _load_indexes(connection):
-                fields = stored[present.nsid].fields if present.nsid in stored else {}
-                with suppress(UnknownColumnError):
-                    name, _ = await _define(connection, present.nsid, present.columns.split(","), fields)
-                    if name == present.name:
-                        continue
+                if of := stored.get(present.nsid):
+                    with suppress(UnknownColumnError):
+                        name, _ = await _define(connection, present.nsid, present.columns.split(","), of.fields)
+                        if name == present.name:
+                            continue
                 await connection.execute(f"drop index concurrently indexer.{present.name}")
                 dropped.append(present)
             return dropped
@@ -144,8 +145,8 @@ async def _define(
     of_lexicon: list[IndexableColumn] = []  # the columns that are not keys
     max_bytes = 0  # of all columns of a row together
     for column in columns:
-        if column in INDEXABLE_KEYS:
-            parts.append(column)
+        if column in INDEXABLE_KEYS and column not in known:
+            parts.append(_SORT_AT if column == "sort_at" else column)
             max_bytes += INDEXABLE_KEYS[column]
         elif column in known:
             field = json.dumps(known[column].field.to_json())
@@ -156,8 +157,10 @@ async def _define(
         else:
             names = ", ".join([*known, *INDEXABLE_KEYS])
             raise UnknownColumnError(f"{nsid} has no column {column}; the columns are {names}")
-    if not of_lexicon:
-        raise UnknownColumnError(f"{nsid}: an index needs a column of the lexicon; {', '.join(columns)} are keys")
+    if not of_lexicon and _SORT_AT not in parts:
+        raise UnknownColumnError(
+            f"{nsid}: an index needs a column of the lexicon or sort_at; {', '.join(columns)} are keys"
+        )
     method = _method(nsid, columns, of_lexicon, max_bytes)
     operators = " jsonb_path_ops" if method == "gin" and of_lexicon[0].kind is not FieldKind.TEXT_ARRAY else ""
     expressions = ", ".join(parts) + operators
@@ -175,7 +178,7 @@ def _method(nsid: str, columns: Sequence[str], of_lexicon: Sequence[IndexableCol
         UnknownColumnError: No index can contain these columns.
     """
     needs_gin = any(column.kind in _GIN_KINDS for column in of_lexicon)
-    if len(columns) == 1:
+    if len(columns) == 1 and of_lexicon:
         if of_lexicon[0].kind is FieldKind.TEXT and max_bytes > MAX_INDEXED_BYTES:
             return "hash"
         if of_lexicon[0].kind is not FieldKind.TEXT_ARRAY or max_bytes <= MAX_INDEXED_BYTES:

@@ -123,15 +123,17 @@ _RECORD_KEY = {name: RECORD_COLUMNS[name] for name in ("did", "collection", "rke
 # a row that was just inserted is 0, because no transaction has locked the row yet.
 _UPSERT_RECORDS = f"""
     with written as (
-        insert into indexer.record
+        insert into indexer.record as r
             (did, collection, rkey, bucket, cid, rev, value, value_problem, original, proof, indexed_at)
         select did, collection, rkey, bucket, cid, rev, value::jsonb, value_problem, original, proof,
             statement_timestamp()
         from {unnest(RECORD_COLUMNS, "w")} order by ordinal
         on conflict (did, collection, rkey, bucket) do update
         set cid = excluded.cid, rev = excluded.rev, value = excluded.value, value_problem = excluded.value_problem,
-            original = excluded.original, proof = excluded.proof, indexed_at = excluded.indexed_at
-        returning did, collection, rkey, xmax <> 0 as existed
+            original = excluded.original, proof = excluded.proof, indexed_at = excluded.indexed_at,
+            first_seen = coalesce(r.first_seen, r.indexed_at),
+            first_live = case when r.first_seen is null then r.proof in ('c', 'E', 'R') else r.first_live end
+        returning r.did, r.collection, r.rkey, r.xmax <> 0 as existed
     )
     select did, collection, rkey from written where existed
 """
@@ -232,7 +234,7 @@ async def write_changes(
 
     Only the resync that has claimed the repo writes its records. If it has lost the claim, `write` skips the row.
     """
-    existed, as_planned = await _write_records(connection, [(did, change) for change in changes], proof)
+    existed, as_planned = await _write_records(connection, [(did, change) for change in changes], proof, live=live)
     effective = tuple(changes) if as_planned else effective_changes(did, changes, existed)
     await log_changes(connection, list(record_entries(did, effective, live=live)))
     return effective
@@ -302,6 +304,8 @@ async def _write_records(
     changes: Sequence[tuple[str, RecordChange]],
     proof: Proof,
     unproven: AbstractSet[str] = frozenset(),
+    *,
+    live: bool = True,
 ) -> tuple[set[RecordKey], bool]:
     """Write changes, each with its DID, in order. Of several changes of one record only the last one is written.
 
@@ -324,16 +328,19 @@ async def _write_records(
             creates.append((key[0], change))
         else:
             puts.append((key[0], change))
-    if len(creates) < MIN_COPIED or not await _try_copy(connection, record_rows(creates, proof)):
-        puts = [(key[0], last[key]) for key in keys if last[key].action != "delete"]
     existed: set[RecordKey] = set()
-    for part in _statements(puts):
-        updated = await connection.fetch(_UPSERT_RECORDS, *columns_of(record_rows(part, proof), RECORD_COLUMNS))
-        existed.update([(did, collection, rkey) for did, collection, rkey in updated])
+    if not distinct:  # a record that is deleted and then created is a new one, with another first-seen time
+        deletes = sorted({(did, one.collection, one.rkey) for did, one in changes if one.action == "delete"})
     if deletes:
         buckets = buckets_of([did for did, _, _ in deletes])
         deleted = await connection.fetch(_DELETE_RECORDS, buckets, *columns_of(deletes, _RECORD_KEY))
         existed.update([(did, collection, rkey) for did, collection, rkey in deleted])
+    if len(creates) < MIN_COPIED or not await _try_copy(connection, record_rows(creates, proof, live=live)):
+        puts = [(key[0], last[key]) for key in keys if last[key].action != "delete"]
+    for part in _statements(puts):
+        rows = record_rows(part, proof, live=live)
+        updated = await connection.fetch(_UPSERT_RECORDS, *columns_of(rows, RECORD_COLUMNS))
+        existed.update([(did, collection, rkey) for did, collection, rkey in updated])
     return existed, distinct and existed == {key for key in keys if last[key].action != "create"}
 
 
@@ -363,9 +370,11 @@ async def _copy_records(connection: Connection, rows: Sequence[tuple[Any, ...]])
     await connection.copy_records_to_table("record", schema_name="indexer", columns=list(RECORD_COLUMNS), records=rows)
 
 
-def record_rows(changes: Iterable[tuple[str, RecordChange]], proof: Proof) -> list[tuple[Any, ...]]:
+def record_rows(
+    changes: Iterable[tuple[str, RecordChange]], proof: Proof, *, live: bool = False
+) -> list[tuple[Any, ...]]:
     """Return the rows of records, each given with its DID, in the order of `RECORD_COLUMNS`."""
-    letter = proof[:1].encode()
+    letter = (proof[:1].upper() if live and proof != "commit" else proof[:1]).encode()
     return [
         (did, collection, rkey, bucket_of(did), cid, rev, value, problem, original, letter)
         for did, (_, collection, rkey, rev, cid, value, problem, original) in changes

@@ -34,7 +34,9 @@ async def test_row_has_the_values_of_its_record(reviews: Database, sql: asyncpg.
     row = await sql.fetchrow(f"select * from {VIEW}")
     assert row is not None
     values = dict(row)
-    public = await sql.fetchrow("select did, rkey, uri, cid, rev, indexed_at, bucket from atproto.records")
+    public = await sql.fetchrow(
+        "select did, rkey, uri, cid, rev, indexed_at, bucket, first_seen, first_seen_live, sort_at from atproto.records"
+    )
     assert public is not None
     assert {name: values.pop(name) for name in public.keys()} == dict(public)  # noqa: SIM118 - a record of the driver
     objects = ("scores", "place", "details", "mystery", "secret")

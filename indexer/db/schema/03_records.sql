@@ -8,14 +8,19 @@ create table indexer.record (
     bucket smallint not null,
     cid bytea not null,
     rev text collate "C" not null,
-    -- The first letter of commit, export or range. Here it takes a byte that is padding otherwise: rev ends at an odd
-    -- offset, and a value of more than 126 bytes begins at a multiple of 4.
+    -- The first letter of commit, export or range; E or R if the resync followed a hint, so that the change was live.
+    -- Here it takes a byte that is padding otherwise: rev ends at an odd offset, and a value of more than 126 bytes
+    -- begins at a multiple of 4.
     proof "char",
+    -- True if it was found live: by a commit or a hint. Null if proof says it, because first_seen is null.
+    first_live boolean,
     value jsonb,
     value_problem text,
     -- The DAG-CBOR of the record, if value does not hold all of it.
     original bytea,
     indexed_at timestamptz not null default statement_timestamp(),
+    -- When it was first stored. Null if that was indexed_at, so that only a record that was updated has more bytes.
+    first_seen timestamptz,
     primary key (did, collection, rkey, bucket)
 ) with (
     autovacuum_vacuum_scale_factor = 0.02,

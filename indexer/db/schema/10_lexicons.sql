@@ -112,6 +112,11 @@ begin
     return null;
 end $$;
 
+-- The time to sort a record by: createdAt if it is a datetime, but not later than the record was first stored.
+create function lexicon.sort_at(value jsonb, first_seen timestamptz, indexed_at timestamptz) returns timestamptz
+language sql immutable parallel safe
+return least(lexicon.to_timestamp(value -> 'createdAt'), coalesce(first_seen, indexed_at));
+
 -- Why a value does not fit its field; null if it does.
 create function lexicon.field_problem(
     value jsonb, kind text, max_bytes integer, required boolean, nullable boolean
@@ -232,33 +237,52 @@ return (
     from unnest(indexer.lexicon_expressions(field)) with ordinality as e(expression, n)
 );
 
--- The query of the view of a record type.
-create function indexer.lexicon_query(nsid text, fields jsonb, with_bucket boolean) returns text
-language sql immutable strict set search_path = pg_catalog, pg_temp
+-- The columns that each view has, unless a field of the lexicon has the name, and their comments.
+create function indexer.lexicon_keys(out name text, out comment text) returns setof record
+language sql immutable set search_path = pg_catalog, pg_temp
+begin atomic
+    values ('did', 'The DID of the repo that contains the record.'),
+        ('rkey', 'The record key.'),
+        ('uri', 'The AT-URI of the record.'),
+        ('cid', 'The CID of the record.'),
+        ('rev', 'The rev of the commit that wrote the record, or of the export in which it was found.'),
+        ('indexed_at', 'When the record was last written here, by the clock of this server.'),
+        ('lexicon_problem', 'Why columns are null although the lexicon requires or allows a value, by field; null: no '
+            'problem.'),
+        ('bucket', 'The bucket of the DID, as atproto.bucket_of returns it.'),
+        ('first_seen', 'When the record was first stored here.'),
+        ('first_seen_live', 'True if it was found live, false if by a resync. Null: unknown.'),
+        ('sort_at', 'createdAt of the record if it is a datetime before first_seen; otherwise first_seen.');
+end;
+
+-- The query of the view of a record type. Columns that the view already has stay where they are; new ones follow.
+create function indexer.lexicon_query(nsid text, view_name text, fields jsonb) returns text
+language sql stable strict set search_path = pg_catalog, pg_temp
 return (
-    select format(
-        'select did, rkey, uri, cid, rev, indexed_at, '
-        'case when value_problem is not null%s then lexicon.problem(value, value_problem, %L::jsonb) end '
-        'as lexicon_problem%s%s from atproto.records where collection = %L',
-        (
-            select string_agg(format(' or not %s', indexer.lexicon_condition(f)), '' order by n)
-            from jsonb_array_elements(fields) with ordinality as fields_in_order(f, n)
-        ),
-        coalesce((
-            select jsonb_agg(jsonb_build_array(
-                f -> 'field', f -> 'kind', f -> 'max_bytes', f -> 'required', f -> 'nullable'
-            ) order by n)
-            from jsonb_array_elements(fields) with ordinality as fields_in_order(f, n)
-        ), '[]'),
-        case when with_bucket then ', bucket' end,
-        coalesce((
-            select string_agg(format(', %s as %I', e.expression, c.name), '' order by o.n, e.n)
-            from jsonb_array_elements(fields) with ordinality as o(f, n),
-                unnest(indexer.lexicon_expressions(o.f)) with ordinality as e(expression, n)
-                join jsonb_array_elements_text(o.f -> 'columns') with ordinality as c(name, n) on c.n = e.n
-        ), ''),
-        nsid
+    with field as (select f, n from jsonb_array_elements(fields) with ordinality as fields_in_order(f, n)),
+    field_column as (
+        select c.name, e.expression, field.n, e.n as part
+        from field, unnest(indexer.lexicon_expressions(f)) with ordinality as e(expression, n)
+            join jsonb_array_elements_text(f -> 'columns') with ordinality as c(name, n) on c.n = e.n
+    ),
+    key_column as (
+        select name, case when name = 'lexicon_problem' then format(
+            'case when value_problem is not null%s then lexicon.problem(value, value_problem, %L::jsonb) end',
+            (select string_agg(format(' or not %s', indexer.lexicon_condition(f)), '' order by n) from field),
+            coalesce((
+                select jsonb_agg(jsonb_build_array(
+                    f -> 'field', f -> 'kind', f -> 'max_bytes', f -> 'required', f -> 'nullable'
+                ) order by n) from field
+            ), '[]')
+        ) else name end as expression, 0 as n, part
+        from indexer.lexicon_keys() with ordinality as keys(name, comment, part)
+        where name not in (select name from field_column)
     )
+    select format('select %s from atproto.records where collection = %L', (
+        select string_agg(format('%s as %I', c.expression, c.name), ', ' order by a.attnum, c.n, c.part)
+        from (select * from key_column union all select * from field_column) c left join pg_attribute a
+            on a.attrelid = to_regclass(format('lexicon.%I', view_name)) and a.attname = c.name
+    ), nsid)
 );
 
 -- Create the view of a stored lexicon, or replace it if its query has changed; true if it did. If its columns cannot
@@ -269,7 +293,6 @@ language plpgsql strict set search_path = pg_catalog, pg_temp as $$
 declare
     stored indexer.lexicon;
     present boolean;
-    with_bucket boolean;
     query text;
     name text;
     comment text;
@@ -277,8 +300,7 @@ declare
 begin
     select * into strict stored from indexer.lexicon l where l.nsid = $1;
     present := to_regclass(format('lexicon.%I', stored.view_name)) is not null;
-    with_bucket := not jsonb_path_exists(stored.fields, '$[*].columns[*] ? (@ == "bucket")');
-    query := indexer.lexicon_query(stored.nsid, stored.fields, with_bucket);
+    query := indexer.lexicon_query(stored.nsid, stored.view_name, stored.fields);
     if present and stored.definition is null then
         raise exception 'lexicon.% exists and is not a view of a lexicon', quote_ident(stored.view_name)
             using errcode = 'duplicate_table';
@@ -297,18 +319,8 @@ begin
     execute format('comment on view lexicon.%I is %L', stored.view_name,
         coalesce(stored.document -> 'defs' -> 'main' ->> 'description', 'Records of ' || stored.nsid || '.'));
     for name, comment in
-        select * from (values
-            ('did', 'The DID of the repo that contains the record.'),
-            ('rkey', 'The record key.'),
-            ('uri', 'The AT-URI of the record.'),
-            ('cid', 'The CID of the record.'),
-            ('rev', 'The rev of the commit that wrote the record, or of the export in which it was found.'),
-            ('indexed_at', 'When the record was last written here, by the clock of this server.'),
-            ('lexicon_problem', 'Why columns are null although the lexicon requires or allows a value, by field; '
-                'null: no problem.')
-        ) keys
-        union all
-        select 'bucket', 'The bucket of the DID, as atproto.bucket_of returns it.' where with_bucket
+        select k.name, k.comment from indexer.lexicon_keys() k
+        where not jsonb_path_exists(stored.fields, '$[*].columns[*] ? (@ == $name)', jsonb_build_object('name', k.name))
         union all
         select c.column_name, c.comment from jsonb_array_elements(stored.fields) f,
             rows from (

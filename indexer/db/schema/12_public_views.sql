@@ -37,7 +37,10 @@ begin
             atproto.cid_text(c.cid) as cid, c.rev, c.value,
             coalesce(c.value_problem, case when c.value is null then 'not-stored' end) as value_problem,
             c.indexed_at, c.bucket,
-            case c.proof when 'c' then 'commit' when 'e' then 'export' when 'r' then 'range' end as proof
+            case lower(c.proof::text) when 'c' then 'commit' when 'e' then 'export' when 'r' then 'range' end as proof,
+            coalesce(c.first_seen, c.indexed_at) as first_seen,
+            case when c.first_seen is null then c.proof in ('c', 'E', 'R') else c.first_live end as first_seen_live,
+            lexicon.sort_at(c.value, c.first_seen, c.indexed_at) as sort_at
         from indexer.record c %s where %s
     $view$, joined, condition);
     execute format($view$
@@ -121,6 +124,13 @@ comment on column atproto.records.bucket is
     'The bucket of the DID. Queries on a cluster compare it with atproto.bucket_of($1).';
 comment on column atproto.records.proof is
     'The proof with which it was written: commit, export or range (docs/protocol.md#sparse-resync). Null: unknown.';
+comment on column atproto.records.first_seen is
+    'When it was first stored here. It stays when the record is updated. If it was stored by a release without this '
+    'column, when that wrote it last.';
+comment on column atproto.records.first_seen_live is
+    'True if it was found live, as in the change log; false if by a resync. Null: unknown.';
+comment on column atproto.records.sort_at is
+    'createdAt of the record if it is a datetime before first_seen; otherwise first_seen.';
 
 comment on view atproto.blobs is
     'A row for each reference to a blob in the value of a visible record. Indexed by did, and by (did, collection, '
