@@ -1,30 +1,39 @@
-"""The command `export`: write a collection as JSON lines or Parquet."""
+"""The commands `export` and `import-first-seen`: write a collection as JSON lines or Parquet, read times from it."""
 
 import io
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from importlib.util import find_spec
+from itertools import count, islice
 from typing import IO, Any, Literal
 
 import click
 import orjson
 
 from indexer.app.settings import Settings
+from indexer.atproto.syntax import AtUri, is_did
 from indexer.cli.arguments import parse_nsid
-from indexer.cli.command import ExitCode, command
+from indexer.cli.command import ExitCode, command, json_option, report_error
 from indexer.cli.database import connect_database
-from indexer.cli.output import CommandProgress
-from indexer.db import Database
-from indexer.db.exports import ExportedRecord
+from indexer.cli.lexicon import without_view
+from indexer.cli.output import CommandProgress, echo_result
+from indexer.db import Database, DatabaseError
+from indexer.db.exports import Page, SeenRecord
+from indexer.db.view_columns import ViewColumn
 from indexer.errors import SettingsError
 
 Format = Literal["jsonl", "parquet"]
-WritePage = Callable[[Sequence[ExportedRecord]], None]
+WritePage = Callable[[Page], None]
 ROW_GROUP_BYTES = 16 * 1024 * 1024
 """Approximate size of one row group, which a Parquet reader loads as a whole."""
-ROW_BYTES = 250
-"""Approximate size of a row without its value."""
+BATCH_LINES = 1_000
+MAX_LINE_BYTES = 32 * 1024 * 1024
+"""Maximum length of a line of an import. A record has at most a mebibyte, and JSON takes up to 14 times as much."""
+ATTEMPTS = 5
+"""Attempts to write a batch of an import: the daemon may have locked its records."""
 
 
 def require_library(form: Format) -> None:
@@ -36,8 +45,10 @@ def require_library(form: Format) -> None:
         )
 
 
-async def export(db: Database, collection: str, form: Format) -> int:
-    """Write the visible records of a collection to stdout, in no particular order; return their number.
+async def export(db: Database, collection: str, form: Format, view: str | None = None) -> int:
+    """Write the visible records of a collection, or the rows of its typed view, to stdout; return their number.
+
+    They are in no particular order.
 
     Raises:
         UnavailableError: The database does not answer.
@@ -45,11 +56,11 @@ async def export(db: Database, collection: str, form: Format) -> int:
     """
     file = sys.stdout.buffer
     count = 0
-    with (
-        json_lines(file) if form == "jsonl" else parquet(file) as write,
-        CommandProgress("records", None) as progress,
-    ):
-        async with aclosing(db.exports.records(collection)) as pages:
+    async with db.exports.rows(collection, view) as (columns, pages):
+        with (
+            json_lines(file, columns) if form == "jsonl" else parquet(file, columns) as write,
+            CommandProgress("records", None) as progress,
+        ):
             async for page in pages:
                 write(page)
                 count += len(page)
@@ -59,13 +70,17 @@ async def export(db: Database, collection: str, form: Format) -> int:
 
 
 @contextmanager
-def json_lines(file: IO[bytes]) -> Iterator[WritePage]:
-    """Yield a function that writes a page as one JSON object per line; `value` is the record as AT Protocol JSON."""
+def json_lines(file: IO[bytes], columns: Sequence[ViewColumn]) -> Iterator[WritePage]:
+    """Yield a function that writes a page as one JSON object per line. Values of type jsonb are written as they are."""
+    of_json = {column.name for column in columns if column.type == "jsonb"}
 
-    def write(page: Sequence[ExportedRecord]) -> None:
-        for record in page:
-            value = None if record.value is None else orjson.Fragment(record.value)
-            file.write(orjson.dumps({**record._asdict(), "value": value}, option=orjson.OPT_APPEND_NEWLINE))
+    def write(page: Page) -> None:
+        for row in page:
+            values = {
+                name: value if value is None or name not in of_json else orjson.Fragment(value)
+                for name, value in row.items()
+            }
+            file.write(orjson.dumps(values, option=orjson.OPT_APPEND_NEWLINE))
 
     yield write
 
@@ -87,33 +102,41 @@ class _Sink(io.RawIOBase):
 
 
 @contextmanager
-def parquet(file: IO[bytes], group_bytes: int = ROW_GROUP_BYTES) -> Iterator[WritePage]:
-    """Yield a function that writes a page as Parquet with the same columns; `value` is JSON text.
+def parquet(file: IO[bytes], columns: Sequence[ViewColumn], group_bytes: int = ROW_GROUP_BYTES) -> Iterator[WritePage]:
+    """Yield a function that writes a page as Parquet, with the types of the columns; jsonb is JSON text.
 
     A row group has about `group_bytes`. If the block fails, the file has no footer, and no reader accepts it.
     """
     import pyarrow as pa  # noqa: PLC0415 - a large optional library
     import pyarrow.parquet as pq  # noqa: PLC0415
 
-    types = {"indexed_at": pa.timestamp("us", tz="UTC")}
-    schema = pa.schema([(name, types.get(name, pa.string())) for name in ExportedRecord._fields])
+    types = {
+        "bigint": pa.int64(),
+        "boolean": pa.bool_(),
+        "jsonb": pa.string(),
+        "smallint": pa.int16(),
+        "text": pa.string(),
+        "text[]": pa.list_(pa.string()),
+        "timestamp with time zone": pa.timestamp("us", tz="UTC"),
+    }
+    schema = pa.schema([(column.name, types[column.type]) for column in columns])
     sink = _Sink(file)
     writer = pq.ParquetWriter(sink, schema, compression="zstd")
-    group: list[ExportedRecord] = []
+    group: list[pa.Table] = []
+
     size = 0
 
     def write_group() -> None:
         nonlocal size
         if group:
-            columns = [list(column) for column in zip(*group, strict=True)]
-            writer.write_table(pa.table(columns, schema=schema))
+            writer.write_table(pa.concat_tables(group))
         size = 0
         group.clear()
 
-    def write(page: Sequence[ExportedRecord]) -> None:
+    def write(page: Page) -> None:
         nonlocal size
-        group.extend(page)
-        size += sum(ROW_BYTES + len(record.value or "") for record in page)
+        group.append(pa.table([list(column) for column in zip(*page, strict=True)], schema=schema))
+        size += group[-1].nbytes
         if size >= group_bytes:
             write_group()
 
@@ -129,6 +152,7 @@ def parquet(file: IO[bytes], group_bytes: int = ROW_GROUP_BYTES) -> Iterator[Wri
 @click.option(
     "--collection", required=True, metavar="NSID", type=parse_nsid, help="Export the records of this collection."
 )
+@click.option("--typed", is_flag=True, help="Export the rows of its typed view, with the types of their columns.")
 @click.option(
     "--format",
     "form",
@@ -137,7 +161,7 @@ def parquet(file: IO[bytes], group_bytes: int = ROW_GROUP_BYTES) -> Iterator[Wri
     show_default=True,
     help="Format of the output.",
 )
-async def export_command(settings: Settings, *, collection: str, form: Format) -> int:
+async def export_command(settings: Settings, *, collection: str, typed: bool, form: Format) -> int:
     """Write all visible records of a collection to stdout.
 
     The output has the records of one point in time, as JSON lines or Parquet. Parquet needs the library pyarrow,
@@ -148,6 +172,78 @@ async def export_command(settings: Settings, *, collection: str, form: Format) -
         raise click.UsageError("Parquet cannot be written to a terminal. Redirect the output to a file.")
     require_library(form)
     async with connect_database(settings) as db:
-        count = await export(db, collection, form)
+        stored = await db.lexicons.load() if typed else {}
+        if typed and (unknown := without_view([collection], stored)):
+            return report_error(unknown, ExitCode.UNKNOWN)
+        count = await export(db, collection, form, stored[collection].view if typed else None)
     click.echo(f"records: {count:,}", err=True)
     return ExitCode.OK
+
+
+@command("import-first-seen")
+@click.argument("file", metavar="FILE|-", type=click.File("rb"))
+@json_option
+async def import_first_seen_command(settings: Settings, *, file: IO[bytes], as_json: bool) -> int:
+    """Set the first-seen times of records that another database stored earlier.
+
+    FILE has JSON lines as `indexer export` writes them, with `uri`, `first_seen` and `first_seen_live`. A stored record
+    keeps the earlier time. Run it after the backfill, and again if records were not stored.
+    """
+    counts = Counter[str]()
+    lines = read_seen_records(file)
+    async with connect_database(settings) as db:
+        with CommandProgress("records", None) as progress:
+            while batch := list(islice(lines, BATCH_LINES)):
+                # The first one of a record wins in the dictionary.
+                seen = list(
+                    {one[:3]: one for one in sorted(batch, key=lambda one: one.first_seen, reverse=True)}.values()
+                )
+                stored, changed = await _set_first_seen(db, seen)
+                counts += Counter(records=len(seen), set=changed, not_stored=len(seen) - stored)
+                progress.show(counts["records"])
+    result = {name: counts[name] for name in ("records", "set", "not_stored")}
+    text = "records: {records:,}, first-seen times set: {set:,}, not stored: {not_stored:,}".format_map(result)
+    echo_result(result, text, as_json=as_json)
+    return ExitCode.OK
+
+
+async def _set_first_seen(db: Database, seen: Sequence[SeenRecord]) -> tuple[int, int]:
+    for attempt in count(1):
+        try:
+            return await db.exports.set_first_seen(seen)
+        except DatabaseError:
+            if attempt == ATTEMPTS:
+                raise
+    raise AssertionError
+
+
+def read_seen_records(file: IO[bytes]) -> Iterator[SeenRecord]:
+    """Yield the record of each line of an export.
+
+    Raises:
+        BadParameter: A line is too long, or names no record and time.
+    """
+    for number in count(1):
+        if not (line := file.readline(MAX_LINE_BYTES + 1)):
+            return
+        try:
+            yield _seen_record(line)
+        except (ValueError, OverflowError) as error:
+            where = f"line {number} of {file.name}"
+            raise click.BadParameter(f"{where}: {error}; earlier lines may have been read") from None
+
+
+def _seen_record(line: bytes) -> SeenRecord:
+    """Return the record of a line; raise `ValueError` or `OverflowError` if there is none."""
+    if len(line) > MAX_LINE_BYTES:
+        raise ValueError(f"longer than {MAX_LINE_BYTES} bytes")
+    row = orjson.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError("not a JSON object")  # noqa: TRY004 - the line is wrong, not the code
+    uri, time, live = row.get("uri"), row.get("first_seen"), row.get("first_seen_live")
+    if not (isinstance(uri, str) and isinstance(time, str) and (live is None or isinstance(live, bool))):
+        raise ValueError("it has no uri, first_seen and first_seen_live as an export has them")
+    record, first_seen = AtUri.parse(uri), datetime.fromisoformat(time)
+    if first_seen.tzinfo is None or record.rkey is None or not is_did(record.authority):
+        raise ValueError("not the URI of a record with a DID, and a time with a time zone")
+    return SeenRecord(record.authority, record.collection or "", record.rkey, first_seen.astimezone(UTC), live)

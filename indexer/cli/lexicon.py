@@ -140,7 +140,7 @@ async def list_command(settings: Settings, *, as_json: bool) -> int:
 async def remove_command(settings: Settings, *, nsids: tuple[str, ...], as_json: bool) -> int:
     """Remove lexicons with their views and indexes. Records are not changed."""
     async with connect_database(settings, connections=2) as db:
-        if unknown := _unknown(nsids, await db.lexicons.load()):
+        if unknown := without_view(nsids, await db.lexicons.load()):
             return report_error(unknown, ExitCode.UNKNOWN)
         await db.lexicons.remove(nsids)
         for nsid in nsids:
@@ -161,7 +161,7 @@ async def index_command(settings: Settings, *, nsid: str, fields: tuple[str, ...
     """
     async with connect_database(settings) as db:
         stored = await db.lexicons.load()
-        if unknown := _unknown([nsid], stored):
+        if unknown := without_view([nsid], stored):
             return report_error(unknown, ExitCode.UNKNOWN)
         for argument in fields:
             columns = [_column_of(name, stored[nsid]) for name in argument.split(",")]
@@ -190,7 +190,7 @@ async def types_command(settings: Settings, *, nsids: tuple[str, ...], language:
         raise click.UsageError("Give --python or --typescript.")
     async with connect_database(settings) as db:
         stored, columns = await db.lexicons.load(), await db.lexicons.columns()
-    if unknown := _unknown(nsids, stored):
+    if unknown := without_view(nsids, stored):
         return report_error(unknown, ExitCode.UNKNOWN)
     head, type_of, define = LANGUAGES[language]
     click.echo(head, nl=False)
@@ -273,7 +273,7 @@ def _print_dropped(dropped: Sequence[LexiconIndex]) -> None:
         click.echo(f"{index.nsid} ({index.columns}): dropped an index that no view uses any more", err=True)
 
 
-def _unknown(nsids: Sequence[str], stored: Mapping[str, StoredLexicon]) -> str | None:
+def without_view(nsids: Sequence[str], stored: Mapping[str, StoredLexicon]) -> str | None:
     """Return an error for the first NSID without a stored view; None if all have one."""
     missing = next((nsid for nsid in nsids if nsid not in stored or stored[nsid].view is None), None)
     return f"the lexicon of {missing} was not added, or has no view; see indexer lexicon list" if missing else None

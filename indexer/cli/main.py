@@ -39,13 +39,14 @@ COMMANDS = {
     "cursor": ("cursor_commands", "Show or reset the stored positions in the streams of relays."),
     "audit": ("audit", "Fetch repos again and compare every record with the database."),
     "export": ("export", "Write all visible records of a collection to stdout."),
+    "import-first-seen": ("export", "Set the first-seen times of records that another database stored earlier."),
     "lexicon": ("lexicon", "Add lexicons, and query records through views with typed columns."),
     "inspect": ("inspect", "Verify a CAR export of a repo offline and list its records."),
     "distribute": ("schema_commands", "Distribute the tables over the nodes of a Citus cluster."),
     "completion": ("main", "Print the script that completes commands and options in a shell."),
     "doctor": ("doctor", "Check settings, database, disk, clock, relays, directories and DNS."),
 }
-"""The module of each command in `indexer.cli`, and its short help. The function of the command `x` is `x_command`.
+"""The module of each command in `indexer.cli`, and its short help. The function of the command `x-y` is `x_y_command`.
 
 The short help is here, too, so that help and shell completion do not import all modules, which takes seconds.
 """
@@ -97,7 +98,7 @@ class CommandGroup(click.Group):
 def load_command(name: str) -> click.Command:
     """Import a command and return it."""
     module = import_module(f"indexer.cli.{COMMANDS[name][0]}")
-    found: click.Command = getattr(module, f"{name}_command")
+    found: click.Command = getattr(module, f"{name.replace('-', '_')}_command")
     return found
 
 

@@ -1,6 +1,9 @@
-"""Read whole repos, in the order of MST paths, and whole collections, each from one snapshot and in chunks."""
+"""Read whole repos, in the order of MST paths, and whole collections, each from one snapshot and in chunks.
 
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
+The first-seen times of an exported collection can be set in another database.
+"""
+
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -8,8 +11,9 @@ from typing import NamedTuple
 
 from asyncpg import Record as Row
 
-from indexer.db.columns import Connection, repo_columns, repo_of
+from indexer.db.columns import Connection, buckets_of, columns_of, of_buckets, repo_columns, repo_of, typed, unnest
 from indexer.db.connections import Area
+from indexer.db.view_columns import ViewColumn, load_view_columns
 from indexer.sync.repo import Repo
 from indexer.sync.shard import bucket_of
 
@@ -72,21 +76,33 @@ async def in_chunks(rows: AsyncIterable[Row], size: int) -> AsyncIterator[list[R
         yield chunk
 
 
-class ExportedRecord(NamedTuple):
-    """A row of the view `atproto.records`, with `value` as JSON text."""
+EXPORTED = "uri did collection rkey cid rev value value_problem indexed_at first_seen first_seen_live".split()
+"""The exported columns of the view `atproto.records`."""
 
-    uri: str
+Page = list[Row]
+"""Rows of a view, as mappings."""
+
+_SEEN = typed("did text, collection text, rkey text, bucket smallint, first_seen timestamptz, live boolean")
+_OF_RECORD = "(r.did, r.collection, r.rkey, r.bucket) = (w.did, w.collection, w.rkey, w.bucket)"
+_MATCHING = (
+    f"select count(*) from indexer.record r join {unnest(_SEEN, 'w', 2)} on {_OF_RECORD} where {of_buckets('r')}"
+)
+_SET_FIRST_SEEN = f"""
+    update indexer.record r set first_seen = w.first_seen, first_live = w.live from {unnest(_SEEN, "w", 2)}
+    where {_OF_RECORD} and {of_buckets("r")} and w.first_seen < coalesce(r.first_seen, r.indexed_at)
+"""
+# Shorter than Postgres' deadlock_timeout, so that no write of the daemon ends in a deadlock.
+_LOCK_TIMEOUT = "set local lock_timeout = '500ms'"
+
+
+class SeenRecord(NamedTuple):
+    """When a record was first stored in another database, and if it was found live there; None: unknown."""
+
     did: str
     collection: str
     rkey: str
-    cid: str
-    rev: str
-    value: str | None
-    value_problem: str | None
-    indexed_at: datetime
-
-
-_EXPORT = f"select {', '.join(ExportedRecord._fields)} from atproto.records where collection = $1"
+    first_seen: datetime
+    live: bool | None
 
 
 class Exports(Area):
@@ -103,15 +119,43 @@ class Exports(Area):
             await connection.execute("set local idle_in_transaction_session_timeout = 0")
             yield ConsistentRead(connection, (did, bucket_of(did)))
 
-    async def records(self, collection: str) -> AsyncGenerator[list[ExportedRecord]]:
-        """Yield all visible records of a collection from one snapshot, in pages and in no defined order.
+    @asynccontextmanager
+    async def rows(
+        self, collection: str, view: str | None = None
+    ) -> AsyncIterator[tuple[list[ViewColumn], AsyncIterator[Page]]]:
+        """Read all visible records of a collection, or the rows of its typed view, from one snapshot.
 
-        A page may take hours: the consumer may be slow, and a cluster reads all records before it sends the first page.
+        Yield the columns and the pages of rows, which are in no defined order. Values of type jsonb are JSON text. A
+        page may take hours: the consumer may be slow, and a cluster reads all records before it sends the first page.
         """
         async with (
             self._pool.maintenance_connection() as connection,
             connection.transaction(isolation="repeatable_read", readonly=True),
         ):
-            cursor = await connection.cursor(_EXPORT, collection)
-            while page := await cursor.fetch(CHUNK_SIZE):
-                yield [ExportedRecord(*row) for row in page]
+            of_schema = await load_view_columns(connection, "lexicon" if view else "atproto")
+            columns = [column for column in of_schema if column.view == (view or "records")]
+            if not view:
+                columns = [column for name in EXPORTED for column in columns if column.name == name]
+            names = ", ".join(f'"{column.name}"' for column in columns)
+            source = f'lexicon."{view}"' if view else "atproto.records where collection = $1"
+            cursor = await connection.cursor(f"select {names} from {source}", *([] if view else [collection]))
+
+            async def pages() -> AsyncIterator[Page]:
+                while page := await cursor.fetch(CHUNK_SIZE):
+                    yield page
+
+            yield columns, pages()
+
+    async def set_first_seen(self, seen: Sequence[SeenRecord]) -> tuple[int, int]:
+        """Set the first-seen times of stored records that are earlier than the stored ones.
+
+        Return how many of the records are stored, and how many times were set. No record may occur twice. A
+        `DatabaseError` may mean that the daemon has locked a record.
+        """
+        rows = sorted((one.did, one.collection, one.rkey, bucket_of(one.did), *one[3:]) for one in seen)
+        arguments = [buckets_of([one.did for one in seen]), *columns_of(rows, _SEEN)]
+        async with self._pool.transaction() as connection:
+            await connection.execute(_LOCK_TIMEOUT)
+            stored = await connection.fetchval(_MATCHING, *arguments)
+            changed = await connection.execute(_SET_FIRST_SEEN, *arguments)
+        return stored, int(changed.split()[-1])

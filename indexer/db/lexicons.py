@@ -31,15 +31,13 @@ from indexer.db.view_columns import ViewColumn, load_view_columns
 from indexer.errors import ViewInUseError
 from indexer.reasons import FetchFailure
 
-KEY_COLUMNS = (
-    "did", "rkey", "uri", "cid", "rev", "indexed_at", "lexicon_problem", "bucket", "first_seen", "first_seen_live", "sort_at",
-)  # fmt: skip
-"""The first columns of every new view. A view of an earlier release has the last ones at its end, or a field instead."""
+KEY_COLUMNS = "did rkey uri cid rev indexed_at lexicon_problem bucket first_seen first_seen_live sort_at".split()
+"""The first columns of a view. One of an earlier release has the last ones at its end, or a field of that name."""
 MAX_NAME_BYTES = 63
 MAX_INDEXED_BYTES = 2_560
 """Bytes of the strings of a row that a B-tree and a GIN index can always store; the limit of Postgres is 2,704."""
 INDEXABLE_KEYS = {"did": 2_048, "rkey": 512, "indexed_at": 8, "sort_at": 8}
-"""Key columns that an index may have beside those of the lexicon (`sort_at`: also without), with their maximum bytes."""
+"""Key columns that an index may have beside one of the lexicon, or beside `sort_at`, with their maximum bytes."""
 
 _HASH_CHARACTERS = 8
 _TEXT, _NUMBER = FieldKind.TEXT, FieldKind.BIGINT
