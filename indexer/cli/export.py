@@ -229,8 +229,9 @@ def read_seen_records(file: IO[bytes]) -> Iterator[SeenRecord]:
         try:
             yield _seen_record(line)
         except (ValueError, OverflowError) as error:
+            why = "not JSON" if isinstance(error, orjson.JSONDecodeError) else error
             where = f"line {number} of {file.name}"
-            raise click.BadParameter(f"{where}: {error}; earlier lines may have been read") from None
+            raise click.BadParameter(f"{where}: {why}; earlier lines may have been read") from None
 
 
 def _seen_record(line: bytes) -> SeenRecord:

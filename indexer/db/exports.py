@@ -76,7 +76,10 @@ async def in_chunks(rows: AsyncIterable[Row], size: int) -> AsyncIterator[list[R
         yield chunk
 
 
-EXPORTED = "uri did collection rkey cid rev value value_problem indexed_at first_seen first_seen_live".split()
+EXPORTED = (
+    "uri", "did", "collection", "rkey", "cid", "rev", "value", "value_problem",
+    "indexed_at", "first_seen", "first_seen_live",
+)  # fmt: skip
 """The exported columns of the view `atproto.records`."""
 
 Page = list[Row]

@@ -31,7 +31,10 @@ from indexer.db.view_columns import ViewColumn, load_view_columns
 from indexer.errors import ViewInUseError
 from indexer.reasons import FetchFailure
 
-KEY_COLUMNS = "did rkey uri cid rev indexed_at lexicon_problem bucket first_seen first_seen_live sort_at".split()
+KEY_COLUMNS = (
+    "did", "rkey", "uri", "cid", "rev", "indexed_at", "lexicon_problem", "bucket",
+    "first_seen", "first_seen_live", "sort_at",
+)  # fmt: skip
 """The first columns of a view. One of an earlier release has the last ones at its end, or a field of that name."""
 MAX_NAME_BYTES = 63
 MAX_INDEXED_BYTES = 2_560

@@ -123,5 +123,6 @@ async def test_records_of_a_repo_are_reported(db: Database) -> None:
     account = await db.reports.repo(did(1))
     assert account is not None
     assert account["records"] == 1
-    exported = [row.uri async for page in db.exports.records("app.test") for row in page]
+    async with db.exports.rows("app.test") as (_, pages):
+        exported = [row["uri"] async for page in pages for row in page]
     assert exported == [record["uri"]]

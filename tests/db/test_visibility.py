@@ -134,7 +134,8 @@ async def test_no_feed_and_no_export_sends_records_of_hidden_repos(filled: Datab
         "jetstream": [await jetstream()],
     }
     assert feeds.keys() == set(FEED_KINDS)
-    exported = [row async for page in filled.exports.records(LIKE) for row in page]
+    async with filled.exports.rows(LIKE) as (_, pages):
+        exported = [row async for page in pages for row in page]
     for name, texts in (feeds | {"export": [str(exported)]}).items():
         for text in texts:
             assert secrets_in(text) == {SHOWN}, name

@@ -428,6 +428,8 @@ async def test_true_hints_look_up_no_identity_and_all_they_bring_is_live(
     assert refreshes == [False, False]
     changes = await world.query("select rkey, live from atproto.changes where rkey in ('one', 'two') order by seq")
     assert [tuple(change) for change in changes] == [("one", True), ("two", True)]
+    seen = await world.query("select first_seen_live, proof, count(*) from atproto.records group by 1, 2 order by 1")
+    assert [tuple(row) for row in seen] == [(False, "range", 60), (True, "range", 2)]
 
 
 async def test_true_hints_of_a_costly_repo_wait_longer_each_time(
