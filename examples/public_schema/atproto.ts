@@ -217,6 +217,12 @@ export interface Record {
   /** The proof with which it was written: commit, export or range (docs/protocol.md#sparse-resync). Null:
    * unknown. */
   proof: string | null;
+  /** When it was first stored; updates do not change it. What an earlier release stored: when that wrote it last. */
+  first_seen: Date;
+  /** True if found live, false if by a resync, as in atproto.changes; null: unknown. */
+  first_seen_live: boolean | null;
+  /** createdAt if it is a datetime before first_seen; otherwise first_seen. */
+  sort_at: Date;
 }
 
 /** Dead letters: the newest 1,000 rejected messages per relay and reason, including forged ones. */

@@ -265,6 +265,12 @@ class Record(PublicView):
     """The bucket of the DID. Queries on a cluster compare it with atproto.bucket_of($1)."""
     proof: Mapped[str | None] = mapped_column(Text)
     """The proof with which it was written: commit, export or range (docs/protocol.md#sparse-resync). Null: unknown."""
+    first_seen: Mapped[datetime] = mapped_column(DateTime(timezone=True))
+    """When it was first stored; updates do not change it. What an earlier release stored: when that wrote it last."""
+    first_seen_live: Mapped[bool | None] = mapped_column(Boolean)
+    """True if found live, false if by a resync, as in atproto.changes; null: unknown."""
+    sort_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
+    """createdAt if it is a datetime before first_seen; otherwise first_seen."""
 
 
 class RejectedMessage(PublicView):

@@ -152,7 +152,7 @@ def parquet(file: IO[bytes], columns: Sequence[ViewColumn], group_bytes: int = R
 @click.option(
     "--collection", required=True, metavar="NSID", type=parse_nsid, help="Export the records of this collection."
 )
-@click.option("--typed", is_flag=True, help="Export the rows of its typed view, with the types of their columns.")
+@click.option("--typed", is_flag=True, help="Export its typed view, with the types of the columns.")
 @click.option(
     "--format",
     "form",
@@ -164,9 +164,8 @@ def parquet(file: IO[bytes], columns: Sequence[ViewColumn], group_bytes: int = R
 async def export_command(settings: Settings, *, collection: str, typed: bool, form: Format) -> int:
     """Write all visible records of a collection to stdout.
 
-    The output has the records of one point in time, as JSON lines or Parquet. Parquet needs the library pyarrow,
-    which the extra `parquet` of the package installs. If the command fails, the output is incomplete: check the exit
-    code.
+    The output is from one point in time. Parquet needs the library pyarrow, the extra `parquet` of the package. If the
+    command fails, the output is incomplete: check the exit code.
     """
     if form == "parquet" and sys.stdout.isatty():
         raise click.UsageError("Parquet cannot be written to a terminal. Redirect the output to a file.")
@@ -184,10 +183,9 @@ async def export_command(settings: Settings, *, collection: str, typed: bool, fo
 @click.argument("file", metavar="FILE|-", type=click.File("rb"))
 @json_option
 async def import_first_seen_command(settings: Settings, *, file: IO[bytes], as_json: bool) -> int:
-    """Set the first-seen times of records that another database stored earlier.
+    """Read when records were first seen from JSON lines that `indexer export` wrote on another database.
 
-    FILE has JSON lines as `indexer export` writes them, with `uri`, `first_seen` and `first_seen_live`. A stored record
-    keeps the earlier time. Run it after the backfill, and again if records were not stored.
+    Each stored record keeps the earlier time. Run it after the backfill, and again if records were not stored yet.
     """
     counts = Counter[str]()
     lines = read_seen_records(file)

@@ -50,10 +50,9 @@ def lexicon_command(config: Path | None) -> None:
 async def add_command(settings: Settings, *, names: tuple[str, ...], as_json: bool) -> int:
     """Add lexicons, or replace them by newer versions.
 
-    An NSID is resolved as the AT Protocol specifies: the DNS record _lexicon of its authority names an account, whose
-    PDS sends the lexicon as a record with a proof. The proof is verified. Lexicons that its fields refer to are
-    fetched, too. Of a directory, all files *.json with a field `lexicon` are read. Nothing is added if one of the
-    lexicons is not valid. A lexicon without a record type gets no view.
+    An NSID is resolved as the AT Protocol specifies, and the proof of its record is verified. Lexicons that its fields
+    refer to are fetched, too. Of a directory, all files *.json with a field `lexicon` are read. Nothing is added if one
+    of the lexicons is not valid. A lexicon without a record type gets no view.
     """
     given, nsids = read_arguments(names)
     async with connect_database(settings, connections=2) as db:
@@ -182,9 +181,9 @@ async def index_command(settings: Settings, *, nsid: str, fields: tuple[str, ...
 @click.option("--python", "language", flag_value="python", help="Print a Python module.")
 @click.option("--typescript", "language", flag_value="typescript", help="Print a TypeScript module.")
 async def types_command(settings: Settings, *, nsids: tuple[str, ...], language: str | None) -> int:
-    """Print a module with types for the rows of typed views, of all views or of those of some record types.
+    """Print types for the rows of typed views, of all or of those of some record types.
 
-    In Python, each type is a TypedDict, in TypeScript an interface for rows of node-postgres.
+    In Python, each is a TypedDict, in TypeScript an interface for rows of node-postgres.
     """
     if language is None:
         raise click.UsageError("Give --python or --typescript.")

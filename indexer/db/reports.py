@@ -158,7 +158,7 @@ REPO = """
 """
 
 _RECORD = """
-    select uri, cid, rev, value, value_problem, indexed_at from atproto.records
+    select uri, cid, rev, value, value_problem, indexed_at, first_seen, first_seen_live from atproto.records
     where did = $1 and bucket = $2 and collection = $3 and rkey = $4
 """
 _RECORDS = "select collection || '/' || rkey, cid from atproto.records where did = $1 and bucket = $2"

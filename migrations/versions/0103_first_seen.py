@@ -42,9 +42,9 @@ begin atomic
         ('lexicon_problem', 'Why columns are null although the lexicon requires or allows a value, by field; null: no '
             'problem.'),
         ('bucket', 'The bucket of the DID, as atproto.bucket_of returns it.'),
-        ('first_seen', 'When the record was first stored here.'),
-        ('first_seen_live', 'True if it was found live, false if by a resync. Null: unknown.'),
-        ('sort_at', 'createdAt of the record if it is a datetime before first_seen; otherwise first_seen.');
+        ('first_seen', 'When the record was first stored; updates do not change it.'),
+        ('first_seen_live', 'True if found live, false if by a resync; null: unknown.'),
+        ('sort_at', 'createdAt if it is a datetime before first_seen; otherwise first_seen.');
 end
     """,
     "drop function indexer.lexicon_query(text, jsonb, boolean)",
@@ -144,15 +144,12 @@ $new$
 )
 COMMENTS = {
     "column atproto.records.first_seen": (
-        "When it was first stored here. It stays when the record is updated. If it was stored by a release without "
-        "this column, when that wrote it last."
+        "When it was first stored; updates do not change it. What an earlier release stored: when that wrote it last."
     ),
     "column atproto.records.first_seen_live": (
-        "True if it was found live, as in the change log; false if by a resync. Null: unknown."
+        "True if found live, false if by a resync, as in atproto.changes; null: unknown."
     ),
-    "column atproto.records.sort_at": (
-        "createdAt of the record if it is a datetime before first_seen; otherwise first_seen."
-    ),
+    "column atproto.records.sort_at": "createdAt if it is a datetime before first_seen; otherwise first_seen.",
 }
 
 

@@ -250,9 +250,9 @@ begin atomic
         ('lexicon_problem', 'Why columns are null although the lexicon requires or allows a value, by field; null: no '
             'problem.'),
         ('bucket', 'The bucket of the DID, as atproto.bucket_of returns it.'),
-        ('first_seen', 'When the record was first stored here.'),
-        ('first_seen_live', 'True if it was found live, false if by a resync. Null: unknown.'),
-        ('sort_at', 'createdAt of the record if it is a datetime before first_seen; otherwise first_seen.');
+        ('first_seen', 'When the record was first stored; updates do not change it.'),
+        ('first_seen_live', 'True if found live, false if by a resync; null: unknown.'),
+        ('sort_at', 'createdAt if it is a datetime before first_seen; otherwise first_seen.');
 end;
 
 -- The query of the view of a record type. Columns that the view already has stay where they are; new ones follow.

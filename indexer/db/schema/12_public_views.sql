@@ -125,12 +125,11 @@ comment on column atproto.records.bucket is
 comment on column atproto.records.proof is
     'The proof with which it was written: commit, export or range (docs/protocol.md#sparse-resync). Null: unknown.';
 comment on column atproto.records.first_seen is
-    'When it was first stored here. It stays when the record is updated. If it was stored by a release without this '
-    'column, when that wrote it last.';
+    'When it was first stored; updates do not change it. What an earlier release stored: when that wrote it last.';
 comment on column atproto.records.first_seen_live is
-    'True if it was found live, as in the change log; false if by a resync. Null: unknown.';
+    'True if found live, false if by a resync, as in atproto.changes; null: unknown.';
 comment on column atproto.records.sort_at is
-    'createdAt of the record if it is a datetime before first_seen; otherwise first_seen.';
+    'createdAt if it is a datetime before first_seen; otherwise first_seen.';
 
 comment on view atproto.blobs is
     'A row for each reference to a blob in the value of a visible record. Indexed by did, and by (did, collection, '
