@@ -192,10 +192,8 @@ async def import_first_seen_command(settings: Settings, *, file: IO[bytes], as_j
     async with connect_database(settings) as db:
         with CommandProgress("records", None) as progress:
             while batch := list(islice(lines, BATCH_LINES)):
-                # The first one of a record wins in the dictionary.
-                seen = list(
-                    {one[:3]: one for one in sorted(batch, key=lambda one: one.first_seen, reverse=True)}.values()
-                )
+                latest_first = sorted(batch, key=lambda one: one.first_seen, reverse=True)
+                seen = list({one[:3]: one for one in latest_first}.values())  # of each record the earliest time
                 stored, changed = await _set_first_seen(db, seen)
                 counts += Counter(records=len(seen), set=changed, not_stored=len(seen) - stored)
                 progress.show(counts["records"])

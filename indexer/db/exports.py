@@ -150,15 +150,20 @@ class Exports(Area):
             yield columns, pages()
 
     async def set_first_seen(self, seen: Sequence[SeenRecord]) -> tuple[int, int]:
-        """Set the first-seen times of stored records that are earlier than the stored ones.
+        """Set the first-seen times of stored records that are earlier than the stored ones. No record may occur twice.
 
-        Return how many of the records are stored, and how many times were set. No record may occur twice. A
-        `DatabaseError` may mean that the daemon has locked a record.
+        Return how many of the records are stored, and how many times were set. A `DatabaseError` may mean that the
+        daemon has locked a record.
         """
-        rows = sorted((one.did, one.collection, one.rkey, bucket_of(one.did), *one[3:]) for one in seen)
-        arguments = [buckets_of([one.did for one in seen]), *columns_of(rows, _SEEN)]
         async with self._pool.transaction() as connection:
             await connection.execute(_LOCK_TIMEOUT)
-            stored = await connection.fetchval(_MATCHING, *arguments)
-            changed = await connection.execute(_SET_FIRST_SEEN, *arguments)
-        return stored, int(changed.split()[-1])
+            return await set_first_seen(connection, seen)
+
+
+async def set_first_seen(connection: Connection, seen: Sequence[SeenRecord]) -> tuple[int, int]:
+    """Set first-seen times within the open transaction, as `Exports.set_first_seen` does."""
+    rows = sorted((one.did, one.collection, one.rkey, bucket_of(one.did), *one[3:]) for one in seen)
+    arguments = [buckets_of([one.did for one in seen]), *columns_of(rows, _SEEN)]
+    stored = await connection.fetchval(_MATCHING, *arguments)
+    changed = await connection.execute(_SET_FIRST_SEEN, *arguments)
+    return stored, int(changed.split()[-1])

@@ -1,3 +1,4 @@
+import asyncio
 import gc
 import json
 import sys
@@ -29,6 +30,7 @@ from tests.db.change_log_helpers import connected
 from tests.db.lexicon_views import VIEW
 from tests.db.repo_rows import completed, delete, did, head, in_progress, insert, put, synchronized
 from tests.lexicons.samples import DEFS_DOCUMENT, REVIEW, REVIEW_DOCUMENT, REVIEW_VALUE, sourced
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -210,12 +212,43 @@ async def test_first_seen_times_are_kept_in_another_database(
         assert await first_seen(other) == {"a": before["a"], "new": resynced["new"]}
     assert (before["a"][1], resynced["a"][1], resynced["new"][1]) == (True, False, False)
     file.write_text(exported.stdout.replace(before["a"][0].isoformat(), "2026-01-02T03:04:05.000001-01:00"))
+    file.write_text(exported.stdout + file.read_text() + exported.stdout)
     await session.run("import-first-seen", str(file))
     assert (await first_seen(other))["a"] == (datetime(2026, 1, 2, 4, 4, 5, 1, UTC), True)
     update = RepoWrite(completed(claimed), completed(completed(claimed)), (put("app.test.more/a", "[]", "update"),))
     assert not (await new.write(Batch((update,)))).skipped
+    file.write_text(exported.stdout)
+    result = await session.run("import-first-seen", str(file))
+    assert (result.returncode, result.stdout) == (0, "records: 3, first-seen times set: 0, not stored: 2\n")
     assert (await first_seen(other))["a"] == (datetime(2026, 1, 2, 4, 4, 5, 1, UTC), True)
     await new.close()
+
+
+async def test_import_waits_for_no_write_of_the_daemon_until_a_deadlock(
+    db: Database, session: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It tries again some times, then ends."""
+    file = tmp_path / "records.jsonl"
+    file.write_text(json.dumps(GOOD | {"uri": f"at://{did(1)}/app.test.more/b"}))
+    attempts: list[int] = []
+    set_first_seen = exports.Exports.set_first_seen
+
+    async def counted(self: exports.Exports, seen: list[exports.SeenRecord]) -> tuple[int, int]:
+        attempts.append(len(seen))
+        return await set_first_seen(self, seen)
+
+    monkeypatch.setattr(exports.Exports, "set_first_seen", counted)
+    async with connected(db.dsn) as sql:
+        async with sql.transaction():
+            await sql.execute("select from indexer.record for update")
+            monkeypatch.setattr(export_module, "ATTEMPTS", 1)
+            result = await session.run("import-first-seen", str(file))
+            assert (result.returncode, "lock timeout" in error_line(result)) == (1, True)
+            monkeypatch.setattr(export_module, "ATTEMPTS", 5)
+            running = asyncio.create_task(session.run("import-first-seen", str(file), "--json"))
+            await until(lambda: len(attempts) >= 3)
+        assert json.loads((await running).stdout) == {"records": 1, "set": 1, "not_stored": 0}
+        assert await sql.fetchval("select deadlocks from pg_stat_database where datname = current_database()") == 0
 
 
 GOOD = {"uri": f"at://{did(1)}/app.test.more/a", "first_seen": "2026-01-02T03:04:05Z", "first_seen_live": None}

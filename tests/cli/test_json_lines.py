@@ -1,6 +1,7 @@
 """Every command with `--json` prints JSON objects, one a line."""
 
 import json
+import os
 from datetime import datetime
 from pathlib import Path
 
@@ -57,6 +58,7 @@ async def test_every_command_prints_json(world: AuditWorld, world_session: Sessi
     await run("discover", "--hosts")
     await run("doctor", code=None)  # the Postgres of the tests has no fsync
     await run("identities", "import")
+    await run("import-first-seen", os.devnull)
     await run("inspect", str(export))
     for arguments in (("add", str(lexicon)), ("index", LIKE, "created_at"), ("list",), ("remove", LIKE)):
         await run("lexicon", *arguments)

@@ -178,7 +178,7 @@ def test_unknown_nsid_and_unknown_field_are_reported_in_one_line(session: Sessio
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1] == (
         f"indexer: {LIKE} has no column subject; the columns are subject_uri, subject_cid, created_at, via_uri, "
-        "via_cid, did, rkey, indexed_at"
+        "via_cid, did, rkey, indexed_at, sort_at"
     )
 
 

@@ -12,6 +12,7 @@ from benchmarks import public_schema
 from benchmarks.links import LIKERS
 from indexer.db import Database, reports
 from indexer.db.columns import buckets_of, head_arrays, repo_arrays, repo_of
+from indexer.db.exports import SeenRecord, set_first_seen
 from indexer.db.identities import DUE_HANDLES
 from indexer.db.reports import FEW_INCOMPLETE, REPO
 from indexer.db.repos import LOAD_REPOS
@@ -292,6 +293,16 @@ async def test_links_and_their_count_are_read_with_an_index(large: str) -> None:
     found = await plans(large, LIKERS, *values)
     assert "using record_link_target" in found, found
     assert not re.search(r"Seq Scan|Sort", found), found
+
+
+async def test_imported_first_seen_times_find_their_records_by_primary_key(large: str) -> None:
+    async with explained(large, "auto") as (connection, logged):
+        rows = await connection.fetch("select did, collection, rkey, indexed_at from indexer.record limit 20")
+        logged.clear()
+        assert await set_first_seen(connection, [SeenRecord(*row, None) for row in rows]) == (20, 0)
+    found = "\n".join(logged)
+    assert found.count("Index Scan using record_pkey") + found.count("Index Only Scan using record_pkey") == 2, found
+    assert "Seq Scan on record" not in found, found
 
 
 @MODES
