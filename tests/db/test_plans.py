@@ -299,7 +299,7 @@ async def test_imported_first_seen_times_find_their_records_by_primary_key(large
     async with explained(large, "auto") as (connection, logged):
         rows = await connection.fetch("select did, collection, rkey, indexed_at from indexer.record limit 20")
         logged.clear()
-        assert await set_first_seen(connection, [SeenRecord(*row, None) for row in rows]) == (20, 0)
+        assert await set_first_seen(connection, [SeenRecord._make((*row, None)) for row in rows]) == (20, 0)
     found = "\n".join(logged)
     assert found.count("Index Scan using record_pkey") + found.count("Index Only Scan using record_pkey") == 2, found
     assert "Seq Scan on record" not in found, found
