@@ -224,6 +224,9 @@ async def test_view_of_an_earlier_release_gets_the_columns_at_its_end(db: Databa
     upgraded = {**before, "first_seen": "timestamp with time zone", "first_seen_live": "boolean"}
     assert list((await columns(sql, VIEW)).items()) == list(upgraded.items())
     assert await sql.fetchval("select indexer.recreate_lexicon_views()") == 0
+    index = await db.lexicon_indexes.build(REVIEW, ["sort_at"])
+    assert index is not None
+    assert "to_bigint" in await sql.fetchval("select pg_get_indexdef($1::text::regclass)", f"indexer.{index.name}")
     properties_of(changed)["firstSeen"] = {"type": "string"}
     await db.lexicons.add(sourced(changed))
     after = {**upgraded, "first_seen_2": "text"}

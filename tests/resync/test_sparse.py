@@ -428,8 +428,16 @@ async def test_true_hints_look_up_no_identity_and_all_they_bring_is_live(
     assert refreshes == [False, False]
     changes = await world.query("select rkey, live from atproto.changes where rkey in ('one', 'two') order by seq")
     assert [tuple(change) for change in changes] == [("one", True), ("two", True)]
-    seen = await world.query("select first_seen_live, proof, count(*) from atproto.records group by 1, 2 order by 1")
-    assert [tuple(row) for row in seen] == [(False, "range", 60), (True, "range", 2)]
+    world.owner.change(*(Write.create(f"{WANTED}/many{number}", {"n": number}) for number in range(MIN_COPIED)))
+    await hint_of_stream(world, world.owner.rev)
+    await world.query("update indexer.repo set next_attempt_at = null")
+    assert await world.attempt()
+    update = world.owner.commit(Write.update(f"{WANTED}/one", {"n": 3}), Write.update(f"{WANTED}/001", {"n": 3}))
+    await world.live.deliver([received_message("commit", update)])
+    seen = await world.query("select first_seen_live, proof, count(*) from atproto.records group by 1, 2 order by 1, 2")
+    assert [tuple(row) for row in seen] == [
+        (False, "commit", 1), (False, "range", 59), (True, "commit", 1), (True, "range", 1 + MIN_COPIED),
+    ]  # fmt: skip
 
 
 async def test_true_hints_of_a_costly_repo_wait_longer_each_time(
