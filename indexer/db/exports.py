@@ -85,14 +85,15 @@ EXPORTED = (
 Page = list[Row]
 """Rows of a view, as mappings."""
 
-_SEEN = typed("did text, collection text, rkey text, bucket smallint, first_seen timestamptz, live boolean")
-_OF_RECORD = "(r.did, r.collection, r.rkey, r.bucket) = (w.did, w.collection, w.rkey, w.bucket)"
-_MATCHING = (
-    f"select count(*) from indexer.record r join {unnest(_SEEN, 'w', 2)} on {_OF_RECORD} where {of_buckets('r')}"
-)
+_SEEN = typed("did text, collection text, rkey text, first_seen timestamptz, live boolean")
+_MATCH = f"""
+    {unnest(_SEEN, "w", 2)}
+    where r.did = w.did and r.collection = w.collection and r.rkey = w.rkey and {of_buckets("r")}
+"""
+_COUNT_SEEN = f"select count(*) from indexer.record r, {_MATCH}"
 _SET_FIRST_SEEN = f"""
-    update indexer.record r set first_seen = w.first_seen, first_live = w.live from {unnest(_SEEN, "w", 2)}
-    where {_OF_RECORD} and {of_buckets("r")} and w.first_seen < coalesce(r.first_seen, r.indexed_at)
+    update indexer.record r set first_seen = w.first_seen, first_live = w.live from {_MATCH}
+        and w.first_seen < coalesce(r.first_seen, r.indexed_at)
 """
 # Shorter than Postgres' deadlock_timeout, so that no write of the daemon ends in a deadlock.
 _LOCK_TIMEOUT = "set local lock_timeout = '500ms'"
@@ -162,8 +163,7 @@ class Exports(Area):
 
 async def set_first_seen(connection: Connection, seen: Sequence[SeenRecord]) -> tuple[int, int]:
     """Set first-seen times within the open transaction, as `Exports.set_first_seen` does."""
-    rows = sorted((one.did, one.collection, one.rkey, bucket_of(one.did), *one[3:]) for one in seen)
-    arguments = [buckets_of([one.did for one in seen]), *columns_of(rows, _SEEN)]
-    stored = await connection.fetchval(_MATCHING, *arguments)
+    arguments = [buckets_of([one.did for one in seen]), *columns_of(sorted(seen), _SEEN)]
+    stored = await connection.fetchval(_COUNT_SEEN, *arguments)
     changed = await connection.execute(_SET_FIRST_SEEN, *arguments)
     return stored, int(changed.split()[-1])
