@@ -492,7 +492,8 @@ class Daemon:
         self._password = settings.admin_password.get_secret_value() if settings.admin_password else None
         if client is not None and settings.webhook_url is not None:
             url = settings.webhook_url.get_secret_value()
-            self.webhook = Webhook(self.tap_feed, client, url, self._password, self.conditions, self.metrics)
+            batch, password = settings.webhook_batch, self._password
+            self.webhook = Webhook(self.tap_feed, client, url, batch, password, self.conditions, self.metrics)
 
     def _feed_routes(self) -> Iterator[web.RouteDef]:
         """Yield the routes of tap and of Jetstream. Changes and acknowledgements need the password, if there is one."""

@@ -49,7 +49,7 @@ async def test_event_is_sent_again_until_it_is_accepted_and_delays_only_its_own_
                 await until(lambda: server.attempts >= before + 3)
             [line] = [line for line in lines if line.get("condition") == WEBHOOK_FAILING.name]
             assert line["event"] == "condition.began"
-            assert line["message"].endswith("status 404; it is sent again, and later events of this repo wait")
+            assert line["message"].endswith("status 404; each is sent again, and later events of its repo wait")
             assert failing.did in line["message"]
             assert "/webhook" not in line["message"]
             server.status_of = lambda _event: 200
