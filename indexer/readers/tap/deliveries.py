@@ -32,10 +32,8 @@ from indexer.db.tap_feed import (
 from indexer.readers.tap.delivery_window import FIRST_SNAPSHOT_ID, MAX_IN_FLIGHT, RECORD_ACTIONS, DeliveryWindow
 from indexer.readers.tap.events import identity_event, record_event
 
-MAX_LOAD_LENGTH = 1 << 20
-"""Characters of record values that are loaded at a time, for one client."""
 MAX_EVENT_BYTES = 1_000_000
-"""Bytes of the events that are returned at a time. A single one may be longer."""
+"""Bytes of events, and of the values loaded for them, that a client gets at a time. A single event may be longer."""
 
 DUE_SECONDS = 1.0
 """Interval at which the feed looks for events that were set aside and are due."""
@@ -285,7 +283,7 @@ class Deliveries:
         """
         keys = [_key(change) for change in changes if _needs_record(change)]
         dids = [change.did for change in changes if change.action not in RECORD_ACTIONS]
-        records = await self._db.feed.records(keys, MAX_LOAD_LENGTH) if keys else FeedRecords({}, set(), set())
+        records = await self._db.feed.records(keys, MAX_EVENT_BYTES) if keys else FeedRecords({}, set(), set())
         accounts = await self._db.feed.accounts(dids) if dids else {}
         events, size = list[Event](), 0
         for index, change in enumerate(changes):
