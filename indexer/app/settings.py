@@ -392,8 +392,8 @@ class Settings(BaseModel):
     """Webhook to which the role `feed` sends each event until it answers with a 2xx status, instead of serving
     `/channel`. It may have a private address."""
     webhook_batch: UpToThousand = 1
-    """Maximum events of a request to the webhook, up to 1 MB. Above 1, they are a JSON array, in order within each
-    repo, and the status is for all of them; those of a refused array come again in arrays of one."""
+    """Maximum events in one request to the webhook, up to 1 MB. Above 1, they are a JSON array with one status for
+    all; those of a refused array are sent again one by one."""
     admin_password: Annotated[SecretStr, AfterValidator(_check_password), "printable text"] | None = None
     """Password of the user `admin` for paths of the role `feed` that change something or acknowledge events; also
     sent to the webhook. Unset: loopback clients only."""

@@ -508,7 +508,7 @@ async def test_killed_while_the_feed_delivers(
 ) -> None:
     """The webhook gets each record in its last state, although it is killed before an acknowledgement is stored."""
     async with WebhookServer() as server:
-        settings = {"roles": "live,resync,feed", "webhook_url": server.url, "webhook_batch": batch}
+        settings = {"roles": "live,resync,feed", "webhook_url": server.url, "webhook_batch": str(batch)}
         async with death_world(database, tmp_path, settings) as world:
             for death in deaths:
                 await world.die(death, write)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -126,7 +127,7 @@ async def test_event_that_a_webhook_refuses_forever_is_reported_apart_from_a_web
 async def test_array_is_in_order_within_each_repo_and_acknowledged_as_one(database: str, tmp_path: Path) -> None:
     """After a crash, only the events of arrays that were not acknowledged come again."""
     expected = [f"{number:03}" for number in range(30)]
-    settings = {"roles": "live,resync,feed", "webhook_batch": 20}
+    settings: dict[str, Any] = {"roles": "live,resync,feed", "webhook_batch": 20}
     async with FaultyNetwork() as network, WebhookServer() as first, WebhookServer() as second:
         accounts = [network.create_account(f"a{number}.test") for number in range(3)]
         dids = [account.did for account in accounts]
