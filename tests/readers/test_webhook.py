@@ -57,7 +57,7 @@ async def test_event_is_sent_again_until_it_is_accepted_and_delays_only_its_own_
             server.status_of = lambda _event: 200
             await until(lambda: rkeys(server.accepted, failing.did) == ["000", "001", "002"])
             await wait_until_delivered(daemon)
-            assert (len(server.accepted), server.overlaps) == (6, set())
+            assert (len(server.accepted), server.overlaps, server.arrays) == (6, set(), {False})
             [credentials] = server.credentials
             assert (credentials or "").startswith("Basic ")
             credentials_of_a_client = {"Authorization": credentials or ""}
@@ -178,6 +178,7 @@ async def test_event_that_is_refused_in_an_array_comes_alone_until_it_is_set_asi
         for account in accounts:
             expected = [f"{number:03}" for number in range(10) if (account.did, f"{number:03}") != refused]
             assert rkeys(server.accepted, account.did) == expected
+        assert server.arrays == {True}
         [row] = await daemon.stages.db.feed.set_aside(None, 10)
         assert (row.did, row.rkey) == refused
 

@@ -22,7 +22,7 @@ class WebhookServer:
         attempts: The number of requests.
         credentials: The headers `Authorization` that were sent.
         requests: The events of each request. A request without an array has one.
-        longest: The size of the largest body.
+        arrays: Whether requests had arrays.
         status_of: Returns the status for an event. That of a request is the highest one.
         answering: While it is not set, no request is answered.
         overlaps: Repos with two requests at a time.
@@ -32,7 +32,7 @@ class WebhookServer:
         self.accepted: list[Event] = []
         self.attempts = 0
         self.requests: list[list[Event]] = []
-        self.longest = 0
+        self.arrays = set[bool]()
         self.credentials = set[str | None]()
         self.status_of: Callable[[Event], int] = lambda _event: 200
         self.answering = asyncio.Event()
@@ -58,13 +58,12 @@ class WebhookServer:
         await self._server.close()
 
     async def _receive(self, request: web.Request) -> web.Response:
-        body = await request.read()
-        content = json.loads(body)
+        content = json.loads(await request.read())
         events = content if isinstance(content, list) else [content]
         dids = {event[event["type"]]["did"] for event in events}
         self.attempts += 1
         self.requests.append(events)
-        self.longest = max(self.longest, len(body))
+        self.arrays.add(isinstance(content, list))
         self.credentials.add(request.headers.get("Authorization"))
         self.overlaps |= dids & self._running
         self._running |= dids
