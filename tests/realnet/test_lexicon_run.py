@@ -19,6 +19,7 @@ from tests.database_server import DatabaseServer
 from tests.lexicons.samples import DEFS_DOCUMENT, REVIEW, REVIEW_DOCUMENT
 from tests.net.identity.name_server import NameServer
 from tests.realnet.real_network import RealAccount, RealNetwork, real_network
+from tests.realnet.test_network import stream_url
 from tests.waiting import until
 
 pytestmark = [pytest.mark.proof("realnet"), pytest.mark.timeout(300)]
@@ -37,7 +38,7 @@ class Addresses(NamedTuple):
 async def jetstream(network: RealNetwork, dsn: str, directory: Path) -> AsyncIterator[str]:
     """Serve a Jetstream that follows the first PDS: that of another indexer. Yield its URL."""
     options = {"upstream": "pds", "roles": "live,resync,feed", "http_bind": "127.0.0.1:0", "start": "live"}
-    settings = settings_for(network.pds[0].stream_url, network.plc_url, directory / "jetstream", **options)
+    settings = settings_for(stream_url(network.pds[0]), network.plc_url, directory / "jetstream", **options)
     async with run_daemon(settings, dsn) as indexer, indexer.serve_http() as address:
         yield f"ws://{address}"
 
@@ -84,7 +85,7 @@ async def test_one_lexicon_leads_to_typed_rows_of_a_real_pds(
             settings = {"INDEXER_JETSTREAMS": jetstream_url, "INDEXER_DNS_SERVERS": "{}:{}".format(*dns.address)}
             if upstream:
                 settings["INDEXER_UPSTREAM"] = upstream
-            addresses = Addresses(pds.stream_url, network.plc_url)
+            addresses = Addresses(stream_url(pds), network.plc_url)
             async with running(addresses, empty_database, tmp_path, "--lexicon", REVIEW, **settings):
                 await wait_for_rows(empty_database, tmp_path, row(ada, "old", 5))
                 await asyncio.to_thread(ada.put, REVIEW, "one", review("changed", 4))
