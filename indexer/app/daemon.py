@@ -478,8 +478,16 @@ class Daemon:
         yield ScopeNarrowing(db, scope, shard, self.metrics, settings)
         yield ScopeBackfill(db, outbound, scope, sources, shard, self.metrics, settings)
         if shard.index == 0:  # the lists are of all shards
-            interval, settle = settings.interval, settings.settle
-            yield SignalDiscovery(db, outbound, scope, sources, self._reconciled_at, interval=interval, settle=settle)
+            yield SignalDiscovery(
+                db,
+                outbound,
+                scope,
+                sources,
+                self._reconciled_at,
+                sources_are_hosts=self.settings.upstream == "pds",
+                interval=settings.interval,
+                settle=settings.settle,
+            )
 
     def _build_feeds(self) -> None:
         """Build what the role `feed` runs."""
