@@ -69,7 +69,7 @@ async def test_pds_without_lists_of_collections_gives_the_list_of_all_its_repos(
         db, outbound, scope, lambda: [host.url], lambda: None, sources_are_hosts=True, settle=0.0
     )
     method_missing = missing_method(MISSING_METHOD_ANSWERS[0])
-    host.pages = {list_path(name): method_missing for name in (LIKE, FOLLOW)} | {path(): list_of("ada", "bob")}
+    host.pages = {list_path(LIKE): method_missing, list_path(FOLLOW): method_missing, path(): list_of("ada", "bob")}
     with stamina.set_testing(True, attempts=1), capture_logs() as lines:
         await discovery.step()
         await discovery.step()
