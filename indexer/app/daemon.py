@@ -478,8 +478,16 @@ class Daemon:
         yield ScopeNarrowing(db, scope, shard, self.metrics, settings)
         yield ScopeBackfill(db, outbound, scope, sources, shard, self.metrics, settings)
         if shard.index == 0:  # the lists are of all shards
-            interval, settle = settings.interval, settings.settle
-            yield SignalDiscovery(db, outbound, scope, sources, self._reconciled_at, interval=interval, settle=settle)
+            yield SignalDiscovery(
+                db,
+                outbound,
+                scope,
+                sources,
+                self._reconciled_at,
+                sources_are_hosts=self.settings.upstream == "pds",
+                interval=settings.interval,
+                settle=settings.settle,
+            )
 
     def _build_feeds(self) -> None:
         """Build what the role `feed` runs."""
@@ -492,7 +500,8 @@ class Daemon:
         self._password = settings.admin_password.get_secret_value() if settings.admin_password else None
         if client is not None and settings.webhook_url is not None:
             url = settings.webhook_url.get_secret_value()
-            self.webhook = Webhook(self.tap_feed, client, url, self._password, self.conditions, self.metrics)
+            batch, password = settings.webhook_batch, self._password
+            self.webhook = Webhook(self.tap_feed, client, url, batch, password, self.conditions, self.metrics)
 
     def _feed_routes(self) -> Iterator[web.RouteDef]:
         """Yield the routes of tap and of Jetstream. Changes and acknowledgements need the password, if there is one."""

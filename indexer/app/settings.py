@@ -389,8 +389,11 @@ class Settings(BaseModel):
     """Longest time from one read of the stream, and so from one batch, to the next, unless many messages arrive.
     Longer: less CPU and fewer transactions, but later commits. `0`: lowest latency."""
     webhook_url: Annotated[SecretStr, AfterValidator(_check_webhook), "an http(s):// URL"] | None = None
-    """Webhook to which the role `feed` sends each event until it answers with a 2xx status, instead of serving
-    `/channel`. It may have a private address."""
+    """Webhook to which the role `feed` sends each event until it answers 2xx, instead of serving `/channel`.
+    It may have a private address."""
+    webhook_batch: UpToThousand = 1
+    """Maximum events in one request to the webhook, up to 1 MB. Above 1, they are a JSON array with one status for
+    all; those of a refused array are sent again one by one."""
     admin_password: Annotated[SecretStr, AfterValidator(_check_password), "printable text"] | None = None
     """Password of the user `admin` for paths of the role `feed` that change something or acknowledge events; also
     sent to the webhook. Unset: loopback clients only."""

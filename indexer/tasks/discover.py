@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from time import monotonic, time
 
 import structlog
@@ -108,6 +109,7 @@ class SignalDiscovery:
         sources: Returns the base URLs of the relays to ask; none if no stream is open.
         reconciled_at: Returns when the last reconciliation of this process ended; None if none has.
         interval: Pause between two checks of the scope, in seconds.
+        sources_are_hosts: True if the sources are PDSes. One that has no list of a collection gives that of all repos.
         settle: Time from a change that wants fewer repos to the reading of the lists, in seconds.
         retry: Pause before a list is read again that could not be read, in seconds.
         stage: Its progress. Each request, and the write of each page, is work.
@@ -118,6 +120,7 @@ class SignalDiscovery:
     scope: CurrentScope
     sources: Callable[[], Sequence[str]]
     reconciled_at: Callable[[], float | None]
+    sources_are_hosts: bool = False
     interval: float = 1.0
     settle: float = SETTLE_SECONDS
     retry: float = RETRY_SECONDS
@@ -164,9 +167,10 @@ class SignalDiscovery:
         A list decides which repos are untracked, so a relay that only fails is not replaced by the next one.
         """
         failure: UnavailableError | None = None
-        for source in sources:
+        lists = [collection, ""] if self.sources_are_hosts else [collection]
+        for listed_by, source in product(lists, sources):
             try:
-                begun = await self._discovery.begin(source, collection, "signal")
+                begun = await self._discovery.begin(source, listed_by, "signal")
                 progress = await self._discovery.run(begun, lambda _: None, scope)
             except MethodNotOfferedError as error:
                 failure = error

@@ -11,7 +11,7 @@ import asyncpg
 import pytest
 
 from tests.cli.command_line import Session, error_line, run_indexer
-from tests.daemon_process import daemon_environment, log_tail
+from tests.daemon_process import Network, daemon_environment, log_tail
 from tests.db.change_log_helpers import connected
 from tests.faulty_network import FaultyAccount, FaultyNetwork
 from tests.lexicons.samples import DEFS_DOCUMENT, LIKE, LIKE_DOCUMENT, REVIEW, REVIEW_DOCUMENT
@@ -66,15 +66,13 @@ def test_without_a_choice_the_choices_are_shown_and_nothing_changes(
 
 
 @asynccontextmanager
-async def running(
-    network: FaultyNetwork, dsn: str, directory: Path, *arguments: str, **settings: str
-) -> AsyncIterator[None]:
+async def running(network: Network, dsn: str, directory: Path, *arguments: str, **settings: str) -> AsyncIterator[None]:
     """Run `indexer run` with these arguments during the block, without a setting that says what to index."""
-    environment = daemon_environment(network, dsn, directory) | {"INDEXER_START": "live"} | settings
+    environment = daemon_environment(network, dsn, directory) | {"INDEXER_START": "live"}
     del environment["INDEXER_TRACK"]
     with (directory / "daemon.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "indexer", "run", *arguments, env=environment, stderr=log, stdout=log
+            sys.executable, "-m", "indexer", "run", *arguments, env=environment | settings, stderr=log, stdout=log
         )
     try:
         yield

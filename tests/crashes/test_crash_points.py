@@ -502,12 +502,13 @@ async def test_killed_while_the_change_log_is_trimmed(
 
 
 @tiers(FEED_DEATHS, (3,))
+@pytest.mark.parametrize("batch", [1, 100])
 async def test_killed_while_the_feed_delivers(
-    database: str, tmp_path: Path, record_property: RecordProperty, deaths: Sequence[Death]
+    database: str, tmp_path: Path, record_property: RecordProperty, deaths: Sequence[Death], batch: int
 ) -> None:
     """The webhook gets each record in its last state, although it is killed before an acknowledgement is stored."""
     async with WebhookServer() as server:
-        settings = {"roles": "live,resync,feed", "webhook_url": server.url}
+        settings = {"roles": "live,resync,feed", "webhook_url": server.url, "webhook_batch": str(batch)}
         async with death_world(database, tmp_path, settings) as world:
             for death in deaths:
                 await world.die(death, write)

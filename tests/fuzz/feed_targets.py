@@ -226,12 +226,14 @@ class Acknowledgements(TextTarget):
         self, window: DeliveryWindow, left: dict[int, LoggedChange], in_flight: set[int], *, one_per_repo: bool
     ) -> None:
         """Take changes. None of them is in flight, and no live change overtakes an earlier one of its repo."""
+        before = set(in_flight)
         for change in window.take(3):
-            earlier = [seq for seq in left if seq < change.seq and left[seq].did == change.did]
+            together = in_flight - before if one_per_repo else set[int]()
+            earlier = [seq for seq in left if seq < change.seq and left[seq].did == change.did and seq not in together]
             if change.seq not in left or change.seq in in_flight or (change.live and earlier):
                 raise DifferenceError(f"{change} is delivered before {earlier}, with {in_flight} in flight")
-            if one_per_repo and any(left[seq].did == change.did for seq in in_flight):
-                raise DifferenceError(f"{change} is delivered with {in_flight} of the same repo in flight")
+            if one_per_repo and any(left[seq].did == change.did for seq in before):
+                raise DifferenceError(f"{change} is delivered with {before} of the same repo in flight")
             in_flight.add(change.seq)
 
     def _drain(self, window: DeliveryWindow, left: dict[int, LoggedChange]) -> None:

@@ -51,6 +51,24 @@ def test_differences_of_one_resync_are_delivered_at_once_and_enclosed_by_live_ch
     assert window.progress() == DeliveryProgress(6, 6)
 
 
+def test_take_of_a_webhook_has_changes_of_a_repo_in_order_and_those_of_one_record_and_refused_ones_apart() -> None:
+    other = [change(2, "did:plc:b"), change(5, "did:plc:b", live=False)]
+    changes = [change(1, rkey="r"), change(3, live=False), change(4), change(6, rkey="r")]
+    window = window_of(*sorted([*other, *changes]), one_per_repo=True)
+    assert seqs(window.take(2)) == [1, 3]
+    assert seqs(window.take(10)) == [2, 5]
+    window.acknowledge(1)
+    assert window.take(10) == [], "a change of each repo is in flight"
+    window.give_back([2, 3, 5])
+    assert seqs(window.take(10, {4, 2})) == [3], "the first repo again"
+    window.acknowledge(3)
+    assert seqs(window.take(10, {4, 2})) == [2]
+    assert seqs(window.take(10, {4, 2})) == [4]
+    window.acknowledge(2)
+    window.acknowledge(4)
+    assert seqs(window.take(10)) == [5, 6]
+
+
 def test_acknowledgement_of_a_change_that_waits_does_not_end_the_wait_for_the_one_before_it() -> None:
     window = window_of(*[change(seq, live=False, rkey="r") for seq in (1, 2, 3)])
     assert seqs(window.take(10)) == [1]

@@ -21,7 +21,9 @@ class WebhookServer:
         accepted: The events that were answered with status 200, in order.
         attempts: The number of requests.
         credentials: The headers `Authorization` that were sent.
-        status_of: Returns the status for an event.
+        requests: The events of each request. A request without an array has one.
+        arrays: Whether requests had arrays.
+        status_of: Returns the status for an event. That of a request is the highest one.
         answering: While it is not set, no request is answered.
         overlaps: Repos with two requests at a time.
     """
@@ -29,6 +31,8 @@ class WebhookServer:
     def __init__(self) -> None:
         self.accepted: list[Event] = []
         self.attempts = 0
+        self.requests: list[list[Event]] = []
+        self.arrays = set[bool]()
         self.credentials = set[str | None]()
         self.status_of: Callable[[Event], int] = lambda _event: 200
         self.answering = asyncio.Event()
@@ -54,18 +58,20 @@ class WebhookServer:
         await self._server.close()
 
     async def _receive(self, request: web.Request) -> web.Response:
-        event = json.loads(await request.read())
-        did = event[event["type"]]["did"]
+        content = json.loads(await request.read())
+        events = content if isinstance(content, list) else [content]
+        dids = {event[event["type"]]["did"] for event in events}
         self.attempts += 1
+        self.requests.append(events)
+        self.arrays.add(isinstance(content, list))
         self.credentials.add(request.headers.get("Authorization"))
-        if did in self._running:
-            self.overlaps.add(did)
-        self._running.add(did)
+        self.overlaps |= dids & self._running
+        self._running |= dids
         try:
             await self.answering.wait()
-            status = self.status_of(event)
+            status = max(self.status_of(event) for event in events)
         finally:
-            self._running.discard(did)
+            self._running -= dids
         if status == 200:
-            self.accepted.append(event)
+            self.accepted += events
         return web.Response(status=status, body=bytes(LONG_BODY))

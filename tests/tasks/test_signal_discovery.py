@@ -13,7 +13,7 @@ from tests.db.repo_rows import did
 from tests.net.http.scripted_host import ScriptedHost, http_response
 from tests.net.pds.missing_methods import MISSING_METHOD_ANSWERS, MissingMethodAnswer
 from tests.sync.signing_account import STORE_ALL
-from tests.tasks.crawl_scenario import list_of, list_path, missing_method
+from tests.tasks.crawl_scenario import list_of, list_path, missing_method, path
 
 pytestmark = pytest.mark.slow
 
@@ -60,6 +60,22 @@ async def test_signal_collection_that_no_relay_lists_is_named_with_the_reason(
     [line] = [line for line in lines if line["event"] == "scope.signals-not-listed"]
     assert line["collection"] == LIKE
     assert str(server.status.real) in line["error"]
+
+
+async def test_pds_without_lists_of_collections_gives_the_list_of_all_its_repos(
+    db: Database, scope: CurrentScope, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    discovery = SignalDiscovery(
+        db, outbound, scope, lambda: [host.url], lambda: None, sources_are_hosts=True, settle=0.0
+    )
+    method_missing = missing_method(MISSING_METHOD_ANSWERS[0])
+    host.pages = {list_path(LIKE): method_missing, list_path(FOLLOW): method_missing, path(): list_of("ada", "bob")}
+    with stamina.set_testing(True, attempts=1), capture_logs() as lines:
+        await discovery.step()
+        await discovery.step()
+    assert set(await db.repos.load([did("ada"), did("bob")])) == {did("ada"), did("bob")}
+    assert [line["event"] for line in lines if line["log_level"] != "debug"] == ["scope.discovered"] * 2
+    assert len(host.requests) == 4, "nothing is read again"
 
 
 @pytest.mark.parametrize(("status", "asks_the_next"), [(404, True), (502, False)])

@@ -32,8 +32,8 @@ from indexer.db.tap_feed import (
 from indexer.readers.tap.delivery_window import FIRST_SNAPSHOT_ID, MAX_IN_FLIGHT, RECORD_ACTIONS, DeliveryWindow
 from indexer.readers.tap.events import identity_event, record_event
 
-MAX_LOAD_LENGTH = 1 << 20
-"""Characters of record values that are loaded at a time, for one client."""
+MAX_EVENT_BYTES = 1_000_000
+"""Bytes of events, and of the values loaded for them, that a client gets at a time. A single event may be longer."""
 
 DUE_SECONDS = 1.0
 """Interval at which the feed looks for events that were set aside and are due."""
@@ -204,11 +204,11 @@ class Deliveries:
         """Wait until changes may be delivered; return at most `limit` of them, which are in flight from now on.
 
         Returns:
-            Nothing if the deliveries have ended.
+            Nothing if the deliveries have ended. A change that was refused is returned alone.
         """
         async with self._turn:
             while not self.ended.is_set():
-                if not self.paused and (taken := self.window.take(limit)):
+                if not self.paused and (taken := self.window.take(limit, self._refused)):
                     return taken
                 self.window.changed.clear()
                 await self.window.changed.wait()
@@ -224,9 +224,9 @@ class Deliveries:
         self._acknowledgements += self.window.acknowledge(seq)
         self._refused.pop(seq, None)
 
-    def give_back_after(self, seconds: float, seq: int) -> None:
-        """Deliver this change again after a pause."""
-        asyncio.get_running_loop().call_later(seconds, self.window.give_back, [seq])
+    def give_back_after(self, seconds: float, seqs: Sequence[int]) -> None:
+        """Deliver these changes again after a pause."""
+        asyncio.get_running_loop().call_later(seconds, self.window.give_back, seqs)
 
     def count_failure(self, seq: int, failure: str) -> int:
         """Count that a change was sent and not acknowledged, and why; return how often it was.
@@ -275,30 +275,33 @@ class Deliveries:
     async def events(self, changes: Sequence[LoggedChange]) -> list[Event]:
         """Return the events of changes in flight.
 
-        Changes without an event are acknowledged: a later change says why, or they are set aside. Changes whose values
-        would need too much memory now are given back.
+        Changes without an event are acknowledged: a later change says why, or they are set aside. From the first
+        change on whose value or event would need too much memory now, they are given back.
 
         Raises:
             DatabaseError: The values could not be loaded.
         """
         keys = [_key(change) for change in changes if _needs_record(change)]
         dids = [change.did for change in changes if change.action not in RECORD_ACTIONS]
-        records = await self._db.feed.records(keys, MAX_LOAD_LENGTH) if keys else FeedRecords({}, set(), set())
+        records = await self._db.feed.records(keys, MAX_EVENT_BYTES) if keys else FeedRecords({}, set(), set())
         accounts = await self._db.feed.accounts(dids) if dids else {}
-        events, later = [], []
-        for change in changes:
+        events, size = list[Event](), 0
+        for index, change in enumerate(changes):
             if _needs_record(change) and _key(change) in records.omitted:
-                later.append(change.seq)
-                continue
+                self.window.give_back([change.seq for change in changes[index:]])
+                break
             if change.action in RECORD_ACTIONS:
                 message = self._record_event(change, records)
             else:
                 message = self._identity_event(change, accounts.get(change.did))
             if message is None:
                 self.window.acknowledge(change.seq)
-            else:
-                events.append(Event(change.seq, message))
-        self.window.give_back(later)
+                continue
+            size += len(message)
+            if events and size > MAX_EVENT_BYTES:
+                self.window.give_back([change.seq for change in changes[index:]])
+                break
+            events.append(Event(change.seq, message))
         return events
 
     def _record_event(self, change: LoggedChange, records: FeedRecords) -> bytes | None:

@@ -14,7 +14,7 @@ a deletion that the page does not show follows it.
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
@@ -79,7 +79,7 @@ class DeliveryWindow:
     """
 
     def __init__(self, progress: DeliveryProgress, *, one_per_repo: bool = False) -> None:
-        """Continue from stored progress. With `one_per_repo`, a repo never has two changes in flight."""
+        """Continue from stored progress. With `one_per_repo`, all changes of a repo in flight are of one `take`."""
         self.capacity = MAX_UNACKNOWLEDGED
         self.read_to = progress.position
         self.snapshot_read_to = progress.snapshot
@@ -88,7 +88,7 @@ class DeliveryWindow:
         self._behind_before = dict(progress.behind)
         self.behind = dict(progress.behind)
         self._delivered_to = progress.delivered_to
-        self._one_per_repo = one_per_repo
+        self._one_per_repo, self._turn = one_per_repo, 0
         self._changes: dict[int, LoggedChange] = {}
         self._snapshot: dict[int, LoggedChange] = {}
         self._snapshot_before: dict[int, SnapshotPosition] = {}  # the position before each event of the snapshot
@@ -225,8 +225,11 @@ class DeliveryWindow:
         self._snapshot_before.pop(seq, None)
         return self._changes.pop(seq, None) or self._snapshot.pop(seq, None)
 
-    def take(self, limit: int) -> list[LoggedChange]:
-        """Return at most `limit` changes that may be delivered now. From now on they are in flight."""
+    def take(self, limit: int, alone: Container[int] = ()) -> list[LoggedChange]:
+        """Return at most `limit` changes that may be delivered now. From now on they are in flight.
+
+        A change whose number is in `alone` is not returned with others.
+        """
         taken: list[LoggedChange] = []
         while self._queue and len(taken) < limit:
             did = self._queue.popleft()
@@ -234,18 +237,17 @@ class DeliveryWindow:
             if repo is None:
                 continue
             repo.queued = False
-            room = limit - len(taken)
-            taken += [change for _, change in zip(range(room), self._deliverable(repo), strict=False)]
+            while len(taken) < limit and (change := self._first(repo)) is not None and self._may_deliver(change, repo):
+                if taken and (taken[-1].seq in alone or change.seq in alone):
+                    limit = len(taken)
+                    break
+                repo.waiting.popleft()
+                repo.in_flight[_path(change)] = change.seq
+                repo.group = self._group(change)
+                taken.append(change)
+            self._turn += 1
             self._enqueue(did, repo)
         return taken
-
-    def _deliverable(self, repo: _Repo) -> Iterator[LoggedChange]:
-        """Take changes of a repo until one has to wait."""
-        while (change := self._first(repo)) is not None and self._may_deliver(change, repo):
-            repo.waiting.popleft()
-            repo.in_flight[_path(change)] = change.seq
-            repo.group = self._group(change)
-            yield change
 
     def _first(self, repo: _Repo) -> LoggedChange | None:
         while repo.waiting and repo.waiting[0].seq not in self:
@@ -260,8 +262,13 @@ class DeliveryWindow:
         )
 
     def _group(self, change: LoggedChange) -> object:
-        """Return what is equal for changes that need no order, unless they are of one record: the rev of the export."""
-        return change.seq if change.live or self._one_per_repo else change.rev
+        """Return what is equal for changes that need no order, unless they are of one record: the rev of the export.
+
+        With `one_per_repo`, return what is equal for changes that are taken together.
+        """
+        if self._one_per_repo:
+            return self._turn
+        return change.seq if change.live else change.rev
 
     def _enqueue(self, did: str, repo: _Repo) -> None:
         change = self._first(repo)

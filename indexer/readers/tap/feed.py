@@ -52,7 +52,7 @@ class TapFeed:
     """The stage that owns the feed, fills the window, and stores what was acknowledged.
 
     Attributes:
-        one_per_repo: A repo never has two changes in flight, as webhooks need it.
+        one_per_repo: All changes of a repo in flight are of one request, as webhooks need it.
         max_unacknowledged: The maximum number of changes in the window.
         set_aside: The number of events that clients refused for so long that they were set aside.
         clients: The number of clients: connections, or the webhook.

@@ -1,7 +1,8 @@
-"""Send events to a webhook until it answers with a 2xx status, one at a time per repo."""
+"""Send events to a webhook until it answers with a 2xx status, one request at a time per repo."""
 
 import asyncio
 from base64 import b64encode
+from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -29,7 +30,7 @@ DATABASE_RETRY_SECONDS = 1.0
 
 @dataclass(eq=False, repr=False)  # its text would have the password
 class Webhook:
-    """The stage that sends the events of the feed. An event that fails delays only later events of its repo.
+    """The stage that sends the events of the feed. A request that fails delays only later events of its repos.
 
     Attributes:
         first_retry: Seconds after which an event is sent again for the first time.
@@ -40,6 +41,7 @@ class Webhook:
     _feed: TapFeed
     _client: OutboundClient
     _url: str
+    _batch: int
     _password: str | None
     _conditions: Conditions
     _metrics: Metrics
@@ -62,51 +64,57 @@ class Webhook:
     async def _send_events(self, work: Work) -> None:
         while True:
             deliveries = await self._feed.deliveries()
-            for change in await deliveries.take(1):
+            if changes := await deliveries.take(self._batch):
                 with work.busy():
-                    await self._send_change(deliveries, change)
+                    await self._send_changes(deliveries, changes)
 
-    async def _send_change(self, deliveries: Deliveries, change: LoggedChange) -> None:
-        """Acknowledge the change if its event was accepted; otherwise deliver it again later."""
+    async def _send_changes(self, deliveries: Deliveries, changes: Sequence[LoggedChange]) -> None:
+        """Acknowledge the changes if their events were accepted; otherwise deliver them again later, each alone."""
         try:
-            events = await deliveries.events([change])
+            events = await deliveries.events(changes)
         except DatabaseError:
-            deliveries.give_back_after(DATABASE_RETRY_SECONDS, change.seq)
+            deliveries.give_back_after(DATABASE_RETRY_SECONDS, [change.seq for change in changes])
+            return
+        if not events:
+            return
+        try:
+            failure = await self._failure(events)
+        except UnavailableError as paused:
+            seconds = min(paused.retry_after or self.max_retry, self.max_retry)
+            deliveries.give_back_after(seconds, [event.seq for event in events])
+            return
+        self._metrics.feed_events["webhook"].inc(len(events))
+        if failure is not None:
+            self._postpone(deliveries, events, failure)
             return
         for event in events:
-            try:
-                failure = await self._failure(event)
-            except UnavailableError as paused:
-                deliveries.give_back_after(min(paused.retry_after or self.max_retry, self.max_retry), change.seq)
-                continue
-            self._metrics.feed_events["webhook"].inc()
-            if failure is None:
-                deliveries.acknowledge(event.seq)
-            else:
-                self._postpone(deliveries, change, failure)
+            deliveries.acknowledge(event.seq)
 
-    async def _failure(self, event: Event) -> str | None:
-        """Send one event; return why it was not accepted, without the URL, which may contain a token.
+    async def _failure(self, events: Sequence[Event]) -> str | None:
+        """Send events; return why they were not accepted, without the URL, which may contain a token.
 
         Raises:
-            UnavailableError: Requests to the webhook are paused. That is not because of this event.
+            UnavailableError: Requests to the webhook are paused. That is not because of these events.
         """
+        body = events[0].message if self._batch == 1 else b"[%b]" % b",".join(event.message for event in events)
         try:
-            status = await self._client.post(self._url, event.message, headers=self._headers, timeout=REQUEST_TIMEOUT)
+            status = await self._client.post(self._url, body, headers=self._headers, timeout=REQUEST_TIMEOUT)
         except UnavailableError as error:
             if error.reason in {FetchFailure.HOST_PAUSED, FetchFailure.THROTTLED}:
                 raise
             return str(error.reason)
         return None if HTTPStatus.OK <= status < HTTPStatus.MULTIPLE_CHOICES else f"status {status}"
 
-    def _postpone(self, deliveries: Deliveries, change: LoggedChange, failure: str) -> None:
-        attempts = deliveries.count_failure(change.seq, failure)
-        if change.seq not in deliveries.window:
-            return  # it was set aside
+    def _postpone(self, deliveries: Deliveries, events: Sequence[Event], failure: str) -> None:
+        attempts = max(deliveries.count_failure(event.seq, failure) for event in events)
+        changes = [change for event in events if (change := deliveries.window.get(event.seq)) is not None]
+        if not changes:
+            return  # they were set aside
+        first, others = changes[0], f" and {len(changes) - 1} others" if len(changes) > 1 else ""
         message = (
-            f"the webhook at {host_of(self._url)} did not accept event {change.seq} of {change.did}: {failure}; it is "
-            "sent again, and later events of this repo wait"
+            f"the webhook at {host_of(self._url)} did not accept event {first.seq} of {first.did}{others}: {failure}; "
+            "each is sent again, and later events of its repo wait"
         )
         self._conditions.report(WEBHOOK_FAILING, message=message)
-        seconds = backoff_seconds(attempts, change.did, first=self.first_retry, maximum=self.max_retry)
-        deliveries.give_back_after(seconds, change.seq)
+        seconds = backoff_seconds(attempts, first.did, first=self.first_retry, maximum=self.max_retry)
+        deliveries.give_back_after(seconds, [change.seq for change in changes])
