@@ -314,6 +314,12 @@ class Daemon:
     def _wake_resyncs(self) -> None:
         self.resync_pool.wake()
 
+    def request_record(self, did: str, path: str) -> None:
+        """Look at the queue of resyncs now. The resync of this repo requests the path first."""
+        if self._shard.owns(did):
+            self.hint_paths[did] = path
+            self._wake_resyncs()
+
     def _ask_host(self, did: str) -> None:
         self.repo_checks.ask(did)
 
