@@ -74,10 +74,11 @@ from indexer.readers.access import Access
 from indexer.readers.jetstream.log_reading import JetstreamReader
 from indexer.readers.jetstream.subscriber import Subscriptions
 from indexer.readers.links import LinkReader
+from indexer.readers.rev_waits import RevWaits
 from indexer.readers.tap.channel import Channel, refuse_channel
 from indexer.readers.tap.deliveries import RefusalLimits
 from indexer.readers.tap.feed import TapFeed
-from indexer.readers.tap.routes import TapRoutes
+from indexer.readers.tap.routes import TapRoutes, answer_errors
 from indexer.readers.tap.webhook import Webhook
 from indexer.resync.apply import LARGE_TURNS, TURNS, Applies
 from indexer.resync.fetch import ResyncAttempts
@@ -494,6 +495,7 @@ class Daemon:
         self.tap_feed = TapFeed(db, self.conditions, self.metrics, limits, one_per_repo=client is not None)
         self.channel = Channel(self.tap_feed, self.metrics)
         self.jetstream_reader = JetstreamReader(db)
+        self.rev_waits = RevWaits(db)
         self.webhook: Webhook | None = None
         self._password = settings.admin_password.get_secret_value() if settings.admin_password else None
         if client is not None and settings.webhook_url is not None:
@@ -508,6 +510,7 @@ class Daemon:
         values_stored = self.settings.store_values
         subscriptions = Subscriptions(self.db, self.jetstream_reader, self.metrics, values_stored=values_stored)
         yield web.get("/subscribe", subscriptions.subscribe)
+        yield web.get("/wait-for/{did}", access.guard(answer_errors(self.rev_waits.respond)))
 
     def _build_monitors(self) -> None:
         self.status_reading = StatusReading(

@@ -19,7 +19,7 @@ from indexer.sync.shard import PLAIN
 STATEMENT_TIMEOUT = 60.0
 """Seconds after which a statement is cancelled."""
 LISTEN_SECONDS = 30.0
-"""Interval at which a connection that only listens is checked."""
+"""Time after which a connection that waits for notifications is checked, and in which it must answer."""
 CANCEL_TIMEOUT = 5.0
 """Seconds to wait for the end of a cancelled statement."""
 ENDS_STATEMENT = (CancelledError, TimeoutError)

@@ -121,11 +121,11 @@ class ResyncAttempts:
 
         If the rev is old, or the repo has another state with the same rev, it raises: the sources of exports are asked.
         """
-        policy, claimed = self.policy(), resync.claimed
+        policy, claimed, pds = self.policy(), resync.claimed, identity.pds or ""
         resync.enter(Phase.DOWNLOAD)
         opened = partial(shares.opened, resync, now=time())
-        stored, pds = Stored(), identity.pds or ""
-        if claimed.head and not needs_export(claimed, policy.scope) and self.sparse.is_possible(claimed.did, pds, policy):
+        stored, is_possible = Stored(), self.sparse.is_possible(claimed.did, pds, policy)
+        if claimed.head and not needs_export(claimed, policy.scope) and is_possible:
             stored = Stored(claimed.head.commit, await self.applies.stored(claimed.did))
         with self.metrics.batch_seconds["fetch"].time():
             download = await self.sparse.fetch(claimed.did, pds, policy, opened, stored)

@@ -145,6 +145,11 @@ class Repo(NamedTuple):
         """True if the public views show the repo's records."""
         return self.active and not self.takedown
 
+    def shows(self, rev: str) -> bool:
+        """Return True if the public views show the records of this rev, or of a later one."""
+        whole = self.sync_reason is None or self.sync_reason in NEWS
+        return self.visible and whole and self.head is not None and self.head.rev >= rev
+
     @property
     def out_of_scope(self) -> bool:
         """True if the scope wanted the repo no more. It is tracked again as soon as the scope wants it."""

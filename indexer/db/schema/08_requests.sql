@@ -111,7 +111,7 @@ comment on function atproto.request_record(text,text) is
 
 -- Each look ends with an error that is caught, because only then are its locks released.
 create function atproto.wait_for(
-    did text, inout rev text, timeout interval default '10 seconds', out reached boolean
+    did text, rev text, timeout interval default '10 seconds', out reached boolean, out stored_rev text
 ) language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$
 declare
     asked constant text collate "C" := rev;
@@ -131,7 +131,7 @@ begin
     loop
         begin
             select r.rev, r.rev >= asked and coalesce(r.sync_reason, 'hinted') in ('hinted', 'behind')
-            into rev, reached
+            into stored_rev, reached
             from indexer.repo r
             where r.did = $1 and r.bucket = indexer.bucket_of($1) and r.visible;
             raise exception using errcode = 'UNLOK';
@@ -145,8 +145,8 @@ begin
     end loop;
 end $$;
 comment on function atproto.wait_for(text,text,interval) is
-    'Wait until the public views show this rev of a repo or a later one, at most 30 seconds. Return the present rev '
-    '(null: no visible repo), and whether it was reached. Needs the isolation level read committed.';
+    'Wait until the public views show this rev of a repo or a later one, at most 30 seconds. Return whether it '
+    'was reached, and the present rev (null: no visible repo). Needs the isolation level read committed.';
 
 -- Two accounts may have the handle until the earlier one is checked again. The collation "C" of lower(): in other locales it may change the letter I differently.
 create function atproto.did_of(handle text) returns text
