@@ -58,14 +58,14 @@ return least(60 * 2.0 ^ least(greatest($2 - 1, 0), 32), 3600)::float8
 create function atproto.request_record(uri text, rev text default null) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
 declare
-    parts constant text[] := regexp_match($1, '^at://(did:[^/]+)/([^/*]+)/([a-zA-Z0-9._:~-]{1,512})$');
+    parts constant text[] := regexp_match($1, '^at://(did:[^/]+)/([^/*]+)/([a-zA-Z0-9._:~-]+)$');
     one constant text := (indexer.checked_dids(parts[1:1]))[1];
     collection constant text := (indexer.checked_patterns(parts[2:2]))[1];
     told constant text collate "C" := $2;
     stored indexer.repo;
     settled boolean;
 begin
-    if parts is null or parts[3] in ('.', '..') then
+    if parts is null or parts[3] in ('.', '..') or length(parts[3]) > 512 then
         raise exception '% is not the AT-URI of a record with a DID', coalesce(quote_literal(left($1, 100)), 'null')
             using errcode = 'invalid_parameter_value';
     elsif told !~ '^[2-7a-j][2-7a-z]{12}$' then
