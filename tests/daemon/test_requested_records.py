@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from indexer.demo.local_pds import GET_BLOCKS, GET_RECORD
+from indexer.resync.apply import COSTLY_BYTES
 from tests.daemon.running_daemon import LIKE, POST, FilteredNetwork, RunningDaemon, post, running_daemon
 from tests.database_checks import assert_change_log_consistent
-from tests.faulty_network import FaultyAccount
+from tests.faulty_network import Fault, FaultyAccount
 from tests.local_jetstream import local_jetstream
 from tests.waiting import until
 
@@ -42,9 +43,9 @@ async def see(daemon: RunningDaemon, account: FaultyAccount, path: str) -> list[
 async def test_requested_record_is_shown_while_the_stream_is_stopped(
     database: str, tmp_path: Path, upstream: str
 ) -> None:
-    """It costs a request to the PDS, and another one at the border of the collection. Then the commits change nothing."""
+    """It costs a request to the PDS, and another one at the border of a collection. Then the commits change nothing."""
     is_wide = upstream == "relay with all collections"
-    settings = {"collections": "*" if is_wide else POST, "resync_source": "pds"}
+    settings: dict[str, Any] = {"collections": "*" if is_wide else POST, "resync_source": "pds"}
     async with FilteredNetwork(collections=None if is_wide else [POST]) as network, AsyncExitStack() as stack:
         stream: Any = network.relay
         if upstream == "jetstream":
@@ -74,3 +75,51 @@ async def test_requested_record_is_shown_while_the_stream_is_stopped(
         assert [tuple(row) for row in rows] == [("create", True), ("update", True), ("delete", True)]
         assert (await daemon.repo_row(account))["attempts"] == 0
         await assert_change_log_consistent(database)
+
+
+async def test_request_during_a_resync_is_answered_by_the_next_one(database: str, tmp_path: Path) -> None:
+    """The first resync has read the repo before the second write. Notifications that nobody sent change nothing."""
+    async with (
+        FilteredNetwork(collections=[POST]) as network,
+        running_daemon(database, tmp_path, network, collections=POST, resync_source="pds") as daemon,
+    ):
+        account = daemon.create_account("ada.test")
+        await daemon.wait_until_equal()
+        await network.relay.stop()
+        first = account.create(POST, post("first"))
+        account.pds.faults.append(slow := Fault(GET_RECORD, rate=1_000))
+        assert await request(daemon, account, first, account.rev)
+        await until(lambda: slow.fired > 0)
+        second = account.create(POST, post("second"))
+        for text in ("", " ", account.did, f"{account.did} x", f"{account.did} {POST}/gone", "did:plc:a \x7f"):
+            await daemon.execute("select pg_notify('indexer_requests', $1)", text)
+        assert await see(daemon, account, second) == ["second"]
+        assert daemon.counter("resync", result="hinted") == 1, "the first one ends behind the rev"
+        await assert_change_log_consistent(database)
+
+
+@pytest.mark.parametrize("rev", ["true", "made up"])
+async def test_requests_cannot_cause_export_after_export(database: str, tmp_path: Path, rev: str) -> None:
+    """A large export, and a rev that the host does not have, count as a break. The repo still follows its stream."""
+    async with (
+        FilteredNetwork() as network,
+        running_daemon(database, tmp_path, network, sparse_resync="never", resync_source="pds") as daemon,
+    ):
+        account = daemon.create_account("ada.test")
+        for number in range(10):
+            account.create(POST, post(f"{number}" * (COSTLY_BYTES // 10)))
+        await daemon.wait_until_equal()
+        await network.relay.stop()
+        caused = 0
+        for number in range(20):
+            path = account.create(POST, post(number))
+            caused += await request(daemon, account, path, account.rev if rev == "true" else "jzzzzzzzzzzzz")
+            await until(lambda: is_synchronized(daemon, account))
+        assert (caused, daemon.export_requests) == (1, 1)
+        await network.relay.start()
+        await daemon.wait_until_equal()
+        assert daemon.export_requests == 1
+
+
+async def is_synchronized(daemon: RunningDaemon, account: FaultyAccount) -> bool:
+    return bool((await daemon.repo_row(account))["sync_status"] == "synchronized")

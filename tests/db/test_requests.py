@@ -36,6 +36,11 @@ async def row(db: Database) -> Repo:
     return repo
 
 
+async def waited(sql: asyncpg.Connection, account: str, rev: str, seconds: float = 0.0) -> tuple[Any, ...]:
+    [found] = await sql.fetch(WAIT, account, rev, seconds)
+    return tuple(found)
+
+
 async def put_row(db: Database, sql: asyncpg.Connection, **fields: Any) -> Repo:
     """Store the row of a repo with these fields, as if it was written an hour ago."""
     await sql.execute("truncate indexer.repo")
@@ -57,13 +62,13 @@ async def test_rev_is_reached_if_the_shown_records_are_those_of_the_rev(
     repo = await put_row(db, sql, **({} if reason is None else waiting(reason)))
     for rev in (STORED, NEWER):
         expected = shown and rev == STORED
-        assert tuple(await sql.fetchrow(WAIT, did(1), rev, 0.0)) == (expected, STORED)
+        assert await waited(sql, did(1), rev) == (expected, STORED)
         assert repo.shows(rev) is expected
     for hidden in ({"takedown": True}, {"active": False}):
         repo = await put_row(db, sql, **hidden)
-        assert tuple(await sql.fetchrow(WAIT, did(1), STORED, 0.0)) == (False, None)
+        assert await waited(sql, did(1), STORED) == (False, None)
         assert not repo.shows(STORED)
-    assert tuple(await sql.fetchrow(WAIT, did(2), STORED, 0.0)) == (False, None)
+    assert await waited(sql, did(2), STORED) == (False, None)
 
 
 async def test_waiting_ends_with_the_commit_and_holds_no_lock(
@@ -72,7 +77,7 @@ async def test_waiting_ends_with_the_commit_and_holds_no_lock(
     """The account is added, and writes twice, while a role that may only read waits. A migration need not wait."""
     async with connected(database) as reader:
         await reader.execute("set session authorization atproto_reader")
-        wait = asyncio.create_task(reader.fetchrow(WAIT, did(1), NEWER, 30.0))
+        wait = asyncio.create_task(waited(reader, did(1), NEWER, 30.0))
         await insert(db, synchronized(1))
         await insert(db, synchronized(2, head=head(NEWER)))
         async with sql.transaction():
@@ -83,7 +88,7 @@ async def test_waiting_ends_with_the_commit_and_holds_no_lock(
         assert not wait.done()
         before = await row(db)
         await db.write(Batch((RepoWrite(before, amend(before, head=head(NEWEST))),)))
-        assert tuple(await wait) == (True, NEWEST)
+        assert await wait == (True, NEWEST)
         held = "select count(*) from pg_locks where pid = $1 and relation = 'indexer.repo'::regclass"
         async with reader.transaction():
             await reader.fetchrow(WAIT, did(1), STORED, 0.0)
