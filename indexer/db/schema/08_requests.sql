@@ -106,8 +106,7 @@ begin
     return settled or coalesce(stored.next_attempt_at, '-infinity') <= now();
 end $$;
 comment on function atproto.request_record(text,text) is
-    'Fetch a record with its proof now, with all other changes of its repo. False if this rev (null: not known) is '
-    'stored, or if the repo waits for its next attempt. Needs atproto_operator.';
+    'Fetch a record with proof now. False if its rev is stored, or if the repo waits. Needs atproto_operator.';
 
 -- Each look ends with an error that is caught, because only then are its locks released.
 create function atproto.wait_for(
@@ -134,8 +133,8 @@ begin
             into stored_rev, reached
             from indexer.repo r
             where r.did = $1 and r.bucket = indexer.bucket_of($1) and r.visible;
-            raise exception using errcode = 'UNLOK';
-        exception when sqlstate 'UNLOK' then
+            raise exception using errcode = 'IX001';
+        exception when sqlstate 'IX001' then
             null;
         end;
         reached := coalesce(reached, false);
@@ -145,8 +144,7 @@ begin
     end loop;
 end $$;
 comment on function atproto.wait_for(text,text,interval) is
-    'Wait until the public views show this rev of a repo or a later one, at most 30 seconds. Return whether it '
-    'was reached, and the present rev (null: no visible repo). Needs the isolation level read committed.';
+    'Wait until the views show this rev of a repo or a later one, at most 30 seconds, in read committed.';
 
 -- Two accounts may have the handle until the earlier one is checked again. The collation "C" of lower(): in other locales it may change the letter I differently.
 create function atproto.did_of(handle text) returns text
