@@ -147,7 +147,7 @@ class Repo(NamedTuple):
 
     def shows(self, rev: str) -> bool:
         """Return True if the public views show the records of this rev, or of a later one."""
-        whole = self.sync_reason is None or self.sync_reason in NEWS
+        whole = self.sync_reason is None or self.sync_reason in {*NEWS, Desync.WITHHELD}
         return self.visible and whole and self.head is not None and self.head.rev >= rev
 
     @property

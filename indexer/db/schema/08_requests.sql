@@ -61,7 +61,7 @@ declare
     parts constant text[] := regexp_match($1, '^at://(did:[^/]+)/([^/*]+)/([a-zA-Z0-9._:~-]+)$');
     one constant text := (indexer.checked_dids(parts[1:1]))[1];
     collection constant text := (indexer.checked_patterns(parts[2:2]))[1];
-    told constant text collate "C" := $2;
+    told constant text collate "C" := rev;
     stored indexer.repo;
     settled boolean;
 begin
@@ -81,7 +81,7 @@ begin
         raise exception 'the repo of % is %', one, case when stored.tracked then 'hidden' else 'not tracked' end
             using errcode = 'object_not_in_prerequisite_state';
     end if;
-    if told <= stored.rev and coalesce(stored.sync_reason, 'hinted') in ('hinted', 'behind') then
+    if told <= stored.rev and coalesce(stored.sync_reason, 'hinted') in ('hinted', 'behind', 'withheld') then
         return false;
     end if;
     settled := stored.sync_status = 'synchronized'
@@ -113,7 +113,6 @@ create function atproto.wait_for(
     did text, rev text, timeout interval default '10 seconds', out reached boolean, out stored_rev text
 ) language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$
 declare
-    asked constant text collate "C" := rev;
     began constant timestamptz := clock_timestamp();
     seconds constant double precision := extract(epoch from timeout);
     passed double precision;
@@ -129,9 +128,9 @@ begin
     end if;
     loop
         begin
-            select r.rev, r.rev >= asked and coalesce(r.sync_reason, 'hinted') in ('hinted', 'behind')
-            into stored_rev, reached
-            from indexer.repo r
+            select r.rev, coalesce(r.sync_reason, 'hinted') in ('hinted', 'behind', 'withheld')
+                and r.rev >= $2 collate "C"
+            into stored_rev, reached from indexer.repo r
             where r.did = $1 and r.bucket = indexer.bucket_of($1) and r.visible;
             raise exception using errcode = 'IX001';
         exception when sqlstate 'IX001' then
