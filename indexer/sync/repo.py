@@ -5,8 +5,8 @@ network. The *hosting status* is what the relay reports about the account; the l
 reason for a desynchronization, the number of attempts, and times are fields, not statuses.
 
 `move` is the only Python function that sets a sync status. In SQL, the claim of a resync worker,
-`atproto.request_resync` and `indexer.stop_tracking` set it, and new rows are desynchronized. In the database of each
-test, a trigger raises an error for a change that the table does not have.
+`atproto.request_resync`, `atproto.request_record` and `indexer.stop_tracking` set it, and new rows are desynchronized.
+In the database of each test, a trigger raises an error for a change that the table does not have.
 """
 
 from enum import StrEnum

@@ -68,6 +68,11 @@ async def test_requested_record_is_shown_while_the_stream_is_stopped(
         account.delete(path)
         assert await see(daemon, account, path) == []
         assert daemon.export_requests == 0
+        account.pds.requests.clear()
+        for _ in range(3):
+            assert await request(daemon, account, path), "the rev is not known"
+            await until(lambda: is_synchronized(daemon, account))
+        assert account.pds.requests.total() == account.pds.requests[GET_RECORD] == 3
         replayed = daemon.counter("events", kind="commit", outcome="replayed")
         await stream.start()
         await daemon.wait_for_counter("events", above=replayed + 2, kind="commit", outcome="replayed")
