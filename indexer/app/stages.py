@@ -433,8 +433,8 @@ def _feed(daemon: "Daemon") -> Iterator[Stage]:
             "indexer_feed_set_aside_events": lambda: tap.set_aside,
         },
     )
-    for part in (jetstream, daemon.rev_waits):
-        yield Stage(part.stage.name, "feed", part.run, [part.stage])
+    yield Stage("jetstream reader", "feed", jetstream.run, [jetstream.stage])
+    yield Stage("waiting clients", "feed", daemon.rev_waits.run, [])
     if webhook is not None:
         yield Stage("webhook", "feed", webhook.run, [webhook.stage])
 

@@ -9,7 +9,6 @@ from aiohttp import web
 
 from indexer.atproto.syntax import is_did, is_tid
 from indexer.concurrency.event_wait import wait_for_event
-from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Database
 from indexer.db.periodic import DatabaseAttempt
 from indexer.net.server.connection_limit import WEBSOCKETS
@@ -26,7 +25,6 @@ class RevWaits:
 
     def __init__(self, db: Database) -> None:
         self._db = db
-        self.stage = StageProgress("waiting clients")
         self._waiting = Counter[str]()
         self._wanted, self._read = asyncio.Event(), asyncio.Event()
         self._rows: dict[str, Repo] = {}
@@ -35,7 +33,7 @@ class RevWaits:
         """Read the repos while clients wait. Only an exception that is a bug ends it."""
         while True:
             await self._wanted.wait()
-            with DatabaseAttempt(self.stage):
+            with DatabaseAttempt():
                 self._rows = await self._db.repos.load(sorted(self._waiting))
                 self._read.set()
                 self._read = asyncio.Event()
