@@ -56,12 +56,12 @@ class RevWaits:
         with request.app[WEBSOCKETS].hold(request, None, for_anyone=True) as held:
             repo = (await self._db.repos.load([did])).get(did)
             self._waiting[did] += 1
-            self._wanted.set()
             try:
                 while not (reached := repo is not None and repo.shows(rev)) and (left := ends - monotonic()) > 0:
                     if held.displaced.is_set() or request.transport is None:
                         raise web.HTTPServiceUnavailable(text="too many clients wait; try again later")
-                    if await wait_for_event(self._read, left):
+                    self._wanted.set()
+                    if await wait_for_event(self._read, min(left, 1.0)):
                         repo = self._rows.get(did, repo)
             finally:
                 self._waiting -= Counter([did])

@@ -9,7 +9,6 @@ from typing import Any, cast
 import aiohttp
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from indexer.db import Database, DatabaseError
 from indexer.net.server.connection_limit import FORWARDED_FOR, RESERVED_WEBSOCKETS, WEBSOCKETS, Websockets
@@ -86,12 +85,17 @@ async def served(db: FakeDatabase, max_websockets: int) -> AsyncIterator[tuple[a
     waits, application = RevWaits(cast(Database, db)), web.Application()
     application[WEBSOCKETS] = websockets = Websockets(max_websockets, Conditions())
     application.router.add_get("/wait-for/{did}", answer_errors(waits.respond))
-    async with (
-        TestServer(application) as server,
-        running(waits.run()),
-        aiohttp.ClientSession(server.make_url("/"), connector=aiohttp.TCPConnector(limit=0)) as client,
-    ):
-        yield client, websockets
+    runner = web.AppRunner(
+        application
+    )  # unlike a TestServer, it does not cancel the handlers of clients that have gone
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url, connector = f"http://127.0.0.1:{runner.addresses[0][1]}", aiohttp.TCPConnector(limit=0)
+        async with running(waits.run()), aiohttp.ClientSession(url, connector=connector) as client:
+            yield client, websockets
+    finally:
+        await runner.cleanup()
 
 
 async def get(client: aiohttp.ClientSession, number: int, network: str = "8.0.0.1", seconds: float = 30) -> int:
@@ -116,8 +120,9 @@ async def test_one_query_reads_the_repos_of_all_clients() -> None:
             db.rev = NEW
             assert await asyncio.gather(*tasks) == [200] * 80
         ended = len(db.loads)
-        assert await get(client, 1) == 200
-        assert len(db.loads) <= ended + 2, "nobody waits"
+        for _ in range(20):
+            assert await get(client, 1) == 200
+        assert len(db.loads) - ended <= 20 + 1, "nobody waits"
 
 
 async def test_networks_share_the_number_of_clients_and_one_that_has_gone_frees_its_place() -> None:
