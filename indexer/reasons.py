@@ -65,7 +65,7 @@ class Desync(DescribedEnum):
     DRAIN_BREAK = "drain-break", "The buffered events do not follow the fetched export."
     STALE_EXPORT = "stale-export", "Every available export is older than a rev that was received or stored."
     BEHIND = "behind", "A relay or host has a newer rev that the stream did not deliver."
-    HINTED = "hinted", "A Jetstream says that the repo has changed, which proves nothing."
+    HINTED = "hinted", "A Jetstream or a request says that the repo has changed, which proves nothing."
     STATUS_UNKNOWN = (
         "status-unknown",
         "The relay, or with a Jetstream the host, does not tell the state of the repo.",

@@ -139,8 +139,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     deaths = sum(int(str(value)) for name, value in counted if name == "deaths")
     if deaths:
         terminalreporter.write_line(f"crash tests: processes were killed {deaths} times, and nothing was lost")
-    for figures in [value for name, value in counted if name == "overload"]:
-        terminalreporter.write_line(f"overload: {figures}")
+    for name, figures in [pair for pair in counted if pair[0] in ("overload", "writes that are seen")]:
+        terminalreporter.write_line(f"{name}: {figures}")
     for points in [value for name, value in counted if name == "missed crash points" and value]:
         terminalreporter.write_line(
             f"crash points that a process passed, but that no process to kill reached: {points}"

@@ -74,10 +74,11 @@ from indexer.readers.access import Access
 from indexer.readers.jetstream.log_reading import JetstreamReader
 from indexer.readers.jetstream.subscriber import Subscriptions
 from indexer.readers.links import LinkReader
+from indexer.readers.rev_waits import RevWaits
 from indexer.readers.tap.channel import Channel, refuse_channel
 from indexer.readers.tap.deliveries import RefusalLimits
 from indexer.readers.tap.feed import TapFeed
-from indexer.readers.tap.routes import TapRoutes
+from indexer.readers.tap.routes import TapRoutes, answer_errors
 from indexer.readers.tap.webhook import Webhook
 from indexer.resync.apply import LARGE_TURNS, TURNS, Applies
 from indexer.resync.fetch import ResyncAttempts
@@ -314,6 +315,12 @@ class Daemon:
     def _wake_resyncs(self) -> None:
         self.resync_pool.wake()
 
+    def request_record(self, did: str, path: str) -> None:
+        """Look at the queue of resyncs now. The resync of this repo requests the path first."""
+        if self._shard.owns(did):
+            self.hint_paths[did] = path
+            self._wake_resyncs()
+
     def _ask_host(self, did: str) -> None:
         self.repo_checks.ask(did)
 
@@ -496,6 +503,7 @@ class Daemon:
         self.tap_feed = TapFeed(db, self.conditions, self.metrics, limits, one_per_repo=client is not None)
         self.channel = Channel(self.tap_feed, self.metrics)
         self.jetstream_reader = JetstreamReader(db)
+        self.rev_waits = RevWaits(db)
         self.webhook: Webhook | None = None
         self._password = settings.admin_password.get_secret_value() if settings.admin_password else None
         if client is not None and settings.webhook_url is not None:
@@ -511,6 +519,7 @@ class Daemon:
         values_stored = self.settings.store_values
         subscriptions = Subscriptions(self.db, self.jetstream_reader, self.metrics, values_stored=values_stored)
         yield web.get("/subscribe", subscriptions.subscribe)
+        yield web.get("/wait-for/{did}", access.guard(answer_errors(self.rev_waits.respond)))
 
     def _build_monitors(self) -> None:
         self.status_reading = StatusReading(

@@ -32,7 +32,7 @@ GAP_CHECK_SECONDS = 1.0
 MAX_LISTED_GAPS = 5
 """Open gaps that a reason names."""
 RETRY_SECONDS = 1.0
-"""Pause before this process listens again for changes of identities."""
+"""Pause before this process listens again for changes of identities, or for requests."""
 MAX_READY_LAG_SECONDS = 60.0
 """Maximum lag of a daemon that is ready."""
 
@@ -406,6 +406,8 @@ def _resync(daemon: "Daemon") -> Iterator[Stage]:
         show=show_resyncs,
     )
     yield Stage("queue maintenance", "resync", maintenance.run, progress)
+    listen = partial(daemon.db.resyncs.listen, daemon.request_record)
+    yield Stage("record requests", "resync", partial(run_periodically, listen, RETRY_SECONDS, Work()), [])
 
 
 def _feed(daemon: "Daemon") -> Iterator[Stage]:
@@ -432,6 +434,7 @@ def _feed(daemon: "Daemon") -> Iterator[Stage]:
         },
     )
     yield Stage("jetstream reader", "feed", jetstream.run, [jetstream.stage])
+    yield Stage("waiting clients", "feed", daemon.rev_waits.run, [])
     if webhook is not None:
         yield Stage("webhook", "feed", webhook.run, [webhook.stage])
 

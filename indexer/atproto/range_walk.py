@@ -30,10 +30,12 @@ class KeyRange(NamedTuple):
 
 
 def ranges_of(patterns: Iterable[str]) -> list[KeyRange]:
-    """Return the ranges of the keys that patterns of a `CollectionFilter` select, except `*`.
+    """Return the ranges of the keys that patterns of a `CollectionFilter` select.
 
     The byte after `.` is `/`, and the byte after `/` is `0`.
     """
+    if "*" in (patterns := list(patterns)):
+        return [KeyRange(b"", b"\xff")]
     starts = [pattern[:-1] if pattern.endswith(".*") else f"{pattern}/" for pattern in patterns]
     return [KeyRange(start.encode(), start[:-1].encode() + bytes([ord(start[-1]) + 1])) for start in starts]
 

@@ -1,12 +1,13 @@
 """The connections to the database: a pool, and sessions on connections of their own."""
 
 from asyncio import CancelledError, Event, Semaphore, timeout
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Self
 
 import asyncpg
 
+from indexer.concurrency.event_wait import wait_for_event
 from indexer.crash_points import COMMITTED, crash_point
 from indexer.db.columns import Connection
 from indexer.db.database_errors import CONNECT_TIMEOUT, DatabaseError, database_errors
@@ -17,6 +18,8 @@ from indexer.sync.shard import PLAIN
 
 STATEMENT_TIMEOUT = 60.0
 """Seconds after which a statement is cancelled."""
+LISTEN_SECONDS = 30.0
+"""Time after which a connection that waits for notifications is checked, and in which it must answer."""
 CANCEL_TIMEOUT = 5.0
 """Seconds to wait for the end of a cancelled statement."""
 ENDS_STATEMENT = (CancelledError, TimeoutError)
@@ -125,6 +128,19 @@ class Connections:
                 yield connection
             finally:
                 await connection.close(timeout=CONNECT_TIMEOUT)
+
+    async def listen(self, channel: str, on_text: Callable[[str | None], None]) -> None:
+        """Call a function with the text of each notification, until the connection ends.
+
+        The first call, with None, means that earlier notifications may have been lost.
+        """
+        ended = Event()
+        async with self.own_connection({"application_name": channel}) as connection:
+            connection.add_termination_listener(lambda _connection: ended.set())
+            await connection.add_listener(channel, lambda *arguments: on_text(arguments[-1]))
+            on_text(None)
+            while not await wait_for_event(ended, LISTEN_SECONDS):
+                await connection.execute("select 1", timeout=LISTEN_SECONDS)
 
     async def accepts_writes(self) -> bool:
         """Return True if the database commits an empty change batch, so that another write that fails is the cause.

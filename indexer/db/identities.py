@@ -1,11 +1,9 @@
 """The table of identities: the contents of DID documents, and the queue of handles to verify."""
 
-from asyncio import Event
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from time import time
 
-from indexer.concurrency.event_wait import wait_for_event
 from indexer.crash_points import crash_point
 from indexer.db.change_log import log_changes
 from indexer.db.columns import Connection, buckets_of, columns_of, of_buckets, typed, unnest, values_of
@@ -32,8 +30,6 @@ CHANNEL = "indexer_identities"
 """The channel of notifications of changed identities. The payload has DIDs, separated by spaces."""
 OLD_SECONDS = 86_400.0
 """Time after which the reading of an export is old: as `IdentityLifetimes.max_age`."""
-LISTEN_SECONDS = 30.0
-"""Time after which a connection that waits for notifications is checked, and in which it must answer."""
 DIDS_PER_NOTIFICATION = 200
 """Maximum number of DIDs in a notification, which has at most 8,000 bytes."""
 
@@ -219,13 +215,7 @@ class Identities(Area):
 
         The first call, with None, means that earlier notifications may have been lost.
         """
-        ended = Event()
-        async with self._pool.own_connection({"application_name": CHANNEL}) as connection:
-            connection.add_termination_listener(lambda _connection: ended.set())
-            await connection.add_listener(CHANNEL, lambda *arguments: on_change(arguments[-1].split()))
-            on_change(None)
-            while not await wait_for_event(ended, LISTEN_SECONDS):
-                await connection.execute("select 1", timeout=LISTEN_SECONDS)
+        await self._pool.listen(CHANNEL, lambda text: on_change(None if text is None else text.split()))
 
     async def due(self, buckets: Sequence[int], limit: int, now: float, *, web: bool) -> list[DueIdentity]:
         """Return identities to refresh: those that became due first, and as many that became due last.

@@ -268,6 +268,18 @@ class Resyncs(Area):
                 crash_point("queue.written")
             return written
 
+    async def listen(self, on_request: Callable[[str, str], None]) -> None:
+        """Call a function with DID and path of each record that is requested, until the connection ends.
+
+        Any role may notify, so neither may be true.
+        """
+
+        def read(text: str | None) -> None:
+            did, _, path = (text or "").partition(" ")
+            on_request(did, path)
+
+        await self._pool.listen("indexer_requests", read)
+
     @asynccontextmanager
     async def transaction(self, *claimed: Repo, scope_version: int = 0) -> AsyncIterator[ResyncTransaction]:
         """Begin the transaction of one or several resyncs, which are planned with this version of the scope.

@@ -25,6 +25,11 @@ def answer(body: Any, status: int = 200, headers: Mapping[str, str] | None = Non
     return web.Response(body=orjson.dumps(body), status=status, headers=headers, content_type="application/json")
 
 
+def rev_header(rev: str | None) -> dict[str, str]:
+    """Return the header by which PDSes say the rev of an account, too; none if there is no rev."""
+    return {"Atproto-Repo-Rev": rev} if rev else {}
+
+
 def problem(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
     """Return a response that says in one sentence what is wrong."""
     return answer({"message": message}, status, headers)

@@ -121,11 +121,11 @@ class ResyncAttempts:
 
         If the rev is old, or the repo has another state with the same rev, it raises: the sources of exports are asked.
         """
-        policy, claimed = self.policy(), resync.claimed
+        policy, claimed, pds = self.policy(), resync.claimed, identity.pds or ""
         resync.enter(Phase.DOWNLOAD)
         opened = partial(shares.opened, resync, now=time())
-        stored, pds = Stored(), identity.pds or ""
-        if claimed.head and not needs_export(claimed, policy.scope) and self.sparse.is_possible(pds, policy):
+        stored, is_possible = Stored(), self.sparse.is_possible(claimed.did, pds, policy)
+        if claimed.head and not needs_export(claimed, policy.scope) and is_possible:
             stored = Stored(claimed.head.commit, await self.applies.stored(claimed.did))
         with self.metrics.batch_seconds["fetch"].time():
             download = await self.sparse.fetch(claimed.did, pds, policy, opened, stored)
@@ -170,12 +170,12 @@ class ResyncAttempts:
     async def _is_unchanged(self, claimed: Repo, identity: CachedIdentity, policy: Policy) -> bool:
         """Return True if the PDS reports the stored head as its latest commit, so that no export is needed.
 
-        It is not asked if a newer rev is known and the chosen records are requested next, with the latest commit.
+        It is not asked if a newer rev or a changed path is known and the records are requested next, with the commit.
         """
         if claimed.head is None or identity.pds is None or needs_export(claimed, policy.scope):
             return False
-        newer = claimed.head.rev < _newest_known(claimed)
-        if newer and None in self.sources and self.sparse.is_possible(identity.pds, policy):
+        newer = claimed.head.rev < _newest_known(claimed) or claimed.did in self.sparse.hints
+        if newer and None in self.sources and self.sparse.is_possible(claimed.did, identity.pds, policy):
             return False
         try:
             latest = await self.pds.fetch_latest_commit(claimed.did, identity.pds)

@@ -169,10 +169,11 @@ class SparseFetch:
     def __post_init__(self) -> None:
         self._avoided_until = BoundedDict[str, float](MAX_HOSTS)
 
-    def is_possible(self, host: str, policy: Policy) -> bool:
-        """Return True if the chosen records may be requested from this PDS."""
+    def is_possible(self, did: str, host: str, policy: Policy) -> bool:
+        """Return True if the chosen records may be requested from this PDS: all of them only if a path is known."""
         avoided = self._avoided_until.get(host, 0.0) > monotonic()
-        return not (self.choice == "never" or policy.scope.collections.matches_all or avoided)
+        is_wide = policy.scope.collections.matches_all and did not in self.hints
+        return not (self.choice == "never" or is_wide or avoided)
 
     async def fetch(
         self,
@@ -191,12 +192,11 @@ class SparseFetch:
             UpstreamError: A block, the commit or a node breaks a rule.
             UnavailableError: The host fails or lacks blocks, or the repo changes all the time.
         """
-        hint = self.hints.pop(did, "")
-        if not self.is_possible(host, policy):
+        is_possible, hint = self.is_possible(did, host, policy), self.hints.pop(did, "")
+        is_selected = selected_path(hint.encode(errors="replace"), policy) is not None
+        if not is_possible or (policy.scope.collections.matches_all and not is_selected):
             return None
-        path = f"{_any_collection(policy.scope.collections.patterns[0])}/self"
-        if selected_path(hint.encode(errors="replace"), policy):
-            path = hint
+        path = hint if is_selected else f"{_any_collection(policy.scope.collections.patterns[0])}/self"
         try:
             return await self._fetch(did, host, path, SparseDownload(policy, stored), opened)
         except UnavailableError as error:
@@ -230,7 +230,8 @@ class SparseFetch:
 
     async def _complete(self, download: SparseDownload, did: str, host: str) -> bool:
         """Fetch the blocks that the latest commit needs; return False if the export is to be fetched."""
-        collections = map(_any_collection, download.policy.scope.collections.patterns)
+        patterns = download.policy.scope.collections.patterns
+        collections = [_any_collection(pattern) for pattern in patterns if pattern != "*"]
         borders = [f"{collection}/{rkey}" for collection in collections for rkey in "-~"]  # the first and the last rkey
         for _ in range(MAX_ROUNDS):
             walk, missing = await asyncio.to_thread(download.walk)

@@ -5,8 +5,8 @@ network. The *hosting status* is what the relay reports about the account; the l
 reason for a desynchronization, the number of attempts, and times are fields, not statuses.
 
 `move` is the only Python function that sets a sync status. In SQL, the claim of a resync worker,
-`atproto.request_resync` and `indexer.stop_tracking` set it, and new rows are desynchronized. In the database of each
-test, a trigger raises an error for a change that the table does not have.
+`atproto.request_resync`, `atproto.request_record` and `indexer.stop_tracking` set it, and new rows are desynchronized.
+In the database of each test, a trigger raises an error for a change that the table does not have.
 """
 
 from enum import StrEnum
@@ -144,6 +144,11 @@ class Repo(NamedTuple):
     def visible(self) -> bool:
         """True if the public views show the repo's records."""
         return self.active and not self.takedown
+
+    def shows(self, rev: str) -> bool:
+        """Return True if the public views show the records of this rev, or of a later one."""
+        whole = self.sync_reason is None or self.sync_reason in {*NEWS, Desync.WITHHELD}
+        return self.visible and whole and self.head is not None and self.head.rev >= rev
 
     @property
     def out_of_scope(self) -> bool:

@@ -191,8 +191,8 @@ class Completion:
         if locked is None:
             raise BrokenInvariantError(f"{repo.did}: the row is not locked")
         if repo.sync_status is SyncStatus.SYNCHRONIZED:
-            told = self._claimed.latest_unverified_rev
-            if told and self._claimed.sync_reason in NEWS and told <= self._head.rev and not costly:
+            told = self._claimed.latest_unverified_rev or ""  # "": a request did not say the rev
+            if self._claimed.sync_reason in NEWS and told <= self._head.rev and not costly:
                 repo = repo._replace(attempts=0)  # it was true, so nothing broke
             unverified_rev = locked.latest_unverified_rev or ""
             by_hint = self._claimed.sync_reason is Desync.HINTED

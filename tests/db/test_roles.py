@@ -21,12 +21,17 @@ READS = (
     "select atproto.record_bytes('did:plc:a', 'app.test', 'a')",
     "select atproto.latest_seq()",
     "select * from atproto.changes_after(0, 1)",
+    "select * from atproto.wait_for('did:plc:a', '', '0')",  # not after a write
     "select atproto.register_reader('one')",
     "select * from atproto.next_changes('one', 1)",
     "select atproto.unregister_reader('one')",
     "listen atproto_changes",
 )
-REQUESTS = ("select atproto.request_resync('did:plc:a')", "select atproto.request_takedown('did:plc:a', true)")
+REQUESTS = (
+    "select atproto.request_resync('did:plc:a')",
+    "select atproto.request_takedown('did:plc:a', true)",
+    "select atproto.request_record('at://did:plc:a/com.example.note/a') where false",
+)
 TABLES = ("repo", "record", "host", "change", "change_0", "change_batch", "consumer", "change_log")
 FORBIDDEN = (
     *(f"table indexer.{table}" for table in TABLES),

@@ -15,6 +15,8 @@ from indexer.db import Database
 from indexer.reasons import Desync, FetchFailure
 from indexer.sync.changes import Batch, BufferedEvent, RepoWrite
 from indexer.sync.repo import CHOSEN, TRANSITIONS, Repo, SyncStatus, Trigger, amend, track_again, untrack
+from indexer.sync.scope import Scope
+from tests.db.change_log_helpers import connected
 from tests.db.repo_rows import did, in_progress, insert, put, synchronized
 
 ALL = range(256)
@@ -28,9 +30,19 @@ NOTE_CHANGES = """
     create trigger note_status after insert or update of sync_status on indexer.repo
         for each row execute function public.note_status()
 """
+
+
+async def request_record(db: Database) -> None:
+    await db.scope.begin(Scope())
+    async with connected(db.dsn) as connection:
+        await connection.execute("update indexer.repo set updated_at = now() - interval '1 day'")
+        await connection.fetchval(f"select atproto.request_record('at://{did(1)}/app.test.a/a')")
+
+
 OPERATIONS: dict[Trigger, Callable[[Database], Awaitable[object]]] = {
     Trigger.CLAIMED: lambda db: db.resyncs.claim(9, ALL, 10.0, LATER),
     Trigger.LEASE_EXPIRED: lambda db: db.resyncs.expire_leases(ALL, LATER),
+    Trigger.HINTED: request_record,
     Trigger.REQUESTED: lambda db: db.repos.request_resyncs([did(1)]),
     Trigger.ERASED: lambda db: db.scope.untrack([did(1)]),
     Trigger.VALUES_MISSING: lambda db: db.resyncs.request_missing_values(ALL, 0.0, LATER),

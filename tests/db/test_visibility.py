@@ -28,7 +28,8 @@ CHANGE_LOG = {"changes", "changes_after", "next_changes"}
 """Paths, CIDs and revs of all stored records, without values: who folds it needs what will be shown again."""
 NO_RECORDS = {
     "bucket_of", "cid_text", "did_of", "latest_seq", "register_reader", "unregister_reader", "request_resync",
-    "request_takedown", "set_collections", "set_signal_collections", "set_track", "track", "untrack",
+    "request_takedown", "request_record", "set_collections", "set_signal_collections", "set_track", "track", "untrack",
+    "wait_for",
 }  # fmt: skip
 """Functions of the public schema whose results have nothing of a record."""
 FUNCTIONS = {

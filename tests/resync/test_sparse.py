@@ -350,10 +350,10 @@ async def test_host_that_refuses_the_paths_at_the_borders_is_asked_for_the_nodes
     sparse = SparseFetch(hosts, "auto", {owner.did: f"{WANTED}/gone"})
     with pytest.raises(XrpcError):  # a true delete
         await sparse.fetch(owner.did, PDS, policy, stored=stored)
-    assert sparse.is_possible(PDS, policy), "the next hint may name a present path"
+    assert sparse.is_possible("", PDS, policy), "the next hint may name a present path"
     with pytest.raises(XrpcError):
         await sparse.fetch(owner.did, PDS, policy, stored=stored)
-    assert not sparse.is_possible(PDS, policy)
+    assert not sparse.is_possible("", PDS, policy)
 
 
 @pytest.mark.parametrize("hint", ["com.other.b/1", f"{WANTED}/a/b", WANTED, "", "\ud800", f"{WANTED}/{'a' * 600}"])

@@ -47,6 +47,104 @@ end $$;
 comment on function atproto.request_takedown(text,boolean) is
     'Hide a repo locally, or show it again. False if it is unknown. Needs atproto_operator.';
 
+-- Seconds to wait after so many attempts, as backoff_seconds of indexer/sync/backoff.py computes them.
+create function indexer.backoff(did text, attempts integer) returns double precision
+language sql immutable strict parallel safe
+return least(60 * 2.0 ^ least(greatest($2 - 1, 0), 32), 3600)::float8
+    * (0.75 + get_byte(sha256(convert_to($1 || '/' || $2, 'UTF8')), 0) / 255.0::float8 / 2);
+
+-- A hint of indexer/sync/hints.py, without a Jetstream: the trigger HINTED. The row keeps the request. The notification
+-- only names the path and begins the resync at once. During a back-off, a synchronized repo stays as it is.
+create function atproto.request_record(uri text, rev text default null) returns boolean
+language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
+declare
+    parts constant text[] := regexp_match($1, '^at://(did:[^/]+)/([^/*]+)/([a-zA-Z0-9._:~-]+)$');
+    one constant text := (indexer.checked_dids(parts[1:1]))[1];
+    collection constant text := (indexer.checked_patterns(parts[2:2]))[1];
+    told constant text collate "C" := rev;
+    stored indexer.repo;
+    settled boolean;
+begin
+    if parts is null or parts[3] in ('.', '..') or length(parts[3]) > 512 then
+        raise exception '% is not the AT-URI of a record with a DID', coalesce(quote_literal(left($1, 100)), 'null')
+            using errcode = 'invalid_parameter_value';
+    elsif told !~ '^[2-7a-j][2-7a-z]{12}$' then
+        raise exception '% is not a rev', quote_literal(left($2, 100)) using errcode = 'invalid_parameter_value';
+    elsif not exists (
+        select from indexer.scope s, unnest(s.collections) pattern where indexer.pattern_covers(pattern, collection)
+    ) then
+        raise exception 'the collection % is not in scope', collection
+            using errcode = 'object_not_in_prerequisite_state';
+    end if;
+    select r.* into stored from indexer.repo r where r.did = one and r.bucket = indexer.bucket_of(one) for update;
+    if stored.tracked is not true or not stored.visible then
+        raise exception 'the repo of % is %', one, case when stored.tracked then 'hidden' else 'not tracked' end
+            using errcode = 'object_not_in_prerequisite_state';
+    end if;
+    if told <= stored.rev and coalesce(stored.sync_reason, 'hinted') in ('hinted', 'behind', 'withheld') then
+        return false;
+    end if;
+    settled := stored.sync_status = 'synchronized'
+        or (stored.sync_status = 'desynchronized' and stored.next_attempt_at is not distinct from 'infinity');
+    if settled and stored.attempts > 0
+        and now() < stored.updated_at + indexer.backoff(one, stored.attempts) * interval '1 second' then
+        return false;
+    end if;
+    if settled or told > coalesce(stored.latest_unverified_rev, '') then
+        update indexer.repo r
+        set version = r.version + 1, updated_at = now(), sync_reason = coalesce(r.sync_reason, 'hinted'),
+            sync_status = case when settled then 'desynchronized' else r.sync_status end,
+            latest_unverified_rev = greatest(r.latest_unverified_rev, told),
+            attempts = case when not settled then r.attempts
+                when r.updated_at < now() - interval '1 hour' then 1 else r.attempts + 1 end,
+            next_attempt_at = case when not settled then r.next_attempt_at end
+        where r.did = one and r.bucket = stored.bucket;
+    end if;
+    if pg_notification_queue_usage() < 0.75 then
+        perform pg_notify('indexer_requests', one || ' ' || collection || '/' || parts[3]);
+    end if;
+    return settled or coalesce(stored.next_attempt_at, '-infinity') <= now();
+end $$;
+comment on function atproto.request_record(text,text) is
+    'Fetch a record with proof now. False if its rev is stored, or if the repo waits. Needs atproto_operator.';
+
+-- Each look ends with an error that is caught, because only then are its locks released.
+create function atproto.wait_for(
+    did text, rev text, timeout interval default '10 seconds', out reached boolean, out stored_rev text
+) language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$
+declare
+    began constant timestamptz := clock_timestamp();
+    seconds constant double precision := extract(epoch from timeout);
+    passed double precision;
+begin
+    if current_setting('transaction_isolation') <> 'read committed' then
+        raise exception 'atproto.wait_for needs the isolation level read committed, to see what others commit'
+            using errcode = 'invalid_transaction_state';
+    elsif pg_current_xact_id_if_assigned() is not null then
+        raise exception 'atproto.wait_for is not possible after a write in the same transaction: commit it first'
+            using errcode = 'invalid_transaction_state';
+    elsif seconds not between 0 and 30 then
+        raise exception 'the timeout is not between 0 and 30 seconds' using errcode = 'invalid_parameter_value';
+    end if;
+    loop
+        begin
+            select r.rev, coalesce(r.sync_reason, 'hinted') in ('hinted', 'behind', 'withheld')
+                and r.rev >= $2 collate "C"
+            into stored_rev, reached from indexer.repo r
+            where r.did = $1 and r.bucket = indexer.bucket_of($1) and r.visible;
+            raise exception using errcode = 'IX001';
+        exception when sqlstate 'IX001' then
+            null;
+        end;
+        reached := coalesce(reached, false);
+        passed := extract(epoch from clock_timestamp() - began);
+        exit when reached or passed >= seconds;
+        perform pg_sleep(least(greatest(passed / 10, 0.005), 0.25, seconds - passed));
+    end loop;
+end $$;
+comment on function atproto.wait_for(text,text,interval) is
+    'Wait until the views show this rev of a repo or a later one, at most 30 seconds, in read committed.';
+
 -- Two accounts may have the handle until the earlier one is checked again. The collation "C" of lower(): in other locales it may change the letter I differently.
 create function atproto.did_of(handle text) returns text
 language plpgsql stable strict security definer set search_path = pg_catalog, pg_temp as $$

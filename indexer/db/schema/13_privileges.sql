@@ -11,7 +11,8 @@ revoke all on function
     atproto.unregister_reader(text), atproto.next_changes(text, integer), atproto.did_of(text),
     atproto.link_count(text, text, text), atproto.request_resync(text), atproto.request_takedown(text, boolean),
     atproto.set_track(text), atproto.set_collections(text[]), atproto.set_signal_collections(text[]),
-    atproto.track(text[]), atproto.untrack(text[])
+    atproto.track(text[]), atproto.untrack(text[]), atproto.request_record(text, text),
+    atproto.wait_for(text, text, interval)
 from public;
 
 do $$ declare
@@ -24,7 +25,7 @@ begin
             'grant execute on function indexer.consumer_states(), atproto.changes_after(bigint, integer), '
                 'atproto.register_reader(text, bigint), atproto.unregister_reader(text), '
                 'atproto.next_changes(text, integer), atproto.did_of(text), atproto.link_count(text, text, text), '
-                'atproto.bucket_of(text) to %I',
+                'atproto.bucket_of(text), atproto.wait_for(text, text, interval) to %I',
             role
         );
     end loop;
@@ -32,7 +33,7 @@ begin
         grant execute on function
             atproto.request_resync(text), atproto.request_takedown(text, boolean), atproto.set_track(text),
             atproto.set_collections(text[]), atproto.set_signal_collections(text[]), atproto.track(text[]),
-            atproto.untrack(text[])
+            atproto.untrack(text[]), atproto.request_record(text, text)
         to atproto_operator;
     end if;
 end $$;

@@ -14,7 +14,7 @@ from indexer.db import Database, DatabaseError
 from indexer.db.tap_feed import CountedTable
 from indexer.errors import InvalidScopeError, UnavailableError
 from indexer.net.identity.identity_cache import IdentityCache
-from indexer.readers.access import Access, Handler, answer, problem
+from indexer.readers.access import Access, Handler, answer, problem, rev_header
 from indexer.reasons import Desync
 from indexer.sync.identity import INVALID_HANDLE
 from indexer.sync.repo import SyncStatus
@@ -53,7 +53,7 @@ class TapRoutes:
             ("POST", "/repos/add"): self._add,
             ("POST", "/repos/remove"): self._remove,
         }
-        return [web.route(*route, access.guard(_answer_errors(handler))) for route, handler in handlers.items()]
+        return [web.route(*route, access.guard(answer_errors(handler))) for route, handler in handlers.items()]
 
     async def _add(self, request: web.Request) -> web.Response:
         await self._db.scope.track(await _texts(request, "dids"))
@@ -80,7 +80,9 @@ class TapRoutes:
         async with self._queries:
             known = is_did(did) and await self._db.feed.accounts([did])
             report = await self._db.reports.repo(did) if known else None
-        return problem(404, "repo not found") if report is None else answer(repo_info(report))
+        if report is None:
+            return problem(404, "repo not found")
+        return answer(repo_info(report), headers=rev_header(report["rev"]))
 
     async def _resolve(self, request: web.Request) -> web.Response:
         did = request.match_info["did"]
@@ -93,10 +95,12 @@ class TapRoutes:
         except UnavailableError as error:
             return problem(500, f"failed to resolve DID: {error}")
         identity = (await self._db.identities.load([did])).get(did)
+        repo = (await self._db.repos.load([did])).get(did)
         if identity is None or (identity.problem and identity.pds is None and identity.signing_key is None):
             return problem(404, "DID not found")
         handle = None if identity.handle == INVALID_HANDLE else identity.handle
-        return answer(build_did_document(did, handle, identity.signing_key, identity.pds))
+        document = build_did_document(did, handle, identity.signing_key, identity.pds)
+        return answer(document, headers=rev_header(repo.head.rev if repo and repo.head else None))
 
     async def _statistic(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
@@ -152,7 +156,7 @@ async def _texts(request: web.Request, name: str) -> list[str]:
     return texts
 
 
-def _answer_errors(handler: Handler) -> Handler:
+def answer_errors(handler: Handler) -> Handler:
     """Return a handler that answers a bad scope with status 400, and 503 while the database does not answer."""
 
     async def answered(request: web.Request) -> web.StreamResponse:
