@@ -113,6 +113,7 @@ BATCH_SPACING = 0.9 * SHORT_INTERVAL
 batch begins with a read, and what was read does not wait."""
 INBOX_BYTES = 16 * 1024 * 1024
 KEY_LOOKUP_CONCURRENCY = 64
+REQUEST_SECONDS = 0.05
 CONNECTIONS = TURNS + LARGE_TURNS + RESERVED_CONNECTIONS
 """Size of the pool of connections. Some stages have connections of their own, such as the shard lock."""
 
@@ -319,7 +320,8 @@ class Daemon:
         """Look at the queue of resyncs now. The resync of this repo requests the path first."""
         if self._shard.owns(did):
             self.hint_paths[did] = path
-            self._wake_resyncs()
+            self._wake_resyncs()  # and again: the first claim skips the row if its commit is just being written
+            asyncio.get_running_loop().call_later(REQUEST_SECONDS, self._wake_resyncs)
 
     def _ask_host(self, did: str) -> None:
         self.repo_checks.ask(did)
