@@ -19,8 +19,11 @@ from indexer.readers.jetstream.events import (
     EventChunk,
     EventFilter,
     LogPosition,
+    Wire,
     encode_page,
     position_before,
+    v1_message,
+    v2_message,
 )
 
 ADA, BOB = "did:plc:ada", "did:plc:bob"
@@ -66,8 +69,8 @@ def read_frames(data: bytes) -> list[tuple[Opcode, bytes]]:
     return [(frame.opcode, bytes(frame.data)) for frame in client.events_received()]  # type: ignore[union-attr]
 
 
-def sent(chunk: EventChunk, events: EventFilter = ALL_EVENTS, after: int = 0) -> list[Any]:
-    data, count = chunk.select(events, after, compress=False)
+def sent(chunk: EventChunk, events: EventFilter = ALL_EVENTS, after: int = 0, wire: Wire = v1_message) -> list[Any]:
+    data, count = chunk.select(events, after, wire, compress=False)
     frames = read_frames(data)
     assert len(frames) == count
     assert all(opcode is Opcode.TEXT for opcode, _ in frames)
@@ -84,13 +87,14 @@ def test_commit_events_have_the_form_of_jetstream() -> None:
         "record": {"$type": POST},
         "cid": cid_text(CID),
     }
-    assert create == {"did": ADA, "time_us": TIME, "kind": "commit", "commit": commit}
-    assert list(create) == ["did", "time_us", "kind", "commit"]
+    assert create == {"did": ADA, "time_us": TIME, "cursor": 7, "kind": "commit", "commit": commit}
+    assert list(create) == ["did", "time_us", "cursor", "kind", "commit"]
     assert list(create["commit"]) == list(commit)
     assert update["commit"] == commit | {"operation": "update", "rkey": "key8"}
     assert delete == {
         "did": ADA,
         "time_us": TIME + 2,
+        "cursor": 9,
         "kind": "commit",
         "commit": {"rev": REV, "operation": "delete", "collection": POST, "rkey": "key9"},
     }
@@ -121,7 +125,7 @@ def test_account_events_have_the_form_of_jetstream(
 ) -> None:
     [event] = sent(encode([repo_change(5, action)], account=account))
     common = {"did": ADA, "seq": 5, "time": "2024-09-09T19:46:02.329Z"}
-    assert event == {"did": ADA, "time_us": TIME, "kind": "account", "account": expected | common}
+    assert event == {"did": ADA, "time_us": TIME, "cursor": 5, "kind": "account", "account": expected | common}
 
 
 def test_account_whose_row_was_removed_is_not_sent_as_active() -> None:
@@ -134,7 +138,7 @@ def test_account_whose_row_was_removed_is_not_sent_as_active() -> None:
 def test_identity_events_have_the_form_of_jetstream(action: str, handle: str | None, expected: dict[str, str]) -> None:
     [event] = sent(encode([repo_change(5, action)], account=ACTIVE._replace(handle=handle)))
     identity = {"did": ADA, "seq": 5, "time": "2024-09-09T19:46:02.329Z"} | expected
-    assert event == {"did": ADA, "time_us": TIME, "kind": "identity", "identity": identity}
+    assert event == {"did": ADA, "time_us": TIME, "cursor": 5, "kind": "identity", "identity": identity}
 
 
 def test_entries_without_an_event_move_the_position() -> None:
@@ -164,7 +168,7 @@ def test_cursor_repeats_the_event_of_its_time(cursor: int, expected: int) -> Non
     batch = LoggedBatch(first_seq=41, size=3, time=TIME)
     changes = [record_change(seq) for seq in (41, 42, 43)]
     changes.append(record_change(44, batch_time=TIME + 1_000))
-    position = position_before(cursor, batch)
+    position = position_before(cursor - TIME, batch)
     rest = [change for change in changes if change.seq > position.seq]
     assert rest[0].seq == expected
     everything = {event["commit"]["rkey"]: event["time_us"] for event in sent(encode(changes))}
@@ -208,8 +212,8 @@ def test_compressed_events_need_the_dictionary_of_jetstream() -> None:
     chunk = encode([record_change(1), record_change(2, "delete")])
     dictionary = ZstdDict(Path(events.__file__).with_name("zstd_dictionary").read_bytes())
     assert dictionary.dict_id == 1_612_007_021
-    frames = read_frames(chunk.select(ALL_EVENTS, 0, compress=True)[0])
+    frames = read_frames(chunk.select(ALL_EVENTS, 0, v1_message, compress=True)[0])
     assert [opcode for opcode, _ in frames] == [Opcode.BINARY, Opcode.BINARY]
     assert [orjson.loads(decompress(data, dictionary)) for _, data in frames] == sent(chunk)
     small = EventFilter(max_bytes=min(len(data) for _, data in frames))
-    assert chunk.select(small, 0, compress=True)[1] == 1, "the limit is that of the message as it is sent"
+    assert chunk.select(small, 0, v1_message, compress=True)[1] == 1, "the limit is that of the message as it is sent"
