@@ -172,7 +172,7 @@ class RecordsExistError(Exception):
 
 
 class NewRepoRecords(NamedTuple):
-    """A chunk of new records of one repo. The first one has the rev of the export, so that the log says what follows."""
+    """A chunk of new records of one repo. `first_of` is the rev of the export, in its first chunk."""
 
     did: str
     chunk: RecordChunk

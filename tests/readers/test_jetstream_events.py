@@ -13,6 +13,7 @@ from websockets.protocol import CLIENT, Protocol
 from indexer.atproto.cid import cid_of, cid_text
 from indexer.atproto.syntax import CollectionFilter
 from indexer.db.change_log_reads import FeedPage, LoggedBatch, LoggedChange, StoredAccount, StoredRecord
+from indexer.readers.events import Kind
 from indexer.readers.jetstream import events
 from indexer.readers.jetstream.events import (
     ALL_EVENTS,
@@ -31,6 +32,7 @@ POST, LIKE = "app.bsky.feed.post", "app.bsky.feed.like"
 REV = "3l3qo2vutsw2b"
 CID = cid_of(b"\xa0")
 TIME = 1_725_911_162_329_308
+EVERY_KIND = EventFilter(kinds=frozenset({"commit", "identity", "account", "sync"}))
 ACTIVE = StoredAccount(active=True, hosting_status=None, takedown=False, handle="ada.test")
 
 
@@ -206,6 +208,66 @@ def test_filters_select_by_collection_account_size_and_origin() -> None:
     assert selected(EventFilter(dids=frozenset({BOB}))) == [3]
     assert selected(EventFilter(max_bytes=500)) == [1, 2, 4, 5]
     assert selected(EventFilter(live_only=True)) == [1, 2, 3, 5]
+
+
+def second_wire(chunk: EventChunk, events: EventFilter = EVERY_KIND) -> list[Any]:
+    """Return the payloads of the messages on the second wire."""
+    messages = sent(chunk, events, wire=v2_message)
+    assert all(message.keys() == {"$type", "payload"} and message["$type"] == "message" for message in messages)
+    return [message["payload"] for message in messages]
+
+
+def test_events_of_the_second_wire_have_the_form_of_its_lexicon() -> None:
+    changes = [record_change(7), record_change(8, "delete"), repo_change(9, "moved"), repo_change(10, "snapshot")]
+    create, delete, identity, sync = second_wire(encode(changes))
+    name = "network.bsky.jetstream.subscribeEvents"
+
+    def common(seq: int) -> dict[str, object]:
+        time = f"2024-09-09T19:46:02.{329_308 + seq - 7}Z"
+        return {"seq": seq, "did": ADA, "time": time, "witnessedAt": time}
+
+    commit = {"rev": REV, "collection": POST}
+    put = {"operation": "create", "rkey": "key7", "record": {"$type": POST}, "cid": cid_text(CID)}
+    assert create == {"$type": f"{name}#commit"} | common(7) | commit | put
+    assert delete == {"$type": f"{name}#commit"} | common(8) | commit | {"operation": "delete", "rkey": "key8"}
+    inner = {"seq": 9, "did": ADA, "time": identity["time"], "handle": "ada.test"}
+    assert identity == {"$type": f"{name}#identity"} | common(9) | {"identity": inner}
+    inner = {"seq": 10, "did": ADA, "time": sync["time"], "rev": REV, "blocks": {"$bytes": ""}}
+    assert sync == {"$type": f"{name}#sync"} | common(10) | {"sync": inner}
+    [account] = second_wire(encode([repo_change(5, "hidden")], account=ACTIVE._replace(takedown=True)))
+    inner = {"seq": 5, "did": ADA, "time": account["time"], "active": False, "status": "takendown"}
+    assert account["account"] == inner
+
+
+def test_sync_is_only_sent_on_request_and_of_accounts_that_are_shown() -> None:
+    """Of a hidden account, no records would follow."""
+    changes = [repo_change(4, "snapshot"), record_change(5)]
+    chunk = encode(changes)
+    assert [payload["seq"] for payload in second_wire(chunk)] == [4, 5]
+    assert [payload["seq"] for payload in second_wire(chunk, ALL_EVENTS)] == [5]
+    assert [event["cursor"] for event in sent(chunk, EVERY_KIND)] == [5], "never on the first wire"
+    for account in (ACTIVE._replace(takedown=True), ACTIVE._replace(active=False), None):
+        assert [payload["seq"] for payload in second_wire(encode(changes, account=account))] == [5]
+
+
+def test_kinds_select_events_and_entries_that_may_have_them() -> None:
+    changes = [record_change(1), repo_change(2, "identity"), repo_change(3, "visible"), repo_change(4, "snapshot")]
+    hidden = encode([repo_change(2, "identity")], account=ACTIVE._replace(takedown=True))
+    kinds: tuple[Kind, ...] = ("commit", "identity", "account", "sync")
+    for number, kind in enumerate(kinds, 1):
+        only = EventFilter(kinds=frozenset({kind}))
+        assert [payload["seq"] for payload in second_wire(encode(changes), only)] == [number]
+        may = [change.seq for change in (*changes, repo_change(5, "completed")) if only.may_select(change)]
+        assert may == [number] if kind != "account" else may == [2, 3]
+        assert len(second_wire(hidden, only)) == (kind == "account")
+
+
+def test_size_limit_of_the_second_wire_is_that_of_the_json() -> None:
+    chunk = encode([record_change(1), record_change(2)], {0: value(), 1: value('{"text": "' + "x" * 1_000 + '"}')})
+    sizes = [len(text) for _, text in read_frames(chunk.select(ALL_EVENTS, 0, v2_message, compress=False)[0])]
+    for limit, count in ((sizes[0] - 1, 0), (sizes[0], 1), (sizes[1] - 1, 1), (sizes[1], 2)):
+        for compress in (False, True):
+            assert chunk.select(EventFilter(max_bytes=limit), 0, v2_message, compress=compress)[1] == count
 
 
 def test_compressed_events_need_the_dictionary_of_jetstream() -> None:
