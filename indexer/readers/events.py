@@ -1,8 +1,8 @@
 """The events of all feeds: what an entry of the change log says about a record or an account, before it gets its JSON.
 
 An event has what is stored now. If a record was written again since, its value belongs to a later entry, whose event
-follows. If it was deleted, or its repo is hidden, there is no event. An account is active only if both the entry and the
-present state allow it.
+follows. If it was deleted, or its repo is hidden, there is no event. An account is active only if it is now, and if the
+entry does not hide it.
 """
 
 from collections.abc import Mapping

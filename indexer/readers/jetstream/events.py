@@ -141,7 +141,8 @@ class EventChunk:
         self.skipped = skipped
         self._events = events
         self._frames: dict[tuple[Wire, bool], Frames] = {}
-        self.size = sum([EVENT_BYTES + len(event.record.value or "" if event.record else "") for event in events])
+        values = [event.record.value for event in events if event.record and event.record.value]
+        self.size = len(events) * EVENT_BYTES + sum([len(value.encode()) for value in values])
         self.made_at = monotonic()
 
     def select(self, events: EventFilter, after: int, wire: Wire, *, compress: bool) -> tuple[bytes, int]:
@@ -194,17 +195,11 @@ def encode_page(start: LogPosition, page: FeedPage) -> EventChunk:
 
 def v1_message(event: FeedEvent) -> dict[str, Any] | None:
     """Return the message of an event on the wire of `/subscribe`."""
-    body = _body(event, _time_text(event.time_us)[:-4] + "Z")
-    if body is None or event.kind == "sync":
+    kind, change = event.kind, event.change
+    body = _body(event, "" if kind == "commit" else f"{_time_text(event.time_us)[:-4]}Z")
+    if body is None or kind == "sync":
         return None
-    change = event.change
-    return {
-        "did": change.did,
-        "time_us": event.time_us,
-        "cursor": change.seq,
-        "kind": event.kind,
-        event.kind: body,
-    }
+    return {"did": change.did, "time_us": event.time_us, "cursor": change.seq, "kind": kind, kind: body}
 
 
 def v2_message(event: FeedEvent) -> dict[str, Any] | None:
@@ -229,7 +224,7 @@ def _body(event: FeedEvent, time: str) -> dict[str, Any] | None:
         if record is None:
             return path
         value = record.value
-        return None if value is None else path | {"record": orjson.Fragment(value), "cid": cid_text(record.cid)}
+        return None if value is None else {**path, "record": orjson.Fragment(value), "cid": cid_text(record.cid)}
     position: dict[str, Any] = {"did": change.did, "seq": change.seq, "time": time}
     match event.kind:
         case "identity":
