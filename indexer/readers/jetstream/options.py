@@ -20,24 +20,17 @@ _MAX_SIZE = (1 << 32) - 1
 _MAX_CURSOR = (1 << 63) - 1
 _SHOWN_CHARACTERS = 80
 _MIN_DOTS = 2  # in an NSID
+BAD_REQUEST = "InvalidRequest"
 _KINDS = frozenset[Kind]({"commit", "identity", "account", "sync"})
 _OF_V1 = ("wantedDids", "wantedCollections", "requireHello")
 
 
 class BadOptionsError(ValueError):
-    """The options of a subscriber are invalid; the message is one line for a person.
+    """The options of a subscriber are invalid; the message is one line for a person, `name` the error of XRPC."""
 
-    Attributes:
-        name: The error of XRPC.
-    """
-
-    name = "InvalidRequest"
-
-
-class UnknownDictionaryError(BadOptionsError):
-    """There is no such zstd dictionary."""
-
-    name = "UnknownZstdDictionary"
+    def __init__(self, message: str, name: str = BAD_REQUEST) -> None:
+        super().__init__(message)
+        self.name = name
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,21 +100,19 @@ def parse_v2_query(query: str, socket_encoding: str) -> SubscriberOptions:
         raise BadOptionsError(f"invalid collection: {invalid[:_SHOWN_CHARACTERS]!r}")
     chosen, current = _parse_number(parameters, "zstdDictionary", _MAX_SIZE), dictionary().dict_id
     if chosen not in {None, current}:
-        raise UnknownDictionaryError(f"the dictionary is {current}")
+        raise BadOptionsError(f"the dictionary is {current}", "UnknownZstdDictionary")
     cursor = _parse_number(parameters, "cursor", _MAX_CURSOR)
     return SubscriberOptions(events, cursor, compress=chosen is not None, wire=v2_message)
 
 
 def _parse_number(parameters: Mapping[str, Sequence[str]], name: str, maximum: int) -> int | None:
     """Return a number from 0 to `maximum`; None without the parameter."""
-    values = parameters.get(name, ["0"])
-    is_number = (
-        len(values) == 1 and values[0].isascii() and values[0].isdecimal() and len(values[0]) <= len(str(maximum))
-    )
-    if not is_number or int(values[0]) > maximum:
-        shown = ", ".join(values)[:_SHOWN_CHARACTERS]
-        raise BadOptionsError(f"{name} is not one integer from 0 to {maximum}: {shown!r}")
-    return int(values[0]) if name in parameters else None
+    if (values := parameters.get(name)) is None:
+        return None
+    text = ", ".join(values)
+    if text.isascii() and text.isdecimal() and len(text) < _SHOWN_CHARACTERS and int(text) <= maximum:
+        return int(text)
+    raise BadOptionsError(f"{name} is not one integer from 0 to {maximum}: {text[:_SHOWN_CHARACTERS]!r}")
 
 
 def parse_message(text: bytes, before: EventFilter) -> EventFilter | None:

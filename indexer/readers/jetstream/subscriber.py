@@ -21,6 +21,7 @@ from indexer.readers.connection import READ_PIECE_BYTES, SEND_SECONDS, FrameWrit
 from indexer.readers.jetstream.events import EventFilter, LogPosition, dictionary, message_frame, v2_payload
 from indexer.readers.jetstream.log_reading import EventWindow, JetstreamReader, ReplayPages, Start
 from indexer.readers.jetstream.options import (
+    BAD_REQUEST,
     BadOptionsError,
     SubscriberOptions,
     parse_message,
@@ -117,7 +118,7 @@ class Subscriptions:
         )
         if not websocket.can_prepare(request):
             message = f"connect with a websocket client: ws://HOST:PORT{request.path}"
-            return refusal(400, BadOptionsError.name, message)
+            return refusal(400, BAD_REQUEST, message)
         try:
             with request.app[WEBSOCKETS].hold(request, websocket, for_anyone=True) as held, self._reader.subscriber():
                 start = None
@@ -312,7 +313,7 @@ async def get_dictionary(request: web.Request) -> web.Response:
     current = str(dictionary().dict_id)
     asked = request.query.get("id", current)
     if not (asked.isascii() and asked.isdecimal()):
-        return xrpc_refusal(400, BadOptionsError.name, "id is not an integer")
+        return xrpc_refusal(400, BAD_REQUEST, "id is not an integer")
     if asked != current:
         return xrpc_refusal(404, "DictionaryNotFound", f"the dictionary is {current}")
     headers = {
