@@ -4,7 +4,7 @@ One process at a time serves the feed. It owns the feed by its session, like a s
 delivered in this session. So a process that lost the session cannot store anything any more.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -17,8 +17,6 @@ from indexer.db.change_log_reads import (
     LATEST_SEQ,
     TRIMMED_SEQ,
     LoggedChange,
-    StoredAccount,
-    load_accounts,
     load_changes,
 )
 from indexer.db.columns import Connection, columns_of, typed, unnest
@@ -338,12 +336,6 @@ class Feed(Area):
         """Let the feed send refused events again, only those of the DID if it is given; return their number."""
         async with self._pool.transaction() as connection:
             return len(await connection.fetch(_SEND_AGAIN, FEED_CONSUMER, did))
-
-    async def accounts(self, dids: Sequence[str]) -> Mapping[str, StoredAccount]:
-        """Return the states of accounts by DID; those that are not tracked are left out."""
-        async with self._pool.connection() as connection:
-            accounts = await load_accounts(connection, dids)
-            return {did: account for did, account in accounts.items() if account.tracked}
 
     async def count_rows(self, table: CountedTable) -> int:
         """Return the number of rows of the table. Above `MAX_COUNTED_ROWS`, it is an estimate."""

@@ -182,6 +182,5 @@ async def test_records_of_a_repo_from_a_rev_on_are_found_in_pages(db: Database) 
 
 async def test_accounts_are_loaded_with_what_decides_their_status(db: Database) -> None:
     await insert(db, synchronized(1))
-    assert await db.feed.accounts([did(1), did(2)]) == {
-        did(1): StoredAccount(None, active=True, hosting_status=None, takedown=False)
-    }
+    page = await db.changes.load([entry(number, "")._replace(collection=None) for number in (1, 2)], 1)
+    assert page.accounts == {did(1): StoredAccount(None, active=True, hosting_status=None, takedown=False)}

@@ -106,6 +106,14 @@ def test_commit_events_have_the_form_of_jetstream() -> None:
     ("action", "account", "expected"),
     [
         ("visible", ACTIVE, {"active": True}),
+        ("visible", ACTIVE._replace(takedown=True), {"active": False, "status": "takendown"}),
+        (
+            "hidden",
+            ACTIVE._replace(active=False, takedown=True, hosting_status="suspended"),
+            {"active": False, "status": "suspended"},
+        ),
+        ("hidden", ACTIVE._replace(active=False, hosting_status="out-of-scope"), {"active": False}),
+        ("deleted", ACTIVE, {"active": False, "status": "deleted"}),
         ("hidden", ACTIVE, {"active": False}),
         ("hidden", ACTIVE._replace(takedown=True), {"active": False, "status": "takendown"}),
         ("hidden", ACTIVE._replace(active=False), {"active": False}),

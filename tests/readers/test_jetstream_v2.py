@@ -16,6 +16,7 @@ from indexer.db import Database
 from indexer.readers.jetstream.log_reading import EventWindow
 from indexer.readers.jetstream.options import BadOptionsError, parse_v2_query
 from tests.daemon.running_daemon import LIKE, POST, RunningDaemon, post
+from tests.database_proxy import DatabaseProxy
 from tests.readers.jetstream_client import JetstreamClient, describe, feed, subscribed
 from tests.readers.test_jetstream_slow import EVENTS, write_events
 from tests.waiting import until
@@ -202,6 +203,17 @@ async def test_refusals_are_errors_of_xrpc(database: str, tmp_path: Path) -> Non
 async def test_without_stored_values_the_path_says_so(database: str, tmp_path: Path) -> None:
     async with feed(database, tmp_path, roles="feed", store_values="false") as (_, address):
         assert (await refusal(address, ""))[:2] == (501, "MethodNotImplemented")
+
+
+async def test_cursor_that_cannot_be_looked_up_is_to_be_tried_again(database: str, tmp_path: Path) -> None:
+    proxy = DatabaseProxy(database)
+    async with proxy.serve(), feed(proxy.dsn, tmp_path, roles="feed") as (daemon, address):
+        proxy.refuse()
+        assert await refusal(address, "cursor=1") == (503, "ServiceUnavailable", "the database is unavailable")
+        assert daemon.counter("feed_disconnections", kind="jetstream", reason="refused") == 2
+        proxy.open()
+        async with events_of(address, ("cursor", 0)):
+            pass
 
 
 async def test_compressed_messages_are_those_of_the_dictionary_that_is_served(database: str, tmp_path: Path) -> None:

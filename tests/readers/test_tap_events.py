@@ -16,6 +16,7 @@ POST = "app.bsky.feed.post"
 LONGEST_LINK = b"\x01\x55\x13\x4b" + b"x" * 75
 LONG_LINK = b"\x01\x55\x13\x4c" + b"x" * 76
 """A CID that a record may contain: the product accepts 100 bytes."""
+ACTIVE = StoredAccount("ada.test", True, None, False)
 BLOB = {"$type": "blob", "ref": {"$link": BLOB_CID}, "mimeType": "image/png", "size": 5}
 
 
@@ -138,3 +139,18 @@ def test_deletion_of_an_account_that_is_forgotten_is_delivered() -> None:
     assert event is not None
     assert json.loads(encode(event))["identity"]["status"] == "deleted"
     assert account_event(deleted._replace(action="identity"), None) is None
+
+
+def test_account_that_is_not_tracked_has_no_event_but_its_deletion() -> None:
+    deleted = LoggedChange(7, "did:plc:a", None, None, "deleted", None, None, True, 0)
+    untracked = StoredAccount("ada.test", False, None, False, tracked=False)
+    event = account_event(deleted, untracked)
+    assert event is not None
+    assert (event.active, event.status) == (False, "deleted")
+    assert account_event(deleted._replace(action="hidden"), untracked) is None
+
+
+def test_entry_of_the_past_comes_with_the_present_state() -> None:
+    event = account_event(LoggedChange(7, "did:plc:a", None, None, "hidden", None, None, True, 0), ACTIVE)
+    assert event is not None
+    assert event.active

@@ -46,14 +46,10 @@ def encode(event: FeedEvent) -> bytes:
     change = event.change
     if event.kind != "commit":
         status = ACTIVE if event.active else event.status if event.status in STATUSES - {ACTIVE} else DEACTIVATED
-        body: dict[str, Any] = {
-            "did": change.did,
-            "handle": event.handle or INVALID_HANDLE,
-            "is_active": event.active,
-            "status": status,
-        }
-        return orjson.dumps({"id": change.seq, "type": "identity", "identity": body})
-    body = {
+        handle = event.handle or INVALID_HANDLE
+        identity = {"did": change.did, "handle": handle, "is_active": event.active, "status": status}
+        return orjson.dumps({"id": change.seq, "type": "identity", "identity": identity})
+    body: dict[str, Any] = {
         "live": change.live,
         "did": change.did,
         "rev": event.rev,

@@ -78,9 +78,8 @@ class TapRoutes:
     async def _info(self, request: web.Request) -> web.Response:
         did = request.match_info["did"]
         async with self._queries:
-            known = is_did(did) and await self._db.feed.accounts([did])
-            report = await self._db.reports.repo(did) if known else None
-        return problem(404, "repo not found") if report is None else answer(repo_info(report))
+            report = await self._db.reports.repo(did) if is_did(did) else None
+        return answer(repo_info(report)) if report and report["tracked"] else problem(404, "repo not found")
 
     async def _resolve(self, request: web.Request) -> web.Response:
         did = request.match_info["did"]
