@@ -288,6 +288,20 @@ async def test_slow_subscriber_gets_the_cursor_from_which_nothing_is_lost(
         assert received == [f"{number:05}" for number in range(EVENTS)]
 
 
+async def test_replay_of_which_the_rest_is_trimmed_ends_with_the_same_error(
+    database: str, db: Database, tmp_path: Path
+) -> None:
+    await write_events(db)
+    async with feed(database, tmp_path, roles="feed") as (daemon, address), events_of(address, ("cursor", 0)) as client:
+        await take(client, 1)
+        trimmed = await trim(daemon)
+        messages, _ = await client.rest()
+        assert (len(messages) < EVENTS, messages[-1]["error"]) == (True, "ConsumerTooSlow")
+        cursor = messages[-1]["message"].rpartition("cursor=")[2]
+        message = f"the oldest event has seq {trimmed + 1}"
+        assert await refusal(address, f"cursor={cursor}") == (400, "CursorTooOld", message)
+
+
 async def test_sync_comes_before_all_records_of_a_repo_and_not_before_differences(
     database: str, tmp_path: Path
 ) -> None:
