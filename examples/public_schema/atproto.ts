@@ -41,14 +41,15 @@ export interface Change {
   collection: string | null;
   /** The record key; null for a change of the repo. */
   rkey: string | null;
-  /** Of a record: create, update, delete. Of a repo: hidden, visible, deleted, identity, moved, completed. */
+  /** Of a record: create, update, delete. Of a repo: hidden, visible, deleted, identity, moved, snapshot,
+   * completed. */
   action: string;
   /** The CID of the new record; null for a delete and for a change of the repo. */
   cid: string | null;
   /** The rev of the commit, or of the export in which a resync found the change; null for an erased record or one
    * outside the scope, and a repo without rev. */
   rev: string | null;
-  /** False for completed, and for differences found by a resync. */
+  /** False for snapshot and completed, and for differences found by a resync. */
   live: boolean;
   /** When the change was committed here: equal within a transaction, later for later ones. */
   time: Date;

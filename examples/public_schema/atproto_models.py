@@ -60,14 +60,15 @@ class Change(PublicView):
     rkey: Mapped[str | None] = mapped_column(Text)
     """The record key; null for a change of the repo."""
     action: Mapped[str] = mapped_column(Text)
-    """Of a record: create, update, delete. Of a repo: hidden, visible, deleted, identity, moved, completed."""
+    """Of a record: create, update, delete. Of a repo: hidden, visible, deleted, identity, moved, snapshot,
+    completed."""
     cid: Mapped[str | None] = mapped_column(Text)
     """The CID of the new record; null for a delete and for a change of the repo."""
     rev: Mapped[str | None] = mapped_column(Text)
     """The rev of the commit, or of the export in which a resync found the change; null for an erased record or one
     outside the scope, and a repo without rev."""
     live: Mapped[bool] = mapped_column(Boolean)
-    """False for completed, and for differences found by a resync."""
+    """False for snapshot and completed, and for differences found by a resync."""
     time: Mapped[datetime] = mapped_column(DateTime(timezone=True))
     """When the change was committed here: equal within a transaction, later for later ones."""
 

@@ -28,6 +28,7 @@ from sqlalchemy.schema import CreateSchema
 CONSUMER = SCHEMA = "statusphere"
 COLLECTION = "xyz.statusphere.status"
 BATCH_SIZE = 1_000
+REPO_ACTIONS = {"hidden", "visible", "deleted", "identity", "moved"}
 WAIT_SECONDS = 60.0  # read the change log after this time even without a notification
 MAX_STATUS_BYTES = 32
 
@@ -103,7 +104,7 @@ async def apply(session: AsyncSession, changes: Sequence[Change]) -> None:
 
     A change says what changed, and the public views have the current state. A hidden repo is not in them.
     """
-    repos = {change.did for change in changes if change.collection is None and change.action != "completed"}
+    repos = {change.did for change in changes if change.collection is None and change.action in REPO_ACTIONS}
     keys = {(change.did, change.rkey) for change in changes if change.collection == COLLECTION}
     records = {key for key in keys if key[0] not in repos}
     if repos:

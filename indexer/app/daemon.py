@@ -71,8 +71,9 @@ from indexer.net.relay.stream_socket import (
 from indexer.net.relay.subscription import Subscription
 from indexer.net.server.address import Address
 from indexer.readers.access import Access
+from indexer.readers.jetstream.events import SUBSCRIBE_EVENTS
 from indexer.readers.jetstream.log_reading import JetstreamReader
-from indexer.readers.jetstream.subscriber import Subscriptions
+from indexer.readers.jetstream.subscriber import Subscriptions, get_dictionary
 from indexer.readers.links import LinkReader
 from indexer.readers.rev_waits import RevWaits
 from indexer.readers.tap.channel import Channel, refuse_channel
@@ -522,6 +523,8 @@ class Daemon:
         subscriptions = Subscriptions(self.db, self.jetstream_reader, self.metrics, values_stored=values_stored)
         yield web.get("/subscribe", subscriptions.subscribe)
         yield web.get("/wait-for/{did}", access.guard(answer_errors(self.rev_waits.respond)))
+        yield web.get(f"/xrpc/{SUBSCRIBE_EVENTS}", subscriptions.subscribe_events)
+        yield web.get("/xrpc/network.bsky.jetstream.getZstdDictionary", get_dictionary)
 
     def _build_monitors(self) -> None:
         self.status_reading = StatusReading(

@@ -52,36 +52,52 @@ async def log_changes(connection: Connection, changes: Sequence[ChangeLogEntry])
     if not changes:
         return
     if len(changes) < MIN_COPIED_CHANGES:
-        logged = [row for _, _, _, *row in log_rows(0, 0, 0, changes)]
-        await connection.execute(_INSERT_CHANGES, len(changes), *columns_of(logged, _LOGGED))
+        await connection.execute(_INSERT_CHANGES, len(changes), *_arrays(changes))
         return
     segment, batch = await _begin_batch(connection, len(changes))
     rows = log_rows(segment, batch, 0, changes)
     await connection.copy_records_to_table("change", schema_name="indexer", columns=COLUMNS, records=rows)
 
 
-async def log_chunks(connection: Connection, parts: Sequence[tuple[str, RecordChunk]]) -> None:
-    """Append the new records of resyncs, by DID, to the log: as one batch of changes, within the open transaction."""
-    count = sum(chunk.count for _, chunk in parts)
+async def log_chunks(connection: Connection, parts: Sequence[tuple[str, RecordChunk, str | None]]) -> None:
+    """Append the new records of resyncs to the log: as one batch of changes, within the open transaction.
+
+    A part has the DID of a repo, a chunk of its records, and the rev if it is the first chunk: then the batch begins
+    with an entry "snapshot".
+    """
+    snapshots = [ChangeLogEntry(did, "snapshot", rev, live=False) for did, _, rev in parts if rev]
+    count = len(snapshots) + sum(chunk.count for _, chunk, _ in parts)
     if not count:
         return
-    segment, batch = await _begin_batch(connection, count)
-    ordinal, ready_rows = 0, []
-    for _, chunk in parts:
+    segment, batch = await _begin_batch(connection, count, snapshots)
+    ordinal, ready_rows = len(snapshots), []
+    for _, chunk, _ in parts:
         if chunk.rows:
             ready_rows.append(chunk.rows.changes(segment, batch, ordinal))
             ordinal += chunk.count
     if ready_rows:
         await copy_binary(connection, "change", COLUMNS, ready_rows)
-    entries = (entry for did, chunk in parts for entry in record_entries(did, chunk.changes, live=False))
+    entries = (entry for did, chunk, _ in parts for entry in record_entries(did, chunk.changes, live=False))
     if rows := log_rows(segment, batch, ordinal, entries):
         await connection.copy_records_to_table("change", schema_name="indexer", columns=COLUMNS, records=rows)
 
 
-async def _begin_batch(connection: Connection, size: int) -> tuple[int, int]:
-    """Insert a batch of `size` changes; return its segment and its ID. Its changes must follow in the transaction."""
-    [(segment, batch)] = await connection.fetch(_INSERT_BATCH, size)
+async def _begin_batch(connection: Connection, size: int, first: Sequence[ChangeLogEntry] = ()) -> tuple[int, int]:
+    """Insert a batch of `size` changes with the first ones; return its segment and its ID.
+
+    Its other changes must follow in the transaction.
+    """
+    if first:
+        inserted = await connection.fetch(f"{_INSERT_CHANGES} returning segment, batch", size, *_arrays(first))
+    else:
+        inserted = await connection.fetch(_INSERT_BATCH, size)
+    segment, batch = inserted[0]
     return segment, batch
+
+
+def _arrays(changes: Iterable[ChangeLogEntry]) -> list[list[Any]]:
+    """Return the arrays of `_INSERT_CHANGES`."""
+    return columns_of([row for _, _, _, *row in log_rows(0, 0, 0, changes)], _LOGGED)
 
 
 def log_rows(segment: int, batch: int, first_ordinal: int, changes: Iterable[ChangeLogEntry]) -> list[tuple[Any, ...]]:

@@ -6,6 +6,7 @@ later entry of the log says why.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
@@ -41,6 +42,16 @@ class LoggedChange(NamedTuple):
     live: bool
     batch_time: int
 
+    @property
+    def key(self) -> RecordKey:
+        """The key of the record; only the DID for an entry of a repo."""
+        return self.did, self.collection or "", self.rkey or ""
+
+    @property
+    def needs_record(self) -> bool:
+        """True if its event depends on the stored record: a deletion does if the log is not its source."""
+        return self.collection is not None and (self.action != "delete" or not self.batch_time)
+
 
 class LoggedBatch(NamedTuple):
     """A change batch: what one transaction wrote to the log.
@@ -72,12 +83,14 @@ class StoredAccount(NamedTuple):
         handle: The verified handle; None if it has not been checked yet.
         hosting_status: The status as sent upstream; None if it sent none.
         takedown: The repo is taken down locally.
+        tracked: False if an operator untracked the repo, or if it is out of scope.
     """
 
     handle: str | None
     active: bool
     hosting_status: str | None
     takedown: bool
+    tracked: bool = True
 
     @property
     def visible(self) -> bool:
@@ -86,19 +99,20 @@ class StoredAccount(NamedTuple):
 
 
 class FeedPage(NamedTuple):
-    """Consecutive entries of the change log.
+    """Entries of the change log, with what they name.
 
     Attributes:
-        values: The stored records of the entries, by the index of the entry. Records without a value, and those that
-            are not visible, are left out.
+        values: The stored records of the entries, by the index of the entry. Those that are not visible are left out.
         accounts: The accounts of the entries of whole repos, by DID. Unknown accounts are left out.
         skipped: No entry was wanted, so that neither records nor accounts were read.
+        hidden: The indexes of the entries whose records are stored, but not visible.
     """
 
     changes: Sequence[LoggedChange]
     values: Mapping[int, StoredRecord]
     accounts: Mapping[str, StoredAccount]
     skipped: bool = False
+    hidden: AbstractSet[int] = frozenset()
 
 
 _MICROSECONDS = "(extract(epoch from time) * 1000000)::bigint"
@@ -128,15 +142,18 @@ _RECORDS = f"""
 """
 
 _ACCOUNTS = f"""
-    select r.did, i.handle, r.active, r.hosting_status, r.takedown
+    select r.did, i.handle, r.active, r.hosting_status, r.takedown, r.tracked
     from indexer.repo r left join indexer.identity i on i.did = r.did and i.bucket = r.bucket and {of_buckets("i", 2)}
-    where r.did = any($1::text[]) and {of_buckets("r", 2)} and (r.tracked or not $3)
+    where r.did = any($1::text[]) and {of_buckets("r", 2)}
 """
 
 _BATCH_OF = f"""
     select first_seq, size, {_MICROSECONDS} as time from indexer.change_batch where first_seq <= $1
     order by first_seq desc limit 1
 """
+
+# The statistics of a segment that was empty a moment ago mislead the planner.
+_USE_INDEX = "set local enable_seqscan = off"
 
 LATEST_SEQ = "select atproto.latest_seq()"
 TRIMMED_SEQ = "select last_value from indexer.trimmed_seq"
@@ -166,13 +183,28 @@ async def load_records(connection: Connection, keys: Sequence[RecordKey], max_by
     return await connection.fetch(_RECORDS, buckets, max_bytes, *columns_of(keys, _RECORD_KEY)) if keys else []
 
 
-async def load_accounts(
-    connection: Connection, dids: Iterable[str], *, only_tracked: bool = False
-) -> dict[str, StoredAccount]:
+async def load_accounts(connection: Connection, dids: Iterable[str]) -> dict[str, StoredAccount]:
     """Return the states of accounts by DID. Unknown accounts are left out."""
     ordered = sorted(set(dids))
-    rows = await connection.fetch(_ACCOUNTS, ordered, buckets_of(ordered), only_tracked) if ordered else []
+    rows = await connection.fetch(_ACCOUNTS, ordered, buckets_of(ordered)) if ordered else []
     return {did: StoredAccount(*state) for did, *state in rows}
+
+
+async def load_page(connection: Connection, changes: Sequence[LoggedChange], max_bytes: int) -> FeedPage:
+    """Return entries with what they name. The page ends with the record by which the values reach `max_bytes`."""
+    named = [(number, change.key) for number, change in enumerate(changes) if change.needs_record]
+    values, hidden = dict[int, StoredRecord](), set[int]()
+    for row in await load_records(connection, [key for _, key in named], max_bytes):
+        number, _ = named[row["number"]]
+        if row["omitted"]:
+            changes = changes[:number]
+            break
+        if row["visible"]:
+            values[number] = StoredRecord(row["cid"], row["rev"], row["value"])
+        else:
+            hidden.add(number)
+    dids = {change.did for change in changes if change.collection is None}
+    return FeedPage(changes, values, await load_accounts(connection, dids), hidden=hidden)
 
 
 class ChangeSignal:
@@ -218,14 +250,20 @@ class ChangePages(Area):
         """Return the number up to which changes have been trimmed; 0 if none have."""
         return int(await self._fetchval(TRIMMED_SEQ))
 
+    async def batch_of(self, seq: int) -> LoggedBatch | None:
+        """Return the batch of a change, or the last one before it; None if there is neither."""
+        async with self._pool.transaction() as connection:
+            await connection.execute(_USE_INDEX)
+            row = await connection.fetchrow(_BATCH_OF, seq)
+            return None if row is None else LoggedBatch(**row)
+
     async def find_batch(self, time: int) -> LoggedBatch | None:
         """Return the last batch that was committed at this time or earlier (microseconds since the Unix epoch).
 
         It is a binary search, so that the log needs no index of times. Return None if there is no such batch.
         """
         async with self._pool.transaction() as connection:
-            # The statistics of a segment that was empty a moment ago mislead the planner.
-            await connection.execute("set local enable_seqscan = off")
+            await connection.execute(_USE_INDEX)
             low, high = 0, await connection.fetchval(LATEST_SEQ)
             found = None
             while low < high:  # changes up to `low` were committed at `time` or earlier, changes after `high` later
@@ -255,21 +293,12 @@ class ChangePages(Area):
             changes = await load_changes(connection, after, max_changes)
             if not any(map(wanted, changes)):
                 return FeedPage(changes, {}, {}, skipped=True)
-            named = [
-                (number, (change.did, change.collection or "", change.rkey or ""))
-                for number, change in enumerate(changes)
-                if change.cid is not None
-            ]
-            values = dict[int, StoredRecord]()
-            for row in await load_records(connection, [key for _, key in named], max_bytes):
-                number, _ = named[row["number"]]
-                if row["omitted"]:
-                    changes = changes[:number]
-                    break
-                if row["visible"] and row["value"] is not None:
-                    values[number] = StoredRecord(row["cid"], row["rev"], row["value"])
-            dids = {change.did for change in changes if change.collection is None}
-            return FeedPage(changes, values, await load_accounts(connection, dids))
+            return await load_page(connection, changes, max_bytes)
+
+    async def load(self, changes: Sequence[LoggedChange], max_bytes: int) -> FeedPage:
+        """Return these entries with their records, up to the record by which the values reach `max_bytes`."""
+        async with self._pool.connection() as connection:
+            return await load_page(connection, changes, max_bytes)
 
     async def notification_queue_usage(self) -> float:
         """Return the used share of the notification queue of the server, from 0 to 1."""

@@ -4,7 +4,7 @@ One process at a time serves the feed. It owns the feed by its session, like a s
 delivered in this session. So a process that lost the session cannot store anything any more.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -17,17 +17,12 @@ from indexer.db.change_log_reads import (
     LATEST_SEQ,
     TRIMMED_SEQ,
     LoggedChange,
-    StoredAccount,
-    StoredRecord,
-    load_accounts,
     load_changes,
-    load_records,
 )
 from indexer.db.columns import Connection, columns_of, typed, unnest
 from indexer.db.connections import SERVER_SETTINGS, Area
 from indexer.db.layout import estimate_rows
 from indexer.db.shard_lock import FEED, ShardLock, open_lock
-from indexer.sync.changes import RecordKey
 from indexer.sync.shard import bucket_of
 
 FEED_CONSUMER = "tap-feed"
@@ -209,14 +204,6 @@ class SetAsideChanges(NamedTuple):
     delivered: Sequence[SetAsideKey] = ()
 
 
-class FeedRecords(NamedTuple):
-    """Records by key, the keys of records whose values were too long together, and those of records of hidden repos."""
-
-    shown: dict[RecordKey, StoredRecord]
-    omitted: set[RecordKey]
-    hidden: set[RecordKey]
-
-
 @dataclass
 class FeedSession:
     """The session of the process that serves the feed. The block of `Feed.session` raises `DatabaseError`."""
@@ -349,28 +336,6 @@ class Feed(Area):
         """Let the feed send refused events again, only those of the DID if it is given; return their number."""
         async with self._pool.transaction() as connection:
             return len(await connection.fetch(_SEND_AGAIN, FEED_CONSUMER, did))
-
-    async def records(self, keys: Sequence[RecordKey], max_bytes: int) -> FeedRecords:
-        """Return the stored records of visible repos.
-
-        Records are omitted from the first one on before which the values have `max_bytes` bytes or more.
-        """
-        async with self._pool.connection() as connection:
-            records = FeedRecords({}, set(), set())
-            for row in await load_records(connection, keys, max_bytes):
-                key = keys[row["number"]]
-                if not row["visible"]:
-                    records.hidden.add(key)
-                elif row["omitted"]:
-                    records.omitted.add(key)
-                else:
-                    records.shown[key] = StoredRecord(row["cid"], row["rev"], row["value"])
-            return records
-
-    async def accounts(self, dids: Sequence[str]) -> Mapping[str, StoredAccount]:
-        """Return the states of accounts by DID; those that are not tracked are left out."""
-        async with self._pool.connection() as connection:
-            return await load_accounts(connection, dids, only_tracked=True)
 
     async def count_rows(self, table: CountedTable) -> int:
         """Return the number of rows of the table. Above `MAX_COUNTED_ROWS`, it is an estimate."""

@@ -174,10 +174,11 @@ class RecordsExistError(Exception):
 
 
 class NewRepoRecords(NamedTuple):
-    """A chunk of new records of one repo."""
+    """A chunk of new records of one repo. `first_of` is the rev of the export, in its first chunk."""
 
     did: str
     chunk: RecordChunk
+    first_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +249,7 @@ async def create_records(connection: Connection, parts: Sequence[NewRepoRecords]
     """
     ready = [part.chunk.rows for part in parts if part.chunk.rows]
     others: list[tuple[Any, ...]] = []
-    for did, chunk in parts:
+    for did, chunk, _ in parts:
         others += record_rows([(did, change) for change in in_filling_order(chunk.changes)], chunk.proof)
     try:
         if ready:

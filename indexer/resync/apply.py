@@ -271,7 +271,7 @@ class Applies:
         Return how many records lack their block.
         """
         if not await transaction.stores_records():
-            return await self._create_all(transaction, export.new_records(policy), written)
+            return await self._create_all(transaction, export.new_records(policy), written, export.head.rev)
         differences = _Differences(export, policy)
         diff, missing = SnapshotDiff(differences.selected()), 0
         async for chunk in transaction.stored():
@@ -291,18 +291,21 @@ class Applies:
             message = f"{claimed.did} lacks the values of {missing} records; they are fetched again later"
             self._conditions.report(VALUES_MISSING, message=message)
 
-    async def _create_all(self, transaction: ResyncTransaction, records: NewRecords, written: Counter[str]) -> int:
+    async def _create_all(
+        self, transaction: ResyncTransaction, records: NewRecords, written: Counter[str], rev: str
+    ) -> int:
         """Write all records of a repo of which nothing is stored; return how many lack their block.
 
         The next chunk is converted while one is written.
         """
-        missing, chunk = 0, await self._in_thread(records.next_chunk)
+        missing, chunk, first_of = 0, await self._in_thread(records.next_chunk), rev or None
         while chunk is not None:
             following = asyncio.ensure_future(self._in_thread(records.next_chunk))
             try:
                 with self._metrics.batch_seconds["apply-export"].time():
-                    await transaction.create([NewRepoRecords(transaction.claimed[0].did, chunk)])
+                    await transaction.create([NewRepoRecords(transaction.claimed[0].did, chunk, first_of)])
                     crash_point("resync.copied")
+                first_of = None
                 written["create"] += chunk.count
                 missing += chunk.missing
                 chunk = await following
@@ -375,7 +378,9 @@ async def _write_new_repos(transaction: ResyncTransaction, group: Sequence[NewRe
     written = {repo: _complete(repo, row) for repo, row in claims if row and row.lease == repo.claimed.lease}
     if not written:
         return {}
-    await transaction.create([NewRepoRecords(repo.claimed.did, repo.chunk) for repo in written if repo.chunk])
+    await transaction.create(
+        [NewRepoRecords(repo.claimed.did, repo.chunk, repo.head.rev) for repo in written if repo.chunk]
+    )
     crash_point("new-repos.copied")
     batch = Batch(tuple([write for completed in written.values() for write in completed.writes]))
     if not (await transaction.holds_scope() and await transaction.finish(batch)):

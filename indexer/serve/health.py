@@ -150,6 +150,7 @@ async def serve_http(
     app.on_shutdown.append(lambda _: websockets.close())
     logger = logging.getLogger("aiohttp.server")
     logger.addFilter(_is_not_malformed_request)
+    logging.getLogger("aiohttp.websocket").setLevel(logging.ERROR)  # clients may offer unknown subprotocols
     runner = web.AppRunner(
         app,
         access_log=None,

@@ -240,7 +240,7 @@ class RecordConverter:
         return value
 
 
-RepoAction = Literal["hidden", "visible", "deleted", "identity", "moved", "completed"]
+RepoAction = Literal["hidden", "visible", "deleted", "identity", "moved", "snapshot", "completed"]
 RecordKey = tuple[str, str, str]
 """DID, collection and record key."""
 

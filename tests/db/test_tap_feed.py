@@ -6,7 +6,7 @@ import asyncpg
 import pytest
 
 from indexer.db import Database
-from indexer.db.change_log_reads import LogTrimmedError, StoredAccount
+from indexer.db.change_log_reads import LoggedChange, LogTrimmedError, StoredAccount
 from indexer.db.tap_feed import (
     FEED_CONSUMER,
     SNAPSHOT_BEGIN,
@@ -122,13 +122,18 @@ async def test_one_session_at_a_time_owns_the_feed_and_no_shard(db: Database) ->
         assert await third.lock.claim()
 
 
+def entry(number: int, rkey: str, action: str = "create") -> LoggedChange:
+    """Return an entry that is not read from the log, as those of a snapshot are."""
+    return LoggedChange(1 << 52, did(number), "app.test", rkey, action, None, None, live=False, batch_time=0)
+
+
 async def test_records_beyond_the_limit_are_left_out_but_never_the_first(db: Database) -> None:
     await insert(db, synchronized(1), changes=tuple(put(f"app.test/{rkey}") for rkey in ("one", "two", "three")))
-    keys = [(did(1), "app.test", rkey) for rkey in ("two", "one", "three", "unknown")]
-    records = await db.feed.records(keys, 1)
-    assert (list(records.shown), records.omitted) == ([keys[0]], set(keys[1:3]))
-    records = await db.feed.records(keys, 1_000_000)
-    assert (set(records.shown), records.omitted) == (set(keys[:3]), set())
+    entries = [entry(1, rkey) for rkey in ("unknown", "two", "one", "three")]
+    page = await db.changes.load(entries, 1)
+    assert (page.changes, list(page.values)) == (entries[:2], [1])
+    page = await db.changes.load(entries, 1_000_000)
+    assert (page.changes, list(page.values)) == (entries, [1, 2, 3])
 
 
 async def test_records_of_hidden_repos_are_not_loaded(db: Database) -> None:
@@ -136,9 +141,9 @@ async def test_records_of_hidden_repos_are_not_loaded(db: Database) -> None:
     await insert(db, synchronized(2)._replace(active=False), changes=(put("app.test/two"),))
     await insert(db, synchronized(3), changes=(put("app.test/three"),))
     await db.repos.set_takedown(did(3), on=True)
-    keys = [(did(number), "app.test", rkey) for number, rkey in enumerate(("one", "two", "three"), 1)]
-    records = await db.feed.records(keys, 1_000_000)
-    assert (set(records.shown), records.omitted, records.hidden) == ({keys[0]}, set(), set(keys[1:]))
+    entries = [entry(1, "one"), entry(2, "two", "delete"), entry(3, "three")]
+    page = await db.changes.load(entries, 1_000_000)
+    assert (list(page.values), page.hidden) == ([0], {1, 2})
 
 
 async def test_what_is_set_aside_is_stored_with_the_progress_and_due_when_the_repo_is_visible(db: Database) -> None:
@@ -177,6 +182,5 @@ async def test_records_of_a_repo_from_a_rev_on_are_found_in_pages(db: Database) 
 
 async def test_accounts_are_loaded_with_what_decides_their_status(db: Database) -> None:
     await insert(db, synchronized(1))
-    assert await db.feed.accounts([did(1), did(2)]) == {
-        did(1): StoredAccount(None, active=True, hosting_status=None, takedown=False)
-    }
+    page = await db.changes.load([entry(number, "")._replace(collection=None) for number in (1, 2)], 1)
+    assert page.accounts == {did(1): StoredAccount(None, active=True, hosting_status=None, takedown=False)}

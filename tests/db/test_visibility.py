@@ -11,7 +11,7 @@ import pytest
 
 from indexer.db import Database
 from indexer.db.tap_feed import SNAPSHOT_BEGIN, DeliveryProgress
-from indexer.readers.jetstream.events import EventFilter, LogPosition, encode_page
+from indexer.readers.jetstream.events import EventFilter, LogPosition, Wire, encode_page, v1_message, v2_message
 from indexer.readers.tap.deliveries import Deliveries, RefusalLimits
 from indexer.sync.changes import Batch, RepoWrite
 from indexer.telemetry.metrics import FEED_KINDS
@@ -125,14 +125,14 @@ async def test_no_feed_and_no_export_sends_records_of_hidden_repos(filled: Datab
         assert {row.did for row in deliveries.set_aside.changes().added} == {did(DEACTIVATED), did(TAKEN_DOWN)}
         return b" ".join(messages).decode()
 
-    async def jetstream() -> str:
+    async def jetstream(wire: Wire) -> str:
         chunk = encode_page(LogPosition(0), await filled.changes.page(0, 1_000, 1 << 20))
-        return chunk.select(EventFilter(), 0, compress=False)[0].decode(errors="replace")
+        return chunk.select(EventFilter(), 0, wire, compress=False)[0].decode(errors="replace")
 
     feeds = {
         "tap": [await tap(one_per_repo=False), await tap(one_per_repo=False, snapshot=True)],
         "webhook": [await tap(one_per_repo=True), await tap(one_per_repo=True, snapshot=True)],
-        "jetstream": [await jetstream()],
+        "jetstream": [await jetstream(v1_message), await jetstream(v2_message)],
     }
     assert feeds.keys() == set(FEED_KINDS)
     async with filled.exports.rows(LIKE) as (_, pages):

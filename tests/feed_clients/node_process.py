@@ -49,10 +49,10 @@ class NodeProcess:
 
 
 @asynccontextmanager
-async def node_process(script: str, *arguments: str) -> AsyncIterator[NodeProcess]:
-    """Run a script of this folder during the block; kill it at the end."""
+async def node_process(script: str, *arguments: str, program: Path = NODE) -> AsyncIterator[NodeProcess]:
+    """Run a script of this folder, with Node.js or another program, during the block; kill it at the end."""
     process = await asyncio.create_subprocess_exec(
-        NODE, HERE / script, *arguments, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 24
+        program, HERE / script, *arguments, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 24
     )
     client = NodeProcess(process)
     reader = asyncio.create_task(client.read())

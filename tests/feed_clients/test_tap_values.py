@@ -10,7 +10,8 @@ from indexer.atproto.cid import cid_of
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.record import decode_record
 from indexer.db.change_log_reads import LoggedChange, StoredRecord
-from indexer.readers.tap.events import record_event
+from indexer.readers.events import event_of
+from indexer.readers.tap.events import encode as encode_event
 from tests.feed_clients.link_records import encode, link
 from tests.feed_clients.node_process import needs_clients, node_process
 from tests.waiting import until
@@ -76,10 +77,11 @@ async def sent(values: list[Any]) -> list[tuple[str | None, bool]]:
         for value in values:
             block = encode({"$type": THING, "v": value})
             stored = decode_record(block, THING, DEFAULT_LIMITS)
-            event = record_event(PUT, StoredRecord(cid_of(block), PUT.rev or "", stored.json))
+            event = event_of(PUT, StoredRecord(cid_of(block), PUT.rev or "", stored.json), None)
             assert event is not None
-            client.send(event.decode())
-            with_value.append("record" in json.loads(event)["record"])
+            message = encode_event(event)
+            client.send(message.decode())
+            with_value.append("record" in json.loads(message)["record"])
         await until(lambda: len(client.lines) == len(values))
         return [(line["refused"], has_value) for line, has_value in zip(client.lines, with_value, strict=True)]
 

@@ -15,12 +15,13 @@ from indexer.db.change_log_reads import LoggedChange
 from indexer.db.tap_feed import DeliveryProgress
 from indexer.readers.access import Access
 from indexer.readers.jetstream.events import ALL_EVENTS, EventFilter
-from indexer.readers.jetstream.subscriber import (
+from indexer.readers.jetstream.options import (
     MAX_COLLECTIONS,
     MAX_DIDS,
     BadOptionsError,
     parse_message,
     parse_query,
+    parse_v2_query,
 )
 from indexer.readers.tap.channel import acknowledged_seq
 from indexer.readers.tap.delivery_window import DeliveryWindow
@@ -37,7 +38,7 @@ PASSWORD = "pässword:x"
 
 
 class SubscriberQueries(TextTarget):
-    """Queries of `/subscribe`, after a line with the header `Socket-Encoding`: options that can be repeated."""
+    """Queries of both wires, after a line with the header `Socket-Encoding`: options that can be repeated."""
 
     def __init__(self) -> None:
         self.counts = OutcomeCounts("refused", "all events", "with a filter", "with a cursor", "compressed")
@@ -55,6 +56,9 @@ class SubscriberQueries(TextTarget):
             ("cursor", "1725911162329308"),
             ("cursor", "-1"),
             ("cursor", "9" * 40),
+            ("collections", NSID),
+            ("kinds", "commit"),
+            ("dids", DID),
             ("compress", "true"),
             ("requireHello", "true"),
             ("live", "true"),
@@ -70,6 +74,10 @@ class SubscriberQueries(TextTarget):
         """Parse a query. Raises `DifferenceError`."""
         self.counts.executions += 1
         encoding, _, query = text_of(data).partition("\n")
+        try:
+            _check_filter(parse_v2_query(query, encoding).events)
+        except BadOptionsError as error:
+            _check_message(error)
         try:
             options = parse_query(query, encoding)
         except BadOptionsError as error:

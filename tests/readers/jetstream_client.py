@@ -64,10 +64,12 @@ class JetstreamClient:
 
 
 @asynccontextmanager
-async def subscribed(address: object, *parameters: tuple[str, object]) -> AsyncIterator[JetstreamClient]:
-    """Connect to `/subscribe` of the HTTP server at `address` with these parameters."""
-    url = f"ws://{address}/subscribe?{urlencode(parameters)}"
-    async with websockets.connect(url, max_size=None, proxy=None, close_timeout=1) as connection:
+async def subscribed(
+    address: object, *parameters: tuple[str, object], path: str = "/subscribe", **options: Any
+) -> AsyncIterator[JetstreamClient]:
+    """Connect to a path of the HTTP server at `address` with these parameters."""
+    url = f"ws://{address}{path}?{urlencode(parameters)}"
+    async with websockets.connect(url, max_size=None, proxy=None, close_timeout=1, **options) as connection:
         yield JetstreamClient(connection)
 
 

@@ -156,7 +156,7 @@ async def test_cursor_before_the_log_begins_with_the_oldest_change_and_is_logged
         await daemon.execute("select setval('indexer.trimmed_seq', atproto.latest_seq())")
         account.create(LIKE, post("like"), rkey="x")
         await daemon.wait_until_equal()
-        cursors = [-5, 0, 1]
+        cursors = [-(10**30), 0, 1]
         with structlog.testing.capture_logs() as lines:
             for cursor in cursors:
                 async with subscribed(address, ("cursor", cursor)) as client:

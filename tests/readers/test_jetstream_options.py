@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from indexer.readers.jetstream.events import ALL_EVENTS, EventFilter
-from indexer.readers.jetstream.subscriber import (
+from indexer.readers.jetstream.options import (
     MAX_COLLECTIONS,
     MAX_DIDS,
     BadOptionsError,

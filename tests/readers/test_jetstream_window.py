@@ -5,7 +5,8 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.db.change_log_reads import LoggedChange
+from indexer.db.change_log_reads import LoggedChange, StoredRecord
+from indexer.readers.events import FeedEvent
 from indexer.readers.jetstream.events import EventChunk, LogPosition
 from indexer.readers.jetstream.log_reading import EventWindow
 
@@ -13,12 +14,15 @@ DID = "did:plc:ada"
 
 
 def chunk(before: int, events: int, size: int = 10) -> EventChunk:
-    """Return a chunk of events that follow the number `before`."""
+    """Return a chunk of events that follow the number `before`, with values of this size."""
     changes = [
-        LoggedChange(before + number, DID, None, None, "identity", None, None, live=True, batch_time=0)
+        LoggedChange(before + number, DID, "a.b.c", "x", "create", None, None, live=True, batch_time=0)
         for number in range(1, events + 1)
     ]
-    return EventChunk(before, LogPosition(before + events), changes, [b"x" * size] * events)
+    record = StoredRecord(b"", "", "x" * size)
+    return EventChunk(
+        before, LogPosition(before + events), [FeedEvent("commit", change, 0, record) for change in changes]
+    )
 
 
 def opened(max_bytes: int = 10_000, max_seconds: float = 60.0) -> EventWindow:
@@ -37,7 +41,7 @@ def test_closed_window_has_no_position() -> None:
     assert window.end is None
 
 
-@given(st.lists(st.integers(0, 5), max_size=30), st.integers(1, 400))
+@given(st.lists(st.integers(0, 5), max_size=30), st.integers(1, 12_000))
 def test_every_position_in_the_window_finds_the_chunk_that_follows(sizes: list[int], max_bytes: int) -> None:
     window, chunks, last = opened(max_bytes), list[EventChunk](), 100
     for size in sizes:

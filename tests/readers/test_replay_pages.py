@@ -6,7 +6,7 @@ from typing import cast
 
 from indexer.db import Database
 from indexer.db.change_log_reads import FeedPage, LoggedChange
-from indexer.readers.jetstream.events import ALL_EVENTS, EventFilter, LogPosition
+from indexer.readers.jetstream.events import ALL_EVENTS, EventFilter, LogPosition, v1_message
 from indexer.readers.jetstream.log_reading import PAGE_CHANGES, ReplayPages
 from tests.readers.test_jetstream_events import ADA, record_change, value
 
@@ -58,5 +58,5 @@ async def test_skipped_page_has_its_end_and_is_read_again_for_one_that_wants_it(
         whole = await loaded.load("8.8.8.8", LogPosition(0), EventFilter(dids=frozenset({ADA})))
         assert whole is not None
         assert whole.end == skipped.end
-        assert whole.select(ALL_EVENTS, 0, compress=False)[1] == PAGE_CHANGES
+        assert whole.select(ALL_EVENTS, 0, v1_message, compress=False)[1] == PAGE_CHANGES
     assert db.read == [0, 0]

@@ -7,7 +7,8 @@ import pytest
 
 from indexer.atproto.cid import cid_text, parse_cid
 from indexer.db.change_log_reads import LoggedChange, StoredAccount, StoredRecord
-from indexer.readers.tap.events import MAX_LEVELS, identity_event, is_accepted, record_event
+from indexer.readers.events import event_of
+from indexer.readers.tap.events import MAX_LEVELS, account_event, encode, is_accepted
 
 CID = "bafyreifepiu23okq5zuyvyhsoiazv2icw2van3s7ko6d3ixl5jx2yj2yhu"
 BLOB_CID = "bafkreifepiu23okq5zuyvyhsoiazv2icw2van3s7ko6d3ixl5jx2yj2yhu"
@@ -15,11 +16,18 @@ POST = "app.bsky.feed.post"
 LONGEST_LINK = b"\x01\x55\x13\x4b" + b"x" * 75
 LONG_LINK = b"\x01\x55\x13\x4c" + b"x" * 76
 """A CID that a record may contain: the product accepts 100 bytes."""
+ACTIVE = StoredAccount("ada.test", True, None, False)
 BLOB = {"$type": "blob", "ref": {"$link": BLOB_CID}, "mimeType": "image/png", "size": 5}
 
 
 def put(action: str = "create", *, live: bool = True) -> LoggedChange:
     return LoggedChange(7, "did:plc:a", POST, "one", action, CID, "3laaaaaaaaa22", live, 0)
+
+
+def record_event(change: LoggedChange, record: StoredRecord | None) -> bytes:
+    event = event_of(change, record, None)
+    assert event is not None
+    return encode(event)
 
 
 def test_record_event_has_the_fields_of_tap_in_their_order() -> None:
@@ -34,25 +42,22 @@ def test_record_event_has_the_fields_of_tap_in_their_order() -> None:
 
 def test_delete_has_neither_record_nor_cid() -> None:
     event = record_event(put("delete"), StoredRecord(parse_cid(CID), "3laaaaaaaaa33", "{}"))
-    assert event is not None
     assert json.loads(event)["record"].keys() == {"live", "did", "rev", "collection", "rkey", "action"}
 
 
 def test_record_that_was_written_again_comes_with_its_present_value_and_cid() -> None:
     event = record_event(put(), StoredRecord(parse_cid(BLOB_CID), "3lbbbbbbbbb22", '{"$type":"x"}'))
-    assert event is not None
     record = json.loads(event)["record"]
     assert (record["cid"], record["rev"], record["record"]) == (BLOB_CID, "3lbbbbbbbbb22", {"$type": "x"})
 
 
 def test_record_that_was_deleted_since_gives_no_event() -> None:
-    assert record_event(put("update"), None) is None
+    assert event_of(put("update"), None, None) is None
 
 
 @pytest.mark.parametrize("value", [None, '{"$type":"x","number":1.5}'])
 def test_record_without_a_value_that_clients_accept_comes_without_record(value: str | None) -> None:
     event = record_event(put(), StoredRecord(parse_cid(CID), "3laaaaaaaaa22", value))
-    assert event is not None
     assert json.loads(event)["record"].keys() >= {"cid", "action"}
     assert "record" not in json.loads(event)["record"]
 
@@ -119,9 +124,9 @@ def test_values_that_strict_clients_refuse_are_recognized(*, value: Any, accepte
 def test_identity_event_has_one_of_the_statuses_of_tap(account: StoredAccount, expected: tuple[str, bool, str]) -> None:
     change = LoggedChange(7, "did:plc:a", None, None, "identity", None, None, True, 0)
     handle, active, status = expected
-    event = identity_event(change, account)
+    event = account_event(change, account)
     assert event is not None
-    assert json.loads(event) == {
+    assert json.loads(encode(event)) == {
         "id": 7,
         "type": "identity",
         "identity": {"did": "did:plc:a", "handle": handle, "is_active": active, "status": status},
@@ -130,7 +135,22 @@ def test_identity_event_has_one_of_the_statuses_of_tap(account: StoredAccount, e
 
 def test_deletion_of_an_account_that_is_forgotten_is_delivered() -> None:
     deleted = LoggedChange(7, "did:plc:a", None, None, "deleted", None, None, True, 0)
-    event = identity_event(deleted, None)
+    event = account_event(deleted, None)
     assert event is not None
-    assert json.loads(event)["identity"]["status"] == "deleted"
-    assert identity_event(deleted._replace(action="identity"), None) is None
+    assert json.loads(encode(event))["identity"]["status"] == "deleted"
+    assert account_event(deleted._replace(action="identity"), None) is None
+
+
+def test_account_that_is_not_tracked_has_no_event_but_its_deletion() -> None:
+    deleted = LoggedChange(7, "did:plc:a", None, None, "deleted", None, None, True, 0)
+    untracked = StoredAccount("ada.test", False, None, False, tracked=False)
+    event = account_event(deleted, untracked)
+    assert event is not None
+    assert (event.active, event.status) == (False, "deleted")
+    assert account_event(deleted._replace(action="hidden"), untracked) is None
+
+
+def test_entry_of_the_past_comes_with_the_present_state() -> None:
+    event = account_event(LoggedChange(7, "did:plc:a", None, None, "hidden", None, None, True, 0), ACTIVE)
+    assert event is not None
+    assert event.active

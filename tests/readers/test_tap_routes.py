@@ -58,6 +58,8 @@ async def test_questions_are_answered_as_tap_answers_them(database: str, tmp_pat
             assert await get(client, "/stats/record-count") == (200, [("record_count", 5)])
             assert await get(client, "/stats/outbox-buffer") == (200, [("outbox_buffer", 6)]), "changes of 5 records"
             assert await get(client, "/stats/resync-buffer") == (200, [("resync_buffer", 0)])
+            await daemon.execute("select atproto.untrack($1)", [account.did])
+            assert await get(client, f"/info/{account.did}") == (404, [("message", "repo not found")])
             assert await get(client, "/stats/cursors") == (
                 200,
                 [("firehose", daemon.network.relay.seq), ("list_repos", "")],

@@ -136,6 +136,8 @@ async def test_new_repo_gets_the_same_rows_and_changes_as_by_a_comparison(
         assert await resync(used, owner, claimed, tmp_path) == "synchronized"
         states.append(await state(db, sql, owner))
         await sql.execute(CLEAR)
+    rev = states[0][2][0][2]
+    assert states[0][1].pop(0) == ("snapshot", None, None, None, rev, False), "the log says that all records follow"
     assert states[0] == states[1]
     assert len(states[0][0]) == records + 2
     assert [change[0] for change in states[0][1]].count("create") == records + 2

@@ -54,7 +54,7 @@ create table indexer.change (
     constraint change_action check (case
         when action in ('create', 'update') then collection is not null and rkey is not null and cid is not null
         when action = 'delete' then collection is not null and rkey is not null and cid is null
-        else action in ('hidden', 'visible', 'deleted', 'identity', 'moved', 'completed')
+        else action in ('hidden', 'visible', 'deleted', 'identity', 'moved', 'snapshot', 'completed')
             and collection is null and rkey is null and cid is null
     end)
 ) partition by list (segment);
@@ -268,11 +268,12 @@ comment on column atproto.changes.did is 'The DID of the repo.';
 comment on column atproto.changes.collection is 'The NSID of the collection; null for a change of the repo.';
 comment on column atproto.changes.rkey is 'The record key; null for a change of the repo.';
 comment on column atproto.changes.action is
-    'Of a record: create, update, delete. Of a repo: hidden, visible, deleted, identity, moved, completed.';
+    'Of a record: create, update, delete. Of a repo: hidden, visible, deleted, identity, moved, '
+    'snapshot, completed.';
 comment on column atproto.changes.cid is 'The CID of the new record; null for a delete and for a change of the repo.';
 comment on column atproto.changes.rev is
     'The rev of the commit, or of the export in which a resync found the change; null for an erased record or one '
     'outside the scope, and a repo without rev.';
-comment on column atproto.changes.live is 'False for completed, and for differences found by a resync.';
+comment on column atproto.changes.live is 'False for snapshot and completed, and for differences found by a resync.';
 comment on column atproto.changes.time is
     'When the change was committed here: equal within a transaction, later for later ones.';

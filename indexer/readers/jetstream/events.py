@@ -1,12 +1,12 @@
-"""Jetstream's JSON events from entries of the change log, serialized once for all subscribers.
+"""Jetstream's JSON events, on both of its wires, serialized once for all subscribers of a wire.
 
-An event is stored as a complete websocket frame: a server does not mask its frames, so they are equal for everybody.
+An event is sent as a complete websocket frame: a server does not mask its frames, so they are equal for everybody.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache, cached_property
+from functools import cache
 from importlib.resources import files
 from struct import pack
 from time import monotonic
@@ -17,12 +17,18 @@ from backports.zstd import ZstdCompressor, ZstdDict
 
 from indexer.atproto.cid import cid_text
 from indexer.atproto.syntax import CollectionFilter
-from indexer.db.change_log_reads import FeedPage, LoggedBatch, LoggedChange, StoredAccount, StoredRecord
-from indexer.sync.repo import DELETED, OUT_OF_SCOPE
+from indexer.db.change_log_reads import FeedPage, LoggedBatch, LoggedChange
+from indexer.readers.events import KINDS, FeedEvent, Kind, event_of
 
 _TEXT_FRAME, _BINARY_FRAME = 0x81, 0x82
 _SHORT_FRAME, _LONG_FRAME = 126, 1 << 16
-_UNKNOWN_ACCOUNT = StoredAccount(active=False, hosting_status=None, takedown=False, handle=None)
+SUBSCRIBE_EVENTS = "network.bsky.jetstream.subscribeEvents"
+EVENT_BYTES = 300
+"""Approximate bytes of an event besides the value of its record."""
+_DEFAULT_KINDS = frozenset[Kind]({"commit", "identity", "account"})
+
+Wire = Callable[[FeedEvent], dict[str, Any] | None]
+"""Returns the message of an event, to be sent as JSON; None if this wire has none."""
 
 
 class LogPosition(NamedTuple):
@@ -53,15 +59,9 @@ class LogPosition(NamedTuple):
         return self.batch_time + self.seq - self.batch_seq
 
 
-def position_before(cursor: int, batch: LoggedBatch) -> LogPosition:
-    """Return the position from which a subscriber with this cursor gets the changes at its time and later.
-
-    Args:
-        cursor: Microseconds since the Unix epoch.
-        batch: The last batch that was committed at this time or earlier.
-    """
-    passed = min(cursor - batch.time, batch.size)
-    return LogPosition(batch.first_seq + passed - 1, batch.first_seq, batch.time)
+def position_before(passed: int, batch: LoggedBatch) -> LogPosition:
+    """Return the position after the first `passed` changes of a batch; after all of them if it has fewer."""
+    return LogPosition(batch.first_seq + min(passed, batch.size) - 1, batch.first_seq, batch.time)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +71,28 @@ class EventFilter:
     Attributes:
         collections: The collections of commit events; None selects all. Other events have no collection.
         dids: The accounts; an empty set selects all.
-        max_bytes: Events with longer JSON are left out; 0 means no limit.
+        max_bytes: Events with longer messages are left out; 0 means no limit.
         live_only: Leave out differences that a resync found.
+        kinds: The kinds of events.
     """
 
     collections: CollectionFilter | None = None
     dids: frozenset[str] = frozenset()
     max_bytes: int = 0
     live_only: bool = False
+    kinds: frozenset[Kind] = _DEFAULT_KINDS
 
-    def selects(self, change: LoggedChange) -> bool:
-        """Return True if the event of a change is sent, unless it is too long."""
+    def selects(self, event: FeedEvent) -> bool:
+        """Return True if an event is sent, unless it is too long."""
+        return event.kind in self.kinds and self.may_select(event.change)
+
+    def may_select(self, change: LoggedChange) -> bool:
+        """Return True if the event of a change may be sent. Its kind may depend on the account."""
         return (
             (not self.dids or change.did in self.dids)
             and (self.collections is None or change.collection is None or self.collections.matches(change.collection))
             and (change.live or not self.live_only)
+            and not self.kinds.isdisjoint(KINDS.get(change.action, ()))
         )
 
     @property
@@ -102,13 +109,17 @@ class Frames(NamedTuple):
 
     Attributes:
         data: The frames.
+        events: The events that they have.
         ends: Where each of them ends in `data`.
-        sizes: The sizes of their payloads.
+        sizes: The sizes of their messages, as a subscriber limits them.
+        usual: `ALL_EVENTS` selects all of them.
     """
 
     data: bytes
+    events: Sequence[FeedEvent]
     ends: Sequence[int]
     sizes: Sequence[int]
+    usual: bool
 
 
 class EventChunk:
@@ -117,130 +128,122 @@ class EventChunk:
     Attributes:
         before: The number of the last change before the chunk.
         end: The position after the chunk.
-        size: The bytes of all frames.
+        size: The bytes of all messages on one wire, approximately.
         made_at: When it was made, in monotonic seconds.
         skipped: The entries, if none of them was wanted, so that they were read without their events.
     """
 
     def __init__(
-        self,
-        before: int,
-        end: LogPosition,
-        changes: Sequence[LoggedChange],
-        messages: Sequence[bytes],
-        skipped: Sequence[LoggedChange] = (),
+        self, before: int, end: LogPosition, events: Sequence[FeedEvent], skipped: Sequence[LoggedChange] = ()
     ) -> None:
         self.before = before
         self.end = end
         self.skipped = skipped
-        self._changes = changes
-        self._plain = _frames(_TEXT_FRAME, messages)
-        self.size = len(self._plain.data)
+        self._events = events
+        self._frames: dict[tuple[Wire, bool], Frames] = {}
+        values = [event.record.value for event in events if event.record and event.record.value]
+        self.size = len(events) * EVENT_BYTES + sum([len(value.encode()) for value in values])
         self.made_at = monotonic()
 
-    @cached_property
-    def _compressed(self) -> Frames:
-        """The same frames with compressed payloads, made when a subscriber first asks for them."""
-        compressor = ZstdCompressor(zstd_dict=_dictionary())
-        data, ends, sizes = self._plain
-        messages = [data[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-        return _frames(_BINARY_FRAME, [_compress(compressor, message) for message in messages])
-
-    def select(self, events: EventFilter, after: int, *, compress: bool) -> tuple[bytes, int]:
+    def select(self, events: EventFilter, after: int, wire: Wire, *, compress: bool) -> tuple[bytes, int]:
         """Return the frames of the events that the filter selects, without changes up to `after`, and their number."""
-        frames = self._compressed if compress else self._plain
-        if events.selects_all and after <= self.before:
+        frames = self._frames_of(wire, compress=compress)
+        if frames.usual and events.selects_all and after <= self.before:
             return frames.data, len(frames.ends)
-        max_bytes = events.max_bytes or len(frames.data)
+        max_bytes = events.max_bytes or max(frames.sizes, default=0)
         parts, start = [], 0
-        for change, end, size in zip(self._changes, frames.ends, frames.sizes, strict=True):
-            if size <= max_bytes and change.seq > after and events.selects(change):
+        for event, end, size in zip(frames.events, frames.ends, frames.sizes, strict=True):
+            if size <= max_bytes and event.change.seq > after and events.selects(event):
                 parts.append(frames.data[start:end])
             start = end
         return b"".join(parts), len(parts)
 
+    def _frames_of(self, wire: Wire, *, compress: bool) -> Frames:
+        """Return the frames, made when a subscriber of this wire and compression first asks for them."""
+        if (made := self._frames.get((wire, compress))) is not None:
+            return made
+        if compress:
+            plain = self._frames_of(wire, compress=False)
+            payloads = [plain.data[end - size : end] for end, size in zip(plain.ends, plain.sizes, strict=True)]
+            events, texts = list(plain.events), payloads
+        else:
+            encoded = [(event, message) for event in self._events if (message := wire(event)) is not None]
+            events, texts = [event for event, _ in encoded], [orjson.dumps(message) for _, message in encoded]
+        parts, ends, sizes, end = list[bytes](), list[int](), list[int](), 0
+        for text in texts:
+            header, payload = message_frame(text, compress=compress)
+            parts += (header, payload)
+            end += len(header) + len(payload)
+            ends.append(end)
+            # The limit is that of the message as it is sent; on the second wire, that of its JSON.
+            sizes.append(len(payload if wire is v1_message else text))
+        usual = all(event.kind in _DEFAULT_KINDS for event in events)
+        made = self._frames[wire, compress] = Frames(b"".join(parts), events, ends, sizes, usual)
+        return made
+
 
 def encode_page(start: LogPosition, page: FeedPage) -> EventChunk:
     """Return the events of a page that follows the position `start`; none if the page was skipped."""
-    position, changes, messages = start, [], []
+    position, events = start, []
     for number, change in enumerate(page.changes):
         position = position.after(change)
-        if page.skipped:
-            continue
-        event = _event(change, position.time_us, page.values.get(number), page.accounts)
-        if event is not None:
-            changes.append(change)
-            messages.append(orjson.dumps(event))
-    return EventChunk(start.seq, position, changes, messages, page.changes if page.skipped else ())
+        if not page.skipped:
+            account = page.accounts.get(change.did)
+            events.append(event_of(change, page.values.get(number), account, position.time_us))
+    return EventChunk(start.seq, position, list(filter(None, events)), page.changes if page.skipped else ())
 
 
-def _event(
-    change: LoggedChange, time_us: int, stored: StoredRecord | None, accounts: Mapping[str, StoredAccount]
-) -> dict[str, Any] | None:
-    """Return the event of an entry; None if it has none."""
-    event: dict[str, Any] = {"did": change.did, "time_us": time_us, "kind": "commit"}
-    match change.action:
-        case "create" | "update":
-            if stored is None or stored.value is None:
-                return None
-            event["commit"] = {
-                "rev": stored.rev,
-                "operation": change.action,
-                "collection": change.collection,
-                "rkey": change.rkey,
-                "record": orjson.Fragment(stored.value),
-                "cid": cid_text(stored.cid),
-            }
-        case "delete":
-            event["commit"] = {
-                "rev": change.rev or "",
-                "operation": "delete",
-                "collection": change.collection,
-                "rkey": change.rkey,
-            }
-        case "visible" if change.did not in accounts:
-            return None  # only its row was removed: such an account is inactive upstream
-        case "visible" | "hidden" | "deleted" | "moved" | "identity":
-            state = accounts.get(change.did, _UNKNOWN_ACCOUNT)
-            # An entry `identity` of a hidden account says that it has another hosting status.
-            shown = change.action == "moved" or (change.action == "identity" and state.visible)
-            event["kind"] = kind = "identity" if shown else "account"
-            event[kind] = _identity(change, time_us, state) if shown else _account(change, time_us, state)
-        case _:
-            return None
-    return event
+def v1_message(event: FeedEvent) -> dict[str, Any] | None:
+    """Return the message of an event on the wire of `/subscribe`."""
+    kind, change = event.kind, event.change
+    body = _body(event, "" if kind == "commit" else f"{_time_text(event.time_us)[:-4]}Z")
+    if body is None or kind == "sync":
+        return None
+    return {"did": change.did, "time_us": event.time_us, "cursor": change.seq, "kind": kind, kind: body}
 
 
-def _account(change: LoggedChange, time_us: int, state: StoredAccount) -> dict[str, Any]:
-    account: dict[str, Any] = {"active": change.action == "visible", "did": change.did, "seq": change.seq}
-    if change.action == "deleted":
-        account["status"] = DELETED
-    elif change.action != "visible" and state.takedown:
-        account["status"] = "takendown"
-    elif change.action != "visible" and not state.active and state.hosting_status not in {None, OUT_OF_SCOPE}:
-        account["status"] = state.hosting_status
-    return account | {"time": _time_text(time_us)}
+def v2_message(event: FeedEvent) -> dict[str, Any] | None:
+    """Return the message of an event on the wire of `SUBSCRIBE_EVENTS`."""
+    time = _time_text(event.time_us)
+    if (body := _body(event, time)) is None:
+        return None
+    common = {"seq": event.change.seq, "did": event.change.did, "time": time, "witnessedAt": time}
+    return v2_payload(event.kind, common | (body if event.kind == "commit" else {event.kind: body}))
 
 
-def _identity(change: LoggedChange, time_us: int, state: StoredAccount) -> dict[str, Any]:
-    handle = {"handle": state.handle} if state.handle else {}
-    return {"did": change.did, **handle, "seq": change.seq, "time": _time_text(time_us)}
+def v2_payload(fragment: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the message of this type with these fields."""
+    return {"$type": "message", "payload": {"$type": f"{SUBSCRIBE_EVENTS}#{fragment}", **fields}}
+
+
+def _body(event: FeedEvent, time: str) -> dict[str, Any] | None:
+    """Return the object that both wires have; None for a record without a value."""
+    change, record = event.change, event.record
+    if event.kind == "commit":
+        path = {"rev": event.rev, "operation": change.action, "collection": change.collection, "rkey": change.rkey}
+        if record is None:
+            return path
+        value = record.value
+        return None if value is None else {**path, "record": orjson.Fragment(value), "cid": cid_text(record.cid)}
+    position: dict[str, Any] = {"did": change.did, "seq": change.seq, "time": time}
+    match event.kind:
+        case "identity":
+            return position | ({"handle": event.handle} if event.handle else {})
+        case "account":
+            return position | {"active": event.active} | ({"status": event.status} if event.status else {})
+        case "sync":  # the log does not have the commit
+            return position | {"rev": event.rev, "blocks": {"$bytes": ""}}
 
 
 def _time_text(time_us: int) -> str:
     seconds, micros = divmod(time_us, 1_000_000)
-    return datetime.fromtimestamp(seconds, UTC).strftime(f"%Y-%m-%dT%H:%M:%S.{micros // 1000:03}Z")
+    return datetime.fromtimestamp(seconds, UTC).strftime(f"%Y-%m-%dT%H:%M:%S.{micros:06}Z")
 
 
-def _frames(kind: int, messages: Sequence[bytes]) -> Frames:
-    parts: list[bytes] = []
-    ends, end = [], 0
-    for message in messages:
-        header = _header(kind, len(message))
-        parts += (header, message)
-        end += len(header) + len(message)
-        ends.append(end)
-    return Frames(b"".join(parts), ends, [len(message) for message in messages])
+def message_frame(text: bytes, *, compress: bool) -> tuple[bytes, bytes]:
+    """Return the header and the payload of the frame of a message."""
+    payload = _compress(text) if compress else text
+    return _header(_BINARY_FRAME if compress else _TEXT_FRAME, len(payload)), payload
 
 
 def _header(kind: int, size: int) -> bytes:
@@ -252,12 +255,18 @@ def _header(kind: int, size: int) -> bytes:
     return pack("!BBQ", kind, _SHORT_FRAME + 1, size)
 
 
-def _compress(compressor: ZstdCompressor, message: bytes) -> bytes:
-    compressor.set_pledged_input_size(len(message))  # some decoders need the size in the frame
-    return compressor.compress(message, ZstdCompressor.FLUSH_FRAME)
+def _compress(text: bytes) -> bytes:
+    compressor = _compressor()
+    compressor.set_pledged_input_size(len(text))  # some decoders need the size in the frame
+    return compressor.compress(text, ZstdCompressor.FLUSH_FRAME)
 
 
 @cache
-def _dictionary() -> ZstdDict:
+def _compressor() -> ZstdCompressor:
+    return ZstdCompressor(zstd_dict=dictionary())
+
+
+@cache
+def dictionary() -> ZstdDict:
     """Return Jetstream's dictionary, loaded when it is first needed."""
     return ZstdDict(files("indexer.readers.jetstream").joinpath("zstd_dictionary").read_bytes())

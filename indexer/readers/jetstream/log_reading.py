@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import structlog
 
@@ -30,6 +30,8 @@ WINDOW_BYTES = 32 << 20
 WINDOW_SECONDS = 60.0
 """A subscriber that has caught up is disconnected when it is further behind than the window."""
 RETRY_SECONDS = 1.0
+FIRST_TIME = 10**15
+"""Cursors from this one on are times, in microseconds since the Unix epoch; smaller ones are numbers of changes."""
 PAGE_CHANGES = 1_000
 PAGE_BYTES = 4 << 20
 """A page ends with the record by which its values reach this size. A record has at most 2 MiB."""
@@ -51,7 +53,7 @@ async def load_chunk(
         DatabaseError: The database is unavailable.
         LogTrimmedError: Later entries have been trimmed.
     """
-    page = await db.changes.page(position.seq, max_changes, PAGE_BYTES, events.selects)
+    page = await db.changes.page(position.seq, max_changes, PAGE_BYTES, events.may_select)
     return encode_page(position, page) if page.changes else None
 
 
@@ -203,6 +205,21 @@ class JetstreamReader:
             await asyncio.sleep(0)  # subscribers send this chunk before the next one is read
 
 
+class Start(NamedTuple):
+    """Where a subscriber with a cursor begins.
+
+    Attributes:
+        is_seq: The cursor was the number of a change, and not a time.
+        too_old: The oldest change is newer than the cursor.
+        ahead: The cursor is beyond the next number.
+    """
+
+    position: LogPosition
+    is_seq: bool = False
+    too_old: bool = False
+    ahead: bool = False
+
+
 class ReplayPages:
     """Loads the pages of replays, one at a time, so that any number of replays uses one database connection.
 
@@ -215,27 +232,31 @@ class ReplayPages:
         self._turns = Turns()
         self._pages = BoundedDict[int, EventChunk](CACHED_PAGES)
 
-    async def start(self, network: str, cursor: int) -> LogPosition:
-        """Return the position for a cursor, in microseconds since the Unix epoch: at least the oldest one.
+    async def start(self, network: str, cursor: int) -> Start:
+        """Return where a subscriber with this cursor begins: at least with the oldest change.
 
         Raises:
             DatabaseError: The database is unavailable.
         """
+        changes, is_seq = self._db.changes, cursor < FIRST_TIME
         async with self._turns.turn(network):
-            batch = await self._db.changes.find_batch(cursor)
-            if batch is None:
-                trimmed = await self._db.changes.trimmed_seq()
-                if trimmed:
-                    log.debug("jetstream.cursor-too-old", cursor=cursor, seq=trimmed)
-                return LogPosition(trimmed)
-        return position_before(cursor, batch)
+            batch = await changes.batch_of(max(0, cursor)) if is_seq else await changes.find_batch(cursor)
+            trimmed = await changes.trimmed_seq()
+            ahead = is_seq and cursor > await changes.latest_seq() + 1
+        if batch is None or (is_seq and cursor <= trimmed):
+            if trimmed and not ahead:
+                log.debug("jetstream.cursor-too-old", cursor=cursor, seq=trimmed)
+            too_old = max(1, cursor) <= trimmed if is_seq else True
+            return Start(LogPosition(trimmed), is_seq=is_seq, too_old=too_old, ahead=ahead)
+        passed = cursor - (batch.first_seq if is_seq else batch.time)
+        return Start(position_before(passed, batch), is_seq=is_seq, ahead=ahead)
 
     async def load(self, network: str, position: LogPosition, events: EventFilter) -> EventChunk | None:
         """Return the events of the entries after a position that a filter selects, or more; raise as `load_chunk`."""
         async with self._turns.turn(network):
             chunk = self._pages.get(position.seq)
             is_recent = chunk is not None and monotonic() - chunk.made_at <= CACHE_SECONDS
-            if chunk is not None and is_recent and not any(map(events.selects, chunk.skipped)):
+            if chunk is not None and is_recent and not any(map(events.may_select, chunk.skipped)):
                 return chunk
             max_changes = PAGE_CHANGES - position.seq % PAGE_CHANGES
             loaded = await load_chunk(self._db, position, max_changes, events)

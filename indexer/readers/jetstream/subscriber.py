@@ -1,28 +1,33 @@
-"""The path `/subscribe`, as Jetstream serves it: send each subscriber the events that it selects."""
+"""The streams of Jetstream: send each subscriber the events that it selects, on its wire."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import parse_qs
 
 import orjson
 import structlog
-from aiohttp import WSCloseCode, WSMsgType, web
+from aiohttp import WSCloseCode, WSMsgType, hdrs, web
 
-from indexer.atproto.limits import max_items
-from indexer.atproto.syntax import CollectionFilter, is_did
 from indexer.concurrency.event_wait import wait_for_event
 from indexer.concurrency.turns import Turns
 from indexer.db import Database, DatabaseError
 from indexer.db.change_log_reads import LogTrimmedError
 from indexer.net.server.connection_limit import WEBSOCKETS, client_network
 from indexer.readers.connection import READ_PIECE_BYTES, SEND_SECONDS, FrameWriter, LimitedReading, reading_seconds
-from indexer.readers.jetstream.events import EventFilter, LogPosition
-from indexer.readers.jetstream.log_reading import EventWindow, JetstreamReader, ReplayPages
+from indexer.readers.jetstream.events import EventFilter, LogPosition, dictionary, message_frame, v2_payload
+from indexer.readers.jetstream.log_reading import EventWindow, JetstreamReader, ReplayPages, Start
+from indexer.readers.jetstream.options import (
+    BAD_REQUEST,
+    BadOptionsError,
+    SubscriberOptions,
+    parse_message,
+    parse_query,
+    parse_v2_query,
+)
 from indexer.telemetry.metrics import Metrics
 
 MAX_MESSAGE_BYTES = 1 << 20
@@ -38,38 +43,10 @@ HELLO_SECONDS = 60.0
 MESSAGE_SECONDS = 0.1
 """Minimum time between two messages of a subscriber, of any type: each one may have 10,000 DIDs to check."""
 _PING_FRAME = b"\x89\x00"
-MAX_COLLECTIONS = 100
-MAX_DIDS = 10_000
-MAX_ITEMS = 16_384
-"""Maximum number of items in the JSON of a message. They are counted before it is decoded."""
-_MAX_SIZE = (1 << 32) - 1
-_SHOWN_CHARACTERS = 80
+SUBPROTOCOL = "xrpc.v1.json"
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
-
-
-class BadOptionsError(ValueError):
-    """The options of a subscriber are invalid; the message is one line for a person."""
-
-
-@dataclass(frozen=True, slots=True)
-class SubscriberOptions:
-    """The options of one connection.
-
-    Attributes:
-        events: The events to send. A message can replace this filter.
-        cursor: Replay the events from this time on, in microseconds since the Unix epoch; None: only new events. A time
-            after the newest event selects only new events, too. No clock is asked whether it is in the future: the
-            times of events are those of the database's clock, which may be ahead, or may have been ahead.
-        compress: Send binary messages, compressed with Jetstream's zstd dictionary.
-        require_hello: Send nothing before the first valid `options_update` message.
-    """
-
-    events: EventFilter
-    cursor: int | None
-    compress: bool
-    require_hello: bool
 
 
 class Ending(NamedTuple):
@@ -90,6 +67,7 @@ _POLICY = WSCloseCode.POLICY_VIOLATION
 TOO_SLOW = Ending("too-slow", _POLICY, "too slow: the next events are no longer in memory; reconnect with a cursor")
 NOT_READING = Ending("not-reading", None, f"the subscriber has read nothing for {SEND_SECONDS:.0f} seconds")
 TRIMMED = Ending("log-trimmed", _POLICY, "the events after your position were trimmed from the change log; reconnect")
+NO_MESSAGES = Ending("bad-message", _POLICY, "this stream takes no messages")
 NO_HELLO = Ending("no-hello", _POLICY, "no options_update came in time after requireHello=true")
 DISPLACED = Ending(
     "displaced",
@@ -109,25 +87,50 @@ class Subscriptions:
         self._reading_turns = Turns()
 
     async def subscribe(self, request: web.Request) -> web.StreamResponse:
-        """Serve one subscriber until its connection ends."""
+        """Serve one subscriber of `/subscribe` until its connection ends."""
+        return await self._answer(request, parse_query, _refusal)
+
+    async def subscribe_events(self, request: web.Request) -> web.StreamResponse:
+        """Serve one subscriber of the second wire until its connection ends."""
+        return await self._answer(request, parse_v2_query, xrpc_refusal)
+
+    async def _answer(
+        self,
+        request: web.Request,
+        parse: Callable[[str, str], SubscriberOptions],
+        refusal: Callable[[int, str, str], web.Response],
+    ) -> web.StreamResponse:
         if not self._values_stored:
-            return _refusal(501, "events have the values of records, which are not stored: INDEXER_STORE_VALUES is off")
+            message = "events have the values of records, which are not stored: INDEXER_STORE_VALUES is off"
+            return refusal(501, "MethodNotImplemented", message)
         try:
-            options = parse_query(request.query_string, request.headers.get("Socket-Encoding", ""))
+            options = parse(request.query_string, request.headers.get("Socket-Encoding", ""))
         except BadOptionsError as error:
-            return _refusal(400, str(error))
+            return refusal(400, error.name, str(error))
         # Events are sent as complete frames, so the connection must not have a compression of its own.
         websocket = web.WebSocketResponse(
-            compress=False, max_msg_size=MAX_MESSAGE_BYTES, timeout=CLOSE_SECONDS, autoping=False, decode_text=False
+            protocols=(SUBPROTOCOL,) if options.is_v2 else (),
+            compress=False,
+            max_msg_size=MAX_MESSAGE_BYTES,
+            timeout=CLOSE_SECONDS,
+            autoping=False,
+            decode_text=False,
         )
         if not websocket.can_prepare(request):
-            return _refusal(400, "connect with a websocket client: ws://HOST:PORT/subscribe")
+            message = f"connect with a websocket client: ws://HOST:PORT{request.path}"
+            return refusal(400, BAD_REQUEST, message)
         try:
             with request.app[WEBSOCKETS].hold(request, websocket, for_anyone=True) as held, self._reader.subscriber():
-                await self._serve(request, websocket, options, held.displaced)
-        except web.HTTPServiceUnavailable:
+                start = None
+                if options.is_v2 and options.cursor is not None:
+                    start = await self._pages.start(client_network(request), options.cursor)
+                    if start.is_seq and start.too_old:
+                        return refusal(400, "CursorTooOld", f"the oldest event has seq {start.position.seq + 1}")
+                await self._serve(request, websocket, options, start, held.displaced)
+        except (web.HTTPServiceUnavailable, DatabaseError) as error:
             self._metrics.feed_disconnections["jetstream", "refused"].inc()
-            raise
+            message = (error.text or "") if isinstance(error, web.HTTPException) else "the database is unavailable"
+            return refusal(503, "ServiceUnavailable", message)
         return websocket
 
     async def _serve(
@@ -135,6 +138,7 @@ class Subscriptions:
         request: web.Request,
         websocket: web.WebSocketResponse,
         options: SubscriberOptions,
+        start: Start | None,
         displaced: asyncio.Event,
     ) -> None:
         network = client_network(request)
@@ -146,7 +150,7 @@ class Subscriptions:
         writer = FrameWriter(transport)
         LimitedReading(transport, self._reading_turns, network)
         on_sent = self._metrics.feed_events["jetstream"].inc
-        subscriber = Subscriber(websocket, writer, options, network, on_sent, self._reader.window, self._pages)
+        subscriber = Subscriber(websocket, writer, options, network, on_sent, self._reader.window, self._pages, start)
         try:
             ending = await subscriber.serve(displaced)
         finally:
@@ -163,6 +167,7 @@ class Subscriber:
     Attributes:
         network: The network of the client.
         on_sent: Called with the number of events that were sent.
+        start: Where it begins; None if that is not known yet.
     """
 
     websocket: web.WebSocketResponse
@@ -172,10 +177,12 @@ class Subscriber:
     on_sent: Callable[[int], None]
     window: EventWindow
     pages: ReplayPages
+    start: Start | None = None
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self._events: EventFilter = self.options.events
+        self._next = 0
         if not self.options.require_hello:
             self._ready.set()
 
@@ -207,6 +214,8 @@ class Subscriber:
         async for message in self.websocket:
             if message.type is WSMsgType.PING:
                 await self.writer.answer_ping(message.data)
+            if self.options.is_v2 and message.type in {WSMsgType.TEXT, WSMsgType.BINARY}:
+                return NO_MESSAGES
             if message.type is WSMsgType.TEXT:  # Jetstream ignores binary messages, too
                 try:
                     events = parse_message(message.data, self._events)
@@ -226,9 +235,10 @@ class Subscriber:
             if monotonic() >= silent_until:
                 return NO_HELLO
             await self.writer.write(_PING_FRAME)
-        window, position = self.window, await self._start()
+        window, position = self.window, await self._begin()
         is_live = self.options.cursor is None
         while True:
+            self._next = position.seq + 1
             if window.end is not None and position.seq >= window.first:
                 chunk = window.after(position.seq)
                 is_live = is_live or chunk is None
@@ -240,27 +250,43 @@ class Subscriber:
                 except LogTrimmedError:
                     return TRIMMED
             if chunk is not None:
-                data, events = chunk.select(self._events, position.seq, compress=self.options.compress)
+                data, events = chunk.select(
+                    self._events, position.seq, self.options.wire, compress=self.options.compress
+                )
                 await self.writer.write(data)
                 self.on_sent(events)
                 position = chunk.end
             elif not await window.wait(PING_SECONDS):
                 await self.writer.write(_PING_FRAME)
 
-    async def _start(self) -> LogPosition:
+    async def _begin(self) -> LogPosition:
         """Return the position of the cursor; without one, the position of the newest event."""
         if (cursor := self.options.cursor) is not None:
-            return await _when_available(lambda: self.pages.start(self.network, cursor))
+            if (start := self.start) is None:
+                start = await _when_available(lambda: self.pages.start(self.network, cursor))
+            elif start.too_old or start.ahead:
+                info = {
+                    "name": "FutureCursor" if start.ahead else "OutdatedCursor",
+                    "message": f"the next event has at least seq {start.position.seq + 1}",
+                }
+                await self._send(v2_payload("info", info))
+            return start.position
         while self.window.end is None:
             await self.window.wait(PING_SECONDS)
         return self.window.end
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        await self.writer.write(b"".join(message_frame(orjson.dumps(message), compress=self.options.compress)))
 
     async def _close(self, ending: Ending) -> None:
         """Send the reason, if the subscriber may read it."""
         if ending.code is not None and not self.writer.within_frame:
             reason = ending.reason.encode()[:MAX_REASON_BYTES].decode(errors="ignore").encode()
-            with suppress(TimeoutError):  # it does not read, so the connection is closed without a reason
+            with suppress(TimeoutError, ConnectionError):  # it does not read: the connection is closed without a reason
                 async with asyncio.timeout(CLOSE_SECONDS):
+                    if self.options.is_v2 and ending in (TOO_SLOW, TRIMMED):
+                        message = f"{ending.reason}: cursor={self._next}"
+                        await self._send({"$type": "error", "error": "ConsumerTooSlow", "message": message})
                     await self.websocket.close(code=ending.code, message=reason)
 
 
@@ -273,94 +299,26 @@ async def _when_available(read: Callable[[], Awaitable[T]]) -> T:
             await asyncio.sleep(RETRY_SECONDS)
 
 
-def _refusal(status: int, message: str) -> web.Response:
+def _refusal(status: int, _: str, message: str) -> web.Response:
     return web.Response(text=f"{message}\n", status=status)
 
 
-def parse_query(query: str, socket_encoding: str) -> SubscriberOptions:
-    """Return the options in the query of the URL, and in the header `Socket-Encoding`; raise `BadOptionsError`."""
-    parameters = parse_qs(query, keep_blank_values=True)
-
-    def first(name: str) -> str:
-        return parameters.get(name, [""])[0]
-
-    events = _event_filter(
-        parameters.get("wantedCollections", ()),
-        parameters.get("wantedDids", ()),
-        _parse_size(first("maxMessageSizeBytes")),
-        live_only=first("live") == "true",
-    )
-    return SubscriberOptions(
-        events=events,
-        cursor=_parse_cursor(first("cursor")),
-        compress=first("compress") == "true" or "zstd" in socket_encoding,
-        require_hello=first("requireHello") == "true",
-    )
+def xrpc_refusal(status: int, name: str, message: str) -> web.Response:
+    """Return an error of XRPC."""
+    return web.json_response({"error": name, "message": message}, status=status)
 
 
-def parse_message(text: bytes, before: EventFilter) -> EventFilter | None:
-    """Return the filter that a message of the subscriber asks for; None if the message has another type.
-
-    An `options_update` replaces the collections, the DIDs and the size limit of `before`, also by their absence.
-
-    Raises:
-        BadOptionsError: The message has too many items or is not JSON, or its options are invalid.
-    """
-    if max_items(text) > MAX_ITEMS:
-        raise BadOptionsError(f"the message has more than {MAX_ITEMS} items")
-    try:
-        message = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise BadOptionsError(f"the message is not JSON: {error}") from None
-    if not isinstance(message, dict):
-        raise BadOptionsError("the message is not a JSON object")
-    if message.get("type") != "options_update":
-        return None
-    payload = message.get("payload")
-    if not isinstance(payload, dict):
-        raise BadOptionsError("the payload of options_update is not a JSON object")
-    size = payload.get("maxMessageSizeBytes", 0)
-    if type(size) is not int:
-        raise BadOptionsError("maxMessageSizeBytes is not an integer")
-    return _event_filter(
-        _texts(payload, "wantedCollections"), _texts(payload, "wantedDids"), size, live_only=before.live_only
-    )
-
-
-def _parse_cursor(text: str) -> int | None:
-    if not text:
-        return None
-    digits = text.removeprefix("-")
-    if not (digits.isascii() and digits.isdecimal() and len(digits) < _SHOWN_CHARACTERS):
-        raise BadOptionsError(f"invalid cursor: {text[:_SHOWN_CHARACTERS]!r} is not a time in microseconds")
-    return int(text)
-
-
-def _parse_size(text: str) -> int:
-    """Return the size; 0 for anything else, as Jetstream does."""
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < _SHOWN_CHARACTERS else 0
-
-
-def _texts(payload: Mapping[str, Any], name: str) -> Sequence[str]:
-    values = payload.get(name)
-    if values is None:
-        return ()
-    if not (isinstance(values, list) and all(isinstance(value, str) for value in values)):
-        raise BadOptionsError(f"{name} is not a list of strings")
-    return values
-
-
-def _event_filter(collections: Sequence[str], dids: Sequence[str], max_bytes: int, *, live_only: bool) -> EventFilter:
-    patterns, accounts = dict.fromkeys(collections), frozenset(dids)
-    if len(patterns) > MAX_COLLECTIONS:
-        raise BadOptionsError(f"too many wanted collections: {len(patterns)}; at most {MAX_COLLECTIONS} are allowed")
-    if len(accounts) > MAX_DIDS:
-        raise BadOptionsError(f"too many wanted DIDs: {len(accounts)}; at most {MAX_DIDS} are allowed")
-    try:
-        wanted = CollectionFilter(patterns) if patterns else None
-    except ValueError as error:
-        raise BadOptionsError(f"invalid collection: {str(error)[: 2 * _SHOWN_CHARACTERS]}") from None
-    invalid = next((did for did in dids if not is_did(did)), None)
-    if invalid is not None:
-        raise BadOptionsError(f"invalid DID: {invalid[:_SHOWN_CHARACTERS]!r}")
-    return EventFilter(wanted, accounts, min(max(max_bytes, 0), _MAX_SIZE), live_only)
+async def get_dictionary(request: web.Request) -> web.Response:
+    """Answer the zstd dictionary, as `network.bsky.jetstream.getZstdDictionary` does."""
+    current = str(dictionary().dict_id)
+    asked = request.query.get("id", current)
+    if not (asked.isascii() and asked.isdecimal()):
+        return xrpc_refusal(400, BAD_REQUEST, "id is not an integer")
+    if asked != current:
+        return xrpc_refusal(404, "DictionaryNotFound", f"the dictionary is {current}")
+    headers = {
+        hdrs.ETAG: f'"zstd-dict-{current}"',
+        hdrs.CACHE_CONTROL: "public, max-age=31536000, immutable",
+        "X-Zstd-Dictionary-Id": current,
+    }
+    return web.Response(body=dictionary().dict_content, headers=headers, content_type="application/octet-stream")

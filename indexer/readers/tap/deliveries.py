@@ -20,17 +20,17 @@ from time import monotonic, time
 from typing import NamedTuple, Self
 
 from indexer.db import Database
-from indexer.db.change_log_reads import LoggedChange, StoredAccount
+from indexer.db.change_log_reads import LoggedChange, StoredAccount, StoredRecord
 from indexer.db.tap_feed import (
     DeliveryProgress,
-    FeedRecords,
     FeedSession,
     SetAside,
     SetAsideChanges,
     SetAsideKey,
 )
-from indexer.readers.tap.delivery_window import FIRST_SNAPSHOT_ID, MAX_IN_FLIGHT, RECORD_ACTIONS, DeliveryWindow
-from indexer.readers.tap.events import identity_event, record_event
+from indexer.readers.events import FeedEvent, event_of
+from indexer.readers.tap.delivery_window import FIRST_SNAPSHOT_ID, MAX_IN_FLIGHT, DeliveryWindow
+from indexer.readers.tap.events import account_event, encode
 
 MAX_EVENT_BYTES = 1_000_000
 """Bytes of events, and of the values loaded for them, that a client gets at a time. A single event may be longer."""
@@ -281,49 +281,33 @@ class Deliveries:
         Raises:
             DatabaseError: The values could not be loaded.
         """
-        keys = [_key(change) for change in changes if _needs_record(change)]
-        dids = [change.did for change in changes if change.action not in RECORD_ACTIONS]
-        records = await self._db.feed.records(keys, MAX_EVENT_BYTES) if keys else FeedRecords({}, set(), set())
-        accounts = await self._db.feed.accounts(dids) if dids else {}
-        events, size = list[Event](), 0
-        for index, change in enumerate(changes):
-            if _needs_record(change) and _key(change) in records.omitted:
-                self.window.give_back([change.seq for change in changes[index:]])
-                break
-            if change.action in RECORD_ACTIONS:
-                message = self._record_event(change, records)
+        page = await self._db.changes.load(changes, MAX_EVENT_BYTES)
+        events, size, sent = list[Event](), 0, len(page.changes)
+        for number, change in enumerate(page.changes):
+            if change.collection is not None:
+                event = self._record_event(change, page.values.get(number), hidden=number in page.hidden)
             else:
-                message = self._identity_event(change, accounts.get(change.did))
-            if message is None:
+                event = self._account_event(change, page.accounts.get(change.did))
+            if event is None:
                 self.window.acknowledge(change.seq)
                 continue
+            message = encode(event)
             size += len(message)
             if events and size > MAX_EVENT_BYTES:
-                self.window.give_back([change.seq for change in changes[index:]])
+                sent = number
                 break
             events.append(Event(change.seq, message))
+        self.window.give_back([change.seq for change in changes[sent:]])
         return events
 
-    def _record_event(self, change: LoggedChange, records: FeedRecords) -> bytes | None:
-        key = _key(change)
-        if change.action == "delete" and (key in records.shown or key in records.hidden):
+    def _record_event(self, change: LoggedChange, record: StoredRecord | None, *, hidden: bool) -> FeedEvent | None:
+        if change.action == "delete" and (record or hidden):
             return None  # it was set aside, and the record was written again since
-        if key in records.hidden:
+        if hidden:
             self.set_aside.add_hidden(change)
-            return None
-        return record_event(change, records.shown.get(key))
+        return event_of(change, record, None)
 
-    def _identity_event(self, change: LoggedChange, account: StoredAccount | None) -> bytes | None:
+    def _account_event(self, change: LoggedChange, account: StoredAccount | None) -> FeedEvent | None:
         if account is not None and account.visible and change.seq < FIRST_SNAPSHOT_ID:
             self.set_aside.show(change.did)
-        return identity_event(change, account)
-
-
-def _needs_record(change: LoggedChange) -> bool:
-    """Return True if the event depends on the stored record: a deletion does if it was set aside."""
-    is_deletion_of_the_log = change.action == "delete" and change.seq < FIRST_SNAPSHOT_ID
-    return change.action in RECORD_ACTIONS and not is_deletion_of_the_log
-
-
-def _key(change: LoggedChange) -> tuple[str, str, str]:
-    return change.did, change.collection or "", change.rkey or ""
+        return account_event(change, account)

@@ -1,8 +1,4 @@
-"""Events as tap sends them, from entries of the change log and what is stored now.
-
-An event of a record has the present value of the record. If the record was written again since, the value belongs to a
-later entry, whose event follows. If it was deleted since, no value is left: the event of the deletion follows.
-"""
+"""Events as tap sends them."""
 
 import re
 from collections.abc import Mapping
@@ -11,7 +7,8 @@ from typing import Any
 import orjson
 
 from indexer.atproto.cid import cid_text
-from indexer.db.change_log_reads import LoggedChange, StoredAccount, StoredRecord
+from indexer.db.change_log_reads import LoggedChange, StoredAccount
+from indexer.readers.events import FeedEvent, event_of
 from indexer.sync.identity import INVALID_HANDLE
 from indexer.sync.repo import DELETED
 
@@ -33,47 +30,38 @@ _BLOB_KEYS = frozenset({"$type", "ref", "mimeType", "size"})
 _RAW_CID = re.compile("bafk[q-z2-7]").match  # the first bytes of any CIDv1 with the codec raw, 01 55, in base32
 
 
-def record_event(change: LoggedChange, record: StoredRecord | None) -> bytes | None:
-    """Return the event of a change of a record, without a value that clients refuse; None if it was deleted since."""
-    event: dict[str, Any] = {
+def account_event(change: LoggedChange, account: StoredAccount | None) -> FeedEvent | None:
+    """Return the event of a change of an account with its present state.
+
+    None if it is not tracked, unless it was deleted.
+    """
+    is_tracked = account is not None and account.tracked
+    if not is_tracked and change.action != DELETED:
+        return None
+    return event_of(change._replace(action="identity") if is_tracked else change, None, account)
+
+
+def encode(event: FeedEvent) -> bytes:
+    """Return the JSON of an event, without a value of a record that clients refuse."""
+    change = event.change
+    if event.kind != "commit":
+        status = ACTIVE if event.active else event.status if event.status in STATUSES - {ACTIVE} else DEACTIVATED
+        handle = event.handle or INVALID_HANDLE
+        identity = {"did": change.did, "handle": handle, "is_active": event.active, "status": status}
+        return orjson.dumps({"id": change.seq, "type": "identity", "identity": identity})
+    body: dict[str, Any] = {
         "live": change.live,
         "did": change.did,
-        "rev": change.rev or "",
+        "rev": event.rev,
         "collection": change.collection,
         "rkey": change.rkey,
         "action": change.action,
     }
-    if change.action != "delete":
-        if record is None:
-            return None
-        event["rev"] = record.rev
+    if (record := event.record) is not None:
         if record.value is not None and is_accepted(orjson.loads(record.value)):
-            event["record"] = orjson.Fragment(record.value)
-        event["cid"] = cid_text(record.cid)
-    return orjson.dumps({"id": change.seq, "type": "record", "record": event})
-
-
-def identity_event(change: LoggedChange, account: StoredAccount | None) -> bytes | None:
-    """Return the event of a change of an account; None if nothing is stored about it, unless it was deleted."""
-    if account is None:
-        if change.action != "deleted":
-            return None
-        account = StoredAccount(None, active=False, hosting_status=DELETED, takedown=False)
-    status = _status(account)
-    event = {
-        "did": change.did,
-        "handle": account.handle or INVALID_HANDLE,
-        "is_active": status == ACTIVE,
-        "status": status,
-    }
-    return orjson.dumps({"id": change.seq, "type": "identity", "identity": event})
-
-
-def _status(account: StoredAccount) -> str:
-    """Return the status as one of `STATUSES`; `deactivated` for other reasons why an account is not active."""
-    if account.active:
-        return TAKEN_DOWN if account.takedown else ACTIVE
-    return account.hosting_status if account.hosting_status in STATUSES - {ACTIVE} else DEACTIVATED
+            body["record"] = orjson.Fragment(record.value)
+        body["cid"] = cid_text(record.cid)
+    return orjson.dumps({"id": change.seq, "type": "record", "record": body})
 
 
 def is_accepted(value: Any) -> bool:

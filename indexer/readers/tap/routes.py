@@ -78,9 +78,8 @@ class TapRoutes:
     async def _info(self, request: web.Request) -> web.Response:
         did = request.match_info["did"]
         async with self._queries:
-            known = is_did(did) and await self._db.feed.accounts([did])
-            report = await self._db.reports.repo(did) if known else None
-        if report is None:
+            report = await self._db.reports.repo(did) if is_did(did) else None
+        if report is None or not report["tracked"]:
             return problem(404, "repo not found")
         return answer(repo_info(report), headers=rev_header(report["rev"]))
 
