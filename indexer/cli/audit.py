@@ -100,7 +100,8 @@ class RepoComparison:
         self.result = RepoAudit(snapshot.did)
         self._snapshot = snapshot
         self._policy = policy
-        self._diff = SnapshotDiff(entry for entry in snapshot.records() if selected_path(entry[0], policy))
+        selected = (entry for entry in snapshot.records() if selected_path(entry[0], policy))
+        self._diff = SnapshotDiff(entry for entry in selected if policy.scope.selects(snapshot.did, entry[0]))
         self._complete = filter_of(policy.scope.added_until(scope_version))
         self._not_compared = Counter[str]()
 
@@ -155,7 +156,7 @@ class RepoComparison:
             self.result.records += 1
             description = "missing in the database"
         elif exported is None:
-            if not self._policy.scope.collections.matches(collection):
+            if not self._policy.scope.selects(self.result.did, path):
                 self._not_compared[BEING_DELETED] += 1
                 return
             description = "not in the repo"

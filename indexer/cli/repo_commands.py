@@ -1,4 +1,4 @@
-"""The commands `add`, `resync`, `takedown` and `discover`."""
+"""The commands `add`, `resync` and `discover`."""
 
 from contextlib import aclosing
 from itertools import islice
@@ -86,24 +86,6 @@ async def resync_command(
     echo_result({"requested": requested}, f"resyncs: {requested} requested", as_json=as_json)
     if requested < len(given):
         return report_error(f"{len(given) - requested} of the DIDs are not in the database", ExitCode.UNKNOWN)
-    return ExitCode.OK
-
-
-@command("takedown")
-@click.argument("did", metavar="DID", type=parse_did)
-@click.option("--reverse", is_flag=True, help="Make the repo visible again.")
-@json_option
-async def takedown_command(settings: Settings, *, did: str, reverse: bool, as_json: bool) -> int:
-    """Hide a repo from the public views.
-
-    It stays hidden whatever its hosting status is. The daemon still keeps it up to date.
-    """
-    async with connect_database(settings) as db:
-        known = await db.repos.set_takedown(did, on=not reverse)
-    if not known:
-        return report_error(f"{did} is not in the database", ExitCode.UNKNOWN)
-    text = f"{did} is {'no longer taken down' if reverse else 'taken down'}"
-    echo_result({"did": did, "takedown": not reverse}, text, as_json=as_json)
     return ExitCode.OK
 
 

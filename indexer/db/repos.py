@@ -32,7 +32,7 @@ _PAGE = f"""
     from indexer.repo where did > $1 order by did limit $2
 """
 
-_REQUEST_TAKEDOWN = "select atproto.request_takedown($1, $2)"
+_TAKE_DOWN = "select indexer.take_down($1, $2, $3)"
 
 _TO_NAME = f"""
     select {repo_columns("r")} from indexer.repo r
@@ -133,9 +133,9 @@ class Repos(Area):
         async with self._pool.connection() as connection:
             return await estimate_rows(connection, "indexer.repo")
 
-    async def set_takedown(self, did: str, *, on: bool) -> bool:
+    async def set_takedown(self, did: str, *, on: bool, reason: str | None = None) -> bool:
         """Hide the repo locally, or show it again; return False if the repo does not exist."""
-        return bool(await self._fetchval(_REQUEST_TAKEDOWN, did, on))
+        return bool(await self._fetchval(_TAKE_DOWN, did, on, reason))
 
     async def due_gone(self, buckets: Sequence[int], limit: int, now: float) -> list[str]:
         """Return DIDs that are gone from their directory, and whose records are due to be erased after a last check."""

@@ -1,6 +1,6 @@
 """The stored scope: read and change it, hold it until the end of a transaction, and follow its changes."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +30,8 @@ _LOAD = """
     from indexer.scope
 """
 
+_REMOVED = "select target from indexer.removed where not starts_with(target, 'did:')"
+
 _INSERT_FIRST = """
     insert into indexer.scope (version, track, collections, added_in, signal_collections)
     select 1, $1, s.collections, array_fill(0::bigint, array[cardinality(s.collections)]), indexer.checked_patterns($3)
@@ -55,14 +57,27 @@ class CollectionProgress(NamedTuple):
     complete: int
 
 
-async def load(connection: Connection) -> Scope | None:
-    """Return the stored scope; None before the first daemon has stored one."""
+async def load(connection: Connection, known: Scope = Scope()) -> Scope | None:  # noqa: B008 - it is immutable
+    """Return the stored scope, or `known` if it has the same version; None before the first daemon has stored one."""
     row = await connection.fetchrow(_LOAD)
-    if row is None:
-        return None
-    collections, signals = CollectionFilter(row["collections"]), filter_of(row["signal_collections"])
-    added_in = tuple(row["added_in"])
-    return Scope(row["version"], Track(row["track"]), collections, added_in, signals, row["repos_narrowed_in"])
+    if row is None or row["version"] == known.version:
+        return known if row else None
+    redacted, removed = set[str](), defaultdict[str, set[bytes]](set)
+    for (target,) in await connection.fetch(_REMOVED):
+        if target.startswith("at://"):
+            did, _, path = target.removeprefix("at://").partition("/")
+            removed[did].add(path.encode())
+        else:
+            redacted.add(target)
+    return Scope(
+        row["version"],
+        Track(row["track"]),
+        CollectionFilter(row["collections"], redacted),
+        tuple(row["added_in"]),
+        filter_of(row["signal_collections"]),
+        row["repos_narrowed_in"],
+        {did: frozenset(paths) for did, paths in removed.items()},
+    )
 
 
 async def _load_existing(connection: Connection) -> Scope:
@@ -85,10 +100,10 @@ async def holds(connection: Connection, version: int) -> bool:
 class StoredScope(Area):
     """The stored scope, and the repos that commands track."""
 
-    async def load(self) -> Scope | None:
-        """Return the stored scope; None before the first daemon has stored one."""
+    async def load(self, known: Scope = Scope()) -> Scope | None:  # noqa: B008 - it is immutable
+        """Return the stored scope, or `known` if it has the same version; None before the first daemon stored one."""
         async with self._pool.connection() as connection:
-            return await load(connection)
+            return await load(connection, known)
 
     async def begin(self, first: Scope) -> Scope:
         """Store the first scope, unless there is one; return the stored one."""
@@ -183,7 +198,7 @@ class CurrentScope:
 
     async def refresh(self) -> None:
         """Read the scope."""
-        stored = await self.stored.load()
+        stored = await self.stored.load(self.scope)
         if stored is not None and stored.version != self.scope.version:
             log.info("scope.changed", version=stored.version, before=str(self.scope), now=str(stored))
             self._take(stored)

@@ -119,6 +119,11 @@ class ScopeNarrowing:
                 count, finished = await self._delete(scope, collection)
                 deleted, complete = deleted + count, complete and finished
             self.stage.moved()
+        async for keys in self.db.removals.stored(scope, self.shard.buckets):
+            removed = await self.db.removals.delete(scope, keys)
+            self.metrics.record_changes["delete", "true"].inc(removed or 0)
+            deleted, complete = deleted + (removed or 0), complete and removed is not None
+            self.stage.moved()
         if deleted:
             log.info("scope.narrowed", version=scope.version, records=deleted)
         if complete:

@@ -25,17 +25,24 @@ end $$;
 comment on function atproto.request_resync(text) is
     'Request a resync of a repo. False if it is unknown. Needs atproto_operator.';
 
-create function atproto.request_takedown(did text, takedown boolean) returns boolean
-language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$
+-- Hide an account or a record, or show it again; false if the account is unknown.
+create function indexer.take_down(target text, takedown boolean, reason text) returns boolean
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
     before indexer.repo;
 begin
+    if starts_with($1, 'at://') then
+        perform indexer.remove($1, case when $2 then 'hide' else 'show' end, $3);
+        return true;
+    end if;
     select r.* into before from indexer.repo r
     where r.did = $1 and r.bucket = indexer.bucket_of($1) for update;
     if not found then
         return false;
     end if;
     if before.takedown <> $2 then
+        insert into indexer.removal (target, action, role, reason)
+        values ($1, case when $2 then 'hide' else 'show' end, indexer.calling_role(), $3);
         update indexer.repo r set version = r.version + 1, takedown = $2, updated_at = now()
         where r.did = $1 and r.bucket = before.bucket;
         if before.active then
@@ -44,8 +51,15 @@ begin
     end if;
     return true;
 end $$;
+
+create function atproto.request_takedown(did text, takedown boolean) returns boolean
+language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$
+begin
+    return indexer.take_down($1, $2, null);
+end $$;
 comment on function atproto.request_takedown(text,boolean) is
-    'Hide a repo locally, or show it again. False if it is unknown. Needs atproto_operator.';
+    'Hide a repo, or one record by its AT-URI, locally, or show it again. A record is deleted or fetched in the '
+    'background. False if the repo is unknown. Needs atproto_operator.';
 
 -- Two accounts may have the handle until the earlier one is checked again. The collation "C" of lower(): in other locales it may change the letter I differently.
 create function atproto.did_of(handle text) returns text
