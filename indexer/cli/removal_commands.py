@@ -46,14 +46,12 @@ async def redact_command(settings: Settings, *, target: Target, reason: str | No
         name, (did, collection, rkey) = found
         if not yes:
             confirm(f"Delete {name}, and never store it again?")
-        try:
-            await db.removals.add(name, "redact", reason)
-        except InvalidScopeError as error:
-            raise click.UsageError(str(error)) from error
+        await _add(db, name, "redact", reason)
         records = await (_delete_records(db, did, collection, rkey) if collection else _erase(db, did or ""))
         dead_letters = await db.removals.delete_messages(did, collection, rkey)
         links = await db.links.catch_up(LINKS_SECONDS)
-    text = f"{name} is redacted: {records:,} records and {dead_letters:,} dead letters deleted\n{NOT_REACHED}"
+    done = f"{records:,} records (besides those that a daemon deleted) and {dead_letters:,} dead letters deleted"
+    text = f"{name} is redacted: {done}\n{NOT_REACHED}"
     result = {"target": name, "records": records, "dead_letters": dead_letters, "links_deleted": links}
     echo_result(result, text, as_json=as_json)
     if not links:
@@ -84,10 +82,7 @@ async def takedown_command(
             if not await db.repos.set_takedown(name, on=not reverse, reason=reason):
                 return report_error(f"{name} is not in the database", ExitCode.UNKNOWN)
         else:
-            try:
-                await db.removals.add(name, "show" if reverse else "hide", reason)
-            except InvalidScopeError as error:
-                raise click.UsageError(str(error)) from error
+            await _add(db, name, "show" if reverse else "hide", reason)
             if not reverse:
                 await _delete_records(db, did, collection, rkey)
     text = f"{name} is {'no longer taken down' if reverse else 'taken down'}"
@@ -106,8 +101,15 @@ async def _find(db: Database, target: Target) -> tuple[str, Target] | None:
     return f"at://{did}/{collection}/{rkey}" if rkey else did, (did, collection, rkey)
 
 
+async def _add(db: Database, name: str, action: str, reason: str | None) -> None:
+    try:
+        await db.removals.add(name, action, reason)
+    except InvalidScopeError as error:
+        raise click.UsageError(str(error)) from error
+
+
 async def _delete_records(db: Database, did: str | None, collection: str, rkey: str | None) -> int:
-    """Delete a record, or all records of a collection; return how many."""
+    """Delete a record, or all records of a collection; return how many, without those that a daemon deletes."""
     scope, deleted = Scope(), 0
     keys = [(did, collection, rkey)] if did and rkey else await db.removals.of_collection(collection)
     while keys:

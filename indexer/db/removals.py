@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncpg import exceptions
 
+from indexer.atproto.syntax import split_path
 from indexer.crash_points import crash_point
 from indexer.db import identities
 from indexer.db.columns import buckets_of, columns_of, of_buckets, repo_of, unnest
@@ -72,19 +73,24 @@ class Removals(Area):
             raise InvalidScopeError(str(error)) from error
 
     async def of(self, *targets: str) -> list[dict[str, Any]]:
-        """Return those of the targets that are redacted or hidden now, as rows of `indexer.removed`."""
+        """Return those of the targets that are redacted or hidden, as rows of `indexer.removed`."""
         return [dict(row) for row in await self._fetch(_REMOVED, targets)]
 
     async def stored(self, scope: Scope, buckets: Iterable[int]) -> AsyncIterator[list[RecordKey]]:
         """Yield the keys of stored records that are redacted or hidden one by one."""
         owned = set(buckets)
-        removed = [(did, *path.decode().split("/")) for did, paths in scope.removed.items() for path in paths]
-        removed = [key for key in removed if bucket_of(key[0]) in owned]
+        removed: list[RecordKey] = []
+        for did, paths in scope.removed.items():
+            if bucket_of(did) in owned:
+                removed += [(did, *split_path(path.decode())) for path in paths]
         for start in range(0, len(removed), BATCH_SIZE):
-            keys = removed[start : start + BATCH_SIZE]
-            rows = await self._fetch(_STORED, buckets_of(did for did, *_ in keys), *columns_of(keys, _KEY))
-            if found := [(did, collection, rkey) for did, collection, rkey in rows]:
+            if found := await self.find(removed[start : start + BATCH_SIZE]):
                 yield found
+
+    async def find(self, keys: Sequence[RecordKey]) -> list[RecordKey]:
+        """Return the keys of those records that are stored."""
+        rows = await self._fetch(_STORED, buckets_of(did for did, *_ in keys), *columns_of(keys, _KEY))
+        return [(did, collection, rkey) for did, collection, rkey in rows]
 
     async def delete(self, scope: Scope, keys: Sequence[RecordKey]) -> int | None:
         """Delete records, and log that; return how many were stored, or None if something has changed meanwhile.

@@ -52,7 +52,11 @@ def account_summary(row: Mapping[str, Any], now: datetime) -> Iterator[str]:
         yield _next_step(row, now)
     if row["takedown"]:
         yield "An operator has taken the account down here, so the public views hide its records."
-    if not row["tracked"]:
+    if row["removed"]:
+        yield f"Records that operators have redacted or hidden: {row['removed']:,}."
+    if row["redacted"] is not None:
+        yield f"An operator has redacted it, so it is never tracked again. Reason: {row['redacted'] or 'none given'}."
+    elif not row["tracked"]:
         yield "It is untracked: its records are erased, and its messages ignored. `indexer add` tracks it again."
     elif row["active"] and row["withheld_since"] is not None:
         withheld = _duration((now - row["withheld_since"]).total_seconds())

@@ -163,10 +163,10 @@ select target, action, role, reason, at from (
 create function indexer.remove(target text, action text, reason text) returns boolean
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
-    parts constant text[] := regexp_match($1, '^at://([^/]+)/([^/*]+)/([a-zA-Z0-9_~.:-]{1,512})$');
+    parts constant text[] := regexp_match(left($1, 2600), '^at://([^/]+)/([^/*]+)/([a-zA-Z0-9_~.:-]+)$');
     before constant text := (select r.action from indexer.removed r where r.target = $1);
 begin
-    if starts_with($1, 'at://') then
+    if starts_with($1, 'at://') and length($1) <= 2600 then
         perform indexer.checked_dids(array[parts[1]]), indexer.checked_patterns(array[parts[2]]);
     elsif starts_with($1, 'did:') then
         perform indexer.checked_dids(array[$1]);

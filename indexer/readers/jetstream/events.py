@@ -3,7 +3,7 @@
 An event is stored as a complete websocket frame: a server does not mask its frames, so they are equal for everybody.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache, cached_property
@@ -18,6 +18,7 @@ from backports.zstd import ZstdCompressor, ZstdDict
 from indexer.atproto.cid import cid_text
 from indexer.atproto.syntax import CollectionFilter
 from indexer.db.change_log_reads import FeedPage, LoggedBatch, LoggedChange, StoredAccount, StoredRecord
+from indexer.sync.changes import RecordKey
 from indexer.sync.repo import DELETED, OUT_OF_SCOPE
 
 _TEXT_FRAME, _BINARY_FRAME = 0x81, 0x82
@@ -138,6 +139,15 @@ class EventChunk:
         self.size = len(self._plain.data)
         self.made_at = monotonic()
 
+    @property
+    def erased(self) -> set[RecordKey]:
+        """The records that were deleted here, not in their repos: an operator redacted or hid them, or the scope did."""
+        return {_key(change) for change in self._changes if change.action == "delete" and change.rev is None}
+
+    def names(self, records: Set[RecordKey]) -> bool:
+        """Return True if an event is about one of the records."""
+        return any(_key(change) in records for change in self._changes)
+
     @cached_property
     def _compressed(self) -> Frames:
         """The same frames with compressed payloads, made when a subscriber first asks for them."""
@@ -158,6 +168,10 @@ class EventChunk:
                 parts.append(frames.data[start:end])
             start = end
         return b"".join(parts), len(parts)
+
+
+def _key(change: LoggedChange) -> RecordKey:
+    return change.did, change.collection or "", change.rkey or ""
 
 
 def encode_page(start: LogPosition, page: FeedPage) -> EventChunk:
