@@ -161,6 +161,7 @@ def _print(scope: Scope, progress: list[CollectionProgress], *, as_json: bool) -
             "track": scope.track,
             "collections": scope.collections.patterns,
             "signal_collections": scope.signal_patterns,
+            "redacted_collections": sorted(scope.collections.excluded),
             "progress": [
                 {"collection": row.collection, "repos": row.repos, "complete": row.complete} for row in progress
             ],

@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -15,8 +16,8 @@ import pytest
 from indexer.demo.local_network import RecordsByRepo
 from indexer.demo.local_pds import GET_RECORD, GET_REPO
 from tests.cli.command_line import run_indexer
-from tests.daemon.running_daemon import POST, FilteredNetwork, RunningDaemon, post, running_daemon
-from tests.database_checks import fetch
+from tests.daemon.running_daemon import LIKE, POST, FilteredNetwork, RunningDaemon, post, running_daemon
+from tests.database_checks import assert_change_log_consistent, fetch
 from tests.faulty_network import Fault, FaultyAccount
 from tests.readers.jetstream_client import subscribed
 from tests.readers.tap_client import channel
@@ -99,9 +100,9 @@ async def leave_in_queues(daemon: RunningDaemon, account: FaultyAccount) -> None
 
 
 @asynccontextmanager
-async def resyncing(daemon: RunningDaemon, account: FaultyAccount) -> AsyncIterator[None]:
-    """Let a resync of the account hang during the block."""
-    account.pds.faults[:] = [Fault(path, account.did, hang=True, times=None) for path in (GET_REPO, GET_RECORD)]
+async def resyncing(daemon: RunningDaemon, account: FaultyAccount, **fault: Any) -> AsyncIterator[None]:
+    """Let a resync of the account take long during the block."""
+    account.pds.faults[:] = [Fault(path, account.did, times=None, **fault) for path in (GET_REPO, GET_RECORD)]
     assert await daemon.db.repos.request_resyncs([account.did]) == 1
     await until(lambda: has_status(daemon, account, "in-progress"))
     yield
@@ -139,7 +140,7 @@ LEXICON = {
     ],
 )
 async def test_redacted_record_is_nowhere_and_never_comes_back(
-    database: str, tmp_path: Path, settings: dict[str, str]
+    database: str, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     data, lexicon = tmp_path / "data", tmp_path / "lexicon.json"
     lexicon.write_text(json.dumps(LEXICON))
@@ -155,7 +156,7 @@ async def test_redacted_record_is_nowhere_and_never_comes_back(
         await daemon.wait_until_equal()
         await indexer(database, "lexicon", "add", str(lexicon))
         await leave_in_queues(daemon, ada)
-        async with resyncing(daemon, ada):
+        async with resyncing(daemon, ada, hang=True):
             ada.update(f"{POST}/secret", SECRET | {"again": MARKER})
             ada.create(POST, post("other"), rkey="other")
             stored = {
@@ -163,7 +164,6 @@ async def test_redacted_record_is_nowhere_and_never_comes_back(
                 "indexer.feed_set_aside", "indexer.buffered_event", f'lexicon."{POST}"', "atproto.records",
             }  # fmt: skip
             await until(lambda: has_found(database, data, stored))
-            await indexer(database, "redact", uri, code=2)
             output = await indexer(database, "redact", uri, "--yes", "--reason", "court order")
             assert "2 dead letters deleted" in output
             assert "VACUUM" in output
@@ -173,7 +173,7 @@ async def test_redacted_record_is_nowhere_and_never_comes_back(
         ada.update(f"{POST}/secret", SECRET | {"again": 3})
         bob.create(POST, post("fine"), rkey="secret")
         await daemon.wait_until_equal()
-        async with resyncing(daemon, ada):
+        async with resyncing(daemon, ada, rate=2_000):
             ada.update(f"{POST}/secret", SECRET | {"again": 4})
             ada.create(POST, post("other"))
             await daemon.wait_for_cursor()
@@ -191,15 +191,74 @@ async def test_redacted_record_is_nowhere_and_never_comes_back(
         assert await found(database, data) == []
         assert MARKER not in await replayed(daemon, "last")
         assert MARKER not in await indexer(database, "export", "--collection", POST)
-        assert "redacted" in await indexer(database, "record", uri, code=4)
-        assert "redacted or hidden: 1" in await indexer(database, "repo", ada.did)
-        assert "redacted" in await indexer(database, "takedown", uri, "--reverse", code=2)
-        assert "without 1 redacted" in await indexer(database, "scope", "show")
-        [audit] = await daemon.execute("select target, action, role, reason, at from indexer.removal")
-        assert audit["role"] == (await daemon.execute("select session_user"))[0][0]
-        assert tuple(audit)[:2] == (uri, "redact")
-        assert audit["reason"] == "court order"
 
 
 async def has_found(database: str, directory: Path, places: set[str]) -> bool:
     return places <= set(await found(database, directory))
+
+
+async def test_redacted_account_and_collection_are_nowhere_and_never_come_back(database: str, tmp_path: Path) -> None:
+    async with (
+        NetworkWithoutRemoved() as network,
+        running_daemon(database, tmp_path, network, sparse_resync="never") as daemon,
+    ):
+        ada, bob = daemon.create_account("ada.test"), daemon.create_account(f"{MARKER}.test")
+        ada.create(LIKE, SECRET, rkey="secret")
+        bob.create(POST, SECRET, rkey="secret")
+        await daemon.wait_until_equal()
+        await until(lambda: has_found(database, tmp_path, {"indexer.record", "indexer.identity"}))
+        async with resyncing(daemon, ada, hang=True):
+            ada.update(f"{LIKE}/secret", SECRET | {"again": 1})
+            await until(lambda: has_found(database, tmp_path, {"indexer.buffered_event"}))
+            for target in (LIKE, bob.did):
+                await indexer(database, "redact", target, "--yes")
+                network.removed.add(target)
+            assert await found(database, tmp_path) == []
+        bob.create(POST, SECRET)
+        bob.set_handle(f"other-{MARKER}.test")
+        assert await daemon.db.scope.track([bob.did]) == 0
+        assert await daemon.db.repos.add([bob.did]) == 0
+        await resync(daemon, ada)
+        ada.update(f"{LIKE}/secret", SECRET | {"again": 2})
+        new = daemon.create_account("new.test")
+        new.create(LIKE, SECRET)
+        daemon.lose_commit(new)
+        await daemon.resync_until_equal(new)
+        async with resyncing(daemon, new, rate=2_000):
+            new.create(LIKE, SECRET)
+            await daemon.wait_for_cursor()
+            assert await found(database, tmp_path) == [], "the frame is not buffered"
+        await daemon.resync_until_equal(new)
+        await daemon.execute("delete from indexer.record where did = $1", new.did)
+        await resync(daemon, new)
+        await daemon.db.scope.change(collections=["app.bsky.*"])
+        await daemon.wait_until_equal()
+        assert await found(database, tmp_path) == []
+        assert await daemon.db.identities.load([bob.did]) == {}
+
+
+async def test_hidden_record_is_shown_again(database: str, tmp_path: Path) -> None:
+    """The record is deleted and created in the log. A commit that changes it meanwhile is applied."""
+    async with (
+        NetworkWithoutRemoved() as network,
+        running_daemon(database, tmp_path, network, collections=POST, sparse_resync="always") as daemon,
+    ):
+        ada = daemon.create_account("ada.test")
+        ada.create(POST, SECRET, rkey="self")
+        await daemon.wait_until_equal()
+        uri = f"at://{ada.did}/{POST}/self"
+        assert await daemon.execute("select atproto.request_takedown($1, true)", uri)
+        network.removed.add(uri)
+        await daemon.wait_until_equal()
+        assert await found(database, tmp_path) == []
+        ada.update(f"{POST}/self", SECRET | {"text": "changed"})
+        daemon.lose_commit(ada)
+        await daemon.resync_until_equal(ada)
+        await indexer(database, "takedown", uri, "--reverse", "--reason", "by mistake")
+        network.removed.clear()
+        await daemon.resync_until_equal(ada)
+        log = await daemon.execute("select action from atproto.changes where rkey = 'self' order by seq")
+        assert [action for (action,) in log] == ["create", "delete", "create"]
+        rows = await daemon.execute("select action, target, reason from indexer.removal order by id")
+        assert list(map(tuple, rows)) == [("hide", uri, None), ("show", uri, "by mistake")]
+        await assert_change_log_consistent(database)

@@ -3,7 +3,8 @@
 An event is stored as a complete websocket frame: a server does not mask its frames, so they are equal for everybody.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache, cached_property
@@ -141,10 +142,10 @@ class EventChunk:
 
     @property
     def erased(self) -> set[RecordKey]:
-        """The records that were deleted here, not in their repos: an operator redacted or hid them, or the scope did."""
+        """The records that were deleted here, but not in their repos: redacted, hidden, erased, or out of scope."""
         return {_key(change) for change in self._changes if change.action == "delete" and change.rev is None}
 
-    def names(self, records: Set[RecordKey]) -> bool:
+    def names(self, records: AbstractSet[RecordKey]) -> bool:
         """Return True if an event is about one of the records."""
         return any(_key(change) in records for change in self._changes)
 
