@@ -55,19 +55,17 @@ class NetworkWithoutRemoved(FilteredNetwork):
 
 async def found(dsn: str, directory: Path, content: str = MARKER) -> list[str]:
     """Return the tables and files that have the content, as text or as bytes, in any column or place."""
-    forms = [content, content.encode().hex()]
-    places = []
-    for (name,) in await fetch(dsn, TABLES):
-        statement = f"select count(*) from {name} t where position($1 in t::text) + position($2 in t::text) > 0"  # noqa: S608
-        [(count,)] = await fetch(dsn, statement, *forms)
-        places += [name] * bool(count)
+    has_it = "where position($1 in t::text) + position($2 in t::text) > 0"
+    names = [name for (name,) in await fetch(dsn, TABLES)]
+    each = [f"select '{name}' as name where exists (select from {name} t {has_it})" for name in names]  # noqa: S608
+    places = [name for (name,) in await fetch(dsn, " union all ".join(each), content, content.encode().hex())]
     files = [path for path in directory.rglob("*") if path.is_file() and content.encode() in path.read_bytes()]
     return sorted([*places, *map(str, files)])
 
 
 async def replayed(daemon: RunningDaemon, last: str) -> str:
     """Return all that the feeds send from the beginning of the log up to the record with this key, as text."""
-    events = []
+    events = list[str]()
     async with daemon.stages.serve_http() as address, subscribed(address, ("cursor", 0)) as jetstream:
         while not any(f"'rkey': '{last}'" in event for event in events):
             events.append(str(await jetstream.next()))
@@ -223,6 +221,7 @@ async def test_redacted_account_and_collection_are_nowhere_and_never_come_back(d
         new = daemon.create_account("new.test")
         new.create(LIKE, SECRET)
         daemon.lose_commit(new)
+        await daemon.wait_for_cursor()
         await daemon.resync_until_equal(new)
         async with resyncing(daemon, new, rate=2_000):
             new.create(LIKE, SECRET)
