@@ -62,7 +62,8 @@ def snapshot_of(records: dict[str, bytes], missing_blocks: set[bytes]) -> Snapsh
 
 def stored_record(path: str, block: bytes, policy: Policy) -> RecordRow | None:
     """Return the row that a resync writes, with the value formatted differently, as Postgres does."""
-    change = RecordConverter(policy, REV, len(block)).convert(VerifiedChange(path.encode(), None, cid_of(block), block))
+    converter = RecordConverter(policy, "did:plc:" + "b" * 24, REV, len(block))
+    change = converter.convert(VerifiedChange(path.encode(), None, cid_of(block), block))
     if change is None:
         return None
     value = change.value and json.dumps(json.loads(change.value), indent=1)
