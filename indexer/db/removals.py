@@ -65,11 +65,7 @@ class Removals(Area):
         """
         try:
             return bool(await self._fetchval("select indexer.remove($1, $2, $3)", target, action, reason))
-        except (
-            exceptions.InvalidParameterValueError,
-            exceptions.ObjectNotInPrerequisiteStateError,
-            exceptions.ConfigurationLimitExceededError,
-        ) as error:
+        except (exceptions.InvalidParameterValueError, exceptions.ObjectNotInPrerequisiteStateError) as error:
             raise InvalidScopeError(str(error)) from error
 
     async def of(self, *targets: str) -> list[dict[str, Any]]:

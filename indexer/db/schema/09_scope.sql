@@ -181,7 +181,7 @@ begin
     end if;
     if before is null and (select count(*) from indexer.removed) >= 100000 then
         raise exception '100000 records, accounts and collections are redacted or hidden, which is the limit'
-            using errcode = 'configuration_limit_exceeded';
+            using errcode = 'object_not_in_prerequisite_state';
     end if;
     insert into indexer.removal (target, action, role, reason) values ($1, $2, indexer.calling_role(), $3);
     if starts_with($1, 'did:') then
