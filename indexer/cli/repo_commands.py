@@ -39,15 +39,18 @@ async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str
     Empty lines and lines that start with # are skipped.
     """
     given = given_dids(dids, file, parse_new_did)
-    added = count = 0
+    added = count = redacted = 0
     async with connect_database(settings) as db:
         with CommandProgress("repos", None) as progress:
             while batch := list(islice(given, ADD_BATCH_SIZE)):
                 count += len(batch)
                 added += await db.scope.track(batch)
+                redacted += sum([row["action"] == "redact" for row in await db.removals.of(*batch)])
                 progress.show(count, note=f"{added:,} added")
-    result = {"added": added, "already_tracked": count - added}
-    echo_result(result, f"repos: {added} added, {count - added} already tracked", as_json=as_json)
+    result = {"added": added, "already_tracked": count - added - redacted, "redacted": redacted}
+    refused = f", {redacted} redacted" if redacted else ""
+    text = f"repos: {added} added, {result['already_tracked']} already tracked{refused}"
+    echo_result(result, text, as_json=as_json)
     return ExitCode.OK
 
 
