@@ -96,9 +96,9 @@ class Removals(Area):
         and have locked records.
         """
         async with self._pool.transaction() as connection:
-            if not await holds(connection, scope.version):
-                return None
             dids = sorted({did for did, *_ in keys})
+            if not await holds(connection, scope.version, dids):
+                return None
             found = {row["did"]: repo_of(row) for row in await connection.fetch(LOAD_REPOS, dids, buckets_of(dids))}
             leased = [repo for repo in found.values() if repo.sync_status is SyncStatus.IN_PROGRESS]
             if leased:

@@ -1,6 +1,6 @@
 """The stored scope: read and change it, hold it until the end of a transaction, and follow its changes."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,15 +26,21 @@ BATCH_SIZE = 1_000
 """Repos that one statement tracks or untracks. The live path waits for the rows of an open transaction."""
 
 _LOAD = """
-    select version, track, collections, added_in, signal_collections, repos_narrowed_in
+    select version, track, collections, added_in, signal_collections, repos_narrowed_in, chosen_in
     from indexer.scope
 """
 
-_REMOVED = "select target from indexer.removed where not starts_with(target, 'did:')"
-
+_REMOVED_SINCE = "select target, action from indexer.removal where version > $1 order by id"
+_REMOVED_OF = """
+    select exists (
+        select from unnest($2::text[]) d(did), indexer.removal v
+        where v.version > $1 and v.target >= 'at://' || d.did || '/' and v.target < 'at://' || d.did || '0'
+    )
+"""
 _INSERT_FIRST = """
-    insert into indexer.scope (version, track, collections, added_in, signal_collections)
-    select 1, $1, s.collections, array_fill(0::bigint, array[cardinality(s.collections)]), indexer.checked_patterns($3)
+    insert into indexer.scope (version, chosen_in, track, collections, added_in, signal_collections)
+    select 1, 1, $1, s.collections, array_fill(0::bigint, array[cardinality(s.collections)]),
+        indexer.checked_patterns($3)
     from (select indexer.checked_patterns($2) as collections) s
     on conflict (singleton) do nothing
 """
@@ -43,7 +49,7 @@ _CHANGE = "select indexer.change_scope($1, $2, $3)"
 _TRACK = "select atproto.track($1)"
 _UNTRACK = "select atproto.untrack($1)"
 # SHARE does not conflict with itself, and a change of the scope waits for it.
-_HOLD = "select version from indexer.scope for share"
+_HOLD = "select version, chosen_in from indexer.scope for share"
 _PROGRESS = "select collection, added_in, newest, repos, complete from atproto.scope_progress order by collection"
 
 
@@ -62,11 +68,13 @@ async def load(connection: Connection, known: Scope = Scope()) -> Scope | None: 
     row = await connection.fetchrow(_LOAD)
     if row is None or row["version"] == known.version:
         return known if row else None
-    redacted, removed = set[str](), defaultdict[str, set[bytes]](set)
-    for (target,) in await connection.fetch(_REMOVED):
-        if target.startswith("at://"):
-            did, _, path = target.removeprefix("at://").partition("/")
-            removed[did].add(path.encode())
+    redacted, removed = set(known.collections.excluded), dict(known.removed)
+    for target, action in await connection.fetch(_REMOVED_SINCE, known.version):
+        did, _, path = target.removeprefix("at://").partition("/")
+        if path:
+            before, paths = removed.pop(did, frozenset()), {path.encode()}
+            if after := before - paths if action == "show" else before | paths:
+                removed[did] = after
         else:
             redacted.add(target)
     return Scope(
@@ -76,7 +84,8 @@ async def load(connection: Connection, known: Scope = Scope()) -> Scope | None: 
         tuple(row["added_in"]),
         filter_of(row["signal_collections"]),
         row["repos_narrowed_in"],
-        {did: frozenset(paths) for did, paths in removed.items()},
+        row["chosen_in"],
+        removed,
     )
 
 
@@ -92,9 +101,15 @@ async def _insert_first(connection: Connection, first: Scope) -> None:
     await connection.execute(_INSERT_FIRST, first.track, patterns, list(first.signal_patterns))
 
 
-async def holds(connection: Connection, version: int) -> bool:
-    """Return True if the scope has this version, 0 if there is none; it cannot change before the transaction ends."""
-    return (await connection.fetchval(_HOLD) or 0) == version
+async def holds(connection: Connection, version: int, dids: Sequence[str] = ()) -> bool:
+    """Return True if the scope has this version, 0 if there is none; it cannot change before the transaction ends.
+
+    A later version counts as this one if they only differ in which records of other repos than these are removed.
+    """
+    present, chosen_in = await connection.fetchrow(_HOLD) or (0, 0)
+    if present == version or chosen_in > version:
+        return bool(present == version)
+    return not dids or not await connection.fetchval(_REMOVED_OF, version, dids)
 
 
 class StoredScope(Area):
@@ -166,7 +181,7 @@ class CurrentScope:
         policy: The policy, at first with the scope of the settings, for a database without one. A change replaces the
             object, so that a plan that has begun keeps the one it began with.
         chosen: The settings name a scope.
-        changed_at: When this process took the present scope (monotonic seconds).
+        changed_at: When this process took the present choice of repos and collections (monotonic seconds).
     """
 
     stored: StoredScope
@@ -223,8 +238,9 @@ class CurrentScope:
         return all(used == version or not count for used, count in self._in_use.items())
 
     def _take(self, scope: Scope) -> None:
+        if scope.chosen_in != self.scope.chosen_in:
+            self.changed_at = monotonic()
         self.policy = replace(self.policy, scope=scope)
-        self.changed_at = monotonic()
         self._in_use = +self._in_use
 
 

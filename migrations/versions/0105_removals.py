@@ -8,6 +8,7 @@ branch_labels = None
 depends_on = None
 
 STATEMENTS = (
+    "alter table indexer.scope add column chosen_in bigint not null default 0",
     """
     create table indexer.removal (
         id bigint not null generated always as identity,
@@ -16,11 +17,13 @@ STATEMENTS = (
         role text collate "C" not null,
         reason text,
         at timestamptz not null default now(),
+        version bigint,
         primary key (id),
         constraint removal_action check (action in ('redact', 'hide', 'show'))
     )
     """,
     "create index removal_target on indexer.removal (target, id)",
+    "create index removal_version on indexer.removal (version)",
     "create index removal_collection on indexer.removal (target) where position(':' in target) = 0",
     """
     create view indexer.removed as
@@ -29,11 +32,77 @@ STATEMENTS = (
     ) last where action <> 'show'
     """,
     """
-create function indexer.remove(target text, action text, reason text) returns boolean
+create or replace function indexer.change_scope(
+    new_track text, new_collections text[], new_signal_collections text[]
+) returns bigint language plpgsql set search_path = pg_catalog, pg_temp as $$
+declare
+    present indexer.scope;
+    next_track text;
+    next_collections text[];
+    next_signal text[];
+    fewer_repos boolean;
+begin
+    select s.* into present from indexer.scope s for update;
+    if not found then
+        raise exception 'no scope is stored yet; "indexer run" stores the first one, from the settings'
+            using errcode = 'object_not_in_prerequisite_state';
+    end if;
+    next_track := coalesce(new_track, present.track);
+    next_collections := coalesce(indexer.checked_patterns(new_collections), present.collections);
+    next_signal := coalesce(indexer.checked_patterns(new_signal_collections), present.signal_collections);
+    if next_track not in ('all', 'listed', 'signal') then
+        raise exception '% is not a way to track repos; use all, listed or signal', quote_literal(next_track)
+            using errcode = 'invalid_parameter_value';
+    end if;
+    if cardinality(next_collections) = 0 then
+        raise exception 'no collection is named; use * for all collections'
+            using errcode = 'invalid_parameter_value';
+    end if;
+    if next_track = 'signal' and cardinality(next_signal) = 0 then
+        raise exception 'no signal collection is named, and repos are tracked by signal collections'
+            using errcode = 'invalid_parameter_value';
+    end if;
+    if (next_track, next_collections, next_signal)
+        = (present.track, present.collections, present.signal_collections) then
+        return present.version;
+    end if;
+    fewer_repos := case
+        when next_track = 'all' or present.track = 'listed' then false
+        when next_track <> present.track then true
+        else exists (
+            select from unnest(present.signal_collections) o(pattern)
+            where not exists (
+                select from unnest(next_signal) n(pattern) where indexer.pattern_covers(n.pattern, o.pattern)
+            )
+        )
+    end;
+    delete from indexer.crawl_progress where purpose = 'signal' or (fewer_repos and purpose = 'untrack');
+    update indexer.scope
+    set version = present.version + 1, track = next_track, collections = next_collections,
+        signal_collections = next_signal, changed_at = now(), chosen_in = present.version + 1,
+        repos_narrowed_in = case
+            when next_track = 'all' then 0 when fewer_repos then present.version + 1 else present.repos_narrowed_in
+        end,
+        added_in = array(
+            select coalesce(
+                (
+                    select min(o.added_in) from unnest(present.collections, present.added_in) o(pattern, added_in)
+                    where indexer.pattern_covers(o.pattern, n.pattern)
+                ),
+                present.version + 1
+            )
+            from unnest(next_collections) with ordinality n(pattern, ordinal) order by n.ordinal
+        );
+    return present.version + 1;
+end $$
+    """,
+    """
+create or replace function indexer.remove(target text, action text, reason text) returns boolean
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
     parts constant text[] := regexp_match(left($1, 2600), '^at://([^/]+)/([^/*]+)/([a-zA-Z0-9_~.:-]+)$');
     before constant text := (select r.action from indexer.removed r where r.target = $1);
+    next_version bigint;
 begin
     if starts_with($1, 'at://') and length($1) <= 2600 then
         perform indexer.checked_dids(array[parts[1]]), indexer.checked_patterns(array[parts[2]]);
@@ -52,13 +121,16 @@ begin
         raise exception '100000 records, accounts and collections are redacted or hidden, which is the limit'
             using errcode = 'object_not_in_prerequisite_state';
     end if;
-    insert into indexer.removal (target, action, role, reason) values ($1, $2, indexer.calling_role(), $3);
     if starts_with($1, 'did:') then
         perform indexer.stop_tracking($1) where $2 = 'redact';
     else
         perform atproto.request_resync(parts[1]) where $2 = 'show';
-        update indexer.scope set version = version + 1, changed_at = now();
+        update indexer.scope s
+        set version = s.version + 1, chosen_in = case when parts is null then s.version + 1 else s.chosen_in end;
+        next_version := coalesce((select s.version from indexer.scope s), 1);
     end if;
+    insert into indexer.removal (target, action, role, reason, version)
+    values ($1, $2, indexer.calling_role(), $3, next_version);
     return true;
 end $$
     """,
@@ -108,7 +180,7 @@ begin
 end $$
     """,
     """
-create function indexer.take_down(target text, takedown boolean, reason text) returns boolean
+create or replace function indexer.take_down(target text, takedown boolean, reason text) returns boolean
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
     before indexer.repo;

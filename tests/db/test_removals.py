@@ -200,8 +200,8 @@ async def test_full_scope_of_removals_is_read_and_dead_letters_are_stored_quickl
     """The number is bounded, because each process has all of them in memory."""
     scope = await db.scope.begin(Scope())
     await sql.execute(
-        "insert into indexer.removal (target, action, role) "
-        "select 'at://' || md5(n::text) || '/app.test.note/' || n, 'redact', '' from generate_series(1, 100000) n"
+        "insert into indexer.removal (target, action, role, version) "
+        "select 'at://' || md5(n::text) || '/app.test.note/' || n, 'redact', '', 2 from generate_series(1, 100000) n"
     )
     await sql.execute("update indexer.scope set version = 2; analyze indexer.removal")
     with pytest.raises(InvalidScopeError, match="which is the limit"):
@@ -214,3 +214,41 @@ async def test_full_scope_of_removals_is_read_and_dead_letters_are_stored_quickl
     await db.write(Batch(dead_letters=tuple([letter(n, b"x" * 1_000, n) for n in range(500)])))
     assert monotonic() - began < 1.0
     assert replace(loaded, removed={}) == loaded
+
+
+async def test_removal_of_a_record_ends_no_resync_of_another_repo(db: Database) -> None:
+    """A change of the scope, or of a redacted collection, ends all; so many redactions do not stop a backfill."""
+    scope = await db.scope.begin(Scope())
+    assert await db.removals.add(uri("a"), "hide")
+    other = [await in_progress(db, name) for name in "ab"]
+    for claimed, held in zip(other, (False, True), strict=True):
+        async with db.resyncs.transaction(claimed, scope_version=scope.version) as transaction:
+            assert await transaction.holds_scope() is held
+    async with db.resyncs.transaction(*other, scope_version=scope.version) as transaction:
+        assert not await transaction.holds_scope(), "one of the repos is concerned"
+    present = await db.scope.load(scope)
+    assert present is not None
+    assert (present.version, present.chosen_in, present.complete_from) == (2, 1, 0)
+    async with db.resyncs.transaction(other[0], scope_version=present.version) as transaction:
+        assert await transaction.holds_scope()
+    assert await db.removals.add(COLLECTION, "redact")
+    async with db.resyncs.transaction(other[1], scope_version=present.version) as transaction:
+        assert not await transaction.holds_scope()
+
+
+async def test_scope_is_read_in_steps(db: Database) -> None:
+    """Each step reads only what was removed since, with the same result as when all is read."""
+    scope = await db.scope.begin(Scope())
+    for target, action in (
+        (uri("a"), "hide"), (uri("a", "a.b.c/d"), "redact"), (uri("b"), "hide"), (uri("a"), "show"),
+        (uri("b"), "show"), (COLLECTION, "redact"), (did("c"), "redact"), (uri("a"), "hide"),
+    ):  # fmt: skip
+        assert await db.removals.add(target, action)
+        known, whole = await db.scope.load(scope), await db.scope.load()
+        assert known is not None
+        assert whole is not None
+        assert (known, known.removed) == (replace(whole, collections=known.collections), whole.removed)
+        assert known.collections.excluded == whole.collections.excluded
+        scope = known
+    assert scope.removed == {did("a"): frozenset({PATH.encode(), b"a.b.c/d"})}
+    assert scope.collections.excluded == {COLLECTION}

@@ -17,6 +17,8 @@ create table indexer.scope (
     changed_at timestamptz not null default now(),
     -- The version of the scope that last wanted fewer repos. Repos that no later one wants are untracked; 0: none.
     repos_narrowed_in bigint not null default 0,
+    -- The version that last changed more than which records of single repos are redacted or hidden.
+    chosen_in bigint not null default 0,
     primary key (singleton),
     constraint scope_added_in check (cardinality(added_in) = cardinality(collections)),
     constraint scope_collections check (cardinality(collections) > 0),
@@ -118,7 +120,7 @@ begin
     delete from indexer.crawl_progress where purpose = 'signal' or (fewer_repos and purpose = 'untrack');
     update indexer.scope
     set version = present.version + 1, track = next_track, collections = next_collections,
-        signal_collections = next_signal, changed_at = now(),
+        signal_collections = next_signal, changed_at = now(), chosen_in = present.version + 1,
         repos_narrowed_in = case
             when next_track = 'all' then 0 when fewer_repos then present.version + 1 else present.repos_narrowed_in
         end,
@@ -145,10 +147,13 @@ create table indexer.removal (
     role text collate "C" not null,
     reason text,
     at timestamptz not null default now(),
+    -- The version of the scope that has it; null for an account, which is untracked or taken down.
+    version bigint,
     primary key (id),
     constraint removal_action check (action in ('redact', 'hide', 'show'))
 );
 create index removal_target on indexer.removal (target, id);
+create index removal_version on indexer.removal (version);
 -- Collections have no colon. They are few, and each dead letter is compared with them.
 create index removal_collection on indexer.removal (target) where position(':' in target) = 0;
 
@@ -159,12 +164,14 @@ select target, action, role, reason, at from (
 ) last where action <> 'show';
 
 -- Redact or hide a target, or show it again; false if that changes nothing. Records and collections are a part of the
--- scope, so its version changes. Locks are taken in the order of a resync: the repo, then the scope.
+-- scope, so its version changes. Locks are taken in the order of a resync: the repo, then the scope. The latter is held
+-- until COMMIT, so rows with later versions are committed later.
 create function indexer.remove(target text, action text, reason text) returns boolean
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
     parts constant text[] := regexp_match(left($1, 2600), '^at://([^/]+)/([^/*]+)/([a-zA-Z0-9_~.:-]+)$');
     before constant text := (select r.action from indexer.removed r where r.target = $1);
+    next_version bigint;
 begin
     if starts_with($1, 'at://') and length($1) <= 2600 then
         perform indexer.checked_dids(array[parts[1]]), indexer.checked_patterns(array[parts[2]]);
@@ -183,13 +190,16 @@ begin
         raise exception '100000 records, accounts and collections are redacted or hidden, which is the limit'
             using errcode = 'object_not_in_prerequisite_state';
     end if;
-    insert into indexer.removal (target, action, role, reason) values ($1, $2, indexer.calling_role(), $3);
     if starts_with($1, 'did:') then
         perform indexer.stop_tracking($1) where $2 = 'redact';
     else
         perform atproto.request_resync(parts[1]) where $2 = 'show';
-        update indexer.scope set version = version + 1, changed_at = now();
+        update indexer.scope s
+        set version = s.version + 1, chosen_in = case when parts is null then s.version + 1 else s.chosen_in end;
+        next_version := coalesce((select s.version from indexer.scope s), 1);
     end if;
+    insert into indexer.removal (target, action, role, reason, version)
+    values ($1, $2, indexer.calling_role(), $3, next_version);
     return true;
 end $$;
 
