@@ -388,10 +388,10 @@ async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: in
     """Fetch repos again and compare every record with the database.
 
     Nothing is changed. Each repo, or only its chosen records with proof, is fetched from its own host, verified,
-    and compared as of one point in time. If the host has a newer rev, a daemon gets some seconds to store it.
+    and compared as of one point in time.
 
     Print each difference (the first hundred of a repo), each repo that could not be compared, and a summary with the
-    number of stored records by proof. With --json, print one line for each repo, and the summary last. The exit code is
+    number of stored records by proof. The exit code is
     5 if there are differences, otherwise 1 if a repo in the database could not be compared or none is synchronized,
     otherwise 4 if a DID is not in the database.
     """

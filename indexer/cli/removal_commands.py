@@ -23,7 +23,7 @@ NOT_REACHED = (
     "have copied; files that were exported."
 )
 
-reason_option = click.option("--reason", metavar="TEXT", help="Why, for the audit line.")
+reason_option = click.option("--reason", metavar="TEXT", help="The reason for the audit line.")
 
 
 @command("redact")
@@ -32,13 +32,10 @@ reason_option = click.option("--reason", metavar="TEXT", help="Why, for the audi
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @json_option
 async def redact_command(settings: Settings, *, target: Target, reason: str | None, yes: bool, as_json: bool) -> int:
-    """Delete a record, all of an account, or a collection, and never store it again.
+    """Delete a record, an account or a collection, and never store it again.
 
-    This is irreversible. Later commits, resyncs and replays leave the content out, while the repo stays synchronized.
-    An account is never tracked again. The command returns when the content is gone from the database. Messages of the
-    account that were rejected are deleted, too.
-
-    The command asks for confirmation, and needs --yes if there is no terminal.
+    This is irreversible. The command returns when the content is gone from the database. It asks for confirmation, and
+    needs --yes if there is no terminal.
     """
     async with connect_database(settings) as db:
         if (found := await _find(db, target)) is None:
@@ -61,7 +58,7 @@ async def redact_command(settings: Settings, *, target: Target, reason: str | No
 
 @command("takedown")
 @click.argument("target", metavar="DID|AT-URI", type=parse_target)
-@click.option("--reverse", is_flag=True, help="Make the repo or the record visible again.")
+@click.option("--reverse", is_flag=True, help="Make it visible again.")
 @reason_option
 @json_option
 async def takedown_command(
@@ -69,8 +66,7 @@ async def takedown_command(
 ) -> int:
     """Hide a repo or a record from the public views.
 
-    A repo stays hidden whatever its hosting status is. The daemon still keeps it up to date. A record is deleted, and
-    fetched again with --reverse.
+    A repo stays hidden whatever its hosting status is, and up to date. A record is deleted; --reverse fetches it again.
     """
     if target[0] is None:
         raise click.UsageError("Give a DID or the AT-URI of a record: a collection is hidden by `indexer scope set`.")

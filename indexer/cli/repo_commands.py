@@ -67,9 +67,8 @@ async def resync_command(
 
     The records stay visible in the meantime.
 
-    With --behind, a repo that seems to be behind is compared again after half a minute, because the stream may still
-    deliver its commits. If the scope is `all` repos, unknown ones become tracked. The daemon does the same every
-    INDEXER_SWEEP_INTERVAL, and while a gap is open. Only the daemon closes gaps.
+    With --behind, a repo that seems to be behind is compared again after half a minute. If the scope is `all` repos, unknown ones become tracked. The daemon does the same every
+    INDEXER_SWEEP_INTERVAL, and while a gap is open.
     """
     if bool(dids) + errored + everything + behind != 1:
         raise click.UsageError("Give DIDs, or --errored, or --all, or --behind.")
@@ -110,8 +109,8 @@ async def discover_command(
 ) -> int:
     """List the accounts of a host and start tracking the unknown ones.
 
-    The daemon fetches each repo and follows it from then on. An interrupted discovery continues where it stopped. Only
-    a few hosts besides relays can list accounts by collection.
+    An interrupted discovery continues where it stopped. Only a few hosts besides relays can list accounts by
+    collection.
 
     With --hosts, an account is added only if the scope wants it and its identity names the host that lists it. The
     daemon does the same every INDEXER_HOSTS_INTERVAL.

@@ -63,10 +63,10 @@ async def set_command(
 ) -> int:
     """Change the given parts of the scope.
 
-    A pattern is an NSID, the beginning of one with `.*`, or `*`. Records of removed collections are deleted. Records
-    of added collections are fetched. `--track all` tracks every repo that the stream or the relay's repo list shows,
-    `listed` only repos that are added, `signal` also repos with a record of a signal collection. Repos that the new
-    scope does not want are untracked, and their records deleted.
+    A pattern is an NSID, the beginning of one with `.*`, or `*`. Records of removed collections, and of repos that the
+    new scope does not want, are deleted. Those of added collections are fetched. `--track all` tracks every repo that
+    the stream or the relay's repo list shows, `listed` only added ones, `signal` also those with a record of a signal
+    collection.
 
     The command asks for confirmation if stored records would be deleted, and needs --yes if there is no terminal.
     """
@@ -99,9 +99,8 @@ async def untrack_command(
 ) -> int:
     """Stop tracking repos, and delete their records.
 
-    The public views hide the records at once; the daemon deletes them in batches. The repos stay untracked until
-    `indexer add`, `POST /repos/add` or `atproto.track` names them. The command asks for confirmation if the DIDs come
-    from a file or from standard input.
+    The records are hidden at once, and then deleted. The repos stay untracked until `indexer add`, `POST /repos/add` or
+    `atproto.track` names them. The command asks for confirmation if the DIDs come from a file or standard input.
     """
     given = list(given_dids(dids, file, parse_did))
     if given != list(dids) and not yes:

@@ -215,8 +215,8 @@ end $$
     """,
     """
     comment on function atproto.request_takedown(text, boolean) is
-    'Hide a repo, or one record by its AT-URI, locally, or show it again. A record is deleted or fetched in the '
-    'background. False if the repo is unknown. Needs atproto_operator.'
+    'Hide a repo, or a record by its AT-URI, locally, or show it again. False if the repo is unknown. Needs '
+    'atproto_operator.'
     """,
     "revoke all on function indexer.remove(text, text, text), indexer.take_down(text, boolean, text) from public",
 )

@@ -58,8 +58,8 @@ begin
     return indexer.take_down($1, $2, null);
 end $$;
 comment on function atproto.request_takedown(text,boolean) is
-    'Hide a repo, or one record by its AT-URI, locally, or show it again. A record is deleted or fetched in the '
-    'background. False if the repo is unknown. Needs atproto_operator.';
+    'Hide a repo, or a record by its AT-URI, locally, or show it again. False if the repo is unknown. Needs '
+    'atproto_operator.';
 
 -- Two accounts may have the handle until the earlier one is checked again. The collation "C" of lower(): in other locales it may change the letter I differently.
 create function atproto.did_of(handle text) returns text
