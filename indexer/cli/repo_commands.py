@@ -67,8 +67,8 @@ async def resync_command(
 
     The records stay visible in the meantime.
 
-    With --behind, a repo that seems to be behind is compared again after half a minute. If the scope is `all` repos, unknown ones become tracked. The daemon does the same every
-    INDEXER_SWEEP_INTERVAL, and while a gap is open.
+    With --behind, a repo that seems to be behind is compared again after half a minute. If the scope is `all` repos,
+    unknown ones become tracked. The daemon does the same every INDEXER_SWEEP_INTERVAL, and while a gap is open.
     """
     if bool(dids) + errored + everything + behind != 1:
         raise click.UsageError("Give DIDs, or --errored, or --all, or --behind.")

@@ -14,12 +14,14 @@ from indexer.db.scope import CurrentScope
 from indexer.errors import InvalidScopeError
 from indexer.reasons import Desync, Rejection
 from indexer.sync.changes import Batch, DeadLetter, RepoWrite
+from indexer.sync.identity import StoredIdentity
 from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.scope import Scope
 from indexer.sync.shard import Shard
 from indexer.tasks.scope import ScopeNarrowing, ScopeSettings
 from indexer.telemetry.metrics import Metrics
 from tests.db.change_log_helpers import after
+from tests.db.link_steps import LIKE, like, turn_on
 from tests.db.repo_rows import buffer_event, did, in_progress, insert, put, synchronized
 from tests.sync.signing_account import STORE_ALL
 
@@ -159,6 +161,24 @@ async def test_each_step_has_an_audit_line_with_the_role(db: Database, sql: asyn
     assert scope.collections.matches("app.test.notes")
 
 
+async def test_links_of_a_redacted_record_are_deleted_without_a_process_that_keeps_links(
+    db: Database, sql: asyncpg.Connection
+) -> None:
+    await db.scope.begin(Scope())
+    await insert(db, synchronized("fan"), changes=(like("a"), like("b")))
+    await turn_on(db)
+    assert await db.removals.add(uri("fan", f"{LIKE}/a"), "redact")
+    scope = await db.scope.load()
+    assert scope is not None
+    assert await db.removals.delete(scope, [(did("fan"), LIKE, "a")]) == 1
+    assert await db.links.catch_up(10.0)
+    assert [rkey for (rkey,) in await sql.fetch("select rkey from indexer.record_link")] == ["b"]
+    async with db.links.session() as other:
+        assert await other.lock.claim()
+        await insert(db, synchronized("other"), changes=(like("c"),))
+        assert not await db.links.catch_up(0.1), "the process that keeps links is behind"
+
+
 async def test_redacted_account_is_not_tracked_by_anything(db: Database, sql: asyncpg.Connection) -> None:
     await db.scope.begin(Scope())
     await insert(db, synchronized("a"))
@@ -167,6 +187,8 @@ async def test_redacted_account_is_not_tracked_by_anything(db: Database, sql: as
         assert await db.scope.track([did(name), did("other")]) == (name == "a"), "others are tracked"
         assert await db.repos.add([did(name)]) == 0
         assert (await db.write(Batch((RepoWrite(Repo(did(name)), Repo(did(name), version=1)),)))).skipped
+    await db.identities.save([StoredIdentity(did(name), "a.test", "https://pds.test", None, 1.0) for name in "ab"])
+    assert set(await db.identities.load([did("a"), did("b")])) == {did("b")}
     warnings: list[str] = []
     sql.add_log_listener(lambda _, message: warnings.append(message.message))
     await sql.execute("select atproto.track(array[$1])", did("a"))
