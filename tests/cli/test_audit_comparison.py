@@ -26,7 +26,7 @@ from indexer.sync.verify import VerifiedChange
 DID = "did:plc:" + "b" * 24
 KEY = PrivateKey.from_seed("k256", b"audit")
 REV = "3jzfcijpj2z2b"
-REMOVED = b"com.example-x.a/1"
+REMOVED = frozenset(f"com.example-x.a/{rkey}".encode() for rkey in "12:_")
 NO_VALUE = (None, None, None)
 COLLECTIONS = ("com.example.a", "com.example.a.b", "com.example.ab", "com.example-x.a", "nowhere")
 PATHS = st.sampled_from([f"{collection}/{rkey}" for collection in COLLECTIONS for rkey in "12:_~"])

@@ -85,16 +85,18 @@ async def test_record_of_an_unknown_repo_that_is_written_meanwhile_is_deleted(
 
 
 async def test_resync_in_progress_is_ended_with_its_buffer(db: Database, sql: asyncpg.Connection) -> None:
-    scope = await db.scope.begin(Scope())
+    scope = await current_scope(db)
     claimed = await in_progress(db, "a")
     await buffer_event(db, claimed, put(PATH))
     assert await db.removals.add(uri("a"), "redact")
-    scope = await db.scope.load(scope) or scope
-    key = (did("a"), COLLECTION, "a")
-    assert await db.removals.delete(scope, [key]) is None
+    await scope.refresh()
+    task = narrowing(db, scope)
+    await task.step()
     assert await sql.fetchval("select count(*) from indexer.buffered_event") == 0
     assert not await db.resyncs.renew(did("a"), claimed.lease, 10.0), "the worker finds its claim lost"
-    assert await db.removals.delete(scope, [key]) == 1
+    assert await stored(sql) == [(did("a"), "a")]
+    await task.step()
+    assert await stored(sql) == []
     repo = (await db.repos.load([did("a")]))[did("a")]
     assert (repo.sync_status, repo.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.REQUESTED)
 
@@ -153,6 +155,8 @@ async def test_each_step_has_an_audit_line_with_the_role(db: Database, sql: asyn
     assert {row["target"] for row in await db.removals.of(uri("a"), COLLECTION, did("a"), uri("b"))} == {
         uri("a"), COLLECTION, did("a")
     }  # fmt: skip
+    assert await db.repos.set_takedown(did("a"), on=False, reason="why")
+    assert [row["action"] for row in await db.removals.of(did("a"))] == ["redact"], "it stays redacted"
     scope = await db.scope.load()
     assert scope is not None
     assert (scope.version, scope.complete_from) == (5, 0), "nothing was added that would have to be fetched"
