@@ -11,7 +11,6 @@ from indexer.cli.command import ExitCode, command, confirm, json_option, report_
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result
 from indexer.db import Database
-from indexer.errors import InvalidScopeError
 from indexer.sync.scope import Scope
 from indexer.sync.shard import bucket_of
 
@@ -43,7 +42,7 @@ async def redact_command(settings: Settings, *, target: Target, reason: str | No
         name, (did, collection, rkey) = found
         if not yes:
             confirm(f"Delete {name}, and never store it again?")
-        await _add(db, name, "redact", reason)
+        await db.removals.add(name, "redact", reason)
         records = await (_delete_records(db, did, collection, rkey) if collection else _erase(db, did or ""))
         dead_letters = await db.removals.delete_messages(did, collection, rkey)
         links = await db.links.catch_up(LINKS_SECONDS)
@@ -74,13 +73,10 @@ async def takedown_command(
         if (found := await _find(db, target)) is None:
             return report_error(f"{target[0]} is not in the database", ExitCode.UNKNOWN)
         name, (did, collection, rkey) = found
-        if did is None or collection is None:
-            if not await db.repos.set_takedown(name, on=not reverse, reason=reason):
-                return report_error(f"{name} is not in the database", ExitCode.UNKNOWN)
-        else:
-            await _add(db, name, "show" if reverse else "hide", reason)
-            if not reverse:
-                await _delete_records(db, did, collection, rkey)
+        if not await db.repos.set_takedown(name, on=not reverse, reason=reason):
+            return report_error(f"{name} is not in the database", ExitCode.UNKNOWN)
+        if collection and not reverse:
+            await _delete_records(db, did, collection, rkey)
     text = f"{name} is {'no longer taken down' if reverse else 'taken down'}"
     echo_result({"did": did, "uri": name if rkey else None, "takedown": not reverse}, text, as_json=as_json)
     return ExitCode.OK
@@ -95,13 +91,6 @@ async def _find(db: Database, target: Target) -> tuple[str, Target] | None:
     if did is None:
         return None
     return f"at://{did}/{collection}/{rkey}" if rkey else did, (did, collection, rkey)
-
-
-async def _add(db: Database, name: str, action: str, reason: str | None) -> None:
-    try:
-        await db.removals.add(name, action, reason)
-    except InvalidScopeError as error:
-        raise click.UsageError(str(error)) from error
 
 
 async def _delete_records(db: Database, did: str | None, collection: str, rkey: str | None) -> int:

@@ -74,16 +74,13 @@ async def set_command(
         raise click.UsageError("Give --track, --collections or --signal-collections.")
     async with connect_database(settings) as db:
         before = await db.scope.load() or settings.first_scope
-        try:
-            after = _changed(before, track, _split(collections), _split(signal_collections))
-            question = await _question(db, before, after)
-            if question and not yes:
-                confirm(question)
-            scope = await db.scope.change(
-                Track(track) if track else None, _split(collections), _split(signal_collections), settings.first_scope
-            )
-        except InvalidScopeError as error:
-            raise click.UsageError(str(error)) from error
+        after = _changed(before, track, _split(collections), _split(signal_collections))
+        question = await _question(db, before, after)
+        if question and not yes:
+            confirm(question)
+        scope = await db.scope.change(
+            Track(track) if track else None, _split(collections), _split(signal_collections), settings.first_scope
+        )
         progress = await db.scope.progress()
     _print(scope, progress, as_json=as_json)
     return ExitCode.OK

@@ -8,17 +8,14 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from time import time
 from typing import Any
 
-from asyncpg import exceptions
-
 from indexer.atproto.syntax import split_path
 from indexer.crash_points import crash_point
 from indexer.db import identities
 from indexer.db.columns import buckets_of, columns_of, of_buckets, repo_of, unnest
 from indexer.db.connections import Area
 from indexer.db.repos import LOAD_REPOS
-from indexer.db.scope import holds
+from indexer.db.scope import holds, invalid_arguments
 from indexer.db.write import change_repos, write
-from indexer.errors import InvalidScopeError
 from indexer.reasons import Desync
 from indexer.sync.changes import Batch, RecordKey
 from indexer.sync.plan import plan_removal
@@ -63,10 +60,8 @@ class Removals(Area):
         Raises:
             InvalidScopeError: The target is invalid, it is redacted and cannot be shown, or there are too many.
         """
-        try:
+        with invalid_arguments():
             return bool(await self._fetchval("select indexer.remove($1, $2, $3)", target, action, reason))
-        except (exceptions.InvalidParameterValueError, exceptions.ObjectNotInPrerequisiteStateError) as error:
-            raise InvalidScopeError(str(error)) from error
 
     async def of(self, *targets: str) -> list[dict[str, Any]]:
         """Return those of the targets that are redacted or hidden, as rows of `indexer.removed`."""
@@ -80,13 +75,9 @@ class Removals(Area):
             if bucket_of(did) in owned:
                 removed += [(did, *split_path(path.decode())) for path in paths]
         for start in range(0, len(removed), BATCH_SIZE):
-            if found := await self.find(removed[start : start + BATCH_SIZE]):
-                yield found
-
-    async def find(self, keys: Sequence[RecordKey]) -> list[RecordKey]:
-        """Return the keys of those records that are stored."""
-        rows = await self._fetch(_STORED, buckets_of(did for did, *_ in keys), *columns_of(keys, _KEY))
-        return [(did, collection, rkey) for did, collection, rkey in rows]
+            keys = removed[start : start + BATCH_SIZE]
+            if rows := await self._fetch(_STORED, buckets_of(did for did, *_ in keys), *columns_of(keys, _KEY)):
+                yield [(did, collection, rkey) for did, collection, rkey in rows]
 
     async def delete(self, scope: Scope, keys: Sequence[RecordKey]) -> int | None:
         """Delete records, and log that; return how many were stored, or None if something has changed meanwhile.

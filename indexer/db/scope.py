@@ -141,7 +141,7 @@ class StoredScope(Area):
         async with self._pool.transaction() as connection:
             if first is not None:
                 await _insert_first(connection, first)
-            with _invalid_arguments():
+            with invalid_arguments():
                 await connection.fetchval(_CHANGE, track, collections, signal_collections)
             return await _load_existing(connection)
 
@@ -168,7 +168,7 @@ class StoredScope(Area):
     async def _call(self, statement: str, dids: Iterable[str]) -> int:
         ordered = sorted(set(dids))
         parts = [ordered[start : start + BATCH_SIZE] for start in range(0, len(ordered), BATCH_SIZE)]
-        with _invalid_arguments():
+        with invalid_arguments():
             return sum([await self._fetchval(statement, part) for part in parts])
 
 
@@ -245,7 +245,8 @@ class CurrentScope:
 
 
 @contextmanager
-def _invalid_arguments() -> Iterator[None]:
+def invalid_arguments() -> Iterator[None]:
+    """Raise InvalidScopeError for arguments that a function in SQL refuses."""
     try:
         yield
     except (

@@ -6,7 +6,7 @@ from typing import Any
 
 import asyncpg
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from indexer.atproto.car import split_car
@@ -39,6 +39,7 @@ BLOCKS = [
     b"\xf6",
     b"\xff",
 ]
+WITHOUT = Scope(collections=CollectionFilter(["*"], ["com.example.a"]), removed={DID: REMOVED})
 RECORDS = st.dictionaries(PATHS, st.sampled_from(BLOCKS))
 POLICIES = st.builds(
     Policy,
@@ -122,6 +123,7 @@ def expected_differences(
 
 
 @given(RECORDS, RECORDS, ROW_CHANGES, st.sets(st.sampled_from(BLOCKS)), POLICIES, st.booleans(), st.integers(1, 5))
+@example({}, {}, {"com.example-x.a/1": "add"}, set(), Policy(WITHOUT, DEFAULT_LIMITS), True, 1)
 def test_comparison_finds_the_same_differences_as_a_comparison_of_dictionaries(
     records: dict[str, bytes],
     older: dict[str, bytes],

@@ -253,6 +253,7 @@ async def test_hidden_record_is_shown_again(database: str, tmp_path: Path) -> No
         ada.update(f"{POST}/self", SECRET | {"text": "changed"})
         daemon.lose_commit(ada)
         await daemon.resync_until_equal(ada)
+        assert daemon.export_requests == 0, "its value is not missing"
         await indexer(database, "takedown", uri, "--reverse", "--reason", "by mistake")
         network.removed.clear()
         await daemon.resync_until_equal(ada)
