@@ -107,6 +107,15 @@ async def resyncing(daemon: RunningDaemon, account: FaultyAccount, **fault: Any)
     account.pds.faults.clear()
 
 
+async def leave_behind(daemon: RunningDaemon, account: FaultyAccount, collection: str) -> None:
+    """Store a record that is redacted, as a process might that was killed. The next resync deletes it."""
+    await daemon.execute(
+        "insert into indexer.record (did, collection, rkey, bucket, cid, rev, value) "
+        "select did, $2, 'secret', bucket, cid, rev, to_jsonb($3::text) from indexer.record where did = $1 limit 1",
+        account.did, collection, MARKER,
+    )  # fmt: skip
+
+
 async def has_status(daemon: RunningDaemon, account: FaultyAccount, status: str) -> bool:
     return bool((await daemon.repo_row(account))["sync_status"] == status)
 
@@ -184,6 +193,8 @@ async def test_redacted_record_is_nowhere_and_never_comes_back(
         await daemon.wait_until_equal()
         await daemon.execute("delete from indexer.record where did = $1", ada.did)
         await resync(daemon, ada)
+        await leave_behind(daemon, ada, POST)
+        await resync(daemon, ada)
         ada.create(POST, post("last"), rkey="last")
         await daemon.wait_until_equal()
         assert await found(database, data) == []
@@ -229,6 +240,8 @@ async def test_redacted_account_and_collection_are_nowhere_and_never_come_back(d
             assert await found(database, tmp_path) == [], "the frame is not buffered"
         await daemon.resync_until_equal(new)
         await daemon.execute("delete from indexer.record where did = $1", new.did)
+        await resync(daemon, new)
+        await leave_behind(daemon, new, LIKE)
         await resync(daemon, new)
         await daemon.db.scope.change(collections=["app.bsky.*"])
         await daemon.wait_until_equal()
