@@ -47,9 +47,7 @@ POLICIES = st.builds(
         [
             Scope(),
             *(Scope(collections=CollectionFilter([pattern])) for pattern in ("com.example.a", "com.example.a.*")),
-            Scope(
-                collections=CollectionFilter(["*"], ["com.example.a"]), removed={DID: frozenset([b"com.example-x.a/1"])}
-            ),
+            WITHOUT,
         ]
     ),
     st.just(DEFAULT_LIMITS),
