@@ -107,7 +107,7 @@ async def holds(connection: Connection, version: int, dids: Sequence[str] = ()) 
     A later version counts as this one if they only differ in which records of other repos than these are removed.
     """
     present, chosen_in = await connection.fetchrow(_HOLD) or (0, 0)
-    if present == version or chosen_in > version:
+    if present <= version or chosen_in > version:
         return bool(present == version)
     return not dids or not await connection.fetchval(_REMOVED_OF, version, dids)
 

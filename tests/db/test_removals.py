@@ -116,6 +116,19 @@ async def test_repo_that_lacks_records_of_the_scope_is_fetched(db: Database) -> 
     assert (repos[did("has")].scope_version, repos[did("has")].sync_status) == (scope.version, SyncStatus.SYNCHRONIZED)
 
 
+async def test_resyncs_that_have_buffered_records_of_a_redacted_collection_are_ended(
+    db: Database, sql: asyncpg.Connection
+) -> None:
+    for name, collection in (("a", COLLECTION), ("b", f"{COLLECTION}s")):
+        await buffer_event(db, await in_progress(db, name))
+        await sql.execute(
+            "update indexer.buffered_event set frame = $1 where did = $2", f"x {collection}/a".encode(), did(name)
+        )
+    assert await db.removals.delete_messages(None, COLLECTION, None) == 0
+    assert [name for (name,) in await sql.fetch("select did from indexer.buffered_event")] == [did("b")]
+    assert (await db.repos.load([did("a")]))[did("a")].sync_status is SyncStatus.DESYNCHRONIZED
+
+
 LONG = "did:web:" + "a" * 2_000
 
 
@@ -211,7 +224,7 @@ async def test_dead_letters_with_removed_content_are_not_stored(db: Database, sq
     frames: Sequence[tuple[Any, bytes, bool]] = [
         ("a", PATH.encode(), False), ("a", b"x app.test.note/a.b", False), ("a", b"x", True),
         ("b", PATH.encode(), True), ("b", b"x app.redacted.all/x", False),
-        ("b", b"app.redacted.alls/x", True), (None, b"app.redacted.all/", False),
+        ("b", b"app.redacted.all2/x", True), (None, b"app.redacted.all/", False),
         ("gone", b"anything", False), (None, PATH.encode(), True),
     ]  # fmt: skip
     letters = [letter(name, frame, seq) for seq, (name, frame, _) in enumerate(frames)]
