@@ -24,7 +24,7 @@ from indexer.sync.scope import Scope
 from indexer.sync.shard import bucket_of
 
 BATCH_SIZE = 1_000
-"""Records of one transaction. The live path waits for the rows of their repos."""
+"""Records of one transaction, or their repos. The live path waits for the rows of their repos."""
 PAUSE = 5.0
 """Seconds until a repo may be claimed again whose resync was ended, so that its records can be deleted."""
 
@@ -69,14 +69,11 @@ class Removals(Area):
 
     async def stored(self, scope: Scope, buckets: Iterable[int]) -> AsyncIterator[list[RecordKey]]:
         """Yield the keys of stored records that are redacted or hidden one by one."""
-        owned = set(buckets)
-        removed: list[RecordKey] = []
-        for did, paths in scope.removed.items():
-            if bucket_of(did) in owned:
-                removed += [(did, *split_path(path.decode())) for path in paths]
-        for start in range(0, len(removed), BATCH_SIZE):
-            keys = removed[start : start + BATCH_SIZE]
-            if rows := await self._fetch(_STORED, buckets_of(did for did, *_ in keys), *columns_of(keys, _KEY)):
+        owned, dids = set(buckets), list(scope.removed)
+        for start in range(0, len(dids), BATCH_SIZE):
+            some = [did for did in dids[start : start + BATCH_SIZE] if bucket_of(did) in owned]
+            keys = [(did, *split_path(path.decode())) for did in some for path in scope.removed[did]]
+            if rows := await self._fetch(_STORED, buckets_of(some), *columns_of(keys, _KEY)):
                 yield [(did, collection, rkey) for did, collection, rkey in rows]
 
     async def delete(self, scope: Scope, keys: Sequence[RecordKey]) -> int | None:
