@@ -68,6 +68,8 @@ async def load(connection: Connection, known: Scope = Scope()) -> Scope | None: 
     row = await connection.fetchrow(_LOAD)
     if row is None or row["version"] == known.version:
         return known if row else None
+    if row["version"] < known.version:
+        known = Scope()  # a backup was restored
     redacted, removed = set(known.collections.excluded), dict(known.removed)
     for target, action in await connection.fetch(_REMOVED_SINCE, known.version):
         did, _, path = target.removeprefix("at://").partition("/")

@@ -289,5 +289,8 @@ async def test_scope_is_read_in_steps(db: Database) -> None:
         assert (known, known.removed) == (replace(whole, collections=known.collections), whole.removed)
         assert known.collections.excluded == whole.collections.excluded
         scope = known
+    restored = await db.scope.load(replace(scope, version=scope.version + 5, removed={}))
+    assert restored is not None
+    assert restored.removed == scope.removed, "a process that runs while a backup is restored reads all"
     assert scope.removed == {did("a"): frozenset({PATH.encode(), b"a.b.c/d"})}
     assert scope.collections.excluded == {COLLECTION}
