@@ -230,7 +230,7 @@ async def test_redacted_account_and_collection_are_nowhere_and_never_come_back(d
         await resync(daemon, ada)
         ada.update(f"{LIKE}/secret", SECRET | {"again": 2})
         new = daemon.create_account("new.test")
-        new.create(LIKE, SECRET)
+        new.create(LIKE, SECRET, rkey="secret")
         daemon.lose_commit(new)
         await daemon.wait_for_cursor()
         await daemon.resync_until_equal(new)
