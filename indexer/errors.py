@@ -83,10 +83,6 @@ class LayoutChangedError(IndexerError):
         super().__init__("The database was distributed while this process ran. Start the process again.")
 
 
-class InvalidScopeError(IndexerError):
-    """The requested scope names something that is not a collection or a DID, or no collection. Nothing changed."""
-
-
 class LexiconError(IndexerError):
     """A document is not a lexicon, or nobody publishes the lexicon of an NSID. The message names it in one line."""
 
@@ -101,6 +97,10 @@ class ViewInUseError(IndexerError):
 
 class SettingsError(IndexerError):
     """A setting is unknown or has a bad value. The message is one line that names it."""
+
+
+class InvalidScopeError(SettingsError):
+    """The requested scope names something that is not a collection or a DID, or no collection. Nothing changed."""
 
 
 class NoScopeError(SettingsError):

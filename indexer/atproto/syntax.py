@@ -159,17 +159,19 @@ class CollectionFilter:
 
     Attributes:
         patterns: The patterns as given.
+        excluded: Collections that are not selected, although a pattern may match them.
     """
 
-    __slots__ = ("_exact", "_prefixes", "patterns")
+    __slots__ = ("_exact", "_prefixes", "excluded", "patterns")
 
-    def __init__(self, patterns: Iterable[str] = ("*",)) -> None:
+    def __init__(self, patterns: Iterable[str] = ("*",), excluded: Iterable[str] = ()) -> None:
         """Parse the patterns.
 
         Raises:
             ValueError: A pattern is invalid, or there is none; the message names it.
         """
         self.patterns = tuple(patterns)
+        self.excluded = frozenset(excluded)
         exact, prefixes = set(), []
         for pattern in self.patterns:
             if pattern == "*":
@@ -187,12 +189,17 @@ class CollectionFilter:
 
     @property
     def matches_all(self) -> bool:
-        """True if every collection is selected."""
+        """True if every collection that is not excluded is selected."""
         return "" in self._prefixes
 
+    @property
+    def with_excluded(self) -> list[str]:
+        """The patterns, and the excluded collections after `!`, as the native core takes them."""
+        return [*self.patterns, *(f"!{nsid}" for nsid in sorted(self.excluded))]
+
     def matches(self, nsid: str) -> bool:
-        """Return True if one of the patterns matches the NSID."""
-        return nsid in self._exact or nsid.startswith(self._prefixes)
+        """Return True if one of the patterns matches the NSID, and it is not excluded."""
+        return (nsid in self._exact or nsid.startswith(self._prefixes)) and nsid not in self.excluded
 
     def __str__(self) -> str:
         return ",".join(self.patterns)

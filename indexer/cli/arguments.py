@@ -58,6 +58,25 @@ def parse_record_uri(text: str) -> AtUri:
     return uri
 
 
+Target = tuple[str | None, str | None, str | None]
+"""DID or handle, collection and record key of a record; the first of an account; the second of a collection."""
+
+
+def parse_target(text: str) -> Target:
+    """Return the target of `redact` and `takedown`; raise `BadParameter` for anything else."""
+    if is_did(text):
+        return text, None, None
+    if is_nsid(text):
+        return None, text, None
+    try:
+        uri = AtUri.parse(text)  # paths are compared byte by byte, so it is not normalized
+    except ValueError:
+        uri = AtUri("")
+    if uri.rkey is None:
+        raise wrong(text, "is neither at://DID-or-handle/collection/rkey, nor a DID, nor the NSID of a collection")
+    return uri.authority, uri.collection, uri.rkey
+
+
 def parse_nsid(text: str) -> str:
     """Return the normalized NSID; raise `BadParameter` if it is not one."""
     nsid = normalize_nsid(text) if is_nsid(text) else ""

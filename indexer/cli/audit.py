@@ -100,7 +100,8 @@ class RepoComparison:
         self.result = RepoAudit(snapshot.did)
         self._snapshot = snapshot
         self._policy = policy
-        self._diff = SnapshotDiff(entry for entry in snapshot.records() if selected_path(entry[0], policy))
+        selected = (entry for entry in snapshot.records() if selected_path(entry[0], policy))
+        self._diff = SnapshotDiff(entry for entry in selected if policy.scope.selects(snapshot.did, entry[0]))
         self._complete = filter_of(policy.scope.added_until(scope_version))
         self._not_compared = Counter[str]()
 
@@ -155,7 +156,7 @@ class RepoComparison:
             self.result.records += 1
             description = "missing in the database"
         elif exported is None:
-            if not self._policy.scope.collections.matches(collection):
+            if not self._policy.scope.selects(self.result.did, path):
                 self._not_compared[BEING_DELETED] += 1
                 return
             description = "not in the repo"
@@ -387,10 +388,10 @@ async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: in
     """Fetch repos again and compare every record with the database.
 
     Nothing is changed. Each repo, or only its chosen records with proof, is fetched from its own host, verified,
-    and compared as of one point in time. If the host has a newer rev, a daemon gets some seconds to store it.
+    and compared as of one point in time.
 
     Print each difference (the first hundred of a repo), each repo that could not be compared, and a summary with the
-    number of stored records by proof. With --json, print one line for each repo, and the summary last. The exit code is
+    number of stored records by proof. The exit code is
     5 if there are differences, otherwise 1 if a repo in the database could not be compared or none is synchronized,
     otherwise 4 if a DID is not in the database.
     """

@@ -89,8 +89,7 @@ def _records(block_of: BlockOf, data: bytes, limits: Limits) -> Iterator[Inspect
 async def inspect_command(settings: Settings, *, file: Path, key: PublicKey | None, as_json: bool) -> int:
     """Verify a CAR export of a repo offline and list its records.
 
-    The command hashes every block, decodes the commit and walks the whole tree. The exit code is 1, with the reason, if
-    the export breaks a rule or is incomplete.
+    The exit code is 1, with the reason, if the export breaks a rule or is incomplete.
     """
     try:
         with open_export(file, key, settings.limits) as export:

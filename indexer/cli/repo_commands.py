@@ -1,4 +1,4 @@
-"""The commands `add`, `resync`, `takedown` and `discover`."""
+"""The commands `add`, `resync` and `discover`."""
 
 from contextlib import aclosing
 from itertools import islice
@@ -39,15 +39,18 @@ async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str
     Empty lines and lines that start with # are skipped.
     """
     given = given_dids(dids, file, parse_new_did)
-    added = count = 0
+    added = count = redacted = 0
     async with connect_database(settings) as db:
         with CommandProgress("repos", None) as progress:
             while batch := list(islice(given, ADD_BATCH_SIZE)):
                 count += len(batch)
                 added += await db.scope.track(batch)
+                redacted += sum([row["action"] == "redact" for row in await db.removals.of(*batch)])
                 progress.show(count, note=f"{added:,} added")
-    result = {"added": added, "already_tracked": count - added}
-    echo_result(result, f"repos: {added} added, {count - added} already tracked", as_json=as_json)
+    result = {"added": added, "already_tracked": count - added - redacted, "redacted": redacted}
+    refused = f", {redacted} redacted" if redacted else ""
+    text = f"repos: {added} added, {result['already_tracked']} already tracked{refused}"
+    echo_result(result, text, as_json=as_json)
     return ExitCode.OK
 
 
@@ -64,9 +67,8 @@ async def resync_command(
 
     The records stay visible in the meantime.
 
-    With --behind, a repo that seems to be behind is compared again after half a minute, because the stream may still
-    deliver its commits. If the scope is `all` repos, unknown ones become tracked. The daemon does the same every
-    INDEXER_SWEEP_INTERVAL, and while a gap is open. Only the daemon closes gaps.
+    With --behind, a repo that seems to be behind is compared again after half a minute. If the scope is `all` repos,
+    unknown ones become tracked. The daemon does the same every INDEXER_SWEEP_INTERVAL, and while a gap is open.
     """
     if bool(dids) + errored + everything + behind != 1:
         raise click.UsageError("Give DIDs, or --errored, or --all, or --behind.")
@@ -89,24 +91,6 @@ async def resync_command(
     return ExitCode.OK
 
 
-@command("takedown")
-@click.argument("did", metavar="DID", type=parse_did)
-@click.option("--reverse", is_flag=True, help="Make the repo visible again.")
-@json_option
-async def takedown_command(settings: Settings, *, did: str, reverse: bool, as_json: bool) -> int:
-    """Hide a repo from the public views.
-
-    It stays hidden whatever its hosting status is. The daemon still keeps it up to date.
-    """
-    async with connect_database(settings) as db:
-        known = await db.repos.set_takedown(did, on=not reverse)
-    if not known:
-        return report_error(f"{did} is not in the database", ExitCode.UNKNOWN)
-    text = f"{did} is {'no longer taken down' if reverse else 'taken down'}"
-    echo_result({"did": did, "takedown": not reverse}, text, as_json=as_json)
-    return ExitCode.OK
-
-
 @command("discover")
 @click.option(
     "--collection",
@@ -125,8 +109,8 @@ async def discover_command(
 ) -> int:
     """List the accounts of a host and start tracking the unknown ones.
 
-    The daemon fetches each repo and follows it from then on. An interrupted discovery continues where it stopped. Only
-    a few hosts besides relays can list accounts by collection.
+    An interrupted discovery continues where it stopped. Only a few hosts besides relays can list accounts by
+    collection.
 
     With --hosts, an account is added only if the scope wants it and its identity names the host that lists it. The
     daemon does the same every INDEXER_HOSTS_INTERVAL.

@@ -63,10 +63,10 @@ async def set_command(
 ) -> int:
     """Change the given parts of the scope.
 
-    A pattern is an NSID, the beginning of one with `.*`, or `*`. Records of removed collections are deleted. Records
-    of added collections are fetched. `--track all` tracks every repo that the stream or the relay's repo list shows,
-    `listed` only repos that are added, `signal` also repos with a record of a signal collection. Repos that the new
-    scope does not want are untracked, and their records deleted.
+    A pattern is an NSID, the beginning of one with `.*`, or `*`. Records of removed collections, and of repos that the
+    new scope does not want, are deleted. Those of added collections are fetched. `--track all` tracks every repo that
+    the stream or the relay's repo list shows, `listed` only added ones, `signal` also those with a record of a signal
+    collection.
 
     The command asks for confirmation if stored records would be deleted, and needs --yes if there is no terminal.
     """
@@ -74,16 +74,13 @@ async def set_command(
         raise click.UsageError("Give --track, --collections or --signal-collections.")
     async with connect_database(settings) as db:
         before = await db.scope.load() or settings.first_scope
-        try:
-            after = _changed(before, track, _split(collections), _split(signal_collections))
-            question = await _question(db, before, after)
-            if question and not yes:
-                confirm(question)
-            scope = await db.scope.change(
-                Track(track) if track else None, _split(collections), _split(signal_collections), settings.first_scope
-            )
-        except InvalidScopeError as error:
-            raise click.UsageError(str(error)) from error
+        after = _changed(before, track, _split(collections), _split(signal_collections))
+        question = await _question(db, before, after)
+        if question and not yes:
+            confirm(question)
+        scope = await db.scope.change(
+            Track(track) if track else None, _split(collections), _split(signal_collections), settings.first_scope
+        )
         progress = await db.scope.progress()
     _print(scope, progress, as_json=as_json)
     return ExitCode.OK
@@ -99,9 +96,8 @@ async def untrack_command(
 ) -> int:
     """Stop tracking repos, and delete their records.
 
-    The public views hide the records at once; the daemon deletes them in batches. The repos stay untracked until
-    `indexer add`, `POST /repos/add` or `atproto.track` names them. The command asks for confirmation if the DIDs come
-    from a file or from standard input.
+    The records are hidden at once, and then deleted. The repos stay untracked until `indexer add`, `POST /repos/add` or
+    `atproto.track` names them. The command asks for confirmation if the DIDs come from a file or standard input.
     """
     given = list(given_dids(dids, file, parse_did))
     if given != list(dids) and not yes:
@@ -161,6 +157,7 @@ def _print(scope: Scope, progress: list[CollectionProgress], *, as_json: bool) -
             "track": scope.track,
             "collections": scope.collections.patterns,
             "signal_collections": scope.signal_patterns,
+            "redacted_collections": sorted(scope.collections.excluded),
             "progress": [
                 {"collection": row.collection, "repos": row.repos, "complete": row.complete} for row in progress
             ],

@@ -85,6 +85,12 @@ async def record_command(settings: Settings, *, uri: AtUri, as_json: bool) -> in
     async with connect_database(settings) as db:
         did = await _find_did(db, uri.authority)
         record = await db.reports.record(did, uri.collection or "", uri.rkey or "") if did else None
+        name = f"at://{did}/{uri.collection}/{uri.rkey}"
+        removed = [] if record else await db.removals.of(name, did or "", uri.collection or "")
+    for row in removed:
+        state = "redacted" if row["action"] == "redact" else "hidden"
+        why = f"{state} by {row['role']} at {row['at']:%F %T}: {row['reason'] or 'no reason given'}"
+        return report_error(f"{row['target']} is {why}", ExitCode.UNKNOWN)
     if record is None:
         return report_error(f"{uri} is not in the database, or its account is hidden", ExitCode.UNKNOWN)
     if as_json:

@@ -43,7 +43,7 @@ from indexer.sync.shard import Shard
 from indexer.sync.verify import BlockOf, VerifiedCommit, previous_root
 
 CoreChoice = Literal["auto", "python", "native"]
-INTERFACE = 7
+INTERFACE = 8
 """The number of the interface between this package and the native module."""
 PAGE_BYTES = 1 << 14
 _PROBLEM_OF_SHAPE = (None, Problem.NOT_A_MAP, Problem.NO_TYPE, Problem.OTHER_TYPE)
@@ -215,9 +215,9 @@ class ProvenExport(Snapshot):
 
     def new_records(self, policy: Policy) -> NewRecords:
         """Return the records that `policy` selects, converted."""
-        converter = RecordConverter(policy, self.head.rev, self.size)
-        records = self.native.records(list(policy.scope.collections.patterns))
-        if policy.store_values:
+        converter = RecordConverter(policy, self.did, self.head.rev, self.size)
+        records = self.native.records(policy.scope.collections.with_excluded)
+        if policy.store_values and self.did not in policy.scope.removed:
             return _NativeNewRecords(records, self.block_of, converter)
         return NewRecords(_entries(records), self.block_of, converter)
 
@@ -310,7 +310,7 @@ class NativeCore(Core):
     ) -> CommitsBeingVerified:
         """See `Core`."""
         given = [(event, previous_root(event), key.curve, key.uncompressed) for event, key in commits]
-        patterns = policy.scope.collections.patterns if policy.store_values else ()
+        patterns = policy.scope.collections.with_excluded if policy.store_values else ()
         return CommitsBeingVerified(commits, self._core.begin(given, patterns, policy.limits))
 
 

@@ -18,6 +18,7 @@ from indexer.db.identities import Identities
 from indexer.db.lexicon_indexes import LexiconIndexes
 from indexer.db.lexicons import Lexicons
 from indexer.db.links import Links
+from indexer.db.removals import Removals
 from indexer.db.reports import Reports
 from indexer.db.repos import Repos
 from indexer.db.resync_queue import Resyncs
@@ -50,6 +51,7 @@ class Database(Connections):
         self.lexicon_indexes = LexiconIndexes(self)
         self.links = Links(self)
         self.reports = Reports(self)
+        self.removals = Removals(self)
         self.repos = Repos(self)
         self.resyncs = Resyncs(self)
         self.scope = StoredScope(self)

@@ -51,12 +51,22 @@ _COLUMNS = typed(
 
 _FIELDS = [name for name in _COLUMNS if name != "bucket"]
 
+# None that may have the content of a redacted or hidden record.
 _INSERT = f"""
     insert into indexer.dead_letter ({", ".join(_COLUMNS)}) select {", ".join(_COLUMNS)}
     from {unnest(_COLUMNS, "w")}
     where not exists (
         select from indexer.dead_letter d where d.bucket = w.bucket and {of_buckets("d")}
             and d.relay = w.relay and d.reason = w.reason and d.epoch = w.epoch and d.seq = w.seq and d.frame = w.frame
+    ) and not exists (
+        select from indexer.removal v where v.target = w.did and v.action = 'redact'
+    ) and not exists (
+        select from indexer.removal v
+        where v.target >= 'at://' || w.did || '/' and v.target < 'at://' || w.did || '0'
+            and position(convert_to(substr(v.target, length('at://' || w.did || '/') + 1), 'UTF8') in w.frame) > 0
+    ) and not exists (
+        select from indexer.removal v
+        where position(':' in v.target) = 0 and position(convert_to(v.target || '/', 'UTF8') in w.frame) > 0
     )
     order by ordinal
 """

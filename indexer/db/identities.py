@@ -113,6 +113,8 @@ _SAVE = f"""
     from saved join before using (did, bucket) where saved.pds <> before.pds or {_RENAMED} order by did
 """
 
+_REDACTED = "select target from indexer.removal where target = any($1::text[]) and action = 'redact'"
+
 # `refresh_at` is not before the latest announcement, so that a lookup that asked earlier does not remove the mark
 # (`_CHANGED_SINCE`). So an announcement ends a postponement, but not the back-off after failed refreshes, which is the
 # same however often the identity is announced.
@@ -268,6 +270,8 @@ class Identities(Area):
 async def save_identities(connection: Connection, stored: Iterable[StoredIdentity]) -> None:
     """Store identities, and log changes, as of `Identities.save`."""
     latest = {identity.did: identity for identity in stored}
+    for (did,) in await connection.fetch(_REDACTED, list(latest)):
+        del latest[did]
     rows = [(did, bucket_of(did), *values_of(latest[did], _FIELDS)) for did in sorted(latest)]
     saved = await connection.fetch(_SAVE, *columns_of(rows, _COLUMNS), time()) if rows else []
     changes: list[ChangeLogEntry] = []

@@ -12,8 +12,9 @@ the log after the position with which the backfill began. See docs/decisions/001
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any
 
 from asyncpg import Record as Row
@@ -21,6 +22,7 @@ from asyncpg import Record as Row
 from indexer.atproto.links import links_of
 from indexer.crash_points import COMMITTED, crash_point
 from indexer.db.change_log_reads import (
+    LATEST_SEQ,
     ChangeSignal,
     LogTrimmedError,
     listen_on,
@@ -43,6 +45,7 @@ MAX_BYTES = 1 << 20
 QUICK_BYTES = 1 << 16
 """Bytes of values in which links are found on the event loop, in some milliseconds. A thread would stop it for longer:
 both wait for the interpreter lock."""
+CATCH_UP_POLL = 0.05
 MAX_RECOUNTED = 100
 """Records of one transaction that changes whether links count."""
 
@@ -324,6 +327,22 @@ class Links(Area):
             open_lock(connection, LINKS, self._pool.layout) as lock,
         ):
             yield LinkSession(connection, lock, await listen_on(connection))
+
+    async def catch_up(self, seconds: float) -> bool:
+        """Wait until links have all changes of now, or follow them if no process does; False if it takes too long."""
+        latest, deadline, owned = await self._fetchval(LATEST_SEQ), monotonic() + seconds, False
+        async with self.session() as session:
+            while (seq := await self._fetchval("select seq from indexer.link_reader")) is not None and seq < latest:
+                if monotonic() > deadline:
+                    return False
+                owned = owned or await session.lock.claim()
+                if not owned:
+                    await asyncio.sleep(CATCH_UP_POLL)
+                    continue
+                await session.begin()
+                with suppress(PositionLostError):  # the process that keeps links next begins anew
+                    await session.read_changes()
+        return True
 
     async def are_kept(self) -> bool:
         """Return True if links are stored, or were turned on."""

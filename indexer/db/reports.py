@@ -161,6 +161,8 @@ _RECORD = """
     select uri, cid, rev, value, value_problem, indexed_at, first_seen, first_seen_live from atproto.records
     where did = $1 and bucket = $2 and collection = $3 and rkey = $4
 """
+_REDACTED = "select coalesce(reason, '') from indexer.removal where target = $1 and action = 'redact'"
+_REMOVED = "select count(*) from indexer.removed where target >= 'at://' || $1 || '/' and target < 'at://' || $1 || '0'"
 _RECORDS = "select collection || '/' || rkey, cid from atproto.records where did = $1 and bucket = $2"
 
 
@@ -211,13 +213,18 @@ class Reports(Area):
             return await load_state(connection, time())
 
     async def repo(self, did: str, max_records: int = ALL_RECORDS) -> dict[str, Any] | None:
-        """Return what is stored about a repo, by column, with the number of its records up to `max_records`."""
+        """Return what is stored about a repo, by column, with the number of its records up to `max_records`.
+
+        `redacted` is the reason of its redaction; None if it is not redacted. `removed` is the number of its records
+        that are redacted or hidden one by one.
+        """
         async with self._pool.connection() as connection:
             row = await connection.fetchrow(REPO, did, bucket_of(did), max_records)
             if row is None:
                 return None
             cids = {name: None if row[name] is None else cid_text(row[name]) for name in ("data", "commit")}
-            return {**row, **cids}
+            redacted, removed = await connection.fetchval(_REDACTED, did), await connection.fetchval(_REMOVED, did)
+            return {**row, **cids, "redacted": redacted, "removed": removed}
 
     async def record(self, did: str, collection: str, rkey: str) -> dict[str, Any] | None:
         """Return the row of `atproto.records` with its value decoded; None if there is none."""

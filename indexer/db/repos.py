@@ -7,6 +7,7 @@ from indexer.crash_points import crash_point
 from indexer.db.columns import Connection, buckets_of, repo_columns, repo_of
 from indexer.db.connections import Area
 from indexer.db.layout import estimate_rows
+from indexer.db.scope import invalid_arguments
 from indexer.db.write import write
 from indexer.sync.changes import Batch, RecordChange, RepoWrite
 from indexer.sync.repo import CHOSEN, OUT_OF_SCOPE, TOMBSTONED, Repo, SyncStatus, erase, named
@@ -32,7 +33,7 @@ _PAGE = f"""
     from indexer.repo where did > $1 order by did limit $2
 """
 
-_REQUEST_TAKEDOWN = "select atproto.request_takedown($1, $2)"
+_TAKE_DOWN = "select indexer.take_down($1, $2, $3)"
 
 _TO_NAME = f"""
     select {repo_columns("r")} from indexer.repo r
@@ -133,9 +134,14 @@ class Repos(Area):
         async with self._pool.connection() as connection:
             return await estimate_rows(connection, "indexer.repo")
 
-    async def set_takedown(self, did: str, *, on: bool) -> bool:
-        """Hide the repo locally, or show it again; return False if the repo does not exist."""
-        return bool(await self._fetchval(_REQUEST_TAKEDOWN, did, on))
+    async def set_takedown(self, target: str, *, on: bool, reason: str | None = None) -> bool:
+        """Hide a repo, or the record with this AT-URI, or show it again; return False if the repo does not exist.
+
+        Raises:
+            InvalidScopeError: The record is redacted, and cannot be shown, or there are too many.
+        """
+        with invalid_arguments():
+            return bool(await self._fetchval(_TAKE_DOWN, target, on, reason))
 
     async def due_gone(self, buckets: Sequence[int], limit: int, now: float) -> list[str]:
         """Return DIDs that are gone from their directory, and whose records are due to be erased after a last check."""

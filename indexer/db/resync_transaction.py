@@ -156,7 +156,7 @@ class ResyncTransaction:
 
         Otherwise records of collections that are no longer selected could be written after the others were deleted.
         """
-        return await holds(self.connection, self.scope_version)
+        return await holds(self.connection, self.scope_version, [repo.did for repo in self.claimed])
 
     async def is_subscribed(self, subscribed: int | None) -> bool:
         """Return True if the account's host is still subscribed, as this row says; it is until the transaction ends."""

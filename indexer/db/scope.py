@@ -26,13 +26,21 @@ BATCH_SIZE = 1_000
 """Repos that one statement tracks or untracks. The live path waits for the rows of an open transaction."""
 
 _LOAD = """
-    select version, track, collections, added_in, signal_collections, repos_narrowed_in
+    select version, track, collections, added_in, signal_collections, repos_narrowed_in, chosen_in
     from indexer.scope
 """
 
+_REMOVED_SINCE = "select target, action from indexer.removal where version > $1 order by id"
+_REMOVED_OF = """
+    select exists (
+        select from unnest($2::text[]) d(did), indexer.removal v
+        where v.version > $1 and v.target >= 'at://' || d.did || '/' and v.target < 'at://' || d.did || '0'
+    )
+"""
 _INSERT_FIRST = """
-    insert into indexer.scope (version, track, collections, added_in, signal_collections)
-    select 1, $1, s.collections, array_fill(0::bigint, array[cardinality(s.collections)]), indexer.checked_patterns($3)
+    insert into indexer.scope (version, chosen_in, track, collections, added_in, signal_collections)
+    select 1, 1, $1, s.collections, array_fill(0::bigint, array[cardinality(s.collections)]),
+        indexer.checked_patterns($3)
     from (select indexer.checked_patterns($2) as collections) s
     on conflict (singleton) do nothing
 """
@@ -41,7 +49,7 @@ _CHANGE = "select indexer.change_scope($1, $2, $3)"
 _TRACK = "select atproto.track($1)"
 _UNTRACK = "select atproto.untrack($1)"
 # SHARE does not conflict with itself, and a change of the scope waits for it.
-_HOLD = "select version from indexer.scope for share"
+_HOLD = "select version, chosen_in from indexer.scope for share"
 _PROGRESS = "select collection, added_in, newest, repos, complete from atproto.scope_progress order by collection"
 
 
@@ -55,14 +63,32 @@ class CollectionProgress(NamedTuple):
     complete: int
 
 
-async def load(connection: Connection) -> Scope | None:
-    """Return the stored scope; None before the first daemon has stored one."""
+async def load(connection: Connection, known: Scope = Scope()) -> Scope | None:  # noqa: B008 - it is immutable
+    """Return the stored scope, or `known` if it has the same version; None before the first daemon has stored one."""
     row = await connection.fetchrow(_LOAD)
-    if row is None:
-        return None
-    collections, signals = CollectionFilter(row["collections"]), filter_of(row["signal_collections"])
-    added_in = tuple(row["added_in"])
-    return Scope(row["version"], Track(row["track"]), collections, added_in, signals, row["repos_narrowed_in"])
+    if row is None or row["version"] == known.version:
+        return known if row else None
+    if row["version"] < known.version:
+        known = Scope()  # a backup was restored
+    redacted, removed = set(known.collections.excluded), dict(known.removed)
+    for target, action in await connection.fetch(_REMOVED_SINCE, known.version):
+        did, _, path = target.removeprefix("at://").partition("/")
+        if path:
+            before, paths = removed.pop(did, frozenset()), {path.encode()}
+            if after := before - paths if action == "show" else before | paths:
+                removed[did] = after
+        else:
+            redacted.add(target)
+    return Scope(
+        row["version"],
+        Track(row["track"]),
+        CollectionFilter(row["collections"], redacted),
+        tuple(row["added_in"]),
+        filter_of(row["signal_collections"]),
+        row["repos_narrowed_in"],
+        row["chosen_in"],
+        removed,
+    )
 
 
 async def _load_existing(connection: Connection) -> Scope:
@@ -77,18 +103,24 @@ async def _insert_first(connection: Connection, first: Scope) -> None:
     await connection.execute(_INSERT_FIRST, first.track, patterns, list(first.signal_patterns))
 
 
-async def holds(connection: Connection, version: int) -> bool:
-    """Return True if the scope has this version, 0 if there is none; it cannot change before the transaction ends."""
-    return (await connection.fetchval(_HOLD) or 0) == version
+async def holds(connection: Connection, version: int, dids: Sequence[str] = ()) -> bool:
+    """Return True if the scope has this version, 0 if there is none; it cannot change before the transaction ends.
+
+    A later version counts as this one if they only differ in which records of other repos than these are removed.
+    """
+    present, chosen_in = await connection.fetchrow(_HOLD) or (0, 0)
+    if present <= version or chosen_in > version:
+        return bool(present == version)
+    return not dids or not await connection.fetchval(_REMOVED_OF, version, dids)
 
 
 class StoredScope(Area):
     """The stored scope, and the repos that commands track."""
 
-    async def load(self) -> Scope | None:
-        """Return the stored scope; None before the first daemon has stored one."""
+    async def load(self, known: Scope = Scope()) -> Scope | None:  # noqa: B008 - it is immutable
+        """Return the stored scope, or `known` if it has the same version; None before the first daemon stored one."""
         async with self._pool.connection() as connection:
-            return await load(connection)
+            return await load(connection, known)
 
     async def begin(self, first: Scope) -> Scope:
         """Store the first scope, unless there is one; return the stored one."""
@@ -111,7 +143,7 @@ class StoredScope(Area):
         async with self._pool.transaction() as connection:
             if first is not None:
                 await _insert_first(connection, first)
-            with _invalid_arguments():
+            with invalid_arguments():
                 await connection.fetchval(_CHANGE, track, collections, signal_collections)
             return await _load_existing(connection)
 
@@ -138,7 +170,7 @@ class StoredScope(Area):
     async def _call(self, statement: str, dids: Iterable[str]) -> int:
         ordered = sorted(set(dids))
         parts = [ordered[start : start + BATCH_SIZE] for start in range(0, len(ordered), BATCH_SIZE)]
-        with _invalid_arguments():
+        with invalid_arguments():
             return sum([await self._fetchval(statement, part) for part in parts])
 
 
@@ -151,7 +183,7 @@ class CurrentScope:
         policy: The policy, at first with the scope of the settings, for a database without one. A change replaces the
             object, so that a plan that has begun keeps the one it began with.
         chosen: The settings name a scope.
-        changed_at: When this process took the present scope (monotonic seconds).
+        changed_at: When this process took the present choice of repos and collections (monotonic seconds).
     """
 
     stored: StoredScope
@@ -183,7 +215,7 @@ class CurrentScope:
 
     async def refresh(self) -> None:
         """Read the scope."""
-        stored = await self.stored.load()
+        stored = await self.stored.load(self.scope)
         if stored is not None and stored.version != self.scope.version:
             log.info("scope.changed", version=stored.version, before=str(self.scope), now=str(stored))
             self._take(stored)
@@ -208,13 +240,15 @@ class CurrentScope:
         return all(used == version or not count for used, count in self._in_use.items())
 
     def _take(self, scope: Scope) -> None:
+        if scope.chosen_in != self.scope.chosen_in:
+            self.changed_at = monotonic()
         self.policy = replace(self.policy, scope=scope)
-        self.changed_at = monotonic()
         self._in_use = +self._in_use
 
 
 @contextmanager
-def _invalid_arguments() -> Iterator[None]:
+def invalid_arguments() -> Iterator[None]:
+    """Raise InvalidScopeError for arguments that a function in SQL refuses."""
     try:
         yield
     except (

@@ -89,14 +89,18 @@ class _Differences:
     def __init__(self, export: Snapshot, policy: Policy) -> None:
         self._export = export
         self.proof = export.proof
-        self._converter = RecordConverter(policy, export.head.rev, export.size)
+        self._converter = RecordConverter(policy, export.did, export.head.rev, export.size)
         self._collections = policy.scope.collections
+        self._removed = policy.scope.removed.get(export.did)
 
     def selected(self) -> Iterator[tuple[bytes, bytes]]:
-        """Return the entries of the selected collections. The comparison deletes stored records of others."""
-        if self._collections.matches_all:
-            return self._export.records()
-        collections = groupby(self._export.records(), lambda entry: entry[0].partition(b"/")[0])
+        """Return the entries of the selected records. The comparison deletes other stored records."""
+        entries = self._export.records()
+        if removed := self._removed:
+            entries = (entry for entry in entries if entry[0] not in removed)
+        if self._collections.matches_all and not self._collections.excluded:
+            return entries
+        collections = groupby(entries, lambda entry: entry[0].partition(b"/")[0])
         return chain.from_iterable(
             entries for name, entries in collections if self._collections.matches(name.decode(errors="replace"))
         )

@@ -10,9 +10,10 @@ Records that are stored with the same CID are not requested, nor subtrees that c
 
 import asyncio
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import product
 from math import ceil, inf
 from time import monotonic
 from typing import Literal
@@ -35,6 +36,7 @@ from indexer.sync.changes import RecordConverter, selected_path
 from indexer.sync.export import RangeSnapshot, verify_ranges
 from indexer.sync.identity import MAX_HOSTS
 from indexer.sync.policy import Policy
+from indexer.sync.scope import Scope
 from indexer.sync.verify import VerifiedChange
 
 SparseChoice = Literal["auto", "always", "never"]
@@ -71,6 +73,7 @@ class SparseDownload:
     """The blocks of one repo that were fetched so far. Each is hashed, and nothing in them is proven yet."""
 
     policy: Policy
+    did: str
     stored: Stored = field(default_factory=Stored)
     root: bytes = b""  # the CID of the latest commit that the host named
     size: int = 0  # of all blocks with their lengths and CIDs, in bytes
@@ -116,14 +119,15 @@ class SparseDownload:
         data, limits = decode_commit(self.blocks[self.root], self.root).data, self.policy.limits
         walk = walk_ranges(self._node, data, ranges_of(self.policy.scope.collections.patterns), limits)
         walk.unread = [node for node in walk.unread if not self._rebuild(node)]
-        walk.entries = [(path, cid) for path, cid in walk.entries if self.stored.entries.get(path) != cid]
+        stored, selects = self.stored.entries, self.policy.scope.selects
+        walk.entries = [one for one in walk.entries if stored.get(one[0]) != one[1] and selects(self.did, one[0])]
         wanted = [node.cid for node in walk.unread]
         wanted += [cid for _, cid in walk.entries] if self.policy.store_values else []
         return walk, [cid for cid in dict.fromkeys(wanted) if cid not in self.blocks]
 
     def omits_values(self, walk: RangeWalk) -> bool:
         """Return True if values are omitted because the download is small. The export may have them: it is larger."""
-        converter = RecordConverter(self.policy, "", self.size)
+        converter = RecordConverter(self.policy, self.did, "", self.size)
         changes = [VerifiedChange(path, None, cid, self.blocks.get(cid)) for path, cid in walk.entries]
         return any(change.problem in _BOUNDED_BY_SIZE for change in map(converter.convert, changes) if change)
 
@@ -193,12 +197,15 @@ class SparseFetch:
             UnavailableError: The host fails or lacks blocks, or the repo changes all the time.
         """
         is_possible, hint = self.is_possible(did, host, policy), self.hints.pop(did, "")
-        is_selected = selected_path(hint.encode(errors="replace"), policy) is not None
+        hinted = hint.encode(errors="replace")
+        is_selected = selected_path(hinted, policy) is not None and policy.scope.selects(did, hinted)
         if not is_possible or (policy.scope.collections.matches_all and not is_selected):
             return None
-        path = hint if is_selected else f"{_any_collection(policy.scope.collections.patterns[0])}/self"
+        path = hint if is_selected else next(_paths(policy.scope, did, ["self", *"-~"]), "")
+        if not path:
+            return None
         try:
-            return await self._fetch(did, host, path, SparseDownload(policy, stored), opened)
+            return await self._fetch(did, host, path, SparseDownload(policy, did, stored), opened)
         except UnavailableError as error:
             refuses_absent_keys = isinstance(error, XrpcError) and error.name == "RecordNotFound"
             if (refuses_absent_keys and path != hint) or isinstance(error, MethodNotOfferedError):
@@ -230,9 +237,7 @@ class SparseFetch:
 
     async def _complete(self, download: SparseDownload, did: str, host: str) -> bool:
         """Fetch the blocks that the latest commit needs; return False if the export is to be fetched."""
-        patterns = download.policy.scope.collections.patterns
-        collections = [_any_collection(pattern) for pattern in patterns if pattern != "*"]
-        borders = [f"{collection}/{rkey}" for collection in collections for rkey in "-~"]  # the first and the last rkey
+        borders = list(_paths(download.policy.scope, did, "-~"))  # the first and the last rkey
         for _ in range(MAX_ROUNDS):
             walk, missing = await asyncio.to_thread(download.walk)
             if not missing:
@@ -258,6 +263,14 @@ class SparseFetch:
                 raise _BlocksMissingError(FetchFailure.BAD_ANSWER)
             download.add(blocks)
         return False
+
+
+def _paths(scope: Scope, did: str, rkeys: Iterable[str]) -> Iterator[str]:
+    """Yield a path for each chosen pattern and each record key, but none of a redacted or hidden record."""
+    patterns = [pattern for pattern in scope.collections.patterns if pattern != "*"]
+    for pattern, rkey in product(patterns, rkeys):
+        if scope.selects(did, (path := f"{_any_collection(pattern)}/{rkey}").encode()):
+            yield path
 
 
 def _any_collection(pattern: str) -> str:

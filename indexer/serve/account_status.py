@@ -52,8 +52,10 @@ def account_summary(row: Mapping[str, Any], now: datetime) -> Iterator[str]:
         yield _next_step(row, now)
     if row["takedown"]:
         yield "An operator has taken the account down here, so the public views hide its records."
+    if row["removed"]:
+        yield f"Records that operators have redacted or hidden: {row['removed']:,}."
     if not row["tracked"]:
-        yield "It is untracked: its records are erased, and its messages ignored. `indexer add` tracks it again."
+        yield f"It is untracked: its records are erased, and its messages ignored. {_tracked_again(row['redacted'])}"
     elif row["active"] and row["withheld_since"] is not None:
         withheld = _duration((now - row["withheld_since"]).total_seconds())
         is_read = row["sync_status"] == SyncStatus.SYNCHRONIZED
@@ -64,6 +66,12 @@ def account_summary(row: Mapping[str, Any], now: datetime) -> Iterator[str]:
         )
     elif not row["active"]:
         yield f"Its hosting status is {row['hosting_status']}, so the public views hide its records."
+
+
+def _tracked_again(redacted: str | None) -> str:
+    if redacted is None:
+        return "`indexer add` tracks it again."
+    return f"An operator has redacted it, so it is never tracked again. Reason: {redacted or 'none given'}."
 
 
 def _next_step(row: Mapping[str, Any], now: datetime) -> str:

@@ -186,8 +186,9 @@ class RecordConverter:
         bytes_converted: The sum of the sizes of the changes with values so far, in bytes (see `RecordChange.size`).
     """
 
-    def __init__(self, policy: Policy, rev: str, source_bytes: int) -> None:
+    def __init__(self, policy: Policy, did: str, rev: str, source_bytes: int) -> None:
         self._policy = policy
+        self._removed = policy.scope.removed.get(did)
         self._rev = rev
         self._max_bytes = MIN_VALUE_BYTES + MAX_EXPANSION * source_bytes
         self.bytes_converted = 0
@@ -210,6 +211,8 @@ class RecordConverter:
 
     def convert(self, change: VerifiedChange) -> RecordChange | None:
         """Return the change to store; None if the path is not selected."""
+        if self._removed and change.path in self._removed:
+            return None
         names = selected_path(change.path, self._policy)
         if names is None:
             return None

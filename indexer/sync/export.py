@@ -131,7 +131,7 @@ class Snapshot:
 
     def new_records(self, policy: Policy) -> NewRecords:
         """Return the records that `policy` selects, converted."""
-        converter = RecordConverter(policy, self.head.rev, self.size)
+        converter = RecordConverter(policy, self.did, self.head.rev, self.size)
         return NewRecords(self.records(), self.block_of, converter, self.proof)
 
 

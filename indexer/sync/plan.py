@@ -30,6 +30,7 @@ from indexer.sync.repo import (
     transition,
     unpark_withheld,
     unparked,
+    widen,
 )
 from indexer.sync.scope import Scope, Track
 from indexer.sync.verify import VerifiedCommit, verify_sync
@@ -58,6 +59,8 @@ def plan_event(
         case _:
             plan = _plan_signed(repo, event, key, context)
             if isinstance(plan, Plan) and plan.outcome is Outcome.BUFFERED:
+                if _writes_removed(event, context.policy.scope):
+                    return plan._replace(repo=amend(plan.repo))
                 return _buffer(plan.repo, size, context)
             return plan
 
@@ -91,6 +94,17 @@ def _may_add(event: RepoEvent, context: PlanContext) -> bool:
     if scope.signals is None:
         return scope.track is Track.ALL
     return isinstance(event, CommitEvent) and any(_writes_signal(op.path, op.cid, scope.signals) for op in event.ops)
+
+
+def _writes_removed(event: CommitEvent | SyncEvent, scope: Scope) -> bool:
+    """Return True if a frame has a redacted or hidden record, and is not buffered: its resync ends with an older rev.
+
+    Then another one follows, by the rev of the event that the row notes.
+    """
+    if not (scope.removed or scope.collections.excluded) or isinstance(event, SyncEvent):
+        return False
+    removed, excluded = scope.removed.get(event.did, ()), scope.collections.excluded
+    return any(op.path.encode() in removed or op.path.partition("/")[0] in excluded for op in event.ops)
 
 
 def _plan_out_of_scope(repo: Repo, event: RepoEvent, key: KeyState | None, context: PlanContext) -> Plan | NeedsKey:
@@ -382,7 +396,7 @@ def _buffer(repo: Repo, size: int, context: PlanContext) -> Plan:
 
 
 def _apply(repo: Repo, trigger: Trigger, commit: VerifiedCommit, context: PlanContext) -> Plan:
-    converter = RecordConverter(context.policy, commit.head.rev, commit.size)
+    converter = RecordConverter(context.policy, repo.did, commit.head.rev, commit.size)
     changes = [converter.convert(change) for change in commit.changes]
     return _advance(repo, trigger, commit.head, tuple([change for change in changes if change]), context)
 
@@ -407,6 +421,24 @@ def _can_synchronize_without_export(repo: Repo, rev: str, context: PlanContext) 
     if repo.did in context.limited or repo.withheld_since is not None:
         return False
     return repo.latest_verified_rev is None or repo.latest_verified_rev <= rev
+
+
+def plan_removal(repos: Mapping[str, Repo], keys: Sequence[RecordKey], scope: Scope) -> tuple[RepoWrite, ...]:
+    """Return one write per repo, none of them in progress, that deletes these records, which the scope leaves out.
+
+    The rows get the version of the scope, so a process that has an earlier one reads it before it plans on them. A repo
+    that may lack records must not get it. It is fetched, because its commits are not applied then.
+    """
+    deletes: dict[str, list[RecordChange]] = {did: [] for did in repos}
+    for did, collection, rkey in keys:
+        deletes.setdefault(did, []).append(RecordChange("delete", collection, rkey, None))
+
+    def after(repo: Repo) -> Repo:
+        if repo.scope_version < scope.complete_from:
+            return widen(repo) if repo.sync_status is SyncStatus.SYNCHRONIZED else amend(repo)
+        return amend(repo, scope_version=scope.version)
+
+    return tuple([RepoWrite(repo, after(repo), tuple(deletes[did])) for did, repo in repos.items()])
 
 
 def plan_narrowing(repos: Mapping[str, Repo], keys: Sequence[RecordKey]) -> tuple[RepoWrite, ...]:

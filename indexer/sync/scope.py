@@ -4,7 +4,7 @@ A daemon reads it every second, and plans each batch with one value. docs/invari
 none is left, while daemons still plan with the previous one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -30,9 +30,11 @@ class Scope:
 
     Attributes:
         version: Incremented by each change.
-        collections: The collections to store.
+        collections: The collections to store, without those that are redacted.
+        removed: The paths of the records that are redacted or hidden, by DID. They are not stored.
         added_in: For each pattern of `collections` the version that added it.
         signal_collections: The collections that cause a repo to be tracked; None if none is named.
+        chosen_in: The version that last changed more than `removed`.
         repos_narrowed_in: The version that last wanted fewer repos; 0: none. Repos that no later one wants are
             untracked.
     """
@@ -43,6 +45,13 @@ class Scope:
     added_in: tuple[int, ...] = ()
     signal_collections: CollectionFilter | None = None
     repos_narrowed_in: int = 0
+    chosen_in: int = 0
+    removed: Mapping[str, frozenset[bytes]] = field(default_factory=dict, compare=False)
+
+    def selects(self, did: str, path: bytes) -> bool:
+        """Return True if a record with this path is stored."""
+        collection = path.partition(b"/")[0].decode(errors="replace")
+        return path not in self.removed.get(did, ()) and self.collections.matches(collection)
 
     @property
     def complete_from(self) -> int:
@@ -98,7 +107,10 @@ class Scope:
 
     def __str__(self) -> str:
         signals = f", signal collections {self.signal_collections}" if self.signal_collections else ""
-        return f"repos {self.track}, collections {self.collections}{signals}"
+        redacted = f", redacted {','.join(sorted(self.collections.excluded))}" if self.collections.excluded else ""
+        removed = sum(map(len, self.removed.values()))
+        records = f", without {removed:,} redacted or hidden records" if removed else ""
+        return f"repos {self.track}, collections {self.collections}{redacted}{signals}{records}"
 
 
 def covers(outer: str, inner: str) -> bool:

@@ -129,7 +129,7 @@ class SignalDiscovery:
         self.stage = StageProgress("signal discovery")
         self._checks = self.stage.add()
         self._discovery = Discovery(self.db, self.outbound, self.stage)
-        # The reason to read the lists: the version of the scope, and the reconciliation before.
+        # The reason to read the lists: the version that chose the repos, and the reconciliation before.
         self._due: tuple[int, float | None] | None = None
         self._read: set[str] = set()
         self._retry_at = 0.0
@@ -145,7 +145,7 @@ class SignalDiscovery:
             DatabaseError: The database is unavailable.
         """
         scope = self.scope.scope
-        due = scope.version, self.reconciled_at()
+        due = scope.chosen_in, self.reconciled_at()
         if due != self._due:
             self._due, self._read = due, set()
         unread = set(filter(is_nsid, scope.signals.patterns)) - self._read if scope.signals is not None else set()

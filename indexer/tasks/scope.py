@@ -119,6 +119,11 @@ class ScopeNarrowing:
                 count, finished = await self._delete(scope, collection)
                 deleted, complete = deleted + count, complete and finished
             self.stage.moved()
+        async for keys in self.db.removals.stored(scope, self.shard.buckets):
+            removed = await self.db.removals.delete(scope, keys)
+            self.metrics.record_changes["delete", "true"].inc(removed or 0)
+            deleted, complete = deleted + (removed or 0), complete and removed is not None
+            self.stage.moved()
         if deleted:
             log.info("scope.narrowed", version=scope.version, records=deleted)
         if complete:
@@ -190,7 +195,7 @@ class ScopeBackfill:
         self._recheck_at = self._search_at = 0.0
         self._compared = 0
         # The lists that were read so far, for which version of the scope, and since when (Unix seconds).
-        self._read: tuple[int, float, dict[str, ListedAccounts | None]] = 0, 0.0, {}
+        self._read: tuple[int, float, dict[str, ListedAccounts | None]] = -1, 0.0, {}
         # By collection: since when its list could not be read, and when it is read again (monotonic seconds).
         self._failed: dict[str, tuple[float, float]] = {}
         self.stage = StageProgress("scope backfill")
@@ -231,8 +236,8 @@ class ScopeBackfill:
             return True
         if not (sources := self.sources()) or monotonic() < self.scope.changed_at + self.settings.settle:
             return False
-        if self._read[0] != scope.version:
-            self._read = scope.version, time(), {}
+        if self._read[0] != scope.chosen_in:
+            self._read = scope.chosen_in, time(), {}
         _, began_at, lists = self._read
         for pattern in listable:
             if pattern not in lists and self._may_read(pattern):
@@ -245,7 +250,7 @@ class ScopeBackfill:
                     if self._note_failure(pattern, error) >= self.settings.give_up:
                         log.warning("scope.list-given-up", collection=pattern)
                         lists[pattern] = None
-        if self.scope.scope.version != scope.version or len(lists) < len(listable):
+        if self.scope.scope.chosen_in != scope.chosen_in or len(lists) < len(listable):
             return False
         # First, so that a process that is killed before it has marked all repos compares them again, too.
         for pattern in [pattern for pattern in listable if lists[pattern] is not None]:
@@ -253,7 +258,7 @@ class ScopeBackfill:
             await self.db.crawls.save(recheck)
             crash_point("scope.recheck-planned")
         complete = await self._mark_complete(scope, lists)
-        self._read = 0, 0.0, {}
+        self._read = -1, 0.0, {}
         log.info("scope.compared", version=scope.version, complete=complete)
         return True
 

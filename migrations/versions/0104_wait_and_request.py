@@ -35,6 +35,8 @@ begin
     ) then
         raise exception 'the collection % is not in scope', collection
             using errcode = 'object_not_in_prerequisite_state';
+    elsif exists (select from indexer.removed m where m.target in ($1, collection)) then
+        raise exception '% is redacted or hidden', $1 using errcode = 'object_not_in_prerequisite_state';
     end if;
     select r.* into stored from indexer.repo r where r.did = one and r.bucket = indexer.bucket_of(one) for update;
     if stored.tracked is not true or not stored.visible then

@@ -6,7 +6,7 @@ The lock is needed for a moment: existing changes are not checked again, because
 from alembic import op
 
 revision = "0106"
-down_revision = "0104"
+down_revision = "0105"
 branch_labels = None
 depends_on = None
 

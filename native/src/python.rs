@@ -27,7 +27,7 @@ use crate::python_tuple::NamedTuple;
 use crate::verify::{verify_commit, CommitEvent, RepoOp, VerifiedCommit};
 
 /// The number of this interface. `indexer/core/core.py` needs the same one.
-const INTERFACE: u32 = 7;
+const INTERFACE: u32 = 8;
 
 const COMMIT_FIELDS: [&str; 9] = ["did", "head", "prev_data", "first", "changes", "flaw", "detail", "ops_hold", "size"];
 const HEAD_FIELDS: [&str; 3] = ["rev", "data", "commit"];

@@ -6,7 +6,7 @@ from typing import Any
 
 import asyncpg
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from indexer.atproto.car import split_car
@@ -23,8 +23,10 @@ from indexer.sync.policy import Policy
 from indexer.sync.scope import Scope
 from indexer.sync.verify import VerifiedChange
 
+DID = "did:plc:" + "b" * 24
 KEY = PrivateKey.from_seed("k256", b"audit")
 REV = "3jzfcijpj2z2b"
+REMOVED = frozenset(f"com.example-x.a/{rkey}".encode() for rkey in "12:_")
 NO_VALUE = (None, None, None)
 COLLECTIONS = ("com.example.a", "com.example.a.b", "com.example.ab", "com.example-x.a", "nowhere")
 PATHS = st.sampled_from([f"{collection}/{rkey}" for collection in COLLECTIONS for rkey in "12:_~"])
@@ -37,11 +39,16 @@ BLOCKS = [
     b"\xf6",
     b"\xff",
 ]
+WITHOUT = Scope(collections=CollectionFilter(["*"], ["com.example.a"]), removed={DID: REMOVED})
 RECORDS = st.dictionaries(PATHS, st.sampled_from(BLOCKS))
 POLICIES = st.builds(
     Policy,
     st.sampled_from(
-        [Scope(), *(Scope(collections=CollectionFilter([pattern])) for pattern in ("com.example.a", "com.example.a.*"))]
+        [
+            Scope(),
+            *(Scope(collections=CollectionFilter([pattern])) for pattern in ("com.example.a", "com.example.a.*")),
+            WITHOUT,
+        ]
     ),
     st.just(DEFAULT_LIMITS),
     st.booleans(),
@@ -53,7 +60,7 @@ ROW_CHANGES = st.dictionaries(
 
 def snapshot_of(records: dict[str, bytes], missing_blocks: set[bytes]) -> Snapshot:
     """Return the verified snapshot of an export that lacks some blocks of records."""
-    repo = LocalRepo("did:plc:" + "b" * 24, KEY, REV)
+    repo = LocalRepo(DID, KEY, REV)
     repo.import_records(records, KEY, REV)
     _, blocks = split_car(b"".join(repo.export()), DEFAULT_LIMITS, max_bytes=10**7)
     present = {cid: block for cid, block in blocks.items() if block not in missing_blocks}
@@ -62,7 +69,8 @@ def snapshot_of(records: dict[str, bytes], missing_blocks: set[bytes]) -> Snapsh
 
 def stored_record(path: str, block: bytes, policy: Policy) -> RecordRow | None:
     """Return the row that a resync writes, with the value formatted differently, as Postgres does."""
-    change = RecordConverter(policy, REV, len(block)).convert(VerifiedChange(path.encode(), None, cid_of(block), block))
+    converter = RecordConverter(policy, DID, REV, len(block))
+    change = converter.convert(VerifiedChange(path.encode(), None, cid_of(block), block))
     if change is None:
         return None
     value = change.value and json.dumps(json.loads(change.value), indent=1)
@@ -97,7 +105,7 @@ def expected_differences(
         if row is None:
             differences[path] = "missing in the database"
         elif expected_row is None:
-            if policy.scope.collections.matches(path.partition("/")[0]):
+            if policy.scope.selects(DID, path.encode()):
                 differences[path] = "not in the repo"
             else:
                 unselected += 1
@@ -113,6 +121,7 @@ def expected_differences(
 
 
 @given(RECORDS, RECORDS, ROW_CHANGES, st.sets(st.sampled_from(BLOCKS)), POLICIES, st.booleans(), st.integers(1, 5))
+@example({}, {}, {"com.example-x.a/1": "add"}, set(), Policy(WITHOUT, DEFAULT_LIMITS), True, 1)
 def test_comparison_finds_the_same_differences_as_a_comparison_of_dictionaries(
     records: dict[str, bytes],
     older: dict[str, bytes],

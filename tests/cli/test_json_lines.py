@@ -72,6 +72,7 @@ async def test_every_command_prints_json(world: AuditWorld, world_session: Sessi
     for change in (["set", "--collections", POST], ["show"], ["untrack", ada.did]):
         await run("scope", *change)
     await run("takedown", ada.did)
+    await run("redact", ada.did, "--yes")
     assert lines.keys() == names - {"distribute"}, "it needs a cluster"
     several = {"audit", "inspect"}
     assert {name for name, printed in lines.items() if len(printed) > 1} == several

@@ -23,7 +23,7 @@ def test_add_accepts_dids_as_arguments_from_a_file_and_from_stdin(
     (tmp_path / "dids").write_text(f"# a comment\n{SECOND}\n\n  {FIRST}\r\n")
     assert session("add", "--file", str(tmp_path / "dids")).stdout == "repos: 1 added, 1 already tracked\n"
     monkeypatch.setattr("sys.stdin", Stdin(f"{THIRD}\n"))
-    assert session("add", "-", "--json").stdout == '{"added": 1, "already_tracked": 0}\n'
+    assert session("add", "-", "--json").stdout == '{"added": 1, "already_tracked": 0, "redacted": 0}\n'
     assert json.loads(session("repo", THIRD, "--json").stdout)["sync_status"] == "desynchronized"
     monkeypatch.setattr("sys.stdin", Stdin(f"{FIRST}\ninvalid\n"))
     result = session("add", "-")

@@ -29,6 +29,7 @@ def test_scope_is_that_of_the_settings_until_it_is_changed(session: Session) -> 
         "track": "listed",
         "collections": ["com.example.a", "com.example.b"],
         "signal_collections": [],
+        "redacted_collections": [],
         "progress": [
             {"collection": "com.example.a", "repos": 0, "complete": 0},
             {"collection": "com.example.b", "repos": 0, "complete": 0},

@@ -52,7 +52,7 @@ def reference(event: CommitEvent, key: PublicKey) -> VerifiedCommit | tuple[Reje
 
 
 def record_changes(commit: VerifiedCommit, policy: Policy) -> list[RecordChange | None]:
-    converter = RecordConverter(policy, commit.head.rev, commit.size)
+    converter = RecordConverter(policy, commit.did, commit.head.rev, commit.size)
     return [converter.convert(change) for change in commit.changes]
 
 

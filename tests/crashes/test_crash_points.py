@@ -416,6 +416,31 @@ def did_of_other(network: FaultyNetwork, number: int) -> str:
     return next(account.did for account in network.accounts.values() if account.handle == f"other{number}.test")
 
 
+REMOVAL_DEATHS = both("scope.removed")
+
+
+@tiers(REMOVAL_DEATHS, (0,))
+async def test_killed_while_records_are_redacted(
+    database: str, tmp_path: Path, record_property: RecordProperty, deaths: Sequence[Death]
+) -> None:
+    """Each death has an account of its own, whose record was stored before it was redacted."""
+    async with FilteredNetwork() as network:
+        accounts = [network.create_account(f"a{number}.test") for number in range(len(deaths))]
+        for account in accounts:
+            account.apply_writes([Write.create(f"{name}/{rkey}", {}) for name in (NOTE, STABLE) for rkey in "abcdefgh"])
+        async with death_world(database, tmp_path, steps=0, network=network) as world:
+            for death, account in zip(deaths, accounts, strict=True):
+
+                async def redact(world: DeathWorld, did: str = account.did) -> None:
+                    for rkey in "abcdefgh":
+                        await world.db.removals.add(f"at://{did}/{STABLE}/{rkey}", "redact")
+
+                await world.die(death, redact)
+            network.collections = {NOTE}
+            await world.settle()
+            record_property("deaths", world.deaths.total())
+
+
 RANDOM_DEATHS, SAMPLED_RANDOM_DEATHS = 40, 5
 MIN_ROUNDS = 3
 GROUP = 10
@@ -619,6 +644,7 @@ async def test_numbering_of_changes_is_killed(
 DEATHS = [
     *(death for operation in OPERATIONS.values() for death in operation.deaths),
     *SCOPE_DEATHS,
+    *REMOVAL_DEATHS,
     *TRIM_DEATHS,
     *FEED_DEATHS,
     *REPLAY_DEATHS,

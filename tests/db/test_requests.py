@@ -175,8 +175,12 @@ async def test_request_that_nothing_can_answer_is_an_error(db: Database, sql: as
         with pytest.raises(asyncpg.InvalidParameterValueError, match="not a rev"):
             await sql.fetchval(REQUEST, URI, rev)
     assert await sql.fetchval(REQUEST, f"at://{did(1)}/com.other.b/a", NEWER)
+    for target in (f"{URI}hidden", "com.other.hidden"):
+        await sql.fetchval("select indexer.remove($1, 'hide', null)", target)
     for uri, message in (
         (f"at://{did(1)}/com.example.other/a", "com.example.other is not in scope"),
+        (f"{URI}hidden", "redacted or hidden"),
+        (f"at://{did(1)}/com.other.hidden/a", "redacted or hidden"),
         (f"at://{did(2)}/{NOTE}/a", "is not tracked"),
     ):
         with pytest.raises(asyncpg.ObjectNotInPrerequisiteStateError, match=message):

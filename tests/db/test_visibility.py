@@ -49,7 +49,7 @@ DEFINITIONS = """
     select p.proname, p.prosrc from pg_proc p
     where p.pronamespace in ('atproto'::regnamespace, 'indexer'::regnamespace)
 """
-COLUMN_ITSELF = {"repos", "request_takedown", "adapt_public_schema", "start_tracking", "stop_tracking"}
+COLUMN_ITSELF = {"repos", "request_takedown", "take_down", "adapt_public_schema", "start_tracking", "stop_tracking"}
 """The view and the functions that show or write the column `takedown`."""
 IN_PYTHON = re.compile(r"\bactive and not [\w.{}]*takedown")
 

@@ -121,7 +121,7 @@ class Records(FuzzTarget):
     def compare(self, data: bytes) -> None:
         """Store a record. Raises `DifferenceError`."""
         self.counts.executions += 1
-        converter = RecordConverter(POLICY, head().rev, len(data))
+        converter = RecordConverter(POLICY, self._repo.did, head().rev, len(data))
         change = converter.convert(VerifiedChange(f"{COLLECTION}/self".encode(), None, cid_of(data), data))
         assert change is not None
         self._database.run(self._db(change))

@@ -71,3 +71,20 @@ async def test_everybody_who_waits_is_woken_by_the_next_chunk() -> None:
     window.add(chunk(100, 1))
     assert await asyncio.gather(*waiting) == [True] * 3
     assert not await window.wait(0.0)
+
+
+def test_window_with_a_record_that_is_erased_is_emptied() -> None:
+    """A record that its account deletes stays for some seconds: then the log has the rev of the commit."""
+
+    def record(seq: int, rkey: str, action: str, rev: str | None) -> EventChunk:
+        change = LoggedChange(seq, DID, "a.b.c", rkey, action, None, rev, live=True, batch_time=0)
+        return EventChunk(seq - 1, LogPosition(seq), [FeedEvent("commit", change, 0)])
+
+    window = opened()
+    window.add(record(101, "a", "create", "3l"))
+    window.add(record(102, "b", "delete", None))
+    window.add(record(103, "a", "delete", "3m"))
+    assert window.first == 100
+    window.add(record(104, "a", "delete", None))
+    assert (window.first, window.last) == (103, 104)
+    assert window.after(103) is not None

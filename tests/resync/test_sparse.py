@@ -204,6 +204,34 @@ async def test_export_is_fetched_of_what_needs_more_than_the_bounds(
     assert cid_of(same) not in download.blocks
 
 
+async def test_removed_records_are_not_fetched(tmp_path: Path) -> None:
+    """Not as the path of a proof either: it is sent with its record. Nor the records of a redacted collection."""
+    owner, rkeys = account_of({FEW: 30, MANY: 30, FAR: 30}), ["self", "-", "00007"]
+    owner.change(*(Write.create(f"{FEW}/{rkey}", {"secret": rkey}) for rkey in rkeys[:2]))
+    removed = frozenset(f"{FEW}/{rkey}".encode() for rkey in rkeys)
+    scope = replace(
+        STORE_ALL.scope,
+        collections=CollectionFilter(["com.example.*", MANY, FAR], [MANY]),
+        removed={owner.did: removed},
+    )
+    policy = replace(STORE_ALL, scope=scope)
+    for hint in ("", f"{FEW}/self", f"{MANY}/00001"):
+        hosts: Any = SimulatedHosts(owner, tmp_path)
+        download = await SparseFetch(hosts, "always", {owner.did: hint}).fetch(owner.did, PDS, policy)
+        assert download is not None
+        secret = {path for path in owner.repo.records if path.encode() in removed or path.startswith(MANY)}
+        assert len(secret) == len(removed) + 30
+        assert not {cid_of(owner.repo.records[path]) for path in secret} & download.blocks.keys()
+        assert removed.isdisjoint(path.encode() for path in hosts.paths)
+        snapshot = download.verify(owner.did, owner.key.public, policy.limits)
+        records = snapshot.new_records(policy).next_chunk()
+        assert records is not None
+        stored = {f"{change.collection}/{change.rkey}" for change in records.changes}
+        assert stored == owner.repo.records.keys() - secret
+    only = replace(policy, scope=replace(scope, collections=CollectionFilter([MANY], [MANY])))
+    assert await SparseFetch(hosts, "always").fetch(owner.did, PDS, only) is None
+
+
 async def test_export_is_fetched_if_a_record_has_a_cid_that_cannot_be_hashed(tmp_path: Path) -> None:
     owner = account_of({FEW: 1})
     block = encode_node([f"{FEW}/00000".encode()], [b"\x01\x55\x00\x60" + bytes(96)], None, [None])

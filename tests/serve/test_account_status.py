@@ -11,7 +11,7 @@ SYNCHRONIZED: dict[str, Any] = {
     "did": "did:plc:one", "handle": "one.test", "pds": "https://pds.test",
     "sync_status": "synchronized", "sync_reason": None, "rev": "3laaaaaaaaa22",
     "active": True, "hosting_status": "active", "withheld_since": None, "takedown": False,
-    "tracked": True, "visible": True,
+    "tracked": True, "visible": True, "redacted": None, "removed": 0,
     "resync_attempts": 0, "last_failure": None, "last_error": None, "next_attempt_at": None, "parked": False,
     "synchronized_at": NOW - MINUTE, "buffered_events": 0, "records": 7,
 }  # fmt: skip
@@ -36,6 +36,8 @@ def test_synchronized_repo() -> None:
         ({"last_failure": "timeout", "last_error": "timeout: pds.test"}, "timeout"),
         ({"sync_status": "in-progress", "buffered_events": 1_200}, "1,200"),
         ({"tracked": False, "active": False}, "untracked"),
+        ({"tracked": False, "active": False, "redacted": "a court"}, "never tracked again. Reason: a court."),
+        ({"removed": 1_200}, "redacted or hidden: 1,200."),
         ({"takedown": True}, "operator"),
         ({"active": False, "hosting_status": "deleted"}, "deleted"),
         (

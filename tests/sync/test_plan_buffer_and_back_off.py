@@ -5,15 +5,19 @@ from dataclasses import replace
 import pytest
 
 from indexer.atproto.limits import Limits
+from indexer.atproto.syntax import CollectionFilter
+from indexer.demo.local_repo import Write
 from indexer.reasons import Desync, FetchFailure
 from indexer.sync.changes import NeedsKey
 from indexer.sync.plan import plan_event
 from indexer.sync.repo import PARKED, STABLE_SECONDS, Head, Outcome, Repo, Trigger, desynchronize
+from indexer.sync.scope import Scope
 from tests.sync.signing_account import (
     CONTEXT,
     DESYNCHRONIZED,
     IN_PROGRESS,
     NOW,
+    POST,
     STORE_ALL,
     SYNCHRONIZED,
     SigningAccount,
@@ -44,6 +48,22 @@ def test_the_resync_buffer_is_limited_by_count_and_bytes(limits: Limits) -> None
     assert (planned.outcome, planned.repo.sync_reason) == (Outcome.DESYNCHRONIZED, Desync.BUFFER_OVERFLOW)
     assert planned.why is Desync.BUFFER_OVERFLOW
     assert (planned.buffer, planned.repo.buffered_events, planned.repo.buffered_bytes) == (False, 0, 0)
+
+
+@pytest.mark.parametrize("redacted", [(), (POST,)], ids=["record", "collection"])
+def test_message_with_a_removed_record_is_not_buffered_and_another_resync_follows(redacted: tuple[str, ...]) -> None:
+    """The resync that runs may end before the message; the row notes its rev. Other messages are buffered."""
+    alice = SigningAccount()
+    removed = {} if redacted else {alice.did: frozenset({f"{POST}/secret".encode()})}
+    scope = Scope(collections=CollectionFilter(["*"], redacted), removed=removed)
+    context = replace(CONTEXT, policy=replace(STORE_ALL, scope=scope))
+    repo = alice.row(IN_PROGRESS)
+    planned = plan(repo, "commit", alice.commit_post("secret"), alice.key_state, context)
+    assert (planned.outcome, planned.buffer, planned.changes) == (Outcome.BUFFERED, False, ())
+    assert planned.repo == repo._replace(version=repo.version + 1, latest_verified_rev=alice.head.rev)
+    assert planned.repo.newer_is_verified
+    assert plan(planned.repo, "commit", alice.commit(Write.create("a.b.d/x", {})), alice.key_state, context).buffer
+    assert plan(planned.repo, "commit", alice.commit_post("another"), alice.key_state, CONTEXT).buffer
 
 
 def test_the_back_off_grows_until_a_repo_stays_synchronized() -> None:

@@ -136,6 +136,20 @@ async def test_list_that_cannot_be_read_is_read_again_before_repos_are_fetched(c
     assert len(crawl.host.requests) == 2
 
 
+async def test_lists_are_not_read_again_because_a_record_is_hidden(crawl: Crawl) -> None:
+    scope = await widened_scope(crawl.db, LIKE, FOLLOW)
+    backfill = await backfill_of(crawl, scope=scope)
+    await insert_incomplete(crawl, "listed", "without")
+    crawl.host.pages = {LIST: list_of("listed"), list_path(FOLLOW): http_response(status=500)}
+    with without_retries():
+        await backfill.step()
+    assert await crawl.db.removals.add(f"at://{did('listed')}/{LIKE}/one", "hide")
+    await scope.refresh()
+    crawl.host.pages = {LIST: list_of(), list_path(FOLLOW): list_of()}
+    await backfill.step()
+    assert await widened(crawl, ["listed", "without"]) == ["listed"], "the list that was read is used"
+
+
 async def test_all_repos_are_fetched_if_the_list_cannot_be_read_for_long(crawl: Crawl) -> None:
     backfill = await backfill_of(crawl, give_up=1e-9)
     await insert_incomplete(crawl, "one")

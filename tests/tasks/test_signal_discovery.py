@@ -45,8 +45,10 @@ async def test_list_that_cannot_be_read_delays_no_other_list_and_is_read_again_a
     host.pages = {list_path(LIKE): list_of("liker"), list_path(FOLLOW): http_response(status=500)}
     await discovery.step()
     assert set(await db.repos.load([did("follower"), did("liker")])) == {did("follower"), did("liker")}
+    assert await db.removals.add(f"at://{did('liker')}/{LIKE}/one", "hide")
+    await scope.refresh()
     await discovery.step()
-    assert len(host.requests) == 3, "nothing is read again that was read"
+    assert len(host.requests) == 3, "nothing is read again that was read, also if a record is hidden"
 
 
 @pytest.mark.parametrize("server", MISSING_METHOD_ANSWERS, ids=lambda answer: answer.server)

@@ -25,17 +25,24 @@ end $$;
 comment on function atproto.request_resync(text) is
     'Request a resync of a repo. False if it is unknown. Needs atproto_operator.';
 
-create function atproto.request_takedown(did text, takedown boolean) returns boolean
-language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$
+-- Hide an account or a record, or show it again; false if the account is unknown.
+create function indexer.take_down(target text, takedown boolean, reason text) returns boolean
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
     before indexer.repo;
 begin
+    if starts_with($1, 'at://') then
+        perform indexer.remove($1, case when $2 then 'hide' else 'show' end, $3);
+        return true;
+    end if;
     select r.* into before from indexer.repo r
     where r.did = $1 and r.bucket = indexer.bucket_of($1) for update;
     if not found then
         return false;
     end if;
     if before.takedown <> $2 then
+        insert into indexer.removal (target, action, role, reason)
+        values ($1, case when $2 then 'hide' else 'show' end, indexer.calling_role(), $3);
         update indexer.repo r set version = r.version + 1, takedown = $2, updated_at = now()
         where r.did = $1 and r.bucket = before.bucket;
         if before.active then
@@ -44,8 +51,15 @@ begin
     end if;
     return true;
 end $$;
+
+create function atproto.request_takedown(did text, takedown boolean) returns boolean
+language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$
+begin
+    return indexer.take_down($1, $2, null);
+end $$;
 comment on function atproto.request_takedown(text,boolean) is
-    'Hide a repo locally, or show it again. False if it is unknown. Needs atproto_operator.';
+    'Hide a repo, or a record by its AT-URI, locally, or show it again. False if the repo is unknown. Needs '
+    'atproto_operator.';
 
 -- Seconds to wait after so many attempts, as backoff_seconds of indexer/sync/backoff.py computes them.
 create function indexer.backoff(did text, attempts integer) returns double precision
@@ -75,6 +89,8 @@ begin
     ) then
         raise exception 'the collection % is not in scope', collection
             using errcode = 'object_not_in_prerequisite_state';
+    elsif exists (select from indexer.removed m where m.target in ($1, collection)) then
+        raise exception '% is redacted or hidden', $1 using errcode = 'object_not_in_prerequisite_state';
     end if;
     select r.* into stored from indexer.repo r where r.did = one and r.bucket = indexer.bucket_of(one) for update;
     if stored.tracked is not true or not stored.visible then

@@ -17,6 +17,8 @@ create table indexer.scope (
     changed_at timestamptz not null default now(),
     -- The version of the scope that last wanted fewer repos. Repos that no later one wants are untracked; 0: none.
     repos_narrowed_in bigint not null default 0,
+    -- The version that last changed more than which records of single repos are redacted or hidden.
+    chosen_in bigint not null default 0,
     primary key (singleton),
     constraint scope_added_in check (cardinality(added_in) = cardinality(collections)),
     constraint scope_collections check (cardinality(collections) > 0),
@@ -118,7 +120,7 @@ begin
     delete from indexer.crawl_progress where purpose = 'signal' or (fewer_repos and purpose = 'untrack');
     update indexer.scope
     set version = present.version + 1, track = next_track, collections = next_collections,
-        signal_collections = next_signal, changed_at = now(),
+        signal_collections = next_signal, changed_at = now(), chosen_in = present.version + 1,
         repos_narrowed_in = case
             when next_track = 'all' then 0 when fewer_repos then present.version + 1 else present.repos_narrowed_in
         end,
@@ -135,12 +137,82 @@ begin
     return present.version + 1;
 end $$;
 
--- Start to track a repo that this version of the scope wants; false if it was tracked.
+-- What operators have redacted or hidden, and shown again. A redaction counts for ever, otherwise the last row of a
+-- target. Nothing deletes a row.
+create table indexer.removal (
+    id bigint not null generated always as identity,
+    -- A DID, the NSID of a collection, or the AT-URI of a record, with a DID.
+    target text collate "C" not null,
+    action text not null,
+    role text collate "C" not null,
+    reason text,
+    at timestamptz not null default now(),
+    -- The version of the scope that has it; null for an account, which is untracked or taken down.
+    version bigint,
+    primary key (id),
+    constraint removal_action check (action in ('redact', 'hide', 'show'))
+);
+create index removal_target on indexer.removal (target, id);
+create index removal_version on indexer.removal (version);
+-- Collections have no colon. They are few, and each dead letter is compared with them.
+create index removal_collection on indexer.removal (target) where position(':' in target) = 0;
+
+-- The targets that are redacted or hidden now.
+create view indexer.removed as
+select target, action, role, reason, at from (
+    select distinct on (target) * from indexer.removal order by target, action = 'redact' desc, id desc
+) last where action <> 'show';
+
+-- Redact or hide a target, or show it again; false if that changes nothing. Records and collections are a part of the
+-- scope, so its version changes. Locks are taken in the order of a resync: the repo, then the scope. The latter is held
+-- until COMMIT, so rows with later versions are committed later.
+create function indexer.remove(target text, action text, reason text) returns boolean
+language plpgsql set search_path = pg_catalog, pg_temp as $$
+declare
+    parts constant text[] := regexp_match(left($1, 2600), '^at://([^/]+)/([^/*]+)/([a-zA-Z0-9_~.:-]+)$');
+    before constant text := (select r.action from indexer.removed r where r.target = $1);
+    next_version bigint;
+begin
+    if starts_with($1, 'at://') and length($1) <= 2600 then
+        perform indexer.checked_dids(array[parts[1]]), indexer.checked_patterns(array[parts[2]]);
+    elsif starts_with($1, 'did:') then
+        perform indexer.checked_dids(array[$1]);
+    else
+        perform indexer.checked_patterns(array[replace($1, '*', '')]);
+    end if;
+    if $2 = 'show' and before = 'redact' then
+        raise exception '% is redacted, which is irreversible', $1 using errcode = 'object_not_in_prerequisite_state';
+    end if;
+    if coalesce(before, 'show') in ($2, 'redact') then
+        return false;
+    end if;
+    if before is null and (select count(*) from indexer.removed) >= 100000 then
+        raise exception '100000 records, accounts and collections are redacted or hidden, which is the limit'
+            using errcode = 'object_not_in_prerequisite_state';
+    end if;
+    if starts_with($1, 'did:') then
+        perform indexer.stop_tracking($1) where $2 = 'redact';
+    else
+        perform atproto.request_resync(parts[1]) where $2 = 'show';
+        update indexer.scope s
+        set version = s.version + 1, chosen_in = case when parts is null then s.version + 1 else s.chosen_in end;
+        next_version := coalesce((select s.version from indexer.scope s), 1);
+    end if;
+    insert into indexer.removal (target, action, role, reason, version)
+    values ($1, $2, indexer.calling_role(), $3, next_version);
+    return true;
+end $$;
+
+-- Start to track a repo that this version of the scope wants; false if it was tracked, or is redacted.
 create function indexer.start_tracking(one text, version_that_wants bigint) returns boolean
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
     before indexer.repo;
 begin
+    if exists (select from indexer.removal r where r.target = $1 and r.action = 'redact') then
+        raise warning '% is redacted, so it is not tracked', $1;
+        return false;
+    end if;
     insert into indexer.repo (did, bucket, version, sync_status, sync_reason, active, hosting_seq, takedown,
         buffered_events, buffered_bytes, lease, attempts, wanted_in)
     values ($1, indexer.bucket_of($1), 1, 'desynchronized', 'new', true, 0, false, 0, 0, 0, 0, $2)
@@ -153,7 +225,8 @@ begin
         update indexer.repo r
         set version = r.version + 1, tracked = true, active = true, hosting_status = null, withheld_since = null,
             erase_at = null,
-            next_attempt_at = null, last_failure = null, last_error = null, from_stream = false, wanted_in = $2, updated_at = now()
+            next_attempt_at = null, last_failure = null, last_error = null, from_stream = false, wanted_in = $2,
+            updated_at = now()
         where r.did = $1 and r.bucket = indexer.bucket_of($1);
         if not before.takedown then
             perform indexer.change_visibility($1, true, null);

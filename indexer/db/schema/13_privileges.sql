@@ -5,6 +5,7 @@ revoke all on function
     indexer.publish(), indexer.log_repo_change(text, text, text), indexer.consumer_states(),
     indexer.change_scope(text, text[], text[]), indexer.change_visibility(text, boolean, text),
     indexer.start_tracking(text, bigint), indexer.stop_tracking(text), indexer.use_two_phases(),
+    indexer.remove(text, text, text), indexer.take_down(text, boolean, text),
     indexer.number_batch(smallint, bigint, integer), indexer.queue_batch(), indexer.unnumbered_batches(bigint),
     indexer.number_changes(bigint[], integer[], integer[], text[]), indexer.grant_shards_to_readers(),
     indexer.adapt_public_schema(), atproto.changes_after(bigint, integer), atproto.register_reader(text, bigint),

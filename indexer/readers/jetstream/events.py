@@ -4,6 +4,7 @@ An event is sent as a complete websocket frame: a server does not mask its frame
 """
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -19,6 +20,7 @@ from indexer.atproto.cid import cid_text
 from indexer.atproto.syntax import CollectionFilter
 from indexer.db.change_log_reads import FeedPage, LoggedBatch, LoggedChange
 from indexer.readers.events import KINDS, FeedEvent, Kind, event_of
+from indexer.sync.changes import RecordKey
 
 _TEXT_FRAME, _BINARY_FRAME = 0x81, 0x82
 _SHORT_FRAME, _LONG_FRAME = 126, 1 << 16
@@ -145,6 +147,16 @@ class EventChunk:
         self.size = len(events) * EVENT_BYTES + sum([len(value.encode()) for value in values])
         self.made_at = monotonic()
 
+    @property
+    def erased(self) -> set[RecordKey]:
+        """The records that were deleted here, but not in their repos: redacted, hidden, erased, or out of scope."""
+        changes = [event.change for event in self._events]
+        return {_key(change) for change in changes if change.action == "delete" and change.rev is None}
+
+    def names(self, records: AbstractSet[RecordKey]) -> bool:
+        """Return True if an event is about one of the records."""
+        return any(_key(event.change) in records for event in self._events)
+
     def select(self, events: EventFilter, after: int, wire: Wire, *, compress: bool) -> tuple[bytes, int]:
         """Return the frames of the events that the filter selects, without changes up to `after`, and their number."""
         frames = self._frames_of(wire, compress=compress)
@@ -180,6 +192,10 @@ class EventChunk:
         usual = all(event.kind in _DEFAULT_KINDS for event in events)
         made = self._frames[wire, compress] = Frames(b"".join(parts), events, ends, sizes, usual)
         return made
+
+
+def _key(change: LoggedChange) -> RecordKey:
+    return change.did, change.collection or "", change.rkey or ""
 
 
 def encode_page(start: LogPosition, page: FeedPage) -> EventChunk:

@@ -99,7 +99,12 @@ class EventWindow:
         self.end = None
 
     def add(self, chunk: EventChunk) -> None:
-        """Add the next chunk, and drop the oldest ones that exceed the size limit, but never the new one."""
+        """Add the next chunk, and drop the oldest ones that exceed the size limit, but never the new one.
+
+        If a record is erased that the window has, all are dropped. Subscribers that are behind are disconnected.
+        """
+        if (erased := chunk.erased) and any(held.names(erased) for held in self._chunks):
+            self.open(chunk.end)
         self._chunks.append(chunk)
         self._bytes += chunk.size
         self.end = chunk.end

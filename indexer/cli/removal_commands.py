@@ -1,0 +1,117 @@
+"""The commands `redact` and `takedown`."""
+
+import asyncio
+from math import inf
+
+import click
+
+from indexer.app.settings import Settings
+from indexer.cli.arguments import Target, parse_target
+from indexer.cli.command import ExitCode, command, confirm, json_option, report_error
+from indexer.cli.database import connect_database
+from indexer.cli.output import echo_result
+from indexer.db import Database
+from indexer.sync.scope import Scope
+from indexer.sync.shard import bucket_of
+
+LINKS_SECONDS = 30.0
+"""Time for which the command waits for the process that keeps links."""
+RETRY_SECONDS = 0.1
+NOT_REACHED = (
+    "Not reached: backups; WAL and dead rows, until VACUUM has run and the server has reused the space; what consumers "
+    "have copied; files that were exported."
+)
+
+reason_option = click.option("--reason", metavar="TEXT", help="The reason for the audit line.")
+
+
+@command("redact")
+@click.argument("target", metavar="AT-URI|DID|COLLECTION", type=parse_target)
+@reason_option
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+@json_option
+async def redact_command(settings: Settings, *, target: Target, reason: str | None, yes: bool, as_json: bool) -> int:
+    """Delete a record, an account or a collection, and never store it again.
+
+    This is irreversible. The command returns when the content is gone from the database. It asks for confirmation, and
+    needs --yes if there is no terminal.
+    """
+    async with connect_database(settings) as db:
+        if (found := await _find(db, target)) is None:
+            return report_error(f"{target[0]} is not in the database", ExitCode.UNKNOWN)
+        name, (did, collection, rkey) = found
+        if not yes:
+            confirm(f"Delete {name}, and never store it again?")
+        await db.removals.add(name, "redact", reason)
+        records = await (_delete_records(db, did, collection, rkey) if collection else _erase(db, did or ""))
+        dead_letters = await db.removals.delete_messages(did, collection, rkey)
+        links = await db.links.catch_up(LINKS_SECONDS)
+    done = f"{records:,} records (besides those that a daemon deleted) and {dead_letters:,} dead letters deleted"
+    text = f"{name} is redacted: {done}\n{NOT_REACHED}"
+    result = {"target": name, "records": records, "dead_letters": dead_letters, "links_deleted": links}
+    echo_result(result, text, as_json=as_json)
+    if not links:
+        return report_error("the process that keeps links is behind, and deletes the links later", ExitCode.FAILED)
+    return ExitCode.OK
+
+
+@command("takedown")
+@click.argument("target", metavar="DID|AT-URI", type=parse_target)
+@click.option("--reverse", is_flag=True, help="Make it visible again.")
+@reason_option
+@json_option
+async def takedown_command(
+    settings: Settings, *, target: Target, reverse: bool, reason: str | None, as_json: bool
+) -> int:
+    """Hide a repo or a record from the public views.
+
+    A repo stays hidden whatever its hosting status is, and up to date. A record is deleted; --reverse fetches it again.
+    """
+    if target[0] is None:
+        raise click.UsageError("Give a DID or the AT-URI of a record: a collection is hidden by `indexer scope set`.")
+    async with connect_database(settings) as db:
+        if (found := await _find(db, target)) is None:
+            return report_error(f"{target[0]} is not in the database", ExitCode.UNKNOWN)
+        name, (did, collection, rkey) = found
+        if not await db.repos.set_takedown(name, on=not reverse, reason=reason):
+            return report_error(f"{name} is not in the database", ExitCode.UNKNOWN)
+        if collection and not reverse:
+            await _delete_records(db, did, collection, rkey)
+    text = f"{name} is {'no longer taken down' if reverse else 'taken down'}"
+    echo_result({"did": did, "uri": name if rkey else None, "takedown": not reverse}, text, as_json=as_json)
+    return ExitCode.OK
+
+
+async def _find(db: Database, target: Target) -> tuple[str, Target] | None:
+    """Return the target as text and in parts, with the DID of its handle; None if no account has the handle."""
+    account, collection, rkey = target
+    if account is None:
+        return collection or "", target
+    did = account if account.startswith("did:") else await db.identities.did_of_handle(account.lower())
+    if did is None:
+        return None
+    return f"at://{did}/{collection}/{rkey}" if rkey else did, (did, collection, rkey)
+
+
+async def _delete_records(db: Database, did: str | None, collection: str, rkey: str | None) -> int:
+    """Delete a record, or all records of a collection; return how many, without those that a daemon deletes."""
+    scope, deleted = Scope(), 0
+    keys = [(did, collection, rkey)] if did and rkey else await db.removals.of_collection(collection)
+    while keys:
+        scope = await db.scope.load(scope) or scope
+        count = await db.removals.delete(scope, keys)
+        if count is None:
+            await asyncio.sleep(RETRY_SECONDS)
+        else:
+            deleted += count
+            keys = [] if rkey else await db.removals.of_collection(collection)
+    return deleted
+
+
+async def _erase(db: Database, did: str) -> int:
+    """Erase the records of an account that was untracked; return how many."""
+    records = 0
+    while (repo := (await db.repos.load([did])).get(did)) is not None and repo.erase_at is not None:
+        erased = await db.repos.erase_batch([bucket_of(did)], inf, did=did)
+        records += erased.records if erased else 0
+    return records
