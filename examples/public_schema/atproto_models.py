@@ -267,9 +267,10 @@ class Record(PublicView):
     proof: Mapped[str | None] = mapped_column(Text)
     """The proof with which it was written: commit, export or range (docs/protocol.md#sparse-resync). Null: unknown."""
     first_seen: Mapped[datetime] = mapped_column(DateTime(timezone=True))
-    """When it was first stored; updates do not change it. What an earlier release stored: when that wrote it last."""
+    """When it was first stored here, or an earlier imported time; updates do not change it. Of a record that an
+    earlier release stored: when that last wrote it."""
     first_seen_live: Mapped[bool | None] = mapped_column(Boolean)
-    """True if found live, false if by a resync, as in atproto.changes; null: unknown."""
+    """True if it was live when first seen, as in atproto.changes; false if a resync found it; null: unknown."""
     sort_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
     """createdAt if it is a datetime before first_seen; otherwise first_seen."""
 

@@ -392,8 +392,8 @@ class Settings(BaseModel):
     """Webhook to which the role `feed` sends each event until it answers 2xx, instead of serving `/channel`.
     It may have a private address."""
     webhook_batch: UpToThousand = 1
-    """Maximum events in one request to the webhook, up to 1 MB. Above 1, they are a JSON array with one status for
-    all; those of a refused array are sent again one by one."""
+    """Maximum number of events in one request to the webhook, of about 1 MB at most. Above 1, the body is a JSON
+    array. If it is refused, its events are sent again one by one."""
     admin_password: Annotated[SecretStr, AfterValidator(_check_password), "printable text"] | None = None
     """Password of the user `admin` for paths of the role `feed` that change something or acknowledge events; also
     sent to the webhook. Unset: loopback clients only."""

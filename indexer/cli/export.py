@@ -1,4 +1,4 @@
-"""The commands `export` and `import-first-seen`: write a collection as JSON lines or Parquet, read times from it."""
+"""The commands `export` and `import-first-seen`: write a collection as JSON lines or Parquet, import first-seen times."""
 
 import io
 import sys
@@ -152,7 +152,7 @@ def parquet(file: IO[bytes], columns: Sequence[ViewColumn], group_bytes: int = R
 @click.option(
     "--collection", required=True, metavar="NSID", type=parse_nsid, help="Export the records of this collection."
 )
-@click.option("--typed", is_flag=True, help="Export its typed view, with the types of the columns.")
+@click.option("--typed", is_flag=True, help="Export the rows of its typed view instead.")
 @click.option(
     "--format",
     "form",
@@ -183,9 +183,10 @@ async def export_command(settings: Settings, *, collection: str, typed: bool, fo
 @click.argument("file", metavar="FILE|-", type=click.File("rb"))
 @json_option
 async def import_first_seen_command(settings: Settings, *, file: IO[bytes], as_json: bool) -> int:
-    """Read when records were first seen from JSON lines that `indexer export` wrote on another database.
+    """Import first-seen times from JSON lines that another database has exported.
 
-    Each stored record keeps the earlier time. Run it after the backfill, and again if records were not stored yet.
+    `indexer export` writes such lines. Each stored record keeps the earlier time. Records that are not stored are
+    skipped: run the command after the backfill.
     """
     counts = Counter[str]()
     lines = read_seen_records(file)
@@ -227,7 +228,7 @@ def read_seen_records(file: IO[bytes]) -> Iterator[SeenRecord]:
         except (ValueError, OverflowError) as error:
             why = "not JSON" if isinstance(error, orjson.JSONDecodeError) else error
             where = f"line {number} of {file.name}"
-            raise click.BadParameter(f"{where}: {why}; earlier lines may have been read") from None
+            raise click.BadParameter(f"{where}: {why}; earlier lines may have been imported") from None
 
 
 def _seen_record(line: bytes) -> SeenRecord:
@@ -239,8 +240,8 @@ def _seen_record(line: bytes) -> SeenRecord:
         raise ValueError("not a JSON object")  # noqa: TRY004 - the line is wrong, not the code
     uri, time, live = row.get("uri"), row.get("first_seen"), row.get("first_seen_live")
     if not (isinstance(uri, str) and isinstance(time, str) and (live is None or isinstance(live, bool))):
-        raise ValueError("it has no uri, first_seen and first_seen_live as an export has them")
+        raise ValueError("uri, first_seen or first_seen_live is missing, or has the wrong type")
     record, first_seen = AtUri.parse(uri), datetime.fromisoformat(time)
     if first_seen.tzinfo is None or record.rkey is None or not is_did(record.authority):
-        raise ValueError("not the URI of a record with a DID, and a time with a time zone")
+        raise ValueError("uri must be the AT-URI of a record, with a DID; first_seen must have a time zone")
     return SeenRecord(record.authority, record.collection or "", record.rkey, first_seen.astimezone(UTC), live)

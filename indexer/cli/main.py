@@ -40,7 +40,7 @@ COMMANDS = {
     "cursor": ("cursor_commands", "Show or reset the stored positions in the streams of relays."),
     "audit": ("audit", "Fetch repos again and compare every record with the database."),
     "export": ("export", "Write all visible records of a collection to stdout."),
-    "import-first-seen": ("export", "Read when records were first seen from JSON lines of another database."),
+    "import-first-seen": ("export", "Import first-seen times from JSON lines that another database has exported."),
     "lexicon": ("lexicon", "Add lexicons, and query records through views with typed columns."),
     "inspect": ("inspect", "Verify a CAR export of a repo offline and list its records."),
     "distribute": ("schema_commands", "Distribute the tables over the nodes of a Citus cluster."),

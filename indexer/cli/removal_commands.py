@@ -17,12 +17,12 @@ from indexer.sync.shard import bucket_of
 LINKS_SECONDS = 30.0
 """Time for which the command waits for the process that keeps links."""
 RETRY_SECONDS = 0.1
-NOT_REACHED = (
-    "Not reached: backups; WAL and dead rows, until VACUUM has run and the server has reused the space; what consumers "
-    "have copied; files that were exported."
+NOT_DELETED = (
+    "Not deleted: backups; WAL and dead rows, until VACUUM has run and the server has reused the space; copies that "
+    "consumers have; exported files."
 )
 
-reason_option = click.option("--reason", metavar="TEXT", help="The reason for the audit line.")
+reason_option = click.option("--reason", metavar="TEXT", help="Store this reason in indexer.removal.")
 
 
 @command("redact")
@@ -33,8 +33,8 @@ reason_option = click.option("--reason", metavar="TEXT", help="The reason for th
 async def redact_command(settings: Settings, *, target: Target, reason: str | None, yes: bool, as_json: bool) -> int:
     """Delete a record, an account or a collection, and never store it again.
 
-    This is irreversible. The command returns when the content is gone from the database. It asks for confirmation, and
-    needs --yes if there is no terminal.
+    This is irreversible. The command returns when the content is deleted from the database. It asks for confirmation,
+    and needs --yes if there is no terminal. An account becomes untracked, a collection leaves the scope.
     """
     async with connect_database(settings) as db:
         if (found := await _find(db, target)) is None:
@@ -47,7 +47,7 @@ async def redact_command(settings: Settings, *, target: Target, reason: str | No
         dead_letters = await db.removals.delete_messages(did, collection, rkey)
         links = await db.links.catch_up(LINKS_SECONDS)
     done = f"{records:,} records (besides those that a daemon deleted) and {dead_letters:,} dead letters deleted"
-    text = f"{name} is redacted: {done}\n{NOT_REACHED}"
+    text = f"{name} is redacted: {done}\n{NOT_DELETED}"
     result = {"target": name, "records": records, "dead_letters": dead_letters, "links_deleted": links}
     echo_result(result, text, as_json=as_json)
     if not links:
@@ -57,7 +57,7 @@ async def redact_command(settings: Settings, *, target: Target, reason: str | No
 
 @command("takedown")
 @click.argument("target", metavar="DID|AT-URI", type=parse_target)
-@click.option("--reverse", is_flag=True, help="Make it visible again.")
+@click.option("--reverse", is_flag=True, help="Show it again.")
 @reason_option
 @json_option
 async def takedown_command(
@@ -65,7 +65,8 @@ async def takedown_command(
 ) -> int:
     """Hide a repo or a record from the public views.
 
-    A repo stays hidden whatever its hosting status is, and up to date. A record is deleted; --reverse fetches it again.
+    A repo stays hidden whatever its hosting status is, and is kept up to date. A record is deleted, and not stored
+    again; --reverse fetches its repo again.
     """
     if target[0] is None:
         raise click.UsageError("Give a DID or the AT-URI of a record: a collection is hidden by `indexer scope set`.")

@@ -303,7 +303,7 @@ class Metrics:
         self._section = "Feeds"
         self._at_scrape(
             "indexer_feed_clients", ("kind",),
-            "Connected clients of `/channel` (`tap`) and of `/subscribe` (`jetstream`); 1 for a configured `webhook`.",
+            "Connected clients of `/channel` (`tap`) and of both Jetstream streams (`jetstream`); 1 for a `webhook`.",
             "It falls to 0 although clients are expected.")
         self.feed_events = self._series(
             Counter, "indexer_feed_events_total", {"kind": FEED_KINDS},

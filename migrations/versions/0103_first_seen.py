@@ -144,10 +144,11 @@ $new$
 )
 COMMENTS = {
     "column atproto.records.first_seen": (
-        "When it was first stored; updates do not change it. What an earlier release stored: when that wrote it last."
+        "When it was first stored here, or an earlier imported time; updates do not change it. Of a record that an earlier "
+        "release stored: when that last wrote it."
     ),
     "column atproto.records.first_seen_live": (
-        "True if found live, false if by a resync, as in atproto.changes; null: unknown."
+        "True if it was live when first seen, as in atproto.changes; false if a resync found it; null: unknown."
     ),
     "column atproto.records.sort_at": "createdAt if it is a datetime before first_seen; otherwise first_seen.",
 }

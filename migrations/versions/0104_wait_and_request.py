@@ -70,7 +70,8 @@ end $$
     """,
     """
 comment on function atproto.request_record(text,text) is
-    'Fetch a record with proof now. False if its rev is stored, or if the repo waits. Needs atproto_operator.'
+    'Fetch a record now, with proof. False if this rev is stored already, or if a pause delays the fetch. An error if the '
+    'repo is hidden or not tracked, or the record out of scope. Needs atproto_operator.'
     """,
     """
 create function atproto.wait_for(
@@ -109,7 +110,8 @@ end $$
     """,
     """
 comment on function atproto.wait_for(text,text,interval) is
-    'Wait until the views show this rev of a repo or a later one, at most 30 seconds, in read committed.'
+    'Wait until the views show this rev of a repo or a later one; at most 30 seconds. Needs the isolation level read '
+    'committed, and no write before it in the transaction.'
     """,
     """
     revoke all on function atproto.request_record(text, text), atproto.wait_for(text, text, interval) from public

@@ -58,7 +58,7 @@ begin
     return indexer.take_down($1, $2, null);
 end $$;
 comment on function atproto.request_takedown(text,boolean) is
-    'Hide a repo, or a record by its AT-URI, locally, or show it again. False if the repo is unknown. Needs '
+    'Hide a repo (by its DID) or a record (by its AT-URI) locally, or show it again. False if the DID is unknown. Needs '
     'atproto_operator.';
 
 -- Seconds to wait after so many attempts, as backoff_seconds of indexer/sync/backoff.py computes them.
@@ -122,7 +122,8 @@ begin
     return settled or coalesce(stored.next_attempt_at, '-infinity') <= now();
 end $$;
 comment on function atproto.request_record(text,text) is
-    'Fetch a record with proof now. False if its rev is stored, or if the repo waits. Needs atproto_operator.';
+    'Fetch a record now, with proof. False if this rev is stored already, or if a pause delays the fetch. An error if the '
+    'repo is hidden or not tracked, or the record out of scope. Needs atproto_operator.';
 
 -- Each look ends with an error that is caught, because only then are its locks released.
 create function atproto.wait_for(
@@ -159,7 +160,8 @@ begin
     end loop;
 end $$;
 comment on function atproto.wait_for(text,text,interval) is
-    'Wait until the views show this rev of a repo or a later one, at most 30 seconds, in read committed.';
+    'Wait until the views show this rev of a repo or a later one; at most 30 seconds. Needs the isolation level read '
+    'committed, and no write before it in the transaction.';
 
 -- Two accounts may have the handle until the earlier one is checked again. The collation "C" of lower(): in other locales it may change the letter I differently.
 create function atproto.did_of(handle text) returns text

@@ -125,9 +125,10 @@ comment on column atproto.records.bucket is
 comment on column atproto.records.proof is
     'The proof with which it was written: commit, export or range (docs/protocol.md#sparse-resync). Null: unknown.';
 comment on column atproto.records.first_seen is
-    'When it was first stored; updates do not change it. What an earlier release stored: when that wrote it last.';
+    'When it was first stored here, or an earlier imported time; updates do not change it. Of a record that an earlier '
+    'release stored: when that last wrote it.';
 comment on column atproto.records.first_seen_live is
-    'True if found live, false if by a resync, as in atproto.changes; null: unknown.';
+    'True if it was live when first seen, as in atproto.changes; false if a resync found it; null: unknown.';
 comment on column atproto.records.sort_at is
     'createdAt if it is a datetime before first_seen; otherwise first_seen.';
 

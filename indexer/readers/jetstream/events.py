@@ -1,4 +1,4 @@
-"""Jetstream's JSON events, on both of its wires, serialized once for all subscribers of a wire.
+"""Jetstream's JSON events, in both versions, serialized once for all subscribers of a version.
 
 An event is sent as a complete websocket frame: a server does not mask its frames, so they are equal for everybody.
 """
@@ -30,7 +30,7 @@ EVENT_BYTES = 300
 _DEFAULT_KINDS = frozenset[Kind]({"commit", "identity", "account"})
 
 Wire = Callable[[FeedEvent], dict[str, Any] | None]
-"""Returns the message of an event, to be sent as JSON; None if this wire has none."""
+"""Returns the message of an event, to be sent as JSON; None if this version has none."""
 
 
 class LogPosition(NamedTuple):
@@ -130,7 +130,7 @@ class EventChunk:
     Attributes:
         before: The number of the last change before the chunk.
         end: The position after the chunk.
-        size: The bytes of all messages on one wire, approximately.
+        size: The bytes of all messages in one version, approximately.
         made_at: When it was made, in monotonic seconds.
         skipped: The entries, if none of them was wanted, so that they were read without their events.
     """
@@ -171,7 +171,7 @@ class EventChunk:
         return b"".join(parts), len(parts)
 
     def _frames_of(self, wire: Wire, *, compress: bool) -> Frames:
-        """Return the frames, made when a subscriber of this wire and compression first asks for them."""
+        """Return the frames, made when a subscriber of this version and compression first asks for them."""
         if (made := self._frames.get((wire, compress))) is not None:
             return made
         if compress:
@@ -187,7 +187,7 @@ class EventChunk:
             parts += (header, payload)
             end += len(header) + len(payload)
             ends.append(end)
-            # The limit is that of the message as it is sent; on the second wire, that of its JSON.
+            # The limit is that of the message as it is sent; in the second version, that of its JSON.
             sizes.append(len(payload if wire is v1_message else text))
         usual = all(event.kind in _DEFAULT_KINDS for event in events)
         made = self._frames[wire, compress] = Frames(b"".join(parts), events, ends, sizes, usual)
@@ -210,7 +210,7 @@ def encode_page(start: LogPosition, page: FeedPage) -> EventChunk:
 
 
 def v1_message(event: FeedEvent) -> dict[str, Any] | None:
-    """Return the message of an event on the wire of `/subscribe`."""
+    """Return the message of an event on the stream `/subscribe`."""
     kind, change = event.kind, event.change
     body = _body(event, "" if kind == "commit" else f"{_time_text(event.time_us)[:-4]}Z")
     if body is None or kind == "sync":
@@ -219,7 +219,7 @@ def v1_message(event: FeedEvent) -> dict[str, Any] | None:
 
 
 def v2_message(event: FeedEvent) -> dict[str, Any] | None:
-    """Return the message of an event on the wire of `SUBSCRIBE_EVENTS`."""
+    """Return the message of an event on the stream `SUBSCRIBE_EVENTS`."""
     time = _time_text(event.time_us)
     if (body := _body(event, time)) is None:
         return None
@@ -233,7 +233,7 @@ def v2_payload(fragment: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _body(event: FeedEvent, time: str) -> dict[str, Any] | None:
-    """Return the object that both wires have; None for a record without a value."""
+    """Return the object that both versions have; None for a record without a value."""
     change, record = event.change, event.record
     if event.kind == "commit":
         path = {"rev": event.rev, "operation": change.action, "collection": change.collection, "rkey": change.rkey}

@@ -1,4 +1,4 @@
-"""The options of a Jetstream subscriber, on both wires: what its URL and its messages ask for."""
+"""The options of a Jetstream subscriber, of both versions: what its URL and its messages ask for."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -54,7 +54,7 @@ class SubscriberOptions:
 
     @property
     def is_v2(self) -> bool:
-        """True for the second wire."""
+        """True for the second version of the stream."""
         return self.wire is v2_message
 
 
@@ -80,22 +80,22 @@ def parse_query(query: str, socket_encoding: str) -> SubscriberOptions:
 
 
 def parse_v2_query(query: str, socket_encoding: str) -> SubscriberOptions:
-    """Return the options in the query of the URL on the second wire; raise `BadOptionsError`."""
+    """Return the options in the query of a URL of the second version; raise `BadOptionsError`."""
     parameters = parse_qs(query, keep_blank_values=True)
     if of_v1 := next((name for name in _OF_V1 if name in parameters), None):
-        raise BadOptionsError(f"{of_v1} is a parameter of /subscribe")
+        raise BadOptionsError(f"{of_v1} is a parameter of /subscribe only")
     if "true" in parameters.get("compress", ()) or "zstd" in socket_encoding:
-        raise BadOptionsError("compression needs zstdDictionary")
+        raise BadOptionsError("this stream is compressed only with zstdDictionary")
     names, collections, dids = (parameters.get(name, []) for name in ("kinds", "collections", "dids"))
     if len(names) > len(_KINDS) or not _KINDS.issuperset(names):
-        raise BadOptionsError(f"kinds are up to {len(_KINDS)} of {', '.join(sorted(_KINDS))}")
+        raise BadOptionsError(f"each of kinds is one of {', '.join(sorted(_KINDS))}; at most {len(_KINDS)} are allowed")
     events = _event_filter(collections, dids, _parse_number(parameters, "maxMessageSizeBytes", _MAX_SIZE) or 0)
     if names:
         events = replace(events, kinds=_KINDS.intersection(names))
     if len(collections) > MAX_COLLECTIONS or len(dids) > MAX_DIDS:
         raise BadOptionsError(f"more than {MAX_COLLECTIONS} collections, or {MAX_DIDS} DIDs")
     if collections and "commit" not in events.kinds:
-        raise BadOptionsError("collections select commits, which kinds leave out")
+        raise BadOptionsError("collections select only commits, but kinds does not name commit")
     if invalid := next((text for text in collections if "*" in text and text.count(".") < _MIN_DOTS), None):
         raise BadOptionsError(f"invalid collection: {invalid[:_SHOWN_CHARACTERS]!r}")
     chosen, current = _parse_number(parameters, "zstdDictionary", _MAX_SIZE), dictionary().dict_id

@@ -1,4 +1,4 @@
-"""The streams of Jetstream: send each subscriber the events that it selects, on its wire."""
+"""The streams of Jetstream: send each subscriber the events that it selects, in its version of the protocol."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -91,7 +91,7 @@ class Subscriptions:
         return await self._answer(request, parse_query, _refusal)
 
     async def subscribe_events(self, request: web.Request) -> web.StreamResponse:
-        """Serve one subscriber of the second wire until its connection ends."""
+        """Serve one subscriber of the second version until its connection ends."""
         return await self._answer(request, parse_v2_query, xrpc_refusal)
 
     async def _answer(
@@ -267,7 +267,7 @@ class Subscriber:
             elif start.too_old or start.ahead:
                 info = {
                     "name": "FutureCursor" if start.ahead else "OutdatedCursor",
-                    "message": f"the next event has at least seq {start.position.seq + 1}",
+                    "message": f"events are sent from seq {start.position.seq + 1}",
                 }
                 await self._send(v2_payload("info", info))
             return start.position
