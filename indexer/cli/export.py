@@ -1,4 +1,4 @@
-"""The commands `export` and `import-first-seen`: write a collection as JSON lines or Parquet, import first-seen times."""
+"""The commands `export` and `import-first-seen`: write a collection to stdout, import first-seen times."""
 
 import io
 import sys

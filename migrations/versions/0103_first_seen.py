@@ -144,8 +144,8 @@ $new$
 )
 COMMENTS = {
     "column atproto.records.first_seen": (
-        "When it was first stored here, or an earlier imported time; updates do not change it. Of a record that an earlier "
-        "release stored: when that last wrote it."
+        "When it was first stored here, or an earlier imported time; updates do not change it. Of a record that an "
+        "earlier release stored: when that last wrote it."
     ),
     "column atproto.records.first_seen_live": (
         "True if it was live when first seen, as in atproto.changes; false if a resync found it; null: unknown."

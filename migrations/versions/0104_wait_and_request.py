@@ -70,8 +70,8 @@ end $$
     """,
     """
 comment on function atproto.request_record(text,text) is
-    'Fetch a record now, with proof. False if this rev is stored already, or if a pause delays the fetch. An error if the '
-    'repo is hidden or not tracked, or the record out of scope. Needs atproto_operator.'
+    'Fetch a record now, with proof. False if this rev is stored already, or if a pause delays the fetch. An error if '
+    'the repo is hidden or not tracked, or the record out of scope. Needs atproto_operator.'
     """,
     """
 create function atproto.wait_for(

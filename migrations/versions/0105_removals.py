@@ -215,8 +215,8 @@ end $$
     """,
     """
     comment on function atproto.request_takedown(text, boolean) is
-    'Hide a repo (by its DID) or a record (by its AT-URI) locally, or show it again. False if the DID is unknown. Needs '
-    'atproto_operator.'
+    'Hide a repo (by its DID) or a record (by its AT-URI) locally, or show it again. False if the DID is unknown. '
+    'Needs atproto_operator.'
     """,
     "revoke all on function indexer.remove(text, text, text), indexer.take_down(text, boolean, text) from public",
 )

@@ -58,8 +58,8 @@ begin
     return indexer.take_down($1, $2, null);
 end $$;
 comment on function atproto.request_takedown(text,boolean) is
-    'Hide a repo (by its DID) or a record (by its AT-URI) locally, or show it again. False if the DID is unknown. Needs '
-    'atproto_operator.';
+    'Hide a repo (by its DID) or a record (by its AT-URI) locally, or show it again. False if the DID is unknown. '
+    'Needs atproto_operator.';
 
 -- Seconds to wait after so many attempts, as backoff_seconds of indexer/sync/backoff.py computes them.
 create function indexer.backoff(did text, attempts integer) returns double precision
@@ -122,8 +122,8 @@ begin
     return settled or coalesce(stored.next_attempt_at, '-infinity') <= now();
 end $$;
 comment on function atproto.request_record(text,text) is
-    'Fetch a record now, with proof. False if this rev is stored already, or if a pause delays the fetch. An error if the '
-    'repo is hidden or not tracked, or the record out of scope. Needs atproto_operator.';
+    'Fetch a record now, with proof. False if this rev is stored already, or if a pause delays the fetch. An error if '
+    'the repo is hidden or not tracked, or the record out of scope. Needs atproto_operator.';
 
 -- Each look ends with an error that is caught, because only then are its locks released.
 create function atproto.wait_for(
