@@ -115,9 +115,14 @@ def generated(public_schema: str, columns: Sequence[PublicColumn]) -> dict[Path,
 def settings_list() -> str:
     """Return the list of settings."""
     return "".join(
-        f"- `{variable(name)}` = {_default(name)} ({allowed(name)}): {_description(name)}\n"
+        f"- `{variable(name)}` = {_default(name)} ({_without_examples(allowed(name))}): {_description(name)}\n"
         for name in Settings.model_fields
     )
+
+
+def _without_examples(kind: str) -> str:
+    """Return the form of a value without examples of durations and sizes, which the head of the page describes."""
+    return re.sub(r",? such as \w+(, \w+)* or \w+", "", kind)
 
 
 def _description(setting: str) -> str:
@@ -135,7 +140,7 @@ def reasons_page() -> str:
     failures = [(failure, failure.text + " *Permanent.*" * failure.is_permanent) for failure in FetchFailure]
     return f"""# Reasons
 
-Values of metric labels and of columns. Their names are kept. This page is generated from the code.
+Values of metric labels and of columns. Their names are kept.
 
 ## Why a message or an export is rejected
 
@@ -186,7 +191,7 @@ def metrics_page() -> str:
 are a public interface; label values are limited in number. The text after ⚠ says when to worry.
 Every process has its own metrics. Sum the counters, but not the gauges that each process reads from
 the database: `indexer_repos`, `indexer_repos_desynchronized`, `indexer_resync_queue`, and those of
-the change log and of links. This page is generated from the code.
+the change log and of links.
 {groups}"""
 
 
@@ -211,8 +216,7 @@ def commands_page() -> str:
     return f"""# Commands
 
 `indexer COMMAND --help` shows the same. All commands accept the [settings](settings.md): from the
-environment, and from the file that `--config` names, before or after the command. This page is
-generated from the code.
+environment, and from the file that `--config` names, before or after the command.
 
 ## Output
 

@@ -68,8 +68,7 @@ async def reset_command(
     """Set the cursor of a relay, for all shards, and open a gap.
 
     RELAY is the URL of the relay as `indexer cursor show` prints it. No daemon may run. The next daemon is not ready
-    until a reconciliation has closed the gap. Records are not changed: messages that are received again have no effect,
-    and repos that missed messages are fetched again.
+    until a reconciliation has closed the gap. Records are not changed: repeated messages have no effect.
     """
     async with connect_database(settings, connections=2) as db, db.shard_locks.open(Shard().positions) as lock:
         if not await lock.claim():

@@ -40,7 +40,7 @@ MAX_FILE_BYTES = 1_048_576
 def lexicon_command(config: Path | None) -> None:
     """Add lexicons, and query records through views with typed columns.
 
-    For each record type whose lexicon was added, schema `lexicon` has a view with the name of the record type.
+    Schema `lexicon` has a view for each record type whose lexicon was added, with its name.
     """
 
 

@@ -88,7 +88,7 @@ def rejected_command(config: Path | None) -> None:
     """List, show or replay dead letters.
 
     Dead letters are messages that broke a rule of the protocol. Without a subcommand, list them. With --feed, the
-    commands are about events that clients of the feed refused for so long that they were set aside.
+    commands are about events that were set aside, because clients of the feed refused them.
     """
 
 

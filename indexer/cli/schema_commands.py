@@ -40,9 +40,8 @@ async def distribute_command(settings: Settings, *, shards: int | None, as_json:
     """Distribute the tables over the nodes of a Citus cluster.
 
     INDEXER_DATABASE_URL names the coordinator, whose database was migrated. Its role must own the database. Stop all
-    daemons first. If the command is interrupted, run it again: it copies again the table that it was copying, from
-    its first row, and none that was complete. On a database that is distributed it changes nothing, unless --shards
-    is larger than before. There is no way back to a plain database other than a new one (docs/scaling.md).
+    daemons first. If the command is interrupted, run it again. On a distributed database, it changes nothing, unless
+    --shards is larger than before. There is no way back, except to a new database (docs/scaling.md).
     """
     async with open_database(settings) as dsn:
         with CommandProgress("tables or shards", None) as progress:
