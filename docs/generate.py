@@ -121,8 +121,8 @@ def settings_list() -> str:
 
 
 def _without_examples(kind: str) -> str:
-    """Return the form of a value without examples of durations and sizes, which the head of the page describes."""
-    return re.sub(r",? such as \w+(, \w+)* or \w+", "", kind)
+    """Return the form of a value without what the head of the page says of lists, durations and sizes."""
+    return re.sub(r"^a comma-separated list of |,? such as \w+(, \w+)* or \w+", "", kind)
 
 
 def _description(setting: str) -> str:
