@@ -115,6 +115,7 @@ batch begins with a read, and what was read does not wait."""
 INBOX_BYTES = 16 * 1024 * 1024
 KEY_LOOKUP_CONCURRENCY = 64
 REQUEST_SECONDS = 0.05
+"""Time after which resyncs that are due are looked for again, after a record was requested."""
 CONNECTIONS = TURNS + LARGE_TURNS + RESERVED_CONNECTIONS
 """Size of the pool of connections. Some stages have connections of their own, such as the shard lock."""
 
@@ -318,10 +319,10 @@ class Daemon:
         self.resync_pool.wake()
 
     def request_record(self, did: str, path: str) -> None:
-        """Look at the queue of resyncs now. The resync of this repo requests the path first."""
+        """Start resyncs that are due now. That of this repo requests this path first."""
         if self._shard.owns(did):
             self.hint_paths[did] = path
-            self._wake_resyncs()  # and again: the first claim skips the row if its commit is just being written
+            self._wake_resyncs()  # and again, because the first claim skips the row if it is locked
             asyncio.get_running_loop().call_later(REQUEST_SECONDS, self._wake_resyncs)
 
     def _ask_host(self, did: str) -> None:

@@ -51,7 +51,7 @@ _COLUMNS = typed(
 
 _FIELDS = [name for name in _COLUMNS if name != "bucket"]
 
-# None that may have the content of a redacted or hidden record.
+# A message that may contain a redacted or hidden record is not stored.
 _INSERT = f"""
     insert into indexer.dead_letter ({", ".join(_COLUMNS)}) select {", ".join(_COLUMNS)}
     from {unnest(_COLUMNS, "w")}

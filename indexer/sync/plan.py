@@ -97,9 +97,9 @@ def _may_add(event: RepoEvent, context: PlanContext) -> bool:
 
 
 def _writes_removed(event: CommitEvent | SyncEvent, scope: Scope) -> bool:
-    """Return True if a frame has a redacted or hidden record, and is not buffered: its resync ends with an older rev.
+    """Return True if a message contains a redacted or hidden record. Such a message is not buffered.
 
-    Then another one follows, by the rev of the event that the row notes.
+    So its resync may end at an older rev. Then another one follows, because the row notes the rev of the message.
     """
     if not (scope.removed or scope.collections.excluded) or isinstance(event, SyncEvent):
         return False

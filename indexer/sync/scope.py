@@ -34,7 +34,7 @@ class Scope:
         removed: The paths of the records that are redacted or hidden, by DID. They are not stored.
         added_in: For each pattern of `collections` the version that added it.
         signal_collections: The collections that cause a repo to be tracked; None if none is named.
-        chosen_in: The version that last changed more than `removed`.
+        chosen_in: The version of the last change of anything but `removed`.
         repos_narrowed_in: The version that last wanted fewer repos; 0: none. Repos that no later one wants are
             untracked.
     """

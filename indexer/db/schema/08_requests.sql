@@ -125,7 +125,7 @@ comment on function atproto.request_record(text,text) is
     'Fetch a record now, with proof. False if this rev is stored already, or if a pause delays the fetch. An error if '
     'the repo is hidden or not tracked, or the record out of scope. Needs atproto_operator.';
 
--- Each look ends with an error that is caught, because only then are its locks released.
+-- Each read of the repo ends with an error that is caught: otherwise its locks would last until the transaction ends.
 create function atproto.wait_for(
     did text, rev text, timeout interval default '10 seconds', out reached boolean, out stored_rev text
 ) language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$

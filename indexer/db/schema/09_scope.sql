@@ -17,7 +17,7 @@ create table indexer.scope (
     changed_at timestamptz not null default now(),
     -- The version of the scope that last wanted fewer repos. Repos that no later one wants are untracked; 0: none.
     repos_narrowed_in bigint not null default 0,
-    -- The version that last changed more than which records of single repos are redacted or hidden.
+    -- The version of the last change that was not just a redaction or takedown of a single record.
     chosen_in bigint not null default 0,
     primary key (singleton),
     constraint scope_added_in check (cardinality(added_in) = cardinality(collections)),
@@ -137,8 +137,8 @@ begin
     return present.version + 1;
 end $$;
 
--- What operators have redacted or hidden, and shown again. A redaction counts for ever, otherwise the last row of a
--- target. Nothing deletes a row.
+-- The redactions and takedowns by operators, and their reversals. A redaction is permanent; otherwise, the last row of a
+-- target counts. Rows are never deleted.
 create table indexer.removal (
     id bigint not null generated always as identity,
     -- A DID, the NSID of a collection, or the AT-URI of a record, with a DID.

@@ -262,9 +262,10 @@ class DeliveryWindow:
         )
 
     def _group(self, change: LoggedChange) -> object:
-        """Return what is equal for changes that need no order, unless they are of one record: the rev of the export.
+        """Return the group of a change: changes of a repo in one group may be in flight at the same time.
 
-        With `one_per_repo`, return what is equal for changes that are taken together.
+        A live change is a group of its own. Differences that resyncs found at one rev are a group. With `one_per_repo`,
+        it is the changes that are taken together.
         """
         if self._one_per_repo:
             return self._turn
