@@ -164,7 +164,7 @@ def parquet(file: IO[bytes], columns: Sequence[ViewColumn], group_bytes: int = R
 async def export_command(settings: Settings, *, collection: str, typed: bool, form: Format) -> int:
     """Write all visible records of a collection to stdout.
 
-    The output is from one point in time. Parquet needs the library pyarrow, the extra `parquet` of the package. If the
+    The output is from one point in time. Parquet needs pyarrow: install the extra `parquet` of the package. If the
     command fails, the output is incomplete: check the exit code.
     """
     if form == "parquet" and sys.stdout.isatty():

@@ -329,7 +329,7 @@ class Links(Area):
             yield LinkSession(connection, lock, await listen_on(connection))
 
     async def catch_up(self, seconds: float) -> bool:
-        """Wait until links include all present changes, or add these if no process does; False after so many seconds."""
+        """Wait until links include all present changes, or add these if no process does; False if it takes longer."""
         latest, deadline, owned = await self._fetchval(LATEST_SEQ), monotonic() + seconds, False
         async with self.session() as session:
             while (seq := await self._fetchval("select seq from indexer.link_reader")) is not None and seq < latest:
