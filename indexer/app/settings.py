@@ -38,9 +38,11 @@ from indexer.atproto.syntax import CollectionFilter
 from indexer.errors import SettingsError
 from indexer.net.relay.stream_socket import STREAM_PATH, SUBSCRIBE_PATH
 from indexer.net.server.address import Address
+from indexer.sync.hints import JETSTREAM
 from indexer.sync.policy import Policy
 from indexer.sync.scope import Scope, Track, filter_of
 from indexer.sync.shard import BUCKETS, Shard
+from indexer.sync.stream import Cursor
 
 PREFIX = "INDEXER_"
 OTHER_VARIABLES = frozenset(
@@ -282,7 +284,7 @@ class Settings(BaseModel):
     """Kind of stream to consume: that of a `relay`; that of a `pds`, whose events count only for accounts that it
     hosts; or that of a `jetstream`, whose events are only hints: changed records are fetched from their hosts, with
     proof. `jetstream` needs `INDEXER_COLLECTIONS`, and uses relays for repo lists and as `INDEXER_RESYNC_SOURCE`
-    says."""
+    says. Unset: a relay, or a Jetstream if the database's newest cursor is of one."""
     jetstreams: Jetstreams = tuple(
         f"wss://jetstream{number}.us-{coast}.bsky.network" for coast in ("east", "west") for number in (2, 1)
     )
@@ -456,6 +458,18 @@ class Settings(BaseModel):
             signal_collections=filter_of(self.signal_collections),
         )
 
+    def continuing(self, cursors: Sequence[Cursor]) -> "Settings":
+        """Return the settings for a database with these cursors: if no upstream was given, that of the newest one.
+
+        Raises:
+            SettingsError: Another setting excludes that.
+        """
+        if not cursors or "upstream" in self.model_fields_set:
+            return self
+        newest = max(cursors, key=lambda cursor: cursor.updated_at or 0.0)
+        upstream = "jetstream" if newest.relay == JETSTREAM else "relay"
+        return _consistent(_with_defaults(self, {"upstream": upstream}), scope_is_stored=True)
+
     def for_record_types(self, nsids: Sequence[str], stored: Scope | None) -> "Settings":
         """Return the settings of `indexer run --lexicon` for this stored scope. Settings that were given stay.
 
@@ -470,7 +484,7 @@ class Settings(BaseModel):
         scope = stored or settings.first_scope
         if scope.track is Track.SIGNAL and not scope.collections.matches_all:
             settings = _with_defaults(settings, {"upstream": "jetstream"})
-        return _consistent(settings)
+        return _consistent(settings, scope_is_stored=stored is not None)
 
     @property
     def policy(self) -> Policy:
@@ -511,14 +525,15 @@ def _with_defaults(settings: Settings, values: Mapping[str, Any]) -> Settings:
     return settings.model_copy(update={name: values[name] for name in values.keys() - settings.model_fields_set})
 
 
-def _consistent(settings: Settings) -> Settings:
+def _consistent(settings: Settings, *, scope_is_stored: bool = False) -> Settings:
     """Return the settings; raise `SettingsError` if two of them contradict each other."""
     if settings.track == "signal" and not settings.signal_collections:
         raise SettingsError(f"{variable('track')}: 'signal' needs {variable('signal_collections')}")
     if settings.links and not settings.store_values:
         raise SettingsError("INDEXER_LINKS needs INDEXER_STORE_VALUES, because links are found in values")
     needs = {
-        "named collections in INDEXER_COLLECTIONS": not (settings.chooses_scope and settings.collections.matches_all),
+        "named collections in INDEXER_COLLECTIONS": scope_is_stored
+        or not (settings.chooses_scope and settings.collections.matches_all),
         "INDEXER_SPARSE_RESYNC other than 'never'": settings.sparse_resync != "never",
         "'pds' in INDEXER_RESYNC_SOURCE": "pds" in settings.resync_source,
         "INDEXER_SWEEP_INTERVAL of at least 60s": settings.comparison_interval >= MIN_PASS_INTERVAL,

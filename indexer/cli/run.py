@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from time import time_ns
 
 import click
 
@@ -13,7 +14,10 @@ from indexer.db import Database
 from indexer.db.database_errors import without_password
 from indexer.errors import LexiconError, NoScopeError, SettingsError
 from indexer.net.lexicons import SourcedLexicon
+from indexer.sync.changes import Batch
+from indexer.sync.hints import JETSTREAM
 from indexer.sync.scope import Scope
+from indexer.sync.stream import Cursor
 
 CHOICES = """\
   indexer run --lexicon NSID         the records of one lexicon, of all accounts that have any
@@ -47,7 +51,8 @@ async def run_command(settings: Settings, *, names: tuple[str, ...], no_migrate:
 
     --lexicon adds lexicons like `indexer lexicon add`, but resolves no NSID that is stored. In a new database, their
     record types become the collections and the signal collections; an existing scope must include them. If this scope
-    has both, and INDEXER_UPSTREAM is not set, the daemon reads a Jetstream, which is cheapest.
+    has both, and INDEXER_UPSTREAM is not set, the daemon reads a Jetstream, which is cheapest. Later starts, also
+    without --lexicon, continue with the upstream that was read last.
     """
     prepare = partial(_prepare, settings, *read_arguments(names)) if names else None
     try:
@@ -65,6 +70,7 @@ async def _prepare(settings: Settings, given: dict[str, SourcedLexicon], nsids: 
     db = await Database.open(dsn, connections=2)
     try:
         stored, known = await db.scope.load(), await db.lexicons.load()
+        settings = settings.continuing(await db.gaps.cursors())
         try:
             found = await fetch_lexicons(settings, db, given, [nsid for nsid in nsids if nsid not in known])
         except LexiconError as error:
@@ -82,6 +88,8 @@ async def _prepare(settings: Settings, given: dict[str, SourcedLexicon], nsids: 
         if missing := [nsid for nsid in record_types if not scope.collections.matches(nsid)]:
             raise SettingsError(f"--lexicon: {_how_to_add(stored, scope, missing)}")
         await store_lexicons(settings, db, given, as_json=False)
+        if stored is None and settings.upstream == "jetstream":  # a later start continues with it, with or without hints
+            await db.write(Batch(cursors=(Cursor(JETSTREAM, str(settings.shard), time_ns() // 1_000),)))
         click.echo(f"Query the records: psql '{without_password(dsn)}'")
     finally:
         await db.close()
