@@ -473,14 +473,17 @@ class Settings(BaseModel):
     def for_record_types(self, nsids: Sequence[str], stored: Scope | None) -> "Settings":
         """Return the settings of `indexer run --lexicon` for this stored scope. Settings that were given stay.
 
-        Without a stored scope, these record types become the collections and the signal collections. A Jetstream is
-        read if the scope has signal collections and does not store all collections.
+        Without a stored scope, these record types become the collections and the signal collections. With one, its
+        parts count as given if others are, so that only a difference is logged. A Jetstream is read if the scope has
+        signal collections and does not store all collections.
 
         Raises:
             SettingsError: Another setting excludes that.
         """
-        first = {"track": "signal", "collections": CollectionFilter(nsids), "signal_collections": tuple(nsids)}
-        settings = self if stored else _with_defaults(self, first)
+        types = CollectionFilter(nsids)
+        scope = stored or Scope(track=Track.SIGNAL, collections=types, signal_collections=types)
+        first = {"track": scope.track, "collections": scope.collections, "signal_collections": scope.signal_patterns}
+        settings = _with_defaults(self, first) if self.chooses_scope or not stored else self
         scope = stored or settings.first_scope
         if scope.track is Track.SIGNAL and not scope.collections.matches_all:
             settings = _with_defaults(settings, {"upstream": "jetstream"})

@@ -88,7 +88,7 @@ async def _prepare(settings: Settings, given: dict[str, SourcedLexicon], nsids: 
         if missing := [nsid for nsid in record_types if not scope.collections.matches(nsid)]:
             raise SettingsError(f"--lexicon: {_how_to_add(stored, scope, missing)}")
         await store_lexicons(settings, db, given, as_json=False)
-        if stored is None and settings.upstream == "jetstream":  # a later start continues with it, with or without hints
+        if stored is None and settings.upstream == "jetstream":  # later starts continue with it, also without hints
             await db.write(Batch(cursors=(Cursor(JETSTREAM, str(settings.shard), time_ns() // 1_000),)))
         click.echo(f"Query the records: psql '{without_password(dsn)}'")
     finally:

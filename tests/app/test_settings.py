@@ -14,8 +14,8 @@ from indexer.errors import SettingsError
 from indexer.net.server.address import Address
 from indexer.sync.hints import JETSTREAM
 from indexer.sync.scope import Scope, Track
-from indexer.sync.stream import Cursor
 from indexer.sync.shard import Shard
+from indexer.sync.stream import Cursor
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "config" / "indexer.example.toml"
@@ -315,6 +315,9 @@ def test_record_types_are_the_first_scope_beside_what_is_given() -> None:
     more = Settings(collections="com.*", track="listed").for_record_types(NSIDS, None)
     given = replace(SIGNAL, track=Track.LISTED, collections=CollectionFilter(["com.*"]))
     assert more.first_scope.same_choice(given)
+    for stored in (given, replace(given, track=Track.ALL)):  # only a given part that differs is ignored
+        again = Settings(track="listed").for_record_types(NSIDS, stored)
+        assert again.first_scope.same_choice(stored) == (stored is given)
     unchanged = Settings().for_record_types(NSIDS, given)
     assert [one.chooses_scope for one in (more, Settings(collections="*"), unchanged)] == [True, True, False]
 
