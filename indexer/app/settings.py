@@ -232,7 +232,7 @@ Relays = Annotated[
 Jetstreams = Annotated[
     tuple[Annotated[str, AfterValidator(lambda value: _check_relay(value, SUBSCRIBE_PATH))], ...],
     WrapValidator(_read_list),
-    "a comma-separated list of wss://, ws://, https:// or http:// URLs of hosts; the path of the stream may follow",
+    "a comma-separated list of wss://, ws://, https:// or http:// URLs of hosts",
 ]
 Directories = Annotated[
     tuple[Annotated[str, AfterValidator(_check_directory)], ...],
@@ -281,10 +281,9 @@ class Settings(BaseModel):
     """Consume `all` relays at once, or the first one that works (`failover`). A further relay costs its traffic, and
     little CPU. With `INDEXER_UPSTREAM=pds`, it is always `failover`."""
     upstream: Literal["relay", "pds", "jetstream"] = "relay"
-    """Kind of stream to consume: that of a `relay`; that of a `pds`, whose events count only for accounts that it
-    hosts; or that of a `jetstream`, whose events are only hints: changed records are fetched from their hosts, with
-    proof. `jetstream` needs `INDEXER_COLLECTIONS`, and uses relays for repo lists and as `INDEXER_RESYNC_SOURCE`
-    says. Unset: a relay, or a Jetstream if the database's newest cursor is of one."""
+    """Stream to consume: of a `relay`; of a `pds`, whose events count only for accounts that it hosts; or of a
+    `jetstream`, whose events are only hints: changed records are fetched from their hosts, with proof. `jetstream`
+    needs `INDEXER_COLLECTIONS`, and relays for repo lists."""
     jetstreams: Jetstreams = tuple(
         f"wss://jetstream{number}.us-{coast}.bsky.network" for coast in ("east", "west") for number in (2, 1)
     )
@@ -329,7 +328,7 @@ class Settings(BaseModel):
         int, Field(ge=0, le=_MAX_WHOLE), f"a whole number up to {_MAX_WHOLE}, or `0` for no limit"
     ] = 100_000
     """Accounts that the stream may add in an hour for one host or registered domain; further ones wait. Raise it if
-    a large host moves. `0`: no limit."""
+    a large host moves."""
     resync_source: Annotated[
         tuple[Literal["relay", "pds"], ...],
         WrapValidator(_read_list),
@@ -358,7 +357,7 @@ class Settings(BaseModel):
     """Time from the deletion of an account to the erasure of its records, which are hidden at once. Lower it if
     your rules on erasure are stricter."""
     sweep_interval: Seconds | None = None
-    """How often to compare the relay's repo list with the database, and to try parked repos again (default: each day).
+    """How often to compare the relay's repo list with the database, and to try parked repos again.
     `0`: only after messages may have been missed; parked repos stay. With a Jetstream, each repo is compared with its
     host twice in this time, which is at least `60s`."""
     hosts_interval: Seconds = 86_400

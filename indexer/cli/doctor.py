@@ -96,9 +96,8 @@ def _log_settings(_: Path | None) -> Settings:
 async def doctor_command(_: Settings, *, as_json: bool) -> int:
     """Check settings, database, disk, clock, relays, directories and DNS.
 
-    Print one line for each check: `ok`, `warn` or `fail`, what was found, and what to do. Nothing is changed, except
-    that the embedded Postgres is started if it is used. The checks send a few requests, and take at most 80 seconds.
-    The exit code is 1 if a check fails.
+    Print one line for each check: `ok`, `warn` or `fail`, what was found, and what to do. Only the embedded Postgres is
+    started, if it is used. The checks take at most 80 seconds. The exit code is 1 if a check fails.
     """
     try:
         findings = await run_checks(load_settings(config_file()))

@@ -10,6 +10,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 
+from indexer.db.database_errors import without_password
 from tests.cli.command_line import Session, error_line, run_indexer
 from tests.daemon_process import Network, daemon_environment, log_tail
 from tests.db.change_log_helpers import connected
@@ -63,6 +64,17 @@ def test_without_a_choice_the_choices_are_shown_and_nothing_changes(
     assert fetch(empty_database, "select to_regnamespace('indexer')") == [(None,)]
     result = session("scope", "show")
     assert (result.returncode, error_line(result).partition(".")[0]) == (2, "Nothing says what to index")
+
+
+@pytest.mark.parametrize("options", [[], ["--processes", "2"]], ids=["one process", "two processes"])
+def test_without_a_choice_no_embedded_database_is_created(
+    session_without_database: Session, tmp_path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("INDEXER_DATABASE_URL")
+    session_without_database.configure(INDEXER_DATA_DIR=str(tmp_path / "data"), INDEXER_HTTP_BIND="127.0.0.1:0")
+    result = session_without_database("run", *options)
+    assert (result.returncode, "INDEXER_TRACK=listed " in result.stderr) == (2, True)
+    assert not (tmp_path / "data").exists()
 
 
 @asynccontextmanager
@@ -125,7 +137,8 @@ async def test_one_lexicon_leads_to_typed_rows_of_all_its_accounts(
         check_connections(jetstream, network)
     log = (tmp_path / "daemon.log").read_text()
     assert f'{REVIEW}: added, view lexicon."{REVIEW}"\n' in log
-    assert "Query the records: psql 'postgresql://" in log
+    query = f'select * from lexicon."{REVIEW}" limit 10'  # noqa: S608
+    assert f"Query the records: psql '{without_password(empty_database)}' -c '{query}'\n" in log
     assert "scope.settings-ignored" not in log
 
 
