@@ -51,8 +51,8 @@ async def run_command(settings: Settings, *, names: tuple[str, ...], no_migrate:
     On SIGTERM or SIGINT, the daemon stores the received messages and stops. A second signal stops at once.
 
     --lexicon adds lexicons like `indexer lexicon add`, but resolves no stored NSID. In a new database, their record
-    types become the collections and the signal collections; an existing scope must include them. If this scope has both,
-    the daemon reads a Jetstream, which is cheapest, unless INDEXER_UPSTREAM is set, or the database has a relay's
+    types become the collections and the signal collections; an existing scope must include them. If this scope has
+    both, the daemon reads a Jetstream, which is cheapest, unless INDEXER_UPSTREAM is set, or the database has a relay's
     cursor. Later starts without --lexicon do so, too.
     """
     prepare = partial(_prepare, settings, *read_arguments(names)) if names else None
