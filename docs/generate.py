@@ -70,7 +70,8 @@ _FUNCTIONS = """
 
 _UNSET = {
     "database_url": "unset",
-    "data_dir": "the user data directory",
+    "data_dir": "`~/.local/share/indexer`",
+    "upstream": "`relay`, or that of the database's newest cursor",
     "track": "`signal` with signal collections, otherwise `all`",
     "contact": "unset",
     "sweep_interval": "`24h`, or `1h` with a Jetstream",

@@ -143,11 +143,13 @@ async def open_daemon(
 
     Raises:
         DatabaseError: The database does not answer.
+        SettingsError: The upstream of the database excludes one of the settings.
     """
     async with AsyncExitStack() as stack:
         metrics, tuning = metrics or Metrics(), tuning or Tuning()
         db = await Database.open(dsn, connections=CONNECTIONS)
         stack.push_async_callback(db.close)
+        settings = settings.continuing(await db.gaps.cursors())
         outbound = await stack.enter_async_context(
             open_outbound_client(settings, metrics.outbound_request, tuning.timeouts, tuning.host_pauses)
         )

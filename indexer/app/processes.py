@@ -175,7 +175,7 @@ def process_environment(settings: Settings, index: int, processes: int) -> dict[
         "handle_rate": settings.handle_rate / processes,
         "outbound_rate": settings.outbound_rate / processes,
         "stop_timeout": settings.stop_timeout * STOP_TIMEOUT_SHARE,
-        "upstream": settings.upstream,
+        "upstream": settings.upstream if "upstream" in settings.model_fields_set else "",
         "track": scope.track if settings.chooses_scope else "",
         "collections": "" if scope.collections.matches_all else scope.collections,
         "signal_collections": scope.signal_collections or "",

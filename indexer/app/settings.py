@@ -38,9 +38,11 @@ from indexer.atproto.syntax import CollectionFilter
 from indexer.errors import SettingsError
 from indexer.net.relay.stream_socket import STREAM_PATH, SUBSCRIBE_PATH
 from indexer.net.server.address import Address
+from indexer.sync.hints import JETSTREAM
 from indexer.sync.policy import Policy
 from indexer.sync.scope import Scope, Track, filter_of
 from indexer.sync.shard import BUCKETS, Shard
+from indexer.sync.stream import Cursor
 
 PREFIX = "INDEXER_"
 OTHER_VARIABLES = frozenset(
@@ -230,7 +232,7 @@ Relays = Annotated[
 Jetstreams = Annotated[
     tuple[Annotated[str, AfterValidator(lambda value: _check_relay(value, SUBSCRIBE_PATH))], ...],
     WrapValidator(_read_list),
-    "a comma-separated list of wss://, ws://, https:// or http:// URLs of hosts; the path of the stream may follow",
+    "a comma-separated list of wss://, ws://, https:// or http:// URLs of hosts",
 ]
 Directories = Annotated[
     tuple[Annotated[str, AfterValidator(_check_directory)], ...],
@@ -279,10 +281,9 @@ class Settings(BaseModel):
     """Consume `all` relays at once, or the first one that works (`failover`). A further relay costs its traffic, and
     little CPU. With `INDEXER_UPSTREAM=pds`, it is always `failover`."""
     upstream: Literal["relay", "pds", "jetstream"] = "relay"
-    """Kind of stream to consume: that of a `relay`; that of a `pds`, whose events count only for accounts that it
-    hosts; or that of a `jetstream`, whose events are only hints: changed records are fetched from their hosts, with
-    proof. `jetstream` needs `INDEXER_COLLECTIONS`, and uses relays for repo lists and as `INDEXER_RESYNC_SOURCE`
-    says."""
+    """Stream to consume: of a `relay`; of a `pds`, whose events count only for accounts that it hosts; or of a
+    `jetstream`, whose events are only hints: changed records are fetched from their hosts, with proof. `jetstream`
+    needs `INDEXER_COLLECTIONS`, and relays for repo lists."""
     jetstreams: Jetstreams = tuple(
         f"wss://jetstream{number}.us-{coast}.bsky.network" for coast in ("east", "west") for number in (2, 1)
     )
@@ -327,7 +328,7 @@ class Settings(BaseModel):
         int, Field(ge=0, le=_MAX_WHOLE), f"a whole number up to {_MAX_WHOLE}, or `0` for no limit"
     ] = 100_000
     """Accounts that the stream may add in an hour for one host or registered domain; further ones wait. Raise it if
-    a large host moves. `0`: no limit."""
+    a large host moves."""
     resync_source: Annotated[
         tuple[Literal["relay", "pds"], ...],
         WrapValidator(_read_list),
@@ -356,7 +357,7 @@ class Settings(BaseModel):
     """Time from the deletion of an account to the erasure of its records, which are hidden at once. Lower it if
     your rules on erasure are stricter."""
     sweep_interval: Seconds | None = None
-    """How often to compare the relay's repo list with the database, and to try parked repos again (default: each day).
+    """How often to compare the relay's repo list with the database, and to try parked repos again.
     `0`: only after messages may have been missed; parked repos stay. With a Jetstream, each repo is compared with its
     host twice in this time, which is at least `60s`."""
     hosts_interval: Seconds = 86_400
@@ -456,21 +457,36 @@ class Settings(BaseModel):
             signal_collections=filter_of(self.signal_collections),
         )
 
-    def for_record_types(self, nsids: Sequence[str], stored: Scope | None) -> "Settings":
-        """Return the settings of `indexer run --lexicon` for this stored scope. Settings that were given stay.
-
-        Without a stored scope, these record types become the collections and the signal collections. A Jetstream is
-        read if the scope has signal collections and does not store all collections.
+    def continuing(self, cursors: Sequence[Cursor]) -> "Settings":
+        """Return the settings for a database with these cursors: if no upstream was given, that of the newest one.
 
         Raises:
             SettingsError: Another setting excludes that.
         """
-        first = {"track": "signal", "collections": CollectionFilter(nsids), "signal_collections": tuple(nsids)}
-        settings = self if stored else _with_defaults(self, first)
+        if not cursors or "upstream" in self.model_fields_set:
+            return self
+        newest = max(cursors, key=lambda cursor: cursor.updated_at or 0.0)
+        upstream = "jetstream" if newest.relay == JETSTREAM else "relay"
+        return _consistent(_with_defaults(self, {"upstream": upstream}), scope_is_stored=True)
+
+    def for_record_types(self, nsids: Sequence[str], stored: Scope | None) -> "Settings":
+        """Return the settings of `indexer run --lexicon` for this stored scope. Settings that were given stay.
+
+        Without a stored scope, these record types become the collections and the signal collections. With one, its
+        parts count as given if others are, so that only a difference is logged. A Jetstream is read if the scope has
+        signal collections and does not store all collections.
+
+        Raises:
+            SettingsError: Another setting excludes that.
+        """
+        types = CollectionFilter(nsids)
+        scope = stored or Scope(track=Track.SIGNAL, collections=types, signal_collections=types)
+        first = {"track": scope.track, "collections": scope.collections, "signal_collections": scope.signal_patterns}
+        settings = _with_defaults(self, first) if self.chooses_scope or not stored else self
         scope = stored or settings.first_scope
         if scope.track is Track.SIGNAL and not scope.collections.matches_all:
             settings = _with_defaults(settings, {"upstream": "jetstream"})
-        return _consistent(settings)
+        return _consistent(settings, scope_is_stored=stored is not None)
 
     @property
     def policy(self) -> Policy:
@@ -511,14 +527,15 @@ def _with_defaults(settings: Settings, values: Mapping[str, Any]) -> Settings:
     return settings.model_copy(update={name: values[name] for name in values.keys() - settings.model_fields_set})
 
 
-def _consistent(settings: Settings) -> Settings:
+def _consistent(settings: Settings, *, scope_is_stored: bool = False) -> Settings:
     """Return the settings; raise `SettingsError` if two of them contradict each other."""
     if settings.track == "signal" and not settings.signal_collections:
         raise SettingsError(f"{variable('track')}: 'signal' needs {variable('signal_collections')}")
     if settings.links and not settings.store_values:
         raise SettingsError("INDEXER_LINKS needs INDEXER_STORE_VALUES, because links are found in values")
     needs = {
-        "named collections in INDEXER_COLLECTIONS": not (settings.chooses_scope and settings.collections.matches_all),
+        "named collections in INDEXER_COLLECTIONS": scope_is_stored
+        or not (settings.chooses_scope and settings.collections.matches_all),
         "INDEXER_SPARSE_RESYNC other than 'never'": settings.sparse_resync != "never",
         "'pds' in INDEXER_RESYNC_SOURCE": "pds" in settings.resync_source,
         "INDEXER_SWEEP_INTERVAL of at least 60s": settings.comparison_interval >= MIN_PASS_INTERVAL,

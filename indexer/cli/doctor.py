@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import click
+from dns.rdatatype import TXT
 from rich.text import Text
 
 from indexer.app.clients import http_origin, make_did_resolver, open_outbound_client
@@ -31,6 +32,7 @@ from indexer.net.relay.stream_socket import SUBSCRIBE_PATH, ConnectionSettings, 
 from indexer.net.relay.subscription import first_event
 from indexer.redaction import without_secrets
 from indexer.sync.events import StreamError
+from indexer.sync.stream import Cursor
 from indexer.telemetry.log import printable
 
 DATABASE_SECONDS = 60.0
@@ -94,9 +96,8 @@ def _log_settings(_: Path | None) -> Settings:
 async def doctor_command(_: Settings, *, as_json: bool) -> int:
     """Check settings, database, disk, clock, relays, directories and DNS.
 
-    Print one line for each check: `ok`, `warn` or `fail`, what was found, and what to do. Nothing is changed, except
-    that the embedded Postgres is started if it is used. This takes at most a minute. The exit code is 1 if a check
-    fails.
+    Print one line for each check: `ok`, `warn` or `fail`, what was found, and what to do. Only the embedded Postgres is
+    started, if it is used. The checks take at most 80 seconds. The exit code is 1 if a check fails.
     """
     try:
         findings = await run_checks(load_settings(config_file()))
@@ -114,18 +115,25 @@ async def doctor_command(_: Settings, *, as_json: bool) -> int:
 
 
 async def run_checks(settings: Settings) -> list[Finding]:
-    """Run all checks at the same time, and return their findings."""
+    """Check the database, which says what kind of stream is read, then the rest at the same time. Return the findings.
+
+    Raises:
+        SettingsError: The upstream of the database excludes one of the settings.
+    """
+    cursors: list[Cursor] = []
+    database = await _findings("database", "", _check_database(settings, cursors), DATABASE_SECONDS)
+    settings = settings.continuing(cursors)
     async with open_outbound_client(settings) as outbound:
         dids = make_did_resolver(settings, outbound)
         results = await asyncio.gather(
-            _findings("database", "", _check_database(settings), DATABASE_SECONDS),
             _findings("disk", "", asyncio.to_thread(check_disk, settings.data_dir)),
             _findings("clock", "", _check_clock(settings, outbound)),
             *_stream_findings(settings),
             *(_findings("directory", f"{url}: ", _check_directory(dids, url)) for url in settings.plc_url),
             _findings("dns", "", _check_dns(settings)),
         )
-    return _settings_findings(settings) + one_is_enough([finding for found in results for finding in found])
+    found = [finding for found in (database, *results) for finding in found]
+    return _settings_findings(settings) + one_is_enough(found)
 
 
 def _stream_findings(settings: Settings) -> list[Coroutine[Any, Any, Sequence[Finding]]]:
@@ -165,9 +173,11 @@ def _settings_findings(settings: Settings) -> list[Finding]:
     return findings
 
 
-async def _check_database(settings: Settings) -> Sequence[Finding]:
+async def _check_database(settings: Settings, cursors: list[Cursor]) -> Sequence[Finding]:
+    """Check the database, and add its cursors."""
     async with open_database(settings) as dsn:
         facts = await load_database_facts(dsn)
+        cursors += facts.cursors
     return [
         Finding("database", OK, f"Postgres {facts.settings['server_version']} at {facts.address}"),
         _schema_finding(facts),
@@ -275,10 +285,12 @@ async def _check_directory(dids: DidResolver, url: str) -> Sequence[Finding]:
 
 
 async def _check_dns(settings: Settings) -> Sequence[Finding]:
-    parts = urlsplit(settings.relays[0])
+    parts = urlsplit((settings.jetstreams if settings.upstream == "jetstream" else settings.relays)[0])
     host = parts.hostname or ""
     resolve = resolve_with_system if settings.allow_private_hosts else DnsResolver(settings.dns_servers)
     addresses = await resolve(host, parts.port or 443)
+    if settings.dns_servers or not settings.allow_private_hosts:  # some servers answer no queries for TXT records
+        await DnsResolver(settings.dns_servers).query(f"_atproto.{host}", TXT)
     return [Finding("dns", OK, f"{host} resolves to {', '.join(addresses[:4])}")]
 
 
@@ -290,6 +302,6 @@ ACTIONS = {
     "relay": "Check INDEXER_RELAYS, the firewall, and the name servers.",
     "jetstream": "Check INDEXER_JETSTREAMS, the firewall, and the name servers.",
     "directory": "Check INDEXER_PLC_URL, INDEXER_PLC_LOOKUP, the firewall, and the name servers.",
-    "dns": "Correct INDEXER_DNS_SERVERS, or the name servers of this machine.",
+    "dns": "Set INDEXER_DNS_SERVERS to servers that answer queries for TXT records, or correct those of this machine.",
 }
 """The advice for each check that fails."""

@@ -192,7 +192,7 @@ async def _reconcile(settings: Settings, db: Database) -> CrawlProgress:
             list,
             lambda _source: None,
             CurrentScope(db.scope, await stored_policy(settings, db)),
-            ReconciliationSettings(shard, settings.comparison_interval),
+            ReconciliationSettings(shard, settings.continuing(await db.gaps.cursors()).comparison_interval),
             identities,
             sources_are_hosts=settings.upstream == "pds",
         )

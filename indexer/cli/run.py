@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from time import time_ns
 
 import click
 
@@ -11,9 +12,13 @@ from indexer.cli.command import ExitCode, command, config_file, report_error
 from indexer.cli.lexicon import fetch_lexicons, read_arguments, store_lexicons
 from indexer.db import Database
 from indexer.db.database_errors import without_password
+from indexer.embedded import embedded_database_exists
 from indexer.errors import LexiconError, NoScopeError, SettingsError
 from indexer.net.lexicons import SourcedLexicon
+from indexer.sync.changes import Batch
+from indexer.sync.hints import JETSTREAM
 from indexer.sync.scope import Scope
+from indexer.sync.stream import Cursor
 
 CHOICES = """\
   indexer run --lexicon NSID         the records of one lexicon, of all accounts that have any
@@ -45,12 +50,15 @@ async def run_command(settings: Settings, *, names: tuple[str, ...], no_migrate:
 
     On SIGTERM or SIGINT, the daemon stores the received messages and stops. A second signal stops at once.
 
-    --lexicon adds lexicons like `indexer lexicon add`, but resolves no NSID that is stored. In a new database, their
-    record types become the collections and the signal collections; an existing scope must include them. If this scope
-    has both, and INDEXER_UPSTREAM is not set, the daemon reads a Jetstream, which is cheapest.
+    --lexicon adds lexicons like `indexer lexicon add`, but resolves no stored NSID. In a new database, their record
+    types become the collections and the signal collections; an existing scope must include them. If this scope has
+    both, the daemon reads a Jetstream, which is cheapest, unless INDEXER_UPSTREAM is set, or the database has a relay's
+    cursor. Later starts without --lexicon do so, too.
     """
     prepare = partial(_prepare, settings, *read_arguments(names)) if names else None
     try:
+        if not names:
+            _require_choice(settings)
         if processes == 1:
             return await run(settings, migrate_first=not no_migrate, prepare=prepare)
         return await run_several(settings, processes, config_file(), migrate_first=not no_migrate, prepare=prepare)
@@ -60,11 +68,18 @@ async def run_command(settings: Settings, *, names: tuple[str, ...], no_migrate:
         return code
 
 
+def _require_choice(settings: Settings) -> None:
+    """Raise `NoScopeError` if the settings name no scope, and no database can have one: before one is created."""
+    if not (settings.chooses_scope or settings.database_url or embedded_database_exists(settings.data_dir)):
+        raise NoScopeError
+
+
 async def _prepare(settings: Settings, given: dict[str, SourcedLexicon], nsids: Sequence[str], dsn: str) -> Settings:
     """Store the lexicons; return the settings to run with, which choose the scope of a new database."""
     db = await Database.open(dsn, connections=2)
     try:
         stored, known = await db.scope.load(), await db.lexicons.load()
+        settings = settings.continuing(await db.gaps.cursors())
         try:
             found = await fetch_lexicons(settings, db, given, [nsid for nsid in nsids if nsid not in known])
         except LexiconError as error:
@@ -82,7 +97,11 @@ async def _prepare(settings: Settings, given: dict[str, SourcedLexicon], nsids: 
         if missing := [nsid for nsid in record_types if not scope.collections.matches(nsid)]:
             raise SettingsError(f"--lexicon: {_how_to_add(stored, scope, missing)}")
         await store_lexicons(settings, db, given, as_json=False)
-        click.echo(f"Query the records: psql '{without_password(dsn)}'")
+        if stored is None and settings.upstream == "jetstream":  # later starts continue with it, also without hints
+            await db.write(Batch(cursors=(Cursor(JETSTREAM, str(settings.shard), time_ns() // 1_000),)))
+        view = (await db.lexicons.load())[record_types[0]].view
+        query = f"""psql '{without_password(dsn)}' -c 'select * from lexicon."{view}" limit 10'"""  # noqa: S608
+        click.echo(f"Query the records: {query}")
     finally:
         await db.close()
     return settings

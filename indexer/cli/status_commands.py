@@ -220,6 +220,8 @@ def _facts(document: StatusDocument) -> Mapping[str, Any]:
 
 
 def _scope_backfill(repos: Row, backfill: Row) -> str:
+    if repos["unlisted"]:
+        return f"the relay's lists of {repos['unlisted']} signal collections are not read; the log says why"
     if not backfill["waiting"]:
         return "complete"
     left = "unknown" if backfill["seconds_left"] is None else duration_text(backfill["seconds_left"])

@@ -13,6 +13,7 @@ from typing import Any
 import asyncpg
 
 from indexer.atproto.cid import cid_text, parse_cid
+from indexer.atproto.syntax import is_nsid
 from indexer.db import links, process_reports
 from indexer.db.columns import Connection
 from indexer.db.connections import Area
@@ -57,6 +58,7 @@ class Counts:
             all numbers of repos are estimates, except small ones of `in-progress`, `queued`, `parked`, `unproven` and
             `incomplete`.
         incomplete: Repos that were fetched before, and wait for the records of a collection that the scope added.
+        unlisted: Signal collections whose list of repos was not read to its end yet, or is read again.
     """
 
     statuses: dict[SyncStatus, int]
@@ -69,6 +71,7 @@ class Counts:
     unproven: int = 0
     counted_share: float = 1.0
     incomplete: int = 0
+    unlisted: int = 0
 
 
 MAX_ROWS = 50
@@ -77,6 +80,7 @@ MAX_HOSTS = 10
 """Paused hosts, and hosts with withheld accounts, in the status."""
 # The columns are the fields of the rows of the status document. Times of the clocks of the processes are compared with
 # $1, the present time by such a clock.
+_LISTED = "select collection from indexer.crawl_progress where purpose = 'signal' and finished_at is not null"
 _CURSORS = """
     select relay, shard, seq, event_time, $1 - date_part('epoch', caught_up_at) as lag_seconds
     from atproto.cursors order by relay, shard
@@ -297,6 +301,8 @@ async def count_repos(connection: Connection, since: float) -> Counts:
     """Count all repos, or those of a part of the table; the part becomes smaller until the time limit suffices."""
     scope = await load_scope(connection)
     complete_from = 0 if scope is None else scope.complete_from
+    signals = set(filter(is_nsid, scope.signal_patterns)) if scope else set()  # other patterns have no list
+    listed = {row["collection"] for row in await connection.fetch(_LISTED)}
     async with _limited_time(connection):
         parts = await load_parts(connection, "indexer.repo")
     total = sum(part.pages for part in parts)
@@ -334,6 +340,7 @@ async def count_repos(connection: Connection, since: float) -> Counts:
         ended=totals["ended"],
         unproven=totals["unproven"],
         incomplete=totals["incomplete"],
+        unlisted=0 if "" in listed else len(signals - listed),  # a PDS may list all its repos instead
         counted_share=share,
     )
 

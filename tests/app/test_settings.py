@@ -12,8 +12,10 @@ from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import CollectionFilter
 from indexer.errors import SettingsError
 from indexer.net.server.address import Address
+from indexer.sync.hints import JETSTREAM
 from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import Shard
+from indexer.sync.stream import Cursor
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "config" / "indexer.example.toml"
@@ -313,6 +315,9 @@ def test_record_types_are_the_first_scope_beside_what_is_given() -> None:
     more = Settings(collections="com.*", track="listed").for_record_types(NSIDS, None)
     given = replace(SIGNAL, track=Track.LISTED, collections=CollectionFilter(["com.*"]))
     assert more.first_scope.same_choice(given)
+    for stored in (given, replace(given, track=Track.ALL)):  # only a given part that differs is ignored
+        again = Settings(track="listed").for_record_types(NSIDS, stored)
+        assert again.first_scope.same_choice(stored) == (stored is given)
     unchanged = Settings().for_record_types(NSIDS, given)
     assert [one.chooses_scope for one in (more, Settings(collections="*"), unchanged)] == [True, True, False]
 
@@ -333,3 +338,15 @@ def test_jetstream_is_the_upstream_of_a_scope_whose_repos_it_finds() -> None:
     assert Settings(track="listed").for_record_types(NSIDS, None).upstream == "relay"
     for other in (replace(SIGNAL, track=Track.LISTED), replace(SIGNAL, collections=CollectionFilter())):
         assert Settings().for_record_types(NSIDS, other).upstream == "relay"
+
+
+def test_upstream_that_was_not_given_is_that_of_the_newest_cursor() -> None:
+    relay = Cursor("wss://relay.example", "0/1", 9, updated_at=2.0)
+    older, newer = (Cursor(JETSTREAM, "0/1", 9, updated_at=at) for at in (1.0, 3.0))
+    for cursors, upstream in (([], "relay"), ([relay, older], "relay"), ([relay, newer], "jetstream")):
+        assert Settings().continuing(cursors).upstream == upstream
+        assert Settings(upstream="pds").continuing(cursors).upstream == "pds"
+    assert Settings().continuing([relay]).for_record_types(NSIDS, SIGNAL).upstream == "relay"
+    assert Settings(track="all").continuing([newer]).upstream == "jetstream", "the stored scope counts"
+    with pytest.raises(SettingsError, match="'jetstream' needs INDEXER_SPARSE_RESYNC other than 'never'"):
+        Settings(sparse_resync="never").continuing([newer])

@@ -179,6 +179,25 @@ async def test_chosen_records_of_an_older_rev_are_fetched_again_as_export(world:
     assert (older.fired, ada.pds.requests[GET_REPO]) == (1, 1)
 
 
+@pytest.mark.parametrize("choice", ["proof", "export after hints", "export"])
+async def test_newer_rev_alone_is_no_difference_if_no_event_tells_of_it(world: AuditWorld, choice: str) -> None:
+    """But records are: a missing one, and one that the host has deleted."""
+    ada, chosen = world.create_account("ada"), {"collections": POST, "sparse_resync": "always"}
+    await world.synchronize(**chosen)
+    if choice != "proof":
+        ada.pds.faults.append(Fault(GET_RECORD, sections=2, times=None))
+    if choice == "export after hints":
+        await world.sql("insert into indexer.cursor (relay, shard, seq) values ('jetstream', '0/1', 1)")
+    behind = f"{ada.did} behind: database {ada.rev}, host "
+    ada.create(LIKE, {"$type": LIKE})
+    expected = [behind + ada.rev] if choice == "export" else []
+    assert await world.differences(ada, start="live") == expected
+    ada.create(POST, {"$type": POST}, rkey="new")
+    ada.delete(f"{POST}/000")
+    expected = [f"{POST}/000 not in the repo", f"{POST}/new missing in the database"]
+    assert await world.differences(ada, start="live") == ([behind + ada.rev] if choice == "export" else expected)
+
+
 def publish_another_key(_: AuditWorld, account: FaultyAccount) -> None:
     """Publish a key that did not sign the last commit."""
     account.swap_key()

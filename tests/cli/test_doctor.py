@@ -25,8 +25,10 @@ from indexer.db.requirements import DatabaseFacts, SchemaState
 from indexer.demo.local_plc import LocalPlc
 from tests.cli.command_line import Session
 from tests.daemon_harness import settings_for
+from tests.db.change_log_helpers import connected
 from tests.faulty_network import Fault, FaultyNetwork
 from tests.local_jetstream import local_jetstream
+from tests.net.identity.name_server import NameServer
 
 CLOSED_PORT = "127.0.0.1:1"
 GOOD = {
@@ -82,7 +84,9 @@ async def test_doctor_finds_nothing_wrong_with_a_new_installation(
         INDEXER_PLC_URL=network.plc_url,
         INDEXER_ALLOW_PRIVATE_HOSTS="true",
     )
-    result = await session_without_database.run("doctor", "--json")
+    async with NameServer() as server:
+        session_without_database.configure(INDEXER_DNS_SERVERS="{}:{}".format(*server.address))
+        result = await session_without_database.run("doctor", "--json")
     report = json.loads(result.stdout)
     assert (result.returncode, report["ok"]) == (0, True), result.stdout
     levels = {check["check"]: check["level"] for check in report["checks"]}
@@ -156,8 +160,13 @@ async def test_doctor_checks_jetstreams_in_place_of_relays(
     assert "relay" not in found
     assert found["jetstream"].level is Level.OK, "one of them opened the stream"
     assert jetstream.queries
-    found = await findings(network, database, tmp_path, upstream="jetstream", jetstreams=network.plc_url)
-    assert (found["jetstream"].level, "HTTP 404" in found["jetstream"].found) == (Level.FAIL, True)
+    for settings in ({"upstream": "jetstream"}, {"start": "live"}):  # then as its cursor says
+        found = await findings(network, database, tmp_path, jetstreams=network.plc_url, **settings)
+        assert (found["jetstream"].level, "HTTP 404" in found["jetstream"].found) == (Level.FAIL, True)
+        assert "relay" not in found
+        async with connected(database) as connection:
+            insert = "insert into indexer.cursor (relay, shard, seq) values ('jetstream', '0/1', 1)"
+            await connection.execute(f"{insert} on conflict do nothing")
 
 
 @pytest.mark.slow
@@ -175,6 +184,12 @@ async def test_doctor_reports_name_servers_that_do_not_answer(
     )
     assert found["dns"].level is Level.FAIL
     assert found["directory"].level is Level.FAIL
+    async with NameServer() as server:
+        servers, server.failing["TXT"] = "{}:{}".format(*server.address), None
+        found = await findings(network, database, tmp_path, dns_servers=servers)
+        assert (found["dns"].level, "INDEXER_DNS_SERVERS" in found["dns"].action) == (Level.FAIL, True)
+        server.failing = {}
+        assert (await findings(network, database, tmp_path, dns_servers=servers))["dns"].level is Level.OK
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,9 @@ def test_missing_native_core_that_the_settings_demand_is_reported_before_the_dat
 ) -> None:
     monkeypatch.setitem(sys.modules, "atproto_indexer_native", None)
     monkeypatch.delenv("INDEXER_DATABASE_URL")
-    session_without_database.configure(INDEXER_CORE="native", INDEXER_DATA_DIR=str(tmp_path / "data"))
+    session_without_database.configure(
+        INDEXER_TRACK="all", INDEXER_CORE="native", INDEXER_DATA_DIR=str(tmp_path / "data")
+    )
     result = session_without_database("run")
     assert result.returncode == 2
     assert error_line(result).startswith("the native core is not installed: ")

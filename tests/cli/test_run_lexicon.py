@@ -10,6 +10,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 
+from indexer.db.database_errors import without_password
 from tests.cli.command_line import Session, error_line, run_indexer
 from tests.daemon_process import Network, daemon_environment, log_tail
 from tests.db.change_log_helpers import connected
@@ -65,6 +66,17 @@ def test_without_a_choice_the_choices_are_shown_and_nothing_changes(
     assert (result.returncode, error_line(result).partition(".")[0]) == (2, "Nothing says what to index")
 
 
+@pytest.mark.parametrize("options", [[], ["--processes", "2"]], ids=["one process", "two processes"])
+def test_without_a_choice_no_embedded_database_is_created(
+    session_without_database: Session, tmp_path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("INDEXER_DATABASE_URL")
+    session_without_database.configure(INDEXER_DATA_DIR=str(tmp_path / "data"), INDEXER_HTTP_BIND="127.0.0.1:0")
+    result = session_without_database("run", *options)
+    assert (result.returncode, "INDEXER_TRACK=listed " in result.stderr) == (2, True)
+    assert not (tmp_path / "data").exists()
+
+
 @asynccontextmanager
 async def running(network: Network, dsn: str, directory: Path, *arguments: str, **settings: str) -> AsyncIterator[None]:
     """Run `indexer run` with these arguments during the block, without a setting that says what to index."""
@@ -92,7 +104,10 @@ def review(account: FaultyAccount, title: str) -> None:
 async def test_one_lexicon_leads_to_typed_rows_of_all_its_accounts(
     empty_database: str, tmp_path: Path, processes: int
 ) -> None:
-    """By its NSID alone: found in the relay's list, followed by hints, and again without the DNS after a restart."""
+    """By its NSID alone: found in the relay's list, followed by hints, and again after a restart without the DNS.
+
+    Also after one without the option: the database says that its upstream is a Jetstream.
+    """
     async with FaultyNetwork() as network, local_jetstream(network) as jetstream, NameServer() as dns:
         publisher, ada, bob, other = (network.create_account(f"{name}.test") for name in ("pub", "ada", "bob", "other"))
         for document in (REVIEW_DOCUMENT, DEFS_DOCUMENT):
@@ -114,12 +129,58 @@ async def test_one_lexicon_leads_to_typed_rows_of_all_its_accounts(
             review(ada, "later")
             expected = {(ada.did, "old"), (bob.did, "new"), (ada.did, "later")}
             await wait_for_titles(empty_database, tmp_path, expected)
+        async with running(network, empty_database, tmp_path, *arguments[2:], **settings):
+            await until(lambda: len(jetstream.queries) == 3 * processes, lambda: log_tail(tmp_path))
+            review(bob, "last")
+            await wait_for_titles(empty_database, tmp_path, expected | {(bob.did, "last")})
         await check_database(empty_database, {ada.did, bob.did})
         check_connections(jetstream, network)
     log = (tmp_path / "daemon.log").read_text()
     assert f'{REVIEW}: added, view lexicon."{REVIEW}"\n' in log
-    assert "Query the records: psql 'postgresql://" in log
+    query = f'select * from lexicon."{REVIEW}" limit 10'  # noqa: S608
+    assert f"Query the records: psql '{without_password(empty_database)}' -c '{query}'\n" in log
     assert "scope.settings-ignored" not in log
+
+
+async def test_start_without_the_option_reads_a_jetstream_although_none_has_answered(
+    empty_database: str, tmp_path: Path
+) -> None:
+    document = tmp_path / "review.json"
+    document.write_text(json.dumps(REVIEW_DOCUMENT))
+    async with FaultyNetwork() as network, local_jetstream(network) as jetstream:
+        no_jetstream = {"INDEXER_JETSTREAMS": f"ws://{NO_SERVER}"}
+        async with running(network, empty_database, tmp_path, "--lexicon", str(document), **no_jetstream):
+            await until(lambda: "daemon.started" in log_tail(tmp_path), lambda: log_tail(tmp_path))
+        async with running(network, empty_database, tmp_path, INDEXER_JETSTREAMS=jetstream.ws_url):
+            await until(lambda: bool(jetstream.queries), lambda: log_tail(tmp_path))
+        check_connections(jetstream, network)
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+async def test_lexicon_does_not_move_a_database_from_its_relay_to_a_jetstream(
+    empty_database: str, tmp_path: Path, like_file: str, processes: str
+) -> None:
+    async with FaultyNetwork() as network, local_jetstream(network) as jetstream:
+        ada = network.create_account("ada.test")
+        choice = {"INDEXER_COLLECTIONS": LIKE, "INDEXER_SIGNAL_COLLECTIONS": LIKE}
+
+        async def cursor_moved() -> bool:
+            if network.relay.subscribers:
+                ada.create(LIKE, {"$type": LIKE})
+            async with connected(empty_database) as connection:
+                with suppress(asyncpg.UndefinedTableError, asyncpg.InvalidSchemaNameError):
+                    rows = await connection.fetch("select relay, seq from atproto.cursors")
+                    return len(rows) >= int(processes) and all(row["seq"] > last for row in rows)
+            return False
+
+        for options in ((), ("--lexicon", like_file)):
+            last = network.relay.seq
+            arguments = ("--processes", processes, *options)
+            urls = {"INDEXER_JETSTREAMS": jetstream.ws_url}
+            async with running(network, empty_database, tmp_path, *arguments, **urls, **choice):
+                await until(cursor_moved, lambda: log_tail(tmp_path))
+            choice = {}
+        assert not jetstream.queries
 
 
 async def wait_for_titles(dsn: str, directory: Path, expected: set[tuple[str, str]]) -> None:
@@ -190,7 +251,12 @@ async def test_lexicon_that_nobody_publishes_is_refused_with_what_to_do_instead(
                 2,
                 "com.none.thing is not published: _lexicon.none.com has no TXT record with a DID; give its file",
             ),
-            (True, 1, "com.none.thing: the TXT record of _lexicon.none.com: "),
+            (
+                True,
+                1,
+                "timeout: com.none.thing: the TXT record of _lexicon.none.com: no answer within 5 s from "
+                "{}:{}; set INDEXER_DNS_SERVERS, or give the lexicon as a file".format(*dns.address),
+            ),
         ):
             dns.silent = silent
             result = await asyncio.to_thread(

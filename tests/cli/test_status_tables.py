@@ -117,3 +117,8 @@ async def test_repos_that_wait_for_added_collections_are_shown_with_the_time_lef
     document = await document_of(None, repos(incomplete=1_200, ended=6), (None, repos(incomplete=1_204)))
     assert "1,200 repos wait for added collections; time left: 10 min" in shown(status_tables(document))
     assert "scope backfill      complete" in shown(status_tables(await document_of()))
+
+
+async def test_lists_of_repos_that_were_not_read_are_no_complete_backfill() -> None:
+    text = shown(status_tables(await document_of(None, repos(unlisted=2))))
+    assert "scope backfill      the relay's lists of 2 signal collections are not read; the log says why" in text

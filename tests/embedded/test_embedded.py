@@ -19,7 +19,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from indexer.embedded import cluster, database
+from indexer.embedded import cluster, database, embedded_database_exists
 from indexer.errors import SettingsError, UnavailableError
 from tests.waiting import until
 
@@ -131,7 +131,9 @@ async def test_a_new_server_listens_on_its_unix_socket_only_and_keeps_its_rows(
     incomplete, socket_directory = (tmp_path / "relative" / "postgres" / name for name in ("data.init", "socket"))
     incomplete.mkdir(parents=True)
     (incomplete / "PG_VERSION").write_text("18\n")
+    assert not embedded_database_exists(Path("relative"))
     async with database(None, Path("relative"), {**QUICK, "listen_addresses": "*"}) as first:
+        assert embedded_database_exists(Path("relative"))
         monkeypatch.chdir("/")
         assert not incomplete.exists()
         links = [*Path(f"/proc/{recorded_pid(tmp_path / 'relative')}/fd").iterdir()]

@@ -42,9 +42,11 @@ async def test_list_that_cannot_be_read_delays_no_other_list_and_is_read_again_a
         await discovery.step()
     assert set(await db.repos.load([did("follower"), did("liker")])) == {did("follower")}
     assert [line["collection"] for line in lines if line["event"] == "scope.list-failed"] == [LIKE]
+    assert (await db.reports.counts()).unlisted == 1
     host.pages = {list_path(LIKE): list_of("liker"), list_path(FOLLOW): http_response(status=500)}
     await discovery.step()
     assert set(await db.repos.load([did("follower"), did("liker")])) == {did("follower"), did("liker")}
+    assert (await db.reports.counts()).unlisted == 0
     assert await db.removals.add(f"at://{did('liker')}/{LIKE}/one", "hide")
     await scope.refresh()
     await discovery.step()
@@ -78,6 +80,7 @@ async def test_pds_without_lists_of_collections_gives_the_list_of_all_its_repos(
     assert set(await db.repos.load([did("ada"), did("bob")])) == {did("ada"), did("bob")}
     assert [line["event"] for line in lines if line["log_level"] != "debug"] == ["scope.discovered"] * 2
     assert len(host.requests) == 4, "nothing is read again"
+    assert (await db.reports.counts()).unlisted == 0
 
 
 @pytest.mark.parametrize(("status", "asks_the_next"), [(404, True), (502, False)])

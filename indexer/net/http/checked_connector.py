@@ -10,6 +10,7 @@ import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from itertools import zip_longest
+from textwrap import shorten
 from time import monotonic
 from typing import Any
 
@@ -34,6 +35,8 @@ Raises `UnavailableError`: NO_SUCH_HOST if the name does not exist or has no add
 unknown.
 """
 
+MAX_DETAIL = 400
+"""Maximum length of the description of a DNS error, in characters."""
 _MAX_ADDRESSES = 4
 _MAX_CACHED = 4_096
 _CACHE_SECONDS = 10.0  # the addresses are known before the connection is made, which must go to the same ones
@@ -56,6 +59,7 @@ class DnsResolver:
         self._dns.lifetime = timeout
         if servers:
             self._dns.nameservers = [dns.nameserver.Do53Nameserver(host, port) for host, port in servers]
+        self._servers = ", ".join([f"{host}:{port}" for host, port in servers] or map(str, self._dns.nameservers))
 
     async def __call__(self, host: str, _port: int) -> list[str]:
         """Return the addresses of `host`, IPv4 and IPv6 alternating; see `Resolve` for the errors."""
@@ -81,10 +85,12 @@ class DnsResolver:
             return list(await self._dns.resolve(dns.name.from_text(name), type_, search=False))
         except (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer):
             return []
-        except dns.exception.Timeout as error:
-            raise UnavailableError(FetchFailure.TIMEOUT, f"{error!s:.200}") from None
+        except dns.exception.Timeout:
+            detail = f"{name[:253]}: no answer within {self._dns.lifetime:g} s from {self._servers}"
+            raise UnavailableError(FetchFailure.TIMEOUT, detail) from None
         except dns.exception.DNSException as error:
-            raise UnavailableError(FetchFailure.UNREACHABLE, f"{type(error).__name__} {error!s:.200}") from None
+            detail = shorten(f"{name[:253]}: {type(error).__name__} {error}", MAX_DETAIL, placeholder=" ...")
+            raise UnavailableError(FetchFailure.UNREACHABLE, detail) from None
 
 
 def _literal(host: str) -> str | None:
