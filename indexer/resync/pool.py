@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic, time
 
@@ -23,7 +24,7 @@ from indexer.resync.queue import ClaimLostError, run_under_lease
 from indexer.resync.shares import LARGE_EXPORTS_BYTES, UNKNOWN_HOST, PostponedError, Resync, Shares
 from indexer.sync.account import plan_existence
 from indexer.sync.changes import Batch, RepoWrite
-from indexer.sync.repo import PARKED, Repo, SyncStatus, Trigger, end_claim
+from indexer.sync.repo import PARKED, Repo, SyncStatus, Trigger, end_claim, is_follow_up
 from indexer.sync.resync import plan_failure
 from indexer.sync.shard import Shard
 from indexer.telemetry.conditions import NEW_ACCOUNTS_LIMITED, RESYNCS_FAILING, RESYNCS_SLOW, Conditions
@@ -52,6 +53,7 @@ class WorkerPoolSettings:
             little more than one of a single repo.
         lease: How long a claim lasts without a renewal.
         attempt_timeout: The longest duration of one attempt.
+        streamed: False if the upstream is a Jetstream, so that each change has to be fetched.
     """
 
     workers: int = 32
@@ -61,6 +63,7 @@ class WorkerPoolSettings:
     gathering_time: float = 0.0
     lease: float = 120.0
     attempt_timeout: float = 3_600.0
+    streamed: bool = True
 
 
 @dataclass(eq=False)
@@ -234,12 +237,12 @@ class WorkerPool:
             await self._update_claimed(claimed, lambda repo: _released(repo, postponed))
             return postponed.result
         except UnavailableError as error:
-            return await self._record_failure(claimed, error)
+            return await self._record_failure(resync, error)
         except RefusedWriteError as error:
-            return await self._record_failure(claimed, UnavailableError(FetchFailure.NOT_STORABLE, str(error)))
+            return await self._record_failure(resync, UnavailableError(FetchFailure.NOT_STORABLE, str(error)))
         except UpstreamError as error:
             failure = UnavailableError(FetchFailure.EXPORT_REJECTED, str(error))
-            return await self._record_failure(claimed, failure)
+            return await self._record_failure(resync, failure)
 
     async def _attempt(self, resync: Resync) -> str:
         seconds = self.settings.attempt_timeout
@@ -273,8 +276,12 @@ class WorkerPool:
             resync.subscribed = await self.db.subscribed_hosts.find(claimed.did, identity.pds)
         return await self.attempts.attempt(resync, self.shares, identity)
 
-    async def _record_failure(self, claimed: Repo, failure: UnavailableError) -> str:
+    async def _record_failure(self, resync: Resync, failure: UnavailableError) -> str:
+        claimed = resync.claimed
         crash_point("resync.failed")
+        if self.settings.streamed and not failure.reason.is_permanent and await self._keeps_following(resync):
+            log.debug("resync.failed", did=claimed.did, error=str(failure), attempts=claimed.attempts)
+            return failure.reason
 
         def failed(repo: Repo) -> Repo:
             after = plan_failure(repo, claimed, failure, time())
@@ -284,6 +291,20 @@ class WorkerPool:
         written = await self._update_claimed(claimed, failed)
         self._report(claimed, failure, written)
         return failure.reason
+
+    async def _keeps_following(self, resync: Resync) -> bool:
+        """Make a repo that only a request has desynchronized follow its stream again, from the stored head.
+
+        Return False if it has to be fetched. Its buffered events are drained, and `attempts` delays the next request.
+        """
+        claimed, policy, identity = resync.claimed, self.attempts.policy(), self.identities.peek(resync.claimed.did)
+        if not is_follow_up(claimed, policy.scope) or claimed.newer_is_verified:
+            return False
+        key = identity.key if identity and not identity.doubtful else None
+        with suppress(PostponedError, RefusedWriteError):
+            await self.attempts.applies.write(resync, policy, key, None, failed=True)
+            return True
+        return False
 
     def _report(self, claimed: Repo, failure: UnavailableError, written: Repo | None) -> None:
         """Report the failure as one of many with the same reason and host: a broken host has thousands of repos."""
