@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic, time
 
@@ -24,7 +23,7 @@ from indexer.resync.queue import ClaimLostError, run_under_lease
 from indexer.resync.shares import LARGE_EXPORTS_BYTES, UNKNOWN_HOST, PostponedError, Resync, Shares
 from indexer.sync.account import plan_existence
 from indexer.sync.changes import Batch, RepoWrite
-from indexer.sync.repo import PARKED, Repo, SyncStatus, Trigger, end_claim, is_follow_up
+from indexer.sync.repo import PARKED, Repo, SyncStatus, Trigger, end_claim
 from indexer.sync.resync import plan_failure
 from indexer.sync.shard import Shard
 from indexer.telemetry.conditions import NEW_ACCOUNTS_LIMITED, RESYNCS_FAILING, RESYNCS_SLOW, Conditions
@@ -279,7 +278,7 @@ class WorkerPool:
     async def _record_failure(self, resync: Resync, failure: UnavailableError) -> str:
         claimed = resync.claimed
         crash_point("resync.failed")
-        if self.settings.streamed and not failure.reason.is_permanent and await self._keeps_following(resync):
+        if self.settings.streamed and not failure.reason.is_permanent and await self.attempts.keep_stored(resync):
             log.debug("resync.failed", did=claimed.did, error=str(failure), attempts=claimed.attempts)
             return failure.reason
 
@@ -291,20 +290,6 @@ class WorkerPool:
         written = await self._update_claimed(claimed, failed)
         self._report(claimed, failure, written)
         return failure.reason
-
-    async def _keeps_following(self, resync: Resync) -> bool:
-        """Make a repo that only a request has desynchronized follow its stream again, from the stored head.
-
-        Return False if it has to be fetched. Its buffered events are drained, and `attempts` delays the next request.
-        """
-        claimed, policy, identity = resync.claimed, self.attempts.policy(), self.identities.peek(resync.claimed.did)
-        if not is_follow_up(claimed, policy.scope) or claimed.newer_is_verified:
-            return False
-        key = identity.key if identity and not identity.doubtful else None
-        with suppress(PostponedError, RefusedWriteError):
-            await self.attempts.applies.write(resync, policy, key, None, failed=True)
-            return True
-        return False
 
     def _report(self, claimed: Repo, failure: UnavailableError, written: Repo | None) -> None:
         """Report the failure as one of many with the same reason and host: a broken host has thousands of repos."""
