@@ -409,6 +409,7 @@ class Daemon:
                 self.tuning.pool,
                 workers=settings.resync_workers,
                 attempt_timeout=OTHER_TIME + 2 * settings.export_time,  # of a relay, and then of the PDS
+                streamed=settings.upstream != "jetstream",
                 gathering_time=cluster.GATHERING_SECONDS if self.db.layout.parts > 1 else 0.0,
             ),
             self.new_accounts,

@@ -7,6 +7,7 @@ from random import choice
 from time import time
 
 from indexer.atproto.record import Problem
+from indexer.atproto.syntax import is_did, is_nsid, is_record_key
 from indexer.crash_points import COMMITTED, crash_point
 from indexer.db.change_log import log_changes
 from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
@@ -23,6 +24,9 @@ LONGEST_LEASE_SECONDS = 600
 """A lease that ends later was written before the clock was set back."""
 BATCH_SIZE = 500
 """Repos that one transaction expires, unparks or desynchronizes."""
+
+MAX_REQUEST = 1_024
+"""Characters of a notification about a requested record. The resync of a record with a longer path begins later."""
 
 _WAITING = SyncStatus.DESYNCHRONIZED
 _, _CLAIMED = transition(_WAITING, Trigger.CLAIMED)
@@ -271,12 +275,15 @@ class Resyncs(Area):
     async def listen(self, on_request: Callable[[str, str], None]) -> None:
         """Call a function with DID and path of each record that is requested, until the connection ends.
 
-        Any role may notify, so neither may be true.
+        Both are empty at first. Any role may notify, so neither may be true, but both are valid and short.
         """
 
         def read(text: str | None) -> None:
             did, _, path = (text or "").partition(" ")
-            on_request(did, path)
+            collection, _, rkey = path.partition("/")
+            is_valid = is_did(did) and is_nsid(collection) and is_record_key(rkey) and len(text or "") <= MAX_REQUEST
+            if text is None or is_valid:
+                on_request(did, path)
 
         await self._pool.listen("indexer_requests", read)
 

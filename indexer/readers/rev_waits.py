@@ -67,6 +67,6 @@ class RevWaits:
                 self._waiting -= Counter([did])
                 if not self._waiting:
                     self._wanted.clear()
-        shown = repo.head.rev if repo and repo.visible and repo.head else None
+        shown = repo.shown_rev if repo else None
         body = {"did": did, "rev": shown, "reached": reached}
         return answer(body, 200 if reached else 504, rev_header(shown))

@@ -157,8 +157,10 @@ class Applies:
         with self._metrics.batch_seconds["verify-export"].time():
             return await asyncio.get_running_loop().run_in_executor(thread, partial(blocks.verify, did, key, limits))
 
-    async def write(self, resync: Resync, policy: Policy, key: PublicKey | None, export: Snapshot | None) -> str:
-        """Write a verified export, which `key` has signed; None: the stored head is current.
+    async def write(
+        self, resync: Resync, policy: Policy, key: PublicKey | None, export: Snapshot | None, *, failed: bool = False
+    ) -> str:
+        """Write a verified export, which `key` has signed; None: the stored head is current, or `failed` to be fetched.
 
         Return "synchronized", "unchanged", or the reason why the repo is still desynchronized.
 
@@ -169,7 +171,7 @@ class Applies:
             RefusedWriteError: The database cannot store the values.
             DatabaseError: The database is unavailable.
         """
-        claimed, key_state = resync.claimed, KeyState(key)
+        claimed, key_state = resync.claimed, KeyState(key, available=key is not None)
         resync.enter(Phase.QUEUE)
         async with self._large_turns if resync.large else self._turns:
             resync.enter(Phase.WRITE)
@@ -180,7 +182,7 @@ class Applies:
                     repo = NewRepo(claimed, export.head, key_state, policy, chunk)
                     if batch := await self.write_shared(repo):
                         return self._result(Counter(create=chunk.count if chunk else 0), Counter(), batch)
-            return await self._write_alone(policy, resync, export, key_state)
+            return await self._write_alone(policy, resync, export, key_state, failed=failed)
 
     async def write_shared(self, repo: NewRepo) -> Batch | None:
         """Write the repo together with others; return its batch, or None if it needs a transaction of its own."""
@@ -202,7 +204,9 @@ class Applies:
             log.debug("resync.group-failed", repos=len(group), error=str(error))
             return {}
 
-    async def _write_alone(self, policy: Policy, resync: Resync, export: Snapshot | None, key: KeyState) -> str:
+    async def _write_alone(
+        self, policy: Policy, resync: Resync, export: Snapshot | None, key: KeyState, *, failed: bool
+    ) -> str:
         """Write the differences, drain the buffer, and end the resync, in a transaction of its own."""
         claimed = resync.claimed
         head = export.head if export else claimed.head
@@ -216,7 +220,8 @@ class Applies:
             completion = Completion(claimed, head, key, PlanContext(policy, time()))
             drained = await self._drain(transaction, completion)
             subscribed = await transaction.is_subscribed(resync.subscribed)
-            batch = completion.end(subscribed=subscribed, costly=export is not None and export.size > COSTLY_BYTES)
+            costly = failed if export is None else export.size > COSTLY_BYTES
+            batch = completion.end(subscribed=subscribed, costly=costly)
             if not await transaction.finish(batch):
                 raise BrokenInvariantError(f"{claimed.did}: the row changed while it was locked")
             crash_point("resync.finished")

@@ -13,7 +13,7 @@ import structlog
 
 from indexer.crash_points import crash_point
 from indexer.db import DatabaseError
-from indexer.errors import UnavailableError, UpstreamError
+from indexer.errors import RefusedWriteError, UnavailableError, UpstreamError
 from indexer.net.identity.identity_cache import CachedIdentity, IdentityCache
 from indexer.net.pds.pds_client import LARGE_BYTES, PdsClient
 from indexer.reasons import Desync, FetchFailure, Rejection
@@ -22,7 +22,7 @@ from indexer.resync.shares import Phase, PostponedError, Resync, Shares
 from indexer.resync.sparse import SparseDownload, SparseFetch, Stored
 from indexer.sync.export import ExportReader, Snapshot
 from indexer.sync.policy import Policy, is_future
-from indexer.sync.repo import Head, Repo, needs_export
+from indexer.sync.repo import Head, Repo, is_follow_up, needs_export
 from indexer.telemetry.conditions import EQUIVOCATIONS, Conditions
 from indexer.telemetry.metrics import Metrics
 
@@ -96,6 +96,20 @@ class ResyncAttempts:
         if permanent and None in self.sources and not await self._is_host(claimed.did, identity):
             raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, f"the account may have moved: {failure}")
         raise failure
+
+    async def keep_stored(self, resync: Resync) -> bool:
+        """Make a repo that only a request has desynchronized follow its stream again, after its fetch has failed.
+
+        Return False if it has to be fetched. Its buffered events are drained, and `attempts` delays the next request.
+        """
+        claimed, policy, identity = resync.claimed, self.policy(), self.identities.peek(resync.claimed.did)
+        if not is_follow_up(claimed, policy.scope) or claimed.newer_is_verified:
+            return False
+        key = identity.key if identity and not identity.doubtful else None
+        with suppress(PostponedError, RefusedWriteError):
+            await self.applies.write(resync, policy, key, None, failed=True)
+            return True
+        return False
 
     async def _attempt_from(self, source: str | None, resync: Resync, shares: Shares, identity: CachedIdentity) -> str:
         claimed = resync.claimed

@@ -52,6 +52,7 @@ class WorkerPoolSettings:
             little more than one of a single repo.
         lease: How long a claim lasts without a renewal.
         attempt_timeout: The longest duration of one attempt.
+        streamed: False if the upstream is a Jetstream, so that each change has to be fetched.
     """
 
     workers: int = 32
@@ -61,6 +62,7 @@ class WorkerPoolSettings:
     gathering_time: float = 0.0
     lease: float = 120.0
     attempt_timeout: float = 3_600.0
+    streamed: bool = True
 
 
 @dataclass(eq=False)
@@ -234,12 +236,12 @@ class WorkerPool:
             await self._update_claimed(claimed, lambda repo: _released(repo, postponed))
             return postponed.result
         except UnavailableError as error:
-            return await self._record_failure(claimed, error)
+            return await self._record_failure(resync, error)
         except RefusedWriteError as error:
-            return await self._record_failure(claimed, UnavailableError(FetchFailure.NOT_STORABLE, str(error)))
+            return await self._record_failure(resync, UnavailableError(FetchFailure.NOT_STORABLE, str(error)))
         except UpstreamError as error:
             failure = UnavailableError(FetchFailure.EXPORT_REJECTED, str(error))
-            return await self._record_failure(claimed, failure)
+            return await self._record_failure(resync, failure)
 
     async def _attempt(self, resync: Resync) -> str:
         seconds = self.settings.attempt_timeout
@@ -273,8 +275,12 @@ class WorkerPool:
             resync.subscribed = await self.db.subscribed_hosts.find(claimed.did, identity.pds)
         return await self.attempts.attempt(resync, self.shares, identity)
 
-    async def _record_failure(self, claimed: Repo, failure: UnavailableError) -> str:
+    async def _record_failure(self, resync: Resync, failure: UnavailableError) -> str:
+        claimed = resync.claimed
         crash_point("resync.failed")
+        if self.settings.streamed and not failure.reason.is_permanent and await self.attempts.keep_stored(resync):
+            log.debug("resync.failed", did=claimed.did, error=str(failure), attempts=claimed.attempts)
+            return failure.reason
 
         def failed(repo: Repo) -> Repo:
             after = plan_failure(repo, claimed, failure, time())

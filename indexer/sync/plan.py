@@ -308,10 +308,16 @@ def plan_listed(
     listed = repo._replace(latest_unverified_rev=max(rev, repo.latest_unverified_rev or ""))
     if repo.sync_status is SyncStatus.SYNCHRONIZED:
         return desynchronize(listed, trigger, reason, now)
+    listed = listed if reason is Desync.HINTED else _no_longer_hinted(listed)
     if repo.sync_status is SyncStatus.IN_PROGRESS:
         return amend(listed) if listed != repo else repo
     due = unpark_withheld(listed, now)
-    return repo if due is listed else due
+    return repo if due.version == repo.version else due
+
+
+def _no_longer_hinted(repo: Repo) -> Repo:
+    """Return the row of a repo that lacks more than a hint has named: only a complete resync may synchronize it."""
+    return amend(repo, sync_reason=Desync.BEHIND) if repo.sync_reason is Desync.HINTED else repo
 
 
 def plan_identity(repo: Repo, context: PlanContext) -> Plan:
@@ -332,6 +338,8 @@ def _plan_unchecked(repo: Repo, event: CommitEvent | SyncEvent, context: PlanCon
     if not repo.known:
         after = amend(repo, sync_reason=Desync.IDENTITY, latest_unverified_rev=event.rev)
         return Plan(after, Outcome.DESYNCHRONIZED, why=Desync.IDENTITY)
+    if repo.sync_status is SyncStatus.DESYNCHRONIZED:  # it is not buffered
+        repo = _no_longer_hinted(repo)
     return _plan_without_records(repo, Trigger.UNCHECKED, context, unverified_rev=event.rev, why=Desync.IDENTITY)
 
 

@@ -145,10 +145,15 @@ class Repo(NamedTuple):
         """True if the public views show the repo's records."""
         return self.active and not self.takedown
 
+    @property
+    def shown_rev(self) -> str | None:
+        """The rev of the stored head; None if there is none, or if the repo is hidden."""
+        return self.head.rev if self.visible and self.head is not None else None
+
     def shows(self, rev: str) -> bool:
         """Return True if the public views show the records of this rev, or of a later one."""
         whole = self.sync_reason is None or self.sync_reason in {*NEWS, Desync.WITHHELD}
-        return self.visible and whole and self.head is not None and self.head.rev >= rev
+        return whole and self.shown_rev is not None and self.shown_rev >= rev
 
     @property
     def out_of_scope(self) -> bool:

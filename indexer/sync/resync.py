@@ -182,7 +182,8 @@ class Completion:
         Args:
             subscribed: The stream of the account's host has delivered, and will deliver, what the export does not have.
                 So the repo may be synchronized although a relay withholds it.
-            costly: Much was fetched. Then a newer rev that was true counts as a break, so that the next resync waits.
+            costly: Much was fetched, or nothing could be. Then a newer rev that was true counts as a break, so that the
+                next resync waits.
 
         Raises:
             BrokenInvariantError: The row is not locked.
@@ -195,9 +196,10 @@ class Completion:
             if self._claimed.sync_reason in NEWS and told <= self._head.rev and not costly:
                 repo = repo._replace(attempts=0)  # it was true, so nothing broke
             unverified_rev = locked.latest_unverified_rev or ""
-            by_hint = self._claimed.sync_reason is Desync.HINTED
+            by_hint = locked.sync_reason is Desync.HINTED
             reason = Desync.HINTED if by_hint else Desync.BEHIND
-            repo = _unless_behind(repo, unverified_rev, self._newest_buffered, reason, self._context.now)
+            newest = self._newest_buffered if locked.sync_reason is self._claimed.sync_reason else ""
+            repo = _unless_behind(repo, unverified_rev, newest, reason, self._context.now)
             if repo.withheld_since is not None and not subscribed and repo.sync_status is SyncStatus.SYNCHRONIZED:
                 repo = withhold(repo)
         else:

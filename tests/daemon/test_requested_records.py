@@ -2,10 +2,12 @@
 
 from contextlib import AsyncExitStack
 from pathlib import Path
+from time import time
 from typing import Any
 
 import pytest
 
+from indexer.atproto.syntax import tid_of
 from indexer.demo.local_pds import GET_BLOCKS, GET_RECORD
 from indexer.resync.apply import COSTLY_BYTES
 from tests.daemon.running_daemon import LIKE, POST, FilteredNetwork, RunningDaemon, post, running_daemon
@@ -96,6 +98,7 @@ async def test_request_during_a_resync_is_answered_by_the_next_one(database: str
         assert await request(daemon, account, first, account.rev)
         await until(lambda: slow.fired > 0)
         second = account.create(POST, post("second"))
+        assert not await request(daemon, account, second), "this resync does not fetch it"
         for text in ("", " ", account.did, f"{account.did} x", f"{account.did} {POST}/gone", "did:plc:a \x7f"):
             await daemon.execute("select pg_notify('indexer_requests', $1)", text)
         assert await see(daemon, account, second) == ["second"]
@@ -118,12 +121,43 @@ async def test_requests_cannot_cause_export_after_export(database: str, tmp_path
         caused = 0
         for number in range(20):
             path = account.create(POST, post(number))
-            caused += await request(daemon, account, path, account.rev if rev == "true" else "jzzzzzzzzzzzz")
+            told = account.rev if rev == "true" else tid_of(int((time() + 200) * 1_000_000))
+            caused += await request(daemon, account, path, told)
             await until(lambda: is_synchronized(daemon, account))
         assert (caused, daemon.export_requests) == (1, 1)
         await network.relay.start()
         await daemon.wait_until_equal()
         assert daemon.export_requests == 1
+
+
+@pytest.mark.parametrize("buffered", [0, 3])
+async def test_failed_request_does_not_stop_a_repo_from_following_its_stream(
+    database: str, tmp_path: Path, buffered: int
+) -> None:
+    """The PDS ends its connections before or after commits have arrived. Only further requests wait."""
+    async with (
+        FilteredNetwork() as network,
+        running_daemon(database, tmp_path, network, collections="*", resync_source="pds") as daemon,
+    ):
+        account = daemon.create_account("ada.test")
+        await daemon.wait_until_equal()
+        account.pds.faults.append(slow := Fault(GET_RECORD, rate=20, times=None))
+        assert await request(daemon, account, f"{POST}/nothing")
+        await until(lambda: slow.fired > 0)
+        for text in range(buffered):
+            account.create(POST, post(text))
+
+        async def is_buffered() -> bool:
+            return bool((await daemon.repo_row(account))["buffered_events"] == buffered)
+
+        await until(is_buffered)
+        await account.pds.stop()
+        await until(lambda: is_synchronized(daemon, account))
+        account.create(POST, post("after"))
+        await daemon.wait_until_equal()
+        assert not await request(daemon, account, f"{POST}/nothing")
+        row = await daemon.repo_row(account)
+        assert (row["attempts"], row["sync_reason"], row["rev"]) == (1, None, account.rev)
 
 
 async def is_synchronized(daemon: RunningDaemon, account: FaultyAccount) -> bool:

@@ -1,12 +1,13 @@
 """Wait for a rev in SQL, and request a record: what each call does to the row, and what it refuses."""
 
 import asyncio
+from time import time
 from typing import Any
 
 import asyncpg
 import pytest
 
-from indexer.atproto.syntax import CollectionFilter
+from indexer.atproto.syntax import CollectionFilter, tid_of
 from indexer.db import Database
 from indexer.reasons import Desync, FetchFailure
 from indexer.sync.backoff import backoff_seconds
@@ -14,7 +15,8 @@ from indexer.sync.changes import Batch, RepoWrite
 from indexer.sync.repo import NEWS, PARKED, Repo, SyncStatus, Trigger, amend, move
 from indexer.sync.scope import Scope
 from tests.db.change_log_helpers import connected
-from tests.db.repo_rows import did, head, in_progress, insert, synchronized
+from tests.db.repo_rows import did, head, in_progress, insert, synchronized, waiting_for_locks
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -131,15 +133,43 @@ async def test_request_only_notes_the_rev_of_a_repo_that_is_fetched_or_waits(
 ) -> None:
     """The end of the resync compares the rev with what was fetched."""
     claimed = await in_progress(db, 1, sync_reason=Desync.HINTED, attempts=1)
-    assert await sql.fetchval(REQUEST, URI, NEWER)
-    assert await row(db) == (noted := amend(claimed, latest_unverified_rev=NEWER))
-    for rev in (NEWER, None):
-        assert await sql.fetchval(REQUEST, URI, rev)
+    assert not await sql.fetchval(REQUEST, URI, None), "the resync may have read the repo before"
+    assert await row(db) == claimed
+    assert await sql.fetchval(REQUEST, URI, NEWEST)
+    assert await row(db) == (noted := amend(claimed, latest_unverified_rev=NEWEST))
+    for rev in (NEWER, None, NEWEST):
+        assert await sql.fetchval(REQUEST, URI, rev) is (rev == NEWEST)
     assert await row(db) == noted
+    before = await put_row(db, sql, **waiting(Desync.CHAIN_BREAK), next_attempt_at=1.0)
+    assert await sql.fetchval(REQUEST, URI, NEWER)
+    assert await sql.fetchval(REQUEST, URI, None)
+    assert await row(db) == amend(before, latest_unverified_rev=NEWER)
     failed = {"attempts": 3, "last_failure": FetchFailure.TIMEOUT, "last_error": "timeout"}
     before = await put_row(db, sql, **waiting(Desync.CHAIN_BREAK, **failed), next_attempt_at=4e9)
     assert not await sql.fetchval(REQUEST, URI, NEWER)
-    assert await row(db) == amend(before, latest_unverified_rev=NEWER)
+    assert await row(db) == before
+
+
+@pytest.mark.usefixtures("scope")
+async def test_request_locks_a_repo_only_to_change_it(db: Database, database: str, sql: asyncpg.Connection) -> None:
+    """A row that another session has changed meanwhile stays as it is."""
+    locks = "select from indexer.repo for update nowait"
+    rows: list[tuple[dict[str, Any], str | None]] = [
+        ({}, STORED), ({"attempts": 60}, None), (waiting(Desync.CHAIN_BREAK, next_attempt_at=4e9), NEWER),
+    ]  # fmt: skip
+    async with connected(database) as other, connected(database) as watching:
+        for fields, rev in rows:
+            await put_row(db, sql, **fields)
+            async with other.transaction():
+                assert not await other.fetchval(REQUEST, URI, rev)
+                await sql.execute(locks)
+        before = await put_row(db, sql)
+        async with sql.transaction():
+            await sql.execute("update indexer.repo set version = version + 1")
+            refused = asyncio.create_task(other.fetchval(REQUEST, URI, NEWER))
+            await until(lambda: waiting_for_locks(watching, 1))
+        assert not await refused
+        assert await row(db) == amend(before)
 
 
 @pytest.mark.usefixtures("scope")
@@ -174,7 +204,13 @@ async def test_request_that_nothing_can_answer_is_an_error(db: Database, sql: as
     for rev in ("", "now", "zzzzzzzzzzzzz", f"{NEWER}a"):
         with pytest.raises(asyncpg.InvalidParameterValueError, match="not a rev"):
             await sql.fetchval(REQUEST, URI, rev)
-    assert await sql.fetchval(REQUEST, f"at://{did(1)}/com.other.b/a", NEWER)
+    for seconds in (290, 310):
+        rev = tid_of(int((time() + seconds) * 1_000_000), 1023)
+        if seconds > 300:
+            with pytest.raises(asyncpg.InvalidParameterValueError, match="in the future"):
+                await sql.fetchval(REQUEST, URI, rev)
+        else:
+            assert await sql.fetchval(REQUEST, f"at://{did(1)}/com.other.b/a", rev)
     for target in (f"{URI}hidden", "com.other.hidden"):
         await sql.fetchval("select indexer.remove($1, 'hide', null)", target)
     for uri, message in (
@@ -205,5 +241,9 @@ async def test_every_process_hears_of_a_request_when_it_is_committed(db: Databas
         await sql.fetchval(REQUEST, URI, NEWER)
         assert heard.empty()
     assert await heard.get() == (did(1), f"{NOTE}/a")
+    for text in ("", did(1), "did:plc:a b", f"{did(1)} {NOTE}", f"{did(1)} {NOTE}/", f"{did(1)} note/a",
+                 f"{did(1)} {NOTE}/a/b", f"did:web:{'a' * 1_000}.test {NOTE}/a", f"{did(1)} {NOTE}/b"):  # fmt: skip
+        await sql.execute("select pg_notify('indexer_requests', $1)", text)
+    assert await heard.get() == (did(1), f"{NOTE}/b"), "the others are not heard"
     listening.cancel()
     await asyncio.wait([listening])

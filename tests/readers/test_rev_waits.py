@@ -48,6 +48,10 @@ async def test_client_is_answered_when_the_commit_is_stored(database: str, tmp_p
         for path in (url, f"/info/{account.did}", f"/resolve/{account.did}"):
             async with client.get(path) as response:
                 assert (response.status, response.headers["Atproto-Repo-Rev"]) == (200, account.rev)
+        await daemon.execute("select atproto.request_takedown($1, true)", account.did)
+        for path in (f"{url}&timeout=0", f"/info/{account.did}", f"/resolve/{account.did}"):
+            async with client.get(path) as response:
+                assert "Atproto-Repo-Rev" not in response.headers, "the account is hidden"
         for bad in (f"/wait-for/x?rev={before}", f"/wait-for/{account.did}", f"{url}a", f"{url}&timeout=31"):
             async with client.get(bad) as response:
                 assert (response.status, list(await response.json())) == (400, ["message"])

@@ -126,6 +126,9 @@ class ControlledAttempts:
         self.cleaned_up = asyncio.Event()  # a cancelled attempt waits for it, as for the end of a transaction
         self.cleaned_up.set()
 
+    async def keep_stored(self, _resync: Resync) -> bool:
+        return False  # the repos are new
+
     async def attempt(self, resync: Resync, shares: Shares, _identity: CachedIdentity) -> str:
         claimed = resync.claimed
         self.started.append(claimed.did)

@@ -21,6 +21,7 @@ from indexer.sync.hints import (
     plan_hint,
     wanted_patterns,
 )
+from indexer.sync.plan import plan_listed
 from indexer.sync.policy import KeyState, PlanContext, Policy
 from indexer.sync.repo import (
     OUT_OF_SCOPE,
@@ -32,6 +33,7 @@ from indexer.sync.repo import (
     SyncStatus,
     Trigger,
     desynchronize,
+    is_follow_up,
     move,
 )
 from indexer.sync.resync import Completion
@@ -247,6 +249,21 @@ def test_hint_that_came_during_the_resync_is_followed_at_once() -> None:
     assert (behind.sync_status, behind.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.HINTED)
     assert (behind.next_attempt_at, behind.latest_unverified_rev) == (None, NEWEST)
     assert completed(claimed, NEWEST, noted=NEWEST).sync_status is SyncStatus.SYNCHRONIZED
+
+
+def test_repo_of_which_a_list_tells_during_a_failed_request_is_fetched() -> None:
+    """The list may have closed a gap, so the stream alone does not bring the repo to this rev."""
+    claimed = move(plan(ROW, HINT._replace(rev=NEWEST)).repo, Trigger.CLAIMED)
+    assert completed(claimed, STORED).sync_status is SyncStatus.SYNCHRONIZED
+    listed = plan_listed(claimed, NEWER, NOW)
+    completion = Completion(claimed, HEAD._replace(rev=STORED), KeyState(None), context())
+    completion.lock(listed)
+    [write] = completion.end(costly=True).writes
+    assert (write.repo.sync_status, write.repo.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.BEHIND)
+    assert write.repo.latest_unverified_rev == NEWEST
+    waiting = plan(ROW, HINT._replace(rev=NEWEST)).repo
+    assert plan_listed(waiting, NEWER, NOW).sync_reason is Desync.BEHIND
+    assert not is_follow_up(move(plan_listed(waiting, NEWER, NOW), Trigger.CLAIMED), Scope())
 
 
 def test_killed_resync_of_a_hinted_repo_starts_again_at_once_the_first_time() -> None:

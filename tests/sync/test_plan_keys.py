@@ -60,6 +60,9 @@ def test_no_key_is_looked_up_for_a_repo_that_waits_for_its_resync() -> None:
     planned = plan_event(waiting, message, 0, None, CONTEXT)
     expected = waiting._replace(version=waiting.version + 1, latest_unverified_rev=message.rev)
     assert planned == Plan(expected, Outcome.IGNORED, why=Desync.IDENTITY), "the resync will look up the key"
+    hinted = plan_event(waiting._replace(sync_reason=Desync.HINTED), message, 0, None, CONTEXT)
+    assert isinstance(hinted, Plan)
+    assert hinted.repo.sync_reason is Desync.BEHIND, "the stream does not bring this commit again"
 
 
 @pytest.mark.parametrize(

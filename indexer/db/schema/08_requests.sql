@@ -68,7 +68,9 @@ return least(60 * 2.0 ^ least(greatest($2 - 1, 0), 32), 3600)::float8
     * (0.75 + get_byte(sha256(convert_to($1 || '/' || $2, 'UTF8')), 0) / 255.0::float8 / 2);
 
 -- A hint of indexer/sync/hints.py, without a Jetstream: the trigger HINTED. The row keeps the request. The notification
--- only names the path and begins the resync at once. During a back-off, a synchronized repo stays as it is.
+-- only names the path and begins the resync at once. During a back-off, a synchronized repo stays as it is. A resync in
+-- progress may have read the repo before the write: its end compares only a rev above those that were noted before. The
+-- allowance for clocks is `clock_drift_seconds` of indexer/atproto/limits.py. The row is locked only to be written.
 create function atproto.request_record(uri text, rev text default null) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
 declare
@@ -76,6 +78,7 @@ declare
     one constant text := (indexer.checked_dids(parts[1:1]))[1];
     collection constant text := (indexer.checked_patterns(parts[2:2]))[1];
     told constant text collate "C" := rev;
+    micros constant bigint := extract(epoch from clock_timestamp() + interval '5 minutes') * 1000000;
     stored indexer.repo;
     settled boolean;
 begin
@@ -84,6 +87,12 @@ begin
             using errcode = 'invalid_parameter_value';
     elsif told !~ '^[2-7a-j][2-7a-z]{12}$' then
         raise exception '% is not a rev', quote_literal(left($2, 100)) using errcode = 'invalid_parameter_value';
+    elsif told > (
+        select string_agg(substr('234567abcdefghijklmnopqrstuvwxyz', (micros >> 5 * n & 31)::integer + 1, 1), ''
+            order by n desc) || 'zz'
+        from generate_series(0, 10) n
+    ) then
+        raise exception '% is in the future', told using errcode = 'invalid_parameter_value';
     elsif not exists (
         select from indexer.scope s, unnest(s.collections) pattern where indexer.pattern_covers(pattern, collection)
     ) then
@@ -92,17 +101,17 @@ begin
     elsif exists (select from indexer.removed m where m.target in ($1, collection)) then
         raise exception '% is redacted or hidden', $1 using errcode = 'object_not_in_prerequisite_state';
     end if;
-    select r.* into stored from indexer.repo r where r.did = one and r.bucket = indexer.bucket_of(one) for update;
+    select r.* into stored from indexer.repo r where r.did = one and r.bucket = indexer.bucket_of(one);
     if stored.tracked is not true or not stored.visible then
         raise exception 'the repo of % is %', one, case when stored.tracked then 'hidden' else 'not tracked' end
             using errcode = 'object_not_in_prerequisite_state';
     end if;
-    if told <= stored.rev and coalesce(stored.sync_reason, 'hinted') in ('hinted', 'behind', 'withheld') then
-        return false;
-    end if;
     settled := stored.sync_status = 'synchronized'
         or (stored.sync_status = 'desynchronized' and stored.next_attempt_at is not distinct from 'infinity');
-    if settled and stored.attempts > 0
+    if told <= stored.rev and coalesce(stored.sync_reason, 'hinted') in ('hinted', 'behind', 'withheld')
+        or stored.sync_status = 'in-progress' and coalesce(told < stored.latest_unverified_rev, told is null)
+        or not settled and stored.next_attempt_at > now()
+        or settled and stored.attempts > 0
         and now() < stored.updated_at + indexer.backoff(one, stored.attempts) * interval '1 second' then
         return false;
     end if;
@@ -114,16 +123,19 @@ begin
             attempts = case when not settled then r.attempts
                 when r.updated_at < now() - interval '1 hour' then 1 else r.attempts + 1 end,
             next_attempt_at = case when not settled then r.next_attempt_at end
-        where r.did = one and r.bucket = stored.bucket;
+        where r.did = one and r.bucket = stored.bucket and r.version = stored.version;
+        if not found then
+            return false;
+        end if;
     end if;
     if pg_notification_queue_usage() < 0.75 then
         perform pg_notify('indexer_requests', one || ' ' || collection || '/' || parts[3]);
     end if;
-    return settled or coalesce(stored.next_attempt_at, '-infinity') <= now();
+    return true;
 end $$;
 comment on function atproto.request_record(text,text) is
-    'Fetch a record now, with proof. False if this rev is stored already, or if a pause delays the fetch. An error if '
-    'the repo is hidden or not tracked, or the record out of scope. Needs atproto_operator.';
+    'Fetch a record now, with proof. False if this rev is stored already, or if it is to be asked again later. An '
+    'error if the repo is hidden or not tracked, or the record out of scope. Needs atproto_operator.';
 
 -- Each read of the repo ends with an error that is caught: otherwise its locks would last until the transaction ends.
 create function atproto.wait_for(

@@ -81,7 +81,7 @@ class TapRoutes:
             report = await self._db.reports.repo(did) if is_did(did) else None
         if report is None or not report["tracked"]:
             return problem(404, "repo not found")
-        return answer(repo_info(report), headers=rev_header(report["rev"]))
+        return answer(repo_info(report), headers=rev_header(report["rev"] if report["visible"] else None))
 
     async def _resolve(self, request: web.Request) -> web.Response:
         did = request.match_info["did"]
@@ -99,7 +99,7 @@ class TapRoutes:
             return problem(404, "DID not found")
         handle = None if identity.handle == INVALID_HANDLE else identity.handle
         document = build_did_document(did, handle, identity.signing_key, identity.pds)
-        return answer(document, headers=rev_header(repo.head.rev if repo and repo.head else None))
+        return answer(document, headers=rev_header(repo.shown_rev if repo else None))
 
     async def _statistic(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
