@@ -86,7 +86,7 @@ class EventFilter:
 
     def selects(self, event: FeedEvent) -> bool:
         """Return True if an event is sent, unless it is too long."""
-        return event.kind in self.kinds and self.may_select(event.change)
+        return self.may_select(event.change) and event.kind in self.kinds
 
     def may_select(self, change: LoggedChange) -> bool:
         """Return True if the event of a change may be sent. Its kind may depend on the account."""
