@@ -248,13 +248,13 @@ class ReplayPages:
             batch = await changes.batch_of(max(0, cursor)) if is_seq else await changes.find_batch(cursor)
             trimmed = await changes.trimmed_seq()
             ahead = is_seq and cursor > await changes.latest_seq() + 1
-        if batch is None or (is_seq and cursor <= trimmed):
+        position = batch and position_before(cursor - (batch.first_seq if is_seq else batch.time), batch)
+        if position is None or position.seq < trimmed:
             if trimmed and not ahead:
                 log.debug("jetstream.cursor-too-old", cursor=cursor, seq=trimmed)
             too_old = max(1, cursor) <= trimmed if is_seq else True
             return Start(LogPosition(trimmed), is_seq=is_seq, too_old=too_old, ahead=ahead)
-        passed = cursor - (batch.first_seq if is_seq else batch.time)
-        return Start(position_before(passed, batch), is_seq=is_seq, ahead=ahead)
+        return Start(position, is_seq=is_seq, ahead=ahead)
 
     async def load(self, network: str, position: LogPosition, events: EventFilter) -> EventChunk | None:
         """Return the events of the entries after a position that a filter selects, or more; raise as `load_chunk`."""
