@@ -220,7 +220,8 @@ export interface Record {
   proof: string | null;
   /** When it was first stored; updates do not change it. What an earlier release stored: when that wrote it last. */
   first_seen: Date;
-  /** True if found live, false if by a resync, as in atproto.changes; null: unknown. */
+  /** True if found live, false if by a resync, as in atproto.changes; null: unknown. What an earlier release
+   * stored: how that wrote it last. */
   first_seen_live: boolean | null;
   /** createdAt if it is a datetime before first_seen; otherwise first_seen. */
   sort_at: Date;

@@ -269,7 +269,8 @@ class Record(PublicView):
     first_seen: Mapped[datetime] = mapped_column(DateTime(timezone=True))
     """When it was first stored; updates do not change it. What an earlier release stored: when that wrote it last."""
     first_seen_live: Mapped[bool | None] = mapped_column(Boolean)
-    """True if found live, false if by a resync, as in atproto.changes; null: unknown."""
+    """True if found live, false if by a resync, as in atproto.changes; null: unknown. What an earlier release
+    stored: how that wrote it last."""
     sort_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
     """createdAt if it is a datetime before first_seen; otherwise first_seen."""
 

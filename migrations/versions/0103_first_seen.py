@@ -147,7 +147,8 @@ COMMENTS = {
         "When it was first stored; updates do not change it. What an earlier release stored: when that wrote it last."
     ),
     "column atproto.records.first_seen_live": (
-        "True if found live, false if by a resync, as in atproto.changes; null: unknown."
+        "True if found live, false if by a resync, as in atproto.changes; null: unknown. What an earlier "
+        "release stored: how that wrote it last."
     ),
     "column atproto.records.sort_at": "createdAt if it is a datetime before first_seen; otherwise first_seen.",
 }

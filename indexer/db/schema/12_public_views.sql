@@ -127,7 +127,8 @@ comment on column atproto.records.proof is
 comment on column atproto.records.first_seen is
     'When it was first stored; updates do not change it. What an earlier release stored: when that wrote it last.';
 comment on column atproto.records.first_seen_live is
-    'True if found live, false if by a resync, as in atproto.changes; null: unknown.';
+    'True if found live, false if by a resync, as in atproto.changes; null: unknown. What an earlier '
+    'release stored: how that wrote it last.';
 comment on column atproto.records.sort_at is
     'createdAt if it is a datetime before first_seen; otherwise first_seen.';
 
