@@ -106,9 +106,9 @@ class EventWindow:
         if (erased := chunk.erased) and any(held.names(erased) for held in self._chunks):
             self.open(chunk.end)
         self._chunks.append(chunk)
-        self._bytes += chunk.size
         self.end = chunk.end
-        self._drop_old()
+        chunk.on_growth = self._count
+        self._count()
         self._notify()
 
     def after(self, seq: int) -> EventChunk | None:
@@ -123,6 +123,11 @@ class EventWindow:
     async def wait(self, seconds: float) -> bool:
         """Wait until the window changes, at most `seconds`; return False if it did not."""
         return await wait_for_event(self._changed, seconds)
+
+    def _count(self) -> None:
+        """Count the bytes again, and drop the oldest chunks that are too much."""
+        self._bytes = sum([chunk.size for chunk in self._chunks])
+        self._drop_old()
 
     def _drop_old(self) -> None:
         while self._chunks and (
@@ -267,4 +272,10 @@ class ReplayPages:
             loaded = await load_chunk(self._db, position, max_changes, events)
             if loaded is not None and loaded.end.seq % PAGE_CHANGES == 0:  # otherwise, the log may go on here
                 self._pages[position.seq] = loaded
+                loaded.on_growth = self._drop_pages
+                self._drop_pages()
         return loaded
+
+    def _drop_pages(self) -> None:
+        while sum([page.size for page in self._pages.values()]) > WINDOW_BYTES:
+            self._pages.popitem(last=False)
