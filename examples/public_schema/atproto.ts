@@ -221,7 +221,8 @@ export interface Record {
   /** When it was first stored here, or an earlier imported time; updates do not change it. Of a record that an
    * earlier release stored: when that last wrote it. */
   first_seen: Date;
-  /** True if it was live when first seen, as in atproto.changes; false if a resync found it; null: unknown. */
+  /** True if found live, false if by a resync, as in atproto.changes; null: unknown. What an earlier release
+   * stored: how that wrote it last. */
   first_seen_live: boolean | null;
   /** createdAt if it is a datetime before first_seen; otherwise first_seen. */
   sort_at: Date;

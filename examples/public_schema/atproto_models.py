@@ -270,7 +270,8 @@ class Record(PublicView):
     """When it was first stored here, or an earlier imported time; updates do not change it. Of a record that an
     earlier release stored: when that last wrote it."""
     first_seen_live: Mapped[bool | None] = mapped_column(Boolean)
-    """True if it was live when first seen, as in atproto.changes; false if a resync found it; null: unknown."""
+    """True if found live, false if by a resync, as in atproto.changes; null: unknown. What an earlier release
+    stored: how that wrote it last."""
     sort_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
     """createdAt if it is a datetime before first_seen; otherwise first_seen."""
 

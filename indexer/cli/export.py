@@ -14,6 +14,7 @@ import click
 import orjson
 
 from indexer.app.settings import Settings
+from indexer.atproto.limits import max_items
 from indexer.atproto.syntax import AtUri, is_did
 from indexer.cli.arguments import parse_nsid
 from indexer.cli.command import ExitCode, command, json_option, report_error
@@ -32,6 +33,8 @@ ROW_GROUP_BYTES = 16 * 1024 * 1024
 BATCH_LINES = 1_000
 MAX_LINE_BYTES = 32 * 1024 * 1024
 """Maximum length of a line of an import. A record has at most a mebibyte, and JSON takes up to 14 times as much."""
+MAX_LINE_ITEMS = 3 << 20
+"""Maximum of `max_items` of a line. A row of a typed view has a record twice, and all its bytes may be commas."""
 ATTEMPTS = 5
 """Attempts to write a batch of an import: the daemon may have locked its records."""
 
@@ -235,6 +238,8 @@ def _seen_record(line: bytes) -> SeenRecord:
     """Return the record of a line; raise `ValueError` or `OverflowError` if there is none."""
     if len(line) > MAX_LINE_BYTES:
         raise ValueError(f"longer than {MAX_LINE_BYTES} bytes")
+    if max_items(line) > MAX_LINE_ITEMS:
+        raise ValueError(f"more than {MAX_LINE_ITEMS} items")
     row = orjson.loads(line)
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")  # noqa: TRY004 - the line is wrong, not the code

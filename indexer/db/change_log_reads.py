@@ -69,11 +69,14 @@ class LoggedBatch(NamedTuple):
 
 
 class StoredRecord(NamedTuple):
-    """A record as it is stored now. The value is JSON text, or None if it is not stored."""
+    """A record as it is stored now. The value is JSON, or None if it is not stored.
+
+    It is kept as bytes, because one emoji makes each character of a str take 4 bytes.
+    """
 
     cid: bytes
     rev: str
-    value: str | None
+    value: bytes | None
 
 
 class StoredAccount(NamedTuple):
@@ -200,7 +203,7 @@ async def load_page(connection: Connection, changes: Sequence[LoggedChange], max
             changes = changes[:number]
             break
         if row["visible"]:
-            values[number] = StoredRecord(row["cid"], row["rev"], row["value"])
+            values[number] = StoredRecord(row["cid"], row["rev"], row["value"] and row["value"].encode())
         else:
             hidden.add(number)
     dids = {change.did for change in changes if change.collection is None}

@@ -59,7 +59,12 @@ class Discovery:
         return CrawlProgress(purpose, source, collection, began_at=time())
 
     async def run(
-        self, progress: CrawlProgress, on_page: Callable[[CrawlProgress], None], signals: Scope | None = None
+        self,
+        progress: CrawlProgress,
+        on_page: Callable[[CrawlProgress], None],
+        signals: Scope | None = None,
+        *,
+        all_repos: bool = False,
     ) -> CrawlProgress:
         """Read the list from `progress` to its end, and return the final progress.
 
@@ -72,11 +77,12 @@ class Discovery:
             progress: The progress that `begin` returned.
             on_page: Called with the progress after each page.
             signals: The scope, if the list is that of one of its signal collections; None if a command adds the repos.
+            all_repos: Read the list of all repos in place of that of the collection.
 
         Raises:
             UnavailableError: The host or the database is unavailable. The progress so far is saved.
         """
-        source, collection, cursor = progress.source, progress.collection, progress.cursor
+        source, collection, cursor = progress.source, "" if all_repos else progress.collection, progress.cursor
         async for page in repo_list_pages(self.outbound, source, collection, cursor, self._requests):
             self.invalid_entries += len(page.invalid)
             dids = [account.did for account in page.accounts if account.active or not hides(account.status)]
@@ -167,11 +173,11 @@ class SignalDiscovery:
         A list decides which repos are untracked, so a relay that only fails is not replaced by the next one.
         """
         failure: UnavailableError | None = None
-        lists = [collection, ""] if self.sources_are_hosts else [collection]
-        for listed_by, source in product(lists, sources):
+        lists = [False, True] if self.sources_are_hosts else [False]
+        for all_repos, source in product(lists, sources):
             try:
-                begun = await self._discovery.begin(source, listed_by, "signal")
-                progress = await self._discovery.run(begun, lambda _: None, scope)
+                begun = await self._discovery.begin(source, collection, "signal")
+                progress = await self._discovery.run(begun, lambda _: None, scope, all_repos=all_repos)
             except MethodNotOfferedError as error:
                 failure = error
                 continue

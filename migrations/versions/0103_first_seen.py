@@ -148,7 +148,8 @@ COMMENTS = {
         "earlier release stored: when that last wrote it."
     ),
     "column atproto.records.first_seen_live": (
-        "True if it was live when first seen, as in atproto.changes; false if a resync found it; null: unknown."
+        "True if found live, false if by a resync, as in atproto.changes; null: unknown. What an earlier "
+        "release stored: how that wrote it last."
     ),
     "column atproto.records.sort_at": "createdAt if it is a datetime before first_seen; otherwise first_seen.",
 }

@@ -17,6 +17,7 @@ import pytest
 from pyarrow.lib import ArrowInvalid
 
 from indexer.atproto.cid import cid_text
+from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.cli import export as export_module
 from indexer.cli.export import Format, export, parquet, read_seen_records
 from indexer.db import Database, DatabaseError, exports
@@ -268,11 +269,13 @@ BAD_LINES = {
     json.dumps(GOOD | {"first_seen": "infinity"}): "Invalid isoformat string",
     json.dumps(GOOD | {"first_seen": "0001-01-01T00:00:00+01:00"}): "date value out of range",
     json.dumps(GOOD | {"value": "x" * 2_000_000}): "longer than 1000000 bytes",
+    "[" + "[]," * 50_000 + "[": "more than 100000 items",
 }
 
 
 def test_bad_line_of_an_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_module, "MAX_LINE_BYTES", 1_000_000)
+    monkeypatch.setattr(export_module, "MAX_LINE_ITEMS", 100_000)
     for line, problem in BAD_LINES.items():
         file = BytesIO(f"{json.dumps(GOOD)}\n{line}\n".encode(errors="surrogateescape"))
         file.name = "file"
@@ -280,6 +283,12 @@ def test_bad_line_of_an_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         assert next(records).rkey == "a"
         with pytest.raises(click.BadParameter, match=f"^line 2 of file: .*{problem}"):
             next(records)
+
+
+def test_largest_record_of_a_typed_view_is_not_too_long() -> None:
+    text = "," * DEFAULT_LIMITS.record_bytes
+    [record] = read_seen_records(BytesIO(json.dumps(GOOD | {"value": {"text": text}, "text": text}).encode()))
+    assert record.rkey == "a"
 
 
 async def test_bad_import_ends_with_one_line(db: Database, session: Session, tmp_path: Path) -> None:

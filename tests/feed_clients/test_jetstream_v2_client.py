@@ -164,3 +164,21 @@ async def test_client_ends_without_an_error_when_the_server_stops(database: str,
             await until(lambda: any(line["text"] == "x" for line in lines))
             await daemon.wait_until_equal()
         await until(lambda: lines[-1] == {"ended": None})
+
+
+async def test_example_in_the_docs_begins_at_the_oldest_event_of_a_trimmed_log(database: str, tmp_path: Path) -> None:
+    """It would end at once with the number of an event that was trimmed."""
+    text = (HERE.parents[1] / "docs" / "jetstream.md").read_text()
+    assert 'JetstreamClient({"cursor": 10**15}' in text
+    async with FaultyNetwork() as network, feed(database, tmp_path, network) as (daemon, address):
+        account = network.create_account("ada.test")
+        account.create(POST, post("trimmed"), rkey="a")
+        await daemon.wait_until_equal()
+        await daemon.execute("select setval('indexer.trimmed_seq', atproto.latest_seq())")
+        account.create(POST, post("x"), rkey="x")
+        await daemon.wait_until_equal()
+        async with client_process(address.port, "", cursor=0) as lines:
+            await until(lambda: any("CursorTooOld" in str(line) for line in lines))
+        async with client_process(address.port, "", cursor=10**15) as lines:
+            await until(lambda: any(line["text"] == "x" for line in lines))
+            assert [line["text"] for line in lines if line["operation"]] == ["x"]

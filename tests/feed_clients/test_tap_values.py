@@ -77,7 +77,8 @@ async def sent(values: list[Any]) -> list[tuple[str | None, bool]]:
         for value in values:
             block = encode({"$type": THING, "v": value})
             stored = decode_record(block, THING, DEFAULT_LIMITS)
-            event = event_of(PUT, StoredRecord(cid_of(block), PUT.rev or "", stored.json), None)
+            json_ = stored.json.encode() if stored.json is not None else None
+            event = event_of(PUT, StoredRecord(cid_of(block), PUT.rev or "", json_), None)
             assert event is not None
             message = encode_event(event)
             client.send(message.decode())

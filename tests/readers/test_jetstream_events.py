@@ -49,7 +49,7 @@ def repo_change(seq: int, action: str) -> LoggedChange:
 
 
 def value(text: str = '{"$type": "app.bsky.feed.post"}') -> StoredRecord:
-    return StoredRecord(CID, REV, text)
+    return StoredRecord(CID, REV, text.encode())
 
 
 def encode(

@@ -1,13 +1,16 @@
 """The window of the newest events: its bounds, and what a subscriber at any position finds in it."""
 
 import asyncio
+import os
+import tracemalloc
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.db.change_log_reads import LoggedChange, StoredRecord
 from indexer.readers.events import FeedEvent
-from indexer.readers.jetstream.events import EventChunk, LogPosition
+from indexer.readers.jetstream.events import ALL_EVENTS, EventChunk, LogPosition, v1_message, v2_message
 from indexer.readers.jetstream.log_reading import EventWindow
 
 DID = "did:plc:ada"
@@ -19,7 +22,7 @@ def chunk(before: int, events: int, size: int = 10) -> EventChunk:
         LoggedChange(before + number, DID, "a.b.c", "x", "create", None, None, live=True, batch_time=0)
         for number in range(1, events + 1)
     ]
-    record = StoredRecord(b"", "", "x" * size)
+    record = StoredRecord(b"", "", b"x" * size)
     return EventChunk(
         before, LogPosition(before + events), [FeedEvent("commit", change, 0, record) for change in changes]
     )
@@ -41,7 +44,7 @@ def test_closed_window_has_no_position() -> None:
     assert window.end is None
 
 
-@given(st.lists(st.integers(0, 5), max_size=30), st.integers(1, 12_000))
+@given(st.lists(st.integers(0, 5), max_size=30), st.integers(1, 60_000))
 def test_every_position_in_the_window_finds_the_chunk_that_follows(sizes: list[int], max_bytes: int) -> None:
     window, chunks, last = opened(max_bytes), list[EventChunk](), 100
     for size in sizes:
@@ -56,6 +59,43 @@ def test_every_position_in_the_window_finds_the_chunk_that_follows(sizes: list[i
     assert sum(each.size for each in held) <= max_bytes or len(held) == 1, "the newest chunk always stays"
     dropped = chunks[: len(chunks) - len(held)]
     assert not dropped or sum(each.size for each in [dropped[-1], *held]) > max_bytes, "nothing is dropped too early"
+
+
+@pytest.mark.parametrize("events", [1, 50])
+@pytest.mark.parametrize("text", ["x" * 100, "\U0001f98b" * 25 + "x" * 5_000], ids=["short", "long"])
+def test_window_takes_no_more_memory_than_its_bound(events: int, text: str) -> None:
+    """A subscriber that is behind may be the first one of its wire, so that frames are made much later."""
+    max_bytes, wires = 2_000_000, [(wire, compress) for wire in (v1_message, v2_message) for compress in (False, True)]
+    window, last = opened(max_bytes), 100
+
+    def new_chunk() -> EventChunk:
+        """Return a chunk without any part of another one, as the database gives them."""
+        found = list[FeedEvent]()
+        for seq in range(last + 1, last + 1 + events):
+            did, rkey, rev, collection = f"did:plc:{seq:024}", f"{seq:013}", f"3l{seq:011}", f"app.bsky.feed.a{seq}"
+            change = LoggedChange(seq, did, collection, rkey, "create", f"{seq:059}", rev, live=True, batch_time=0)
+            record = StoredRecord(os.urandom(36), f"3m{seq:011}", f'{{"text": "{text}", "n": {seq}}}'.encode())
+            found.append(FeedEvent("commit", change, 10**15 + seq, record))
+        return EventChunk(last, LogPosition(last + events), found)
+
+    for wire, compress in wires:
+        new_chunk().select(ALL_EVENTS, 0, wire, compress=compress)
+    tracemalloc.start()
+    try:
+        while window.first == 100:  # until the first chunk is dropped
+            window.add(chunk := new_chunk())
+            chunk.select(ALL_EVENTS, 0, v1_message, compress=False)
+            last += events
+        del chunk
+        assert 0.6 * max_bytes < tracemalloc.get_traced_memory()[0] < 1.1 * max_bytes
+        seq = window.first
+        while found := window.after(seq):
+            for wire, compress in wires:
+                found.select(ALL_EVENTS, 0, wire, compress=compress)
+            seq = max(found.end.seq, window.first)
+        assert 0.6 * max_bytes < tracemalloc.get_traced_memory()[0] < 1.1 * max_bytes
+    finally:
+        tracemalloc.stop()
 
 
 def test_old_events_leave_the_window() -> None:
@@ -80,7 +120,7 @@ def test_window_with_a_record_that_is_erased_is_emptied() -> None:
         change = LoggedChange(seq, DID, "a.b.c", rkey, action, None, rev, live=True, batch_time=0)
         return EventChunk(seq - 1, LogPosition(seq), [FeedEvent("commit", change, 0)])
 
-    window = opened()
+    window = opened(20_000)
     window.add(record(101, "a", "create", "3l"))
     window.add(record(102, "b", "delete", None))
     window.add(record(103, "a", "delete", "3m"))

@@ -4,9 +4,12 @@ import asyncio
 from collections.abc import Callable
 from typing import cast
 
+import pytest
+
 from indexer.db import Database
 from indexer.db.change_log_reads import FeedPage, LoggedChange
-from indexer.readers.jetstream.events import ALL_EVENTS, EventFilter, LogPosition, v1_message
+from indexer.readers.jetstream import log_reading
+from indexer.readers.jetstream.events import ALL_EVENTS, EVENT_BYTES, EventChunk, EventFilter, LogPosition, v1_message
 from indexer.readers.jetstream.log_reading import PAGE_CHANGES, ReplayPages
 from tests.readers.test_jetstream_events import ADA, record_change, value
 
@@ -53,10 +56,31 @@ async def test_skipped_page_has_its_end_and_is_read_again_for_one_that_wants_it(
         skipped = await loaded.load("8.8.8.8", LogPosition(0), EventFilter(dids=frozenset({f"did:plc:{nobody}"})))
     assert db.read == [0]
     assert skipped is not None
-    assert (skipped.size, skipped.end.seq) == (0, PAGE_CHANGES)
+    assert skipped.end.seq == PAGE_CHANGES
+    assert skipped.size > PAGE_CHANGES * EVENT_BYTES
     for _ in range(2):
         whole = await loaded.load("8.8.8.8", LogPosition(0), EventFilter(dids=frozenset({ADA})))
         assert whole is not None
         assert whole.end == skipped.end
         assert whole.select(ALL_EVENTS, 0, v1_message, compress=False)[1] == PAGE_CHANGES
     assert db.read == [0, 0]
+
+
+async def test_pages_that_are_kept_are_bounded_by_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, db = pages()
+
+    async def load(number: int) -> EventChunk:
+        page = await loaded.load("8.8.8.8", LogPosition(number * PAGE_CHANGES), ALL_EVENTS)
+        assert page is not None
+        return page
+
+    size = (await load(0)).size
+    monkeypatch.setattr(log_reading, "WINDOW_BYTES", 2 * size)
+    for number in (1, 0, 1):
+        page = await load(number)
+    assert db.read == [0, 1_000]
+    page.select(ALL_EVENTS, 0, v1_message, compress=False)
+    assert page.size > size
+    for number in (1, 0, 1):
+        await load(number)
+    assert db.read == [0, 1_000, 0, 1_000], "the frames of a page count"

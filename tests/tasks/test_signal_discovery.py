@@ -81,6 +81,11 @@ async def test_pds_without_lists_of_collections_gives_the_list_of_all_its_repos(
     assert [line["event"] for line in lines if line["log_level"] != "debug"] == ["scope.discovered"] * 2
     assert len(host.requests) == 4, "nothing is read again"
     assert (await db.reports.counts()).unlisted == 0
+    assert await db.scope_changes.unread_lists(scope.scope) == []
+    for collection in (FOLLOW, LIKE):
+        progress = await db.crawls.progress("signal", host.url, collection)
+        assert progress is not None
+        assert progress.listed == 2
 
 
 @pytest.mark.parametrize(("status", "asks_the_next"), [(404, True), (502, False)])

@@ -128,7 +128,8 @@ comment on column atproto.records.first_seen is
     'When it was first stored here, or an earlier imported time; updates do not change it. Of a record that an earlier '
     'release stored: when that last wrote it.';
 comment on column atproto.records.first_seen_live is
-    'True if it was live when first seen, as in atproto.changes; false if a resync found it; null: unknown.';
+    'True if found live, false if by a resync, as in atproto.changes; null: unknown. What an earlier '
+    'release stored: how that wrote it last.';
 comment on column atproto.records.sort_at is
     'createdAt if it is a datetime before first_seen; otherwise first_seen.';
 

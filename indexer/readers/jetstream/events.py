@@ -25,8 +25,8 @@ from indexer.sync.changes import RecordKey
 _TEXT_FRAME, _BINARY_FRAME = 0x81, 0x82
 _SHORT_FRAME, _LONG_FRAME = 126, 1 << 16
 SUBSCRIBE_EVENTS = "network.bsky.jetstream.subscribeEvents"
-EVENT_BYTES = 300
-"""Approximate bytes of an event besides the value of its record."""
+EVENT_BYTES = 1_700
+"""Approximate memory of an event, or of a chunk, besides the value of its record and the data of its frames."""
 _DEFAULT_KINDS = frozenset[Kind]({"commit", "identity", "account"})
 
 Wire = Callable[[FeedEvent], dict[str, Any] | None]
@@ -86,7 +86,7 @@ class EventFilter:
 
     def selects(self, event: FeedEvent) -> bool:
         """Return True if an event is sent, unless it is too long."""
-        return event.kind in self.kinds and self.may_select(event.change)
+        return self.may_select(event.change) and event.kind in self.kinds
 
     def may_select(self, change: LoggedChange) -> bool:
         """Return True if the event of a change may be sent. Its kind may depend on the account."""
@@ -130,7 +130,8 @@ class EventChunk:
     Attributes:
         before: The number of the last change before the chunk.
         end: The position after the chunk.
-        size: The bytes of all messages in one version, approximately.
+        size: Its memory in bytes, approximately. It grows when frames are made.
+        on_growth: Called then.
         made_at: When it was made, in monotonic seconds.
         skipped: The entries, if none of them was wanted, so that they were read without their events.
     """
@@ -144,7 +145,8 @@ class EventChunk:
         self._events = events
         self._frames: dict[tuple[Wire, bool], Frames] = {}
         values = [event.record.value for event in events if event.record and event.record.value]
-        self.size = len(events) * EVENT_BYTES + sum([len(value.encode()) for value in values])
+        self.size = (1 + len(events) + len(skipped)) * EVENT_BYTES + sum(map(len, values))
+        self.on_growth: Callable[[], None] = lambda: None
         self.made_at = monotonic()
 
     @property
@@ -191,6 +193,8 @@ class EventChunk:
             sizes.append(len(payload if wire is v1_message else text))
         usual = all(event.kind in _DEFAULT_KINDS for event in events)
         made = self._frames[wire, compress] = Frames(b"".join(parts), events, ends, sizes, usual)
+        self.size += end
+        self.on_growth()
         return made
 
 

@@ -106,9 +106,9 @@ class EventWindow:
         if (erased := chunk.erased) and any(held.names(erased) for held in self._chunks):
             self.open(chunk.end)
         self._chunks.append(chunk)
-        self._bytes += chunk.size
         self.end = chunk.end
-        self._drop_old()
+        chunk.on_growth = self._count
+        self._count()
         self._notify()
 
     def after(self, seq: int) -> EventChunk | None:
@@ -123,6 +123,11 @@ class EventWindow:
     async def wait(self, seconds: float) -> bool:
         """Wait until the window changes, at most `seconds`; return False if it did not."""
         return await wait_for_event(self._changed, seconds)
+
+    def _count(self) -> None:
+        """Count the bytes again, and drop the oldest chunks that are too much."""
+        self._bytes = sum([chunk.size for chunk in self._chunks])
+        self._drop_old()
 
     def _drop_old(self) -> None:
         while self._chunks and (
@@ -248,13 +253,13 @@ class ReplayPages:
             batch = await changes.batch_of(max(0, cursor)) if is_seq else await changes.find_batch(cursor)
             trimmed = await changes.trimmed_seq()
             ahead = is_seq and cursor > await changes.latest_seq() + 1
-        if batch is None or (is_seq and cursor <= trimmed):
+        position = batch and position_before(cursor - (batch.first_seq if is_seq else batch.time), batch)
+        if position is None or position.seq < trimmed:
             if trimmed and not ahead:
                 log.debug("jetstream.cursor-too-old", cursor=cursor, seq=trimmed)
             too_old = max(1, cursor) <= trimmed if is_seq else True
             return Start(LogPosition(trimmed), is_seq=is_seq, too_old=too_old, ahead=ahead)
-        passed = cursor - (batch.first_seq if is_seq else batch.time)
-        return Start(position_before(passed, batch), is_seq=is_seq, ahead=ahead)
+        return Start(position, is_seq=is_seq, ahead=ahead)
 
     async def load(self, network: str, position: LogPosition, events: EventFilter) -> EventChunk | None:
         """Return the events of the entries after a position that a filter selects, or more; raise as `load_chunk`."""
@@ -267,4 +272,10 @@ class ReplayPages:
             loaded = await load_chunk(self._db, position, max_changes, events)
             if loaded is not None and loaded.end.seq % PAGE_CHANGES == 0:  # otherwise, the log may go on here
                 self._pages[position.seq] = loaded
+                loaded.on_growth = self._drop_pages
+                self._drop_pages()
         return loaded
+
+    def _drop_pages(self) -> None:
+        while sum([page.size for page in self._pages.values()]) > WINDOW_BYTES:
+            self._pages.popitem(last=False)
