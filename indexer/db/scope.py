@@ -30,7 +30,12 @@ _LOAD = """
     from indexer.scope
 """
 
-_REMOVED_SINCE = "select target, action from indexer.removal where version > $1 order by id"
+# A redaction is permanent, whatever follows it.
+_REMOVED_SINCE = """
+    select target, action = 'show' and not exists (
+        select from indexer.removal r where r.target = v.target and r.action = 'redact'
+    ) from indexer.removal v where version > $1 order by id
+"""
 _REMOVED_OF = """
     select exists (
         select from unnest($2::text[]) d(did), indexer.removal v
@@ -71,11 +76,11 @@ async def load(connection: Connection, known: Scope = Scope()) -> Scope | None: 
     if row["version"] < known.version:
         known = Scope()  # a backup was restored
     redacted, removed = set(known.collections.excluded), dict(known.removed)
-    for target, action in await connection.fetch(_REMOVED_SINCE, known.version):
+    for target, shown in await connection.fetch(_REMOVED_SINCE, known.version):
         did, _, path = target.removeprefix("at://").partition("/")
         if path:
             before, paths = removed.pop(did, frozenset()), {path.encode()}
-            if after := before - paths if action == "show" else before | paths:
+            if after := before - paths if shown else before | paths:
                 removed[did] = after
         else:
             redacted.add(target)

@@ -1,6 +1,8 @@
 """What is redacted or hidden is deleted, also if it is written at the same time; each step leaves an audit line."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from time import monotonic
 from typing import Any
@@ -22,8 +24,9 @@ from indexer.tasks.scope import ScopeNarrowing, ScopeSettings
 from indexer.telemetry.metrics import Metrics
 from tests.db.change_log_helpers import after
 from tests.db.link_steps import LIKE, like, turn_on
-from tests.db.repo_rows import buffer_event, did, in_progress, insert, put, synchronized
+from tests.db.repo_rows import buffer_event, did, in_progress, insert, put, synchronized, waiting_for_locks
 from tests.sync.signing_account import STORE_ALL
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -47,6 +50,18 @@ async def current_scope(db: Database) -> CurrentScope:
 
 def narrowing(db: Database, scope: CurrentScope, shard: Shard = Shard()) -> ScopeNarrowing:  # noqa: B008
     return ScopeNarrowing(db, scope, shard, Metrics(), ScopeSettings())
+
+
+@asynccontextmanager
+async def held_repo(database: str, name: object) -> AsyncIterator[None]:
+    """Hold the row of the repo during the block."""
+    connection = await asyncpg.connect(database)
+    try:
+        async with connection.transaction():
+            await connection.execute("select from indexer.repo where did = $1 for update", did(name))
+            yield
+    finally:
+        await connection.close()
 
 
 async def test_batch_that_was_planned_before_the_redaction_is_planned_again(
@@ -176,6 +191,28 @@ async def test_each_step_has_an_audit_line_with_the_role(db: Database, sql: asyn
     assert not scope.selects(did("a"), PATH.encode())
     assert not scope.collections.matches(COLLECTION)
     assert scope.collections.matches("app.test.notes")
+
+
+async def test_redaction_beside_a_reversal_is_permanent(db: Database, sql: asyncpg.Connection, database: str) -> None:
+    """Also for a process that reads a row that an earlier release wrote after the redaction."""
+    await db.scope.begin(Scope())
+    await insert(db, synchronized("a"), changes=(put(PATH),))
+    assert await db.removals.add(uri("a"), "hide")
+    async with held_repo(database, "a"):
+        show = asyncio.ensure_future(db.removals.add(uri("a"), "show"))
+        await until(lambda: waiting_for_locks(sql, 1))
+        assert await db.removals.add(uri("a"), "redact")
+    with pytest.raises(InvalidScopeError, match="irreversible"):
+        await show
+    before = await db.scope.load()
+    await sql.execute(
+        "insert into indexer.removal (target, action, role, version) values ($1, 'show', '', 4)", uri("a")
+    )
+    await sql.execute("update indexer.scope set version = 4")
+    for known in (Scope(), before):
+        scope = await db.scope.load(known or Scope())
+        assert scope is not None
+        assert not scope.selects(did("a"), PATH.encode())
 
 
 async def test_links_of_a_redacted_record_are_deleted_without_a_process_that_keeps_links(

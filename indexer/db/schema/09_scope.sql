@@ -164,13 +164,13 @@ select target, action, role, reason, at from (
 ) last where action <> 'show';
 
 -- Redact or hide a target, or show it again; false if that changes nothing. Records and collections are a part of the
--- scope, so its version changes. Locks are taken in the order of a resync: the repo, then the scope. The latter is held
--- until COMMIT, so rows with later versions are committed later.
+-- scope, so its version changes. Locks are taken before the last row is read, in the order of a resync: the repo, then
+-- the scope. The latter is held until COMMIT, so rows with later versions are committed later.
 create function indexer.remove(target text, action text, reason text) returns boolean
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
     parts constant text[] := regexp_match(left($1, 2600), '^at://([^/]+)/([^/*]+)/([a-zA-Z0-9_~.:-]+)$');
-    before constant text := (select r.action from indexer.removed r where r.target = $1);
+    before text;
     next_version bigint;
 begin
     if starts_with($1, 'at://') and length($1) <= 2600 then
@@ -180,6 +180,10 @@ begin
     else
         perform indexer.checked_patterns(array[replace($1, '*', '')]);
     end if;
+    perform from indexer.repo r
+    where $2 = 'show' and r.did = parts[1] and r.bucket = indexer.bucket_of(parts[1]) for update;
+    perform from indexer.scope where not starts_with($1, 'did:') for update;
+    before := (select r.action from indexer.removed r where r.target = $1);
     if $2 = 'show' and before = 'redact' then
         raise exception '% is redacted, which is irreversible', $1 using errcode = 'object_not_in_prerequisite_state';
     end if;
