@@ -111,6 +111,7 @@ begin
     else
         perform indexer.checked_patterns(array[replace($1, '*', '')]);
     end if;
+    perform indexer.stop_tracking($1) where $2 = 'redact' and starts_with($1, 'did:');
     perform from indexer.repo r
     where $2 = 'show' and r.did = parts[1] and r.bucket = indexer.bucket_of(parts[1]) for update;
     perform from indexer.scope where not starts_with($1, 'did:') for update;
@@ -125,9 +126,7 @@ begin
         raise exception '100000 records, accounts and collections are redacted or hidden, which is the limit'
             using errcode = 'object_not_in_prerequisite_state';
     end if;
-    if starts_with($1, 'did:') then
-        perform indexer.stop_tracking($1) where $2 = 'redact';
-    else
+    if not starts_with($1, 'did:') then
         perform atproto.request_resync(parts[1]) where $2 = 'show';
         update indexer.scope s
         set version = s.version + 1, chosen_in = case when parts is null then s.version + 1 else s.chosen_in end;
@@ -157,6 +156,9 @@ begin
     end if;
     select r.* into before from indexer.repo r where r.did = $1 and r.bucket = indexer.bucket_of($1) for update;
     if not before.tracked then
+        if exists (select from indexer.removal r where r.target = $1 and r.action = 'redact') then
+            return false;
+        end if;
         update indexer.repo r
         set version = r.version + 1, tracked = true, active = true, hosting_status = null, withheld_since = null,
             erase_at = null,

@@ -215,6 +215,23 @@ async def test_redaction_beside_a_reversal_is_permanent(db: Database, sql: async
         assert not scope.selects(did("a"), PATH.encode())
 
 
+async def test_account_is_redacted_beside_and_after_tracking(
+    db: Database, sql: asyncpg.Connection, database: str
+) -> None:
+    await db.scope.begin(Scope())
+    await insert(db, synchronized("a"))
+    async with held_repo(database, "a"):
+        redact = asyncio.ensure_future(db.removals.add(did("a"), "redact"))
+        await until(lambda: waiting_for_locks(sql, 1))
+        track = asyncio.ensure_future(db.scope.track([did("a")]))
+        await until(lambda: waiting_for_locks(sql, 2))
+    assert await redact
+    assert await track == 0
+    await sql.execute("update indexer.repo set tracked = true, active = true")
+    assert not await db.removals.add(did("a"), "redact"), "it was redacted before"
+    assert not await sql.fetchval("select tracked from indexer.repo")
+
+
 async def test_links_of_a_redacted_record_are_deleted_without_a_process_that_keeps_links(
     db: Database, sql: asyncpg.Connection
 ) -> None:
