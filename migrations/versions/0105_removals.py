@@ -104,7 +104,7 @@ declare
     before text;
     next_version bigint;
 begin
-    if starts_with($1, 'at://') and length($1) <= 2600 then
+    if length($1) <= 2600 and length(parts[3]) <= 512 and parts[3] not in ('.', '..') then
         perform indexer.checked_dids(array[parts[1]]), indexer.checked_patterns(array[parts[2]]);
     elsif starts_with($1, 'did:') then
         perform indexer.checked_dids(array[$1]);

@@ -150,12 +150,23 @@ LONG = "did:web:" + "a" * 2_000
 @pytest.mark.parametrize(
     "target",
     ["", "*", "app.test.*", "note", "did:", "at://", f"at://{did(1)}", f"at://{did(1)}/a.b.c", "at://a.test/a.b.c/d",
-     uri(1, "a.b.*/d"), uri(1, "a.b.c/d e"), uri(1, "a.b.c/" + "d" * 3_000), f"at://{LONG}/a.b.c/{'d' * 600}"],
+     uri(1, "a.b.c/."), uri(1, "a.b.c/.."), uri(1, "a.b.c/" + "d" * 513), uri(1, "a.b.*/d"), uri(1, "a.b.c/d e"), uri(1, "a.b.c/" + "d" * 3_000), f"at://{LONG}/a.b.c/{'d' * 600}"],
 )  # fmt: skip
 async def test_invalid_target_is_refused(db: Database, sql: asyncpg.Connection, target: str) -> None:
     with pytest.raises(InvalidScopeError):
         await db.removals.add(target, "redact")
     assert await sql.fetchval("select count(*) from indexer.removal") == 0
+
+
+async def test_stored_path_that_is_invalid_ends_no_task(db: Database, sql: asyncpg.Connection) -> None:
+    scope = await current_scope(db)
+    await sql.execute(
+        "insert into indexer.removal (target, action, role, version) values ($1, 'hide', '', 2)", uri("a", "a.b.c/..")
+    )
+    await sql.execute("update indexer.scope set version = 2")
+    await scope.refresh()
+    await narrowing(db, scope).step()
+    assert await db.removals.add(uri("a", "a.b.c/" + "d" * 512), "hide"), "the longest valid record key"
 
 
 async def test_each_step_has_an_audit_line_with_the_role(db: Database, sql: asyncpg.Connection) -> None:
