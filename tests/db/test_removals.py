@@ -320,6 +320,24 @@ async def test_full_scope_of_removals_is_read_and_dead_letters_are_stored_quickl
     assert replace(loaded, removed={}) == loaded
 
 
+async def test_many_removals_of_one_account_are_read_as_quickly_as_those_of_many(
+    db: Database, sql: asyncpg.Connection
+) -> None:
+    scope, seconds = await db.scope.begin(Scope()), list[float]()
+    for version, name in ((2, "n::text"), (3, "'a'")):
+        await sql.execute(
+            "insert into indexer.removal (target, action, role, version) "  # noqa: S608 - no text of others
+            f"select 'at://' || {name} || '/app.test.note/' || n, 'redact', '', $1 from generate_series(1, 20000) n",
+            version,
+        )
+        await sql.execute("update indexer.scope set version = $1", version)
+        began = monotonic()
+        scope = await db.scope.load(scope) or scope
+        seconds.append(monotonic() - began)
+    assert len(scope.removed["a"]) == 20_000
+    assert seconds[1] < 10 * seconds[0]
+
+
 async def test_removal_of_a_record_ends_no_resync_of_another_repo(db: Database) -> None:
     """A change of the scope, or of a redacted collection, ends all; so many redactions do not stop a backfill."""
     scope = await db.scope.begin(Scope())
