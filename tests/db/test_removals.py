@@ -284,18 +284,19 @@ def letter(name: object | None, frame: bytes, seq: int) -> DeadLetter:
 
 
 async def test_dead_letters_with_removed_content_are_not_stored(db: Database, sql: asyncpg.Connection) -> None:
+    await db.write(Batch(dead_letters=(letter(None, b"before all removals", 100),)))
     for target in (uri("a"), "app.redacted.all", did("gone")):
         await db.removals.add(target, "redact")
     frames: Sequence[tuple[Any, bytes, bool]] = [
-        ("a", PATH.encode(), False), ("a", b"x app.test.note/a.b", False), ("a", b"x", True),
+        ("a", PATH.encode(), False), ("a", b"cut off", False),
         ("b", PATH.encode(), True), ("b", b"x app.redacted.all/x", False),
         ("b", b"app.redacted.all2/x", True), (None, b"app.redacted.all/", False),
-        ("gone", b"anything", False), (None, PATH.encode(), True),
+        ("gone", b"anything", False), (None, b"unreadable", False),
     ]  # fmt: skip
     letters = [letter(name, frame, seq) for seq, (name, frame, _) in enumerate(frames)]
     await db.write(Batch(dead_letters=tuple(letters)))
     seqs = [row["seq"] for row in await sql.fetch("select seq from indexer.dead_letter order by seq")]
-    assert seqs == [seq for seq, (*_, kept) in enumerate(frames) if kept]
+    assert seqs == [seq for seq, (*_, kept) in enumerate(frames) if kept] + [100]
 
 
 async def test_full_scope_of_removals_is_read_and_dead_letters_are_stored_quickly(
@@ -305,8 +306,9 @@ async def test_full_scope_of_removals_is_read_and_dead_letters_are_stored_quickl
     scope = await db.scope.begin(Scope())
     await sql.execute(
         "insert into indexer.removal (target, action, role, version) "
-        "select 'at://' || md5(n::text) || '/app.test.note/' || n, 'redact', '', 2 from generate_series(1, 100000) n"
-    )
+        "select 'at://' || case when n % 2 = 0 then md5(n::text) else $1 end || '/app.test.note/' || n, 'redact', '', 2 "
+        "from generate_series(1, 100000) n", did("many"),
+    )  # fmt: skip
     await sql.execute("update indexer.scope set version = 2; analyze indexer.removal")
     with pytest.raises(InvalidScopeError, match="which is the limit"):
         await db.removals.add(uri("a"), "redact")
@@ -315,7 +317,7 @@ async def test_full_scope_of_removals_is_read_and_dead_letters_are_stored_quickl
     assert sum(map(len, loaded.removed.values())) == 100_000
     assert await db.scope.load(loaded) is loaded, "the same version is not read again"
     began = monotonic()
-    await db.write(Batch(dead_letters=tuple([letter(n, b"x" * 1_000, n) for n in range(500)])))
+    await db.write(Batch(dead_letters=tuple([letter(n or "many", b"x" * 1_000, n) for n in range(500)])))
     assert monotonic() - began < 1.0
     assert replace(loaded, removed={}) == loaded
 
