@@ -122,8 +122,10 @@ begin
     if coalesce(before, 'show') in ($2, 'redact') then
         return false;
     end if;
-    if before is null and (select count(*) from indexer.removed) >= 100000 then
-        raise exception '100000 records, accounts and collections are redacted or hidden, which is the limit'
+    if before is null and not starts_with($1, 'did:')
+        and (select count(*) from indexer.removed r where not starts_with(r.target, 'did:')) >= 100000
+    then
+        raise exception '100000 records and collections are redacted or hidden, which is the limit'
             using errcode = 'object_not_in_prerequisite_state';
     end if;
     if not starts_with($1, 'did:') then

@@ -320,6 +320,11 @@ async def test_full_scope_of_removals_is_read_and_dead_letters_are_stored_quickl
     await db.write(Batch(dead_letters=tuple([letter(n or "many", b"x" * 1_000, n) for n in range(500)])))
     assert monotonic() - began < 1.0
     assert replace(loaded, removed={}) == loaded
+    await sql.execute("update indexer.removal set target = 'did:plc:' || id where id = 1")
+    assert await db.removals.add(uri("a"), "redact"), "accounts do not count"
+    with pytest.raises(InvalidScopeError, match="which is the limit"):
+        await db.removals.add(uri("b"), "redact")
+    assert await db.removals.add(did("gone"), "redact")
 
 
 async def test_many_removals_of_one_account_are_read_as_quickly_as_those_of_many(
