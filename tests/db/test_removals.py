@@ -11,7 +11,7 @@ import asyncpg
 import pytest
 
 from indexer.atproto.syntax import CollectionFilter
-from indexer.db import Database
+from indexer.db import Database, DatabaseError
 from indexer.db.scope import CurrentScope
 from indexer.errors import InvalidScopeError
 from indexer.reasons import Desync, Rejection
@@ -224,6 +224,24 @@ async def test_redaction_beside_a_reversal_is_permanent(db: Database, sql: async
         scope = await db.scope.load(known or Scope())
         assert scope is not None
         assert not scope.selects(did("a"), PATH.encode())
+
+
+async def test_reversal_that_ends_a_deadlock_is_repeated(db: Database, sql: asyncpg.Connection) -> None:
+    """It takes the repo and then the scope, as resyncs do. Tasks that apply the scope take them the other way round."""
+    await db.scope.begin(Scope())
+    await insert(db, synchronized("a"))
+    await sql.execute("""
+        alter function indexer.take_down rename to really_take_down;
+        create sequence indexer.attempt;
+        create function indexer.take_down(target text, takedown boolean, reason text) returns boolean
+        language plpgsql as $$ declare attempt bigint = nextval('indexer.attempt'); begin
+            if attempt = 1 then raise deadlock_detected; elsif attempt = 3 then raise lock_not_available; end if;
+            return indexer.really_take_down($1, $2, $3);
+        end $$
+    """)
+    assert await db.repos.set_takedown(uri("a"), on=True)
+    with pytest.raises(DatabaseError):
+        await db.repos.set_takedown(uri("a"), on=False)
 
 
 async def test_account_is_redacted_beside_and_after_tracking(
