@@ -9,6 +9,19 @@ depends_on = None
 
 STATEMENTS = (
     "alter table indexer.scope add column chosen_in bigint not null default 0",
+    "update indexer.scope set chosen_in = version",
+    """
+create or replace view atproto.scope_progress as
+select s.collection, s.added_in, s.added_in = s.chosen_in as newest, coalesce(sum(g.repos), 0)::bigint as repos,
+    coalesce(sum(g.repos) filter (where g.fetched and g.scope_version >= s.added_in), 0)::bigint as complete
+from (
+    select unnest(collections) as collection, unnest(added_in) as added_in, chosen_in from indexer.scope
+) s left join (
+    select scope_version, priority <> 2 as fetched, count(*) as repos
+    from indexer.repo where tracked and active group by 1, 2
+) g on true
+group by s.collection, s.added_in, s.chosen_in
+    """,
     """
     create table indexer.removal (
         id bigint not null generated always as identity,

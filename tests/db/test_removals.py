@@ -123,6 +123,7 @@ async def test_repo_that_lacks_records_of_the_scope_is_fetched(db: Database) -> 
     await db.scope.change(collections=[COLLECTION, "app.test.other"])
     for name in ("lacks", "has"):
         assert await db.removals.add(uri(name), "redact")
+    assert [row.newest for row in await db.scope.progress()] == [False, True], "no removal adds a collection"
     scope = await db.scope.load()
     assert scope is not None
     assert await db.removals.delete(scope, [(did(name), COLLECTION, "a") for name in ("lacks", "has")]) == 2

@@ -351,15 +351,15 @@ comment on function atproto.untrack(text[]) is
     'then deleted. Needs atproto_operator.';
 
 create view atproto.scope_progress as
-select s.collection, s.added_in, s.added_in = s.version as newest, coalesce(sum(g.repos), 0)::bigint as repos,
+select s.collection, s.added_in, s.added_in = s.chosen_in as newest, coalesce(sum(g.repos), 0)::bigint as repos,
     coalesce(sum(g.repos) filter (where g.fetched and g.scope_version >= s.added_in), 0)::bigint as complete
 from (
-    select unnest(collections) as collection, unnest(added_in) as added_in, version from indexer.scope
+    select unnest(collections) as collection, unnest(added_in) as added_in, chosen_in from indexer.scope
 ) s left join (
     select scope_version, priority <> 2 as fetched, count(*) as repos
     from indexer.repo where tracked and active group by 1, 2
 ) g on true
-group by s.collection, s.added_in, s.version;
+group by s.collection, s.added_in, s.chosen_in;
 comment on view atproto.scope_progress is
     'The collections to store, with the progress of their backfill. Reads the row of every repo.';
 comment on column atproto.scope_progress.collection is 'An NSID, the beginning of one with .*, or *.';
