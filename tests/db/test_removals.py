@@ -187,6 +187,7 @@ async def test_each_step_has_an_audit_line_with_the_role(db: Database, sql: asyn
         assert not await db.removals.add(target, "hide")
         with pytest.raises(InvalidScopeError, match="is redacted, which is irreversible"):
             await db.removals.add(target, "show")
+    assert not await db.repos.set_takedown(uri("unknown"), on=True), "nothing is hidden in advance"
     rows = await sql.fetch("select action, target, role = 'atproto_operator', reason from indexer.removal order by id")
     assert list(map(tuple, rows)) == [
         ("hide", uri("a"), True, None), ("show", uri("a"), True, None), ("hide", did("a"), True, None),
