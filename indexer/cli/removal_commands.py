@@ -6,6 +6,7 @@ from math import inf
 import click
 
 from indexer.app.settings import Settings
+from indexer.atproto.syntax import CollectionFilter
 from indexer.cli.arguments import Target, parse_target
 from indexer.cli.command import ExitCode, command, confirm, json_option, report_error
 from indexer.cli.database import connect_database
@@ -37,11 +38,15 @@ async def redact_command(settings: Settings, *, target: Target, reason: str | No
     and needs --yes if there is no terminal. An account becomes untracked, a collection leaves the scope.
     """
     async with connect_database(settings) as db:
+        if target[0] is None and (owner := await db.identities.did_of_handle(target[1] or "")):
+            return report_error(f"{target[1]} is a handle: name the account by its DID, {owner}", ExitCode.BAD_ARGUMENT)
         if (found := await _find(db, target)) is None:
-            return report_error(f"{target[0]} is not in the database", ExitCode.UNKNOWN)
+            return report_error(f"{target[0] or target[1]} is not in the database", ExitCode.UNKNOWN)
         name, (did, collection, rkey) = found
         if not yes:
-            confirm(f"Delete {name}, and never store it again?")
+            confirm(f"Delete {name if did else f'the collection {name}'}, and never store it again?")
+        wanted = Scope(removed={did: frozenset({f"{collection}/{rkey}".encode()})} if did and rkey else {})
+        stored = [keys async for keys in db.removals.stored(wanted, [bucket_of(did or "")])]
         await db.removals.add(name, "redact", reason)
         records = await (_delete_records(db, did, collection, rkey) if collection else _erase(db, did or ""))
         dead_letters = await db.removals.delete_messages(did, collection, rkey)
@@ -50,6 +55,8 @@ async def redact_command(settings: Settings, *, target: Target, reason: str | No
     text = f"{name} is redacted: {done}\n{NOT_DELETED}"
     result = {"target": name, "records": records, "dead_letters": dead_letters, "links_deleted": links}
     echo_result(result, text, as_json=as_json)
+    if rkey and not (stored or records):
+        report_error("no such record was stored; it will not be stored in future", ExitCode.OK)
     if not links:
         return report_error("the process that keeps links is behind, and deletes the links later", ExitCode.FAILED)
     return ExitCode.OK
@@ -84,10 +91,12 @@ async def takedown_command(
 
 
 async def _find(db: Database, target: Target) -> tuple[str, Target] | None:
-    """Return the target as text and in parts, with the DID of its handle; None if no account has the handle."""
+    """Return the target as text and in parts, with the DID of its handle; None if it is unknown."""
     account, collection, rkey = target
     if account is None:
-        return collection or "", target
+        selected = (await db.scope.load() or Scope()).collections
+        known = CollectionFilter([*selected.patterns, *selected.excluded]).matches(collection or "")
+        return (collection or "", target) if known or await db.removals.of_collection(collection or "") else None
     did = account if account.startswith("did:") else await db.identities.did_of_handle(account.lower())
     if did is None:
         return None

@@ -51,7 +51,8 @@ _COLUMNS = typed(
 
 _FIELDS = [name for name in _COLUMNS if name != "bucket"]
 
-# A message that may contain a redacted or hidden record is not stored.
+# A message that may contain a redacted or hidden record is not stored. No frame is searched for records, of which an
+# account may have many.
 _INSERT = f"""
     insert into indexer.dead_letter ({", ".join(_COLUMNS)}) select {", ".join(_COLUMNS)}
     from {unnest(_COLUMNS, "w")}
@@ -63,8 +64,7 @@ _INSERT = f"""
     ) and not exists (
         select from indexer.removal v
         where v.target >= 'at://' || w.did || '/' and v.target < 'at://' || w.did || '0'
-            and position(convert_to(substr(v.target, length('at://' || w.did || '/') + 1), 'UTF8') in w.frame) > 0
-    ) and not exists (
+    ) and (w.did is not null or not exists (select from indexer.removal)) and not exists (
         select from indexer.removal v
         where position(':' in v.target) = 0 and position(convert_to(v.target || '/', 'UTF8') in w.frame) > 0
     )

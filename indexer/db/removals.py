@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from time import time
 from typing import Any
 
-from indexer.atproto.syntax import split_path
 from indexer.crash_points import crash_point
 from indexer.db import identities
 from indexer.db.columns import buckets_of, columns_of, of_buckets, repo_of, unnest
@@ -72,7 +71,7 @@ class Removals(Area):
         owned, dids = set(buckets), list(scope.removed)
         for start in range(0, len(dids), BATCH_SIZE):
             some = [did for did in dids[start : start + BATCH_SIZE] if bucket_of(did) in owned]
-            keys = [(did, *split_path(path.decode())) for did in some for path in scope.removed[did]]
+            keys = [(did, *path.decode().partition("/")[::2]) for did in some for path in scope.removed[did]]
             if rows := await self._fetch(_STORED, buckets_of(some), *columns_of(keys, _KEY)):
                 yield [(did, collection, rkey) for did, collection, rkey in rows]
 

@@ -3,9 +3,12 @@
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import asyncpg
+
 from indexer.crash_points import crash_point
 from indexer.db.columns import Connection, buckets_of, repo_columns, repo_of
 from indexer.db.connections import Area
+from indexer.db.database_errors import DatabaseError
 from indexer.db.layout import estimate_rows
 from indexer.db.scope import invalid_arguments
 from indexer.db.write import write
@@ -141,7 +144,13 @@ class Repos(Area):
             InvalidScopeError: The record is redacted, and cannot be shown, or there are too many.
         """
         with invalid_arguments():
-            return bool(await self._fetchval(_TAKE_DOWN, target, on, reason))
+            try:
+                return bool(await self._fetchval(_TAKE_DOWN, target, on, reason))
+            except DatabaseError as error:
+                # Tasks that hold the scope wait for the repo; the others take both in the order of a resync.
+                if not isinstance(error.__cause__, asyncpg.DeadlockDetectedError):
+                    raise
+                return bool(await self._fetchval(_TAKE_DOWN, target, on, reason))
 
     async def due_gone(self, buckets: Sequence[int], limit: int, now: float) -> list[str]:
         """Return DIDs that are gone from their directory, and whose records are due to be erased after a last check."""

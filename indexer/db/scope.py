@@ -30,7 +30,12 @@ _LOAD = """
     from indexer.scope
 """
 
-_REMOVED_SINCE = "select target, action from indexer.removal where version > $1 order by id"
+# A redaction is permanent, whatever follows it.
+_REMOVED_SINCE = """
+    select target, action = 'show' and not exists (
+        select from indexer.removal r where r.target = v.target and r.action = 'redact'
+    ) from indexer.removal v where version > $1 order by id
+"""
 _REMOVED_OF = """
     select exists (
         select from unnest($2::text[]) d(did), indexer.removal v
@@ -70,13 +75,13 @@ async def load(connection: Connection, known: Scope = Scope()) -> Scope | None: 
         return known if row else None
     if row["version"] < known.version:
         known = Scope()  # a backup was restored
-    redacted, removed = set(known.collections.excluded), dict(known.removed)
-    for target, action in await connection.fetch(_REMOVED_SINCE, known.version):
+    redacted, changed = set(known.collections.excluded), dict[str, set[bytes]]()
+    for target, shown in await connection.fetch(_REMOVED_SINCE, known.version):
         did, _, path = target.removeprefix("at://").partition("/")
         if path:
-            before, paths = removed.pop(did, frozenset()), {path.encode()}
-            if after := before - paths if action == "show" else before | paths:
-                removed[did] = after
+            if did not in changed:
+                changed[did] = set(known.removed.get(did, ()))
+            (changed[did].discard if shown else changed[did].add)(path.encode())
         else:
             redacted.add(target)
     return Scope(
@@ -87,7 +92,7 @@ async def load(connection: Connection, known: Scope = Scope()) -> Scope | None: 
         filter_of(row["signal_collections"]),
         row["repos_narrowed_in"],
         row["chosen_in"],
-        removed,
+        {did: frozenset(paths) for did, paths in {**known.removed, **changed}.items() if paths},
     )
 
 

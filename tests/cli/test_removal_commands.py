@@ -1,5 +1,7 @@
+import asyncio
 import json
 
+import asyncpg
 import pytest
 
 from tests.cli.command_line import Session, error_line
@@ -20,6 +22,7 @@ def test_redaction_is_confirmed_and_says_what_it_did_and_cannot_reach(session: S
     assert first.startswith(f"{URI} is redacted: 1 records ")
     assert "VACUUM" in " ".join(rest)
     again = session("redact", URI, "--yes", "--json")
+    assert again.stderr == "indexer: no such record was stored; it will not be stored in future\n"
     assert json.loads(again.stdout) == {"target": URI, "records": 0, "dead_letters": 0, "links_deleted": True}
     record = session("record", URI)
     assert record.returncode == 4
@@ -36,6 +39,9 @@ def test_account_and_collection_are_redacted(session: Session) -> None:
     session("scope", "set", "--collections", "com.example.*")
     assert session("redact", NOTE, "--yes").stdout.startswith(f"{NOTE} is redacted: 1 records")
     assert session("record", URI).returncode == 4
+    session("scope", "set", "--collections", "com.example.other")
+    assert session("redact", NOTE, "--yes").returncode == 0, "it is repeated"
+    session("scope", "set", "--collections", "com.example.*")
     assert json.loads(session("scope", "show", "--json").stdout)["redacted_collections"] == [NOTE]
     assert f"collections com.example.*, redacted {NOTE}\n" in session("scope", "show").stdout
     assert session("redact", DID, "--yes", "--reason", "asked for").stdout.startswith(f"{DID} is redacted: 0 records")
@@ -44,6 +50,26 @@ def test_account_and_collection_are_redacted(session: Session) -> None:
     report = json.loads(session("repo", DID, "--json").stdout)
     assert (report["tracked"], report["handle"]) == (False, None)
     assert "never tracked again. Reason: asked for." in " ".join(report["summary"])
+
+
+async def set_handle(database: str, handle: str) -> None:
+    connection = await asyncpg.connect(database)
+    await connection.execute("update indexer.identity set handle = $1", handle)
+    await connection.close()
+
+
+def test_handle_is_no_collection(session: Session, database: str) -> None:
+    """Both may have the same syntax, and a redaction is irreversible."""
+    handle = "alice.bsky.example"
+    asyncio.run(set_handle(database, handle))
+    session("scope", "set", "--track", "all", "--collections", "com.example.*")
+    known, unknown = session("redact", handle.upper(), "--yes"), session("redact", "bob.bsky.example", "--yes")
+    assert (known.returncode, unknown.returncode) == (2, 4)
+    assert error_line(known).endswith(f"is a handle: name the account by its DID, {DID}")
+    assert json.loads(session("scope", "show", "--json").stdout)["redacted_collections"] == []
+    assert session("redact", "com.example.future", "--yes").returncode == 0, "the scope matches it"
+    session("scope", "set", "--collections", "com.other.*")
+    assert session("redact", NOTE, "--yes").returncode == 0, "a record is stored"
 
 
 def test_record_is_hidden_and_shown_again(session: Session) -> None:

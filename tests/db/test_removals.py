@@ -1,6 +1,8 @@
 """What is redacted or hidden is deleted, also if it is written at the same time; each step leaves an audit line."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from time import monotonic
 from typing import Any
@@ -9,7 +11,7 @@ import asyncpg
 import pytest
 
 from indexer.atproto.syntax import CollectionFilter
-from indexer.db import Database
+from indexer.db import Database, DatabaseError
 from indexer.db.scope import CurrentScope
 from indexer.errors import InvalidScopeError
 from indexer.reasons import Desync, Rejection
@@ -22,8 +24,9 @@ from indexer.tasks.scope import ScopeNarrowing, ScopeSettings
 from indexer.telemetry.metrics import Metrics
 from tests.db.change_log_helpers import after
 from tests.db.link_steps import LIKE, like, turn_on
-from tests.db.repo_rows import buffer_event, did, in_progress, insert, put, synchronized
+from tests.db.repo_rows import buffer_event, did, in_progress, insert, put, synchronized, waiting_for_locks
 from tests.sync.signing_account import STORE_ALL
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -47,6 +50,18 @@ async def current_scope(db: Database) -> CurrentScope:
 
 def narrowing(db: Database, scope: CurrentScope, shard: Shard = Shard()) -> ScopeNarrowing:  # noqa: B008
     return ScopeNarrowing(db, scope, shard, Metrics(), ScopeSettings())
+
+
+@asynccontextmanager
+async def held_repo(database: str, name: object) -> AsyncIterator[None]:
+    """Hold the row of the repo during the block."""
+    connection = await asyncpg.connect(database)
+    try:
+        async with connection.transaction():
+            await connection.execute("select from indexer.repo where did = $1 for update", did(name))
+            yield
+    finally:
+        await connection.close()
 
 
 async def test_batch_that_was_planned_before_the_redaction_is_planned_again(
@@ -108,6 +123,7 @@ async def test_repo_that_lacks_records_of_the_scope_is_fetched(db: Database) -> 
     await db.scope.change(collections=[COLLECTION, "app.test.other"])
     for name in ("lacks", "has"):
         assert await db.removals.add(uri(name), "redact")
+    assert [row.newest for row in await db.scope.progress()] == [False, True], "no removal adds a collection"
     scope = await db.scope.load()
     assert scope is not None
     assert await db.removals.delete(scope, [(did(name), COLLECTION, "a") for name in ("lacks", "has")]) == 2
@@ -129,18 +145,30 @@ async def test_resyncs_that_have_buffered_records_of_a_redacted_collection_are_e
     assert (await db.repos.load([did("a")]))[did("a")].sync_status is SyncStatus.DESYNCHRONIZED
 
 
-LONG = "did:web:" + "a" * 2_000
+LONG = "did:web:" + "a" * 2_040
 
 
 @pytest.mark.parametrize(
     "target",
     ["", "*", "app.test.*", "note", "did:", "at://", f"at://{did(1)}", f"at://{did(1)}/a.b.c", "at://a.test/a.b.c/d",
-     uri(1, "a.b.*/d"), uri(1, "a.b.c/d e"), uri(1, "a.b.c/" + "d" * 3_000), f"at://{LONG}/a.b.c/{'d' * 600}"],
+     uri(1, "a.b.c/."), uri(1, "a.b.c/.."), uri(1, "a.b.c/" + "d" * 513),
+     uri(1, "a.b.*/d"), uri(1, "a.b.c/d e"), uri(1, "a.b.c/" + "d" * 3_000), f"at://{LONG}/a.{'b' * 60}.c/{'d' * 512}"],
 )  # fmt: skip
 async def test_invalid_target_is_refused(db: Database, sql: asyncpg.Connection, target: str) -> None:
     with pytest.raises(InvalidScopeError):
         await db.removals.add(target, "redact")
     assert await sql.fetchval("select count(*) from indexer.removal") == 0
+
+
+async def test_stored_path_that_is_invalid_ends_no_task(db: Database, sql: asyncpg.Connection) -> None:
+    scope = await current_scope(db)
+    await sql.execute(
+        "insert into indexer.removal (target, action, role, version) values ($1, 'hide', '', 2)", uri("a", "a.b.c/..")
+    )
+    await sql.execute("update indexer.scope set version = 2")
+    await scope.refresh()
+    await narrowing(db, scope).step()
+    assert await db.removals.add(uri("a", "a.b.c/" + "d" * 512), "hide"), "the longest valid record key"
 
 
 async def test_each_step_has_an_audit_line_with_the_role(db: Database, sql: asyncpg.Connection) -> None:
@@ -160,6 +188,7 @@ async def test_each_step_has_an_audit_line_with_the_role(db: Database, sql: asyn
         assert not await db.removals.add(target, "hide")
         with pytest.raises(InvalidScopeError, match="is redacted, which is irreversible"):
             await db.removals.add(target, "show")
+    assert not await db.repos.set_takedown(uri("unknown"), on=True), "nothing is hidden in advance"
     rows = await sql.fetch("select action, target, role = 'atproto_operator', reason from indexer.removal order by id")
     assert list(map(tuple, rows)) == [
         ("hide", uri("a"), True, None), ("show", uri("a"), True, None), ("hide", did("a"), True, None),
@@ -176,6 +205,63 @@ async def test_each_step_has_an_audit_line_with_the_role(db: Database, sql: asyn
     assert not scope.selects(did("a"), PATH.encode())
     assert not scope.collections.matches(COLLECTION)
     assert scope.collections.matches("app.test.notes")
+
+
+async def test_redaction_beside_a_reversal_is_permanent(db: Database, sql: asyncpg.Connection, database: str) -> None:
+    """Also for a process that reads a row that an earlier release wrote after the redaction."""
+    await db.scope.begin(Scope())
+    await insert(db, synchronized("a"), changes=(put(PATH),))
+    assert await db.removals.add(uri("a"), "hide")
+    async with held_repo(database, "a"):
+        show = asyncio.ensure_future(db.removals.add(uri("a"), "show"))
+        await until(lambda: waiting_for_locks(sql, 1))
+        assert await db.removals.add(uri("a"), "redact")
+    with pytest.raises(InvalidScopeError, match="irreversible"):
+        await show
+    before = await db.scope.load()
+    await sql.execute(
+        "insert into indexer.removal (target, action, role, version) values ($1, 'show', '', 4)", uri("a")
+    )
+    await sql.execute("update indexer.scope set version = 4")
+    for known in (Scope(), before):
+        scope = await db.scope.load(known or Scope())
+        assert scope is not None
+        assert not scope.selects(did("a"), PATH.encode())
+
+
+async def test_reversal_that_ends_a_deadlock_is_repeated(db: Database, sql: asyncpg.Connection) -> None:
+    """It takes the repo and then the scope, as resyncs do. Tasks that apply the scope take them the other way round."""
+    await db.scope.begin(Scope())
+    await insert(db, synchronized("a"))
+    await sql.execute("""
+        alter function indexer.take_down rename to really_take_down;
+        create sequence indexer.attempt;
+        create function indexer.take_down(target text, takedown boolean, reason text) returns boolean
+        language plpgsql as $$ declare attempt bigint = nextval('indexer.attempt'); begin
+            if attempt = 1 then raise deadlock_detected; elsif attempt = 3 then raise lock_not_available; end if;
+            return indexer.really_take_down($1, $2, $3);
+        end $$
+    """)
+    assert await db.repos.set_takedown(uri("a"), on=True)
+    with pytest.raises(DatabaseError):
+        await db.repos.set_takedown(uri("a"), on=False)
+
+
+async def test_account_is_redacted_beside_and_after_tracking(
+    db: Database, sql: asyncpg.Connection, database: str
+) -> None:
+    await db.scope.begin(Scope())
+    await insert(db, synchronized("a"))
+    async with held_repo(database, "a"):
+        redact = asyncio.ensure_future(db.removals.add(did("a"), "redact"))
+        await until(lambda: waiting_for_locks(sql, 1))
+        track = asyncio.ensure_future(db.scope.track([did("a")]))
+        await until(lambda: waiting_for_locks(sql, 2))
+    assert await redact
+    assert await track == 0
+    await sql.execute("update indexer.repo set tracked = true, active = true")
+    assert not await db.removals.add(did("a"), "redact"), "it was redacted before"
+    assert not await sql.fetchval("select tracked from indexer.repo")
 
 
 async def test_links_of_a_redacted_record_are_deleted_without_a_process_that_keeps_links(
@@ -219,18 +305,19 @@ def letter(name: object | None, frame: bytes, seq: int) -> DeadLetter:
 
 
 async def test_dead_letters_with_removed_content_are_not_stored(db: Database, sql: asyncpg.Connection) -> None:
+    await db.write(Batch(dead_letters=(letter(None, b"before all removals", 100),)))
     for target in (uri("a"), "app.redacted.all", did("gone")):
         await db.removals.add(target, "redact")
     frames: Sequence[tuple[Any, bytes, bool]] = [
-        ("a", PATH.encode(), False), ("a", b"x app.test.note/a.b", False), ("a", b"x", True),
+        ("a", PATH.encode(), False), ("a", b"cut off", False),
         ("b", PATH.encode(), True), ("b", b"x app.redacted.all/x", False),
         ("b", b"app.redacted.all2/x", True), (None, b"app.redacted.all/", False),
-        ("gone", b"anything", False), (None, PATH.encode(), True),
+        ("gone", b"anything", False), (None, b"unreadable", False),
     ]  # fmt: skip
     letters = [letter(name, frame, seq) for seq, (name, frame, _) in enumerate(frames)]
     await db.write(Batch(dead_letters=tuple(letters)))
     seqs = [row["seq"] for row in await sql.fetch("select seq from indexer.dead_letter order by seq")]
-    assert seqs == [seq for seq, (*_, kept) in enumerate(frames) if kept]
+    assert seqs == [seq for seq, (*_, kept) in enumerate(frames) if kept] + [100]
 
 
 async def test_full_scope_of_removals_is_read_and_dead_letters_are_stored_quickly(
@@ -240,8 +327,9 @@ async def test_full_scope_of_removals_is_read_and_dead_letters_are_stored_quickl
     scope = await db.scope.begin(Scope())
     await sql.execute(
         "insert into indexer.removal (target, action, role, version) "
-        "select 'at://' || md5(n::text) || '/app.test.note/' || n, 'redact', '', 2 from generate_series(1, 100000) n"
-    )
+        "select 'at://' || case n % 2 when 0 then md5(n::text) else $1 end || '/app.test.note/' || n, 'redact', '', 2 "
+        "from generate_series(1, 100000) n", did("many"),
+    )  # fmt: skip
     await sql.execute("update indexer.scope set version = 2; analyze indexer.removal")
     with pytest.raises(InvalidScopeError, match="which is the limit"):
         await db.removals.add(uri("a"), "redact")
@@ -250,9 +338,32 @@ async def test_full_scope_of_removals_is_read_and_dead_letters_are_stored_quickl
     assert sum(map(len, loaded.removed.values())) == 100_000
     assert await db.scope.load(loaded) is loaded, "the same version is not read again"
     began = monotonic()
-    await db.write(Batch(dead_letters=tuple([letter(n, b"x" * 1_000, n) for n in range(500)])))
+    await db.write(Batch(dead_letters=tuple([letter(n or "many", b"x" * 1_000, n) for n in range(500)])))
     assert monotonic() - began < 1.0
     assert replace(loaded, removed={}) == loaded
+    await sql.execute("update indexer.removal set target = 'did:plc:' || id where id = 1")
+    assert await db.removals.add(uri("a"), "redact"), "accounts do not count"
+    with pytest.raises(InvalidScopeError, match="which is the limit"):
+        await db.removals.add(uri("b"), "redact")
+    assert await db.removals.add(did("gone"), "redact")
+
+
+async def test_many_removals_of_one_account_are_read_as_quickly_as_those_of_many(
+    db: Database, sql: asyncpg.Connection
+) -> None:
+    scope, seconds = await db.scope.begin(Scope()), list[float]()
+    for version, name in ((2, "n::text"), (3, "'a'")):
+        await sql.execute(
+            "insert into indexer.removal (target, action, role, version) "  # noqa: S608 - no text of others
+            f"select 'at://' || {name} || '/app.test.note/' || n, 'redact', '', $1 from generate_series(1, 20000) n",
+            version,
+        )
+        await sql.execute("update indexer.scope set version = $1", version)
+        began = monotonic()
+        scope = await db.scope.load(scope) or scope
+        seconds.append(monotonic() - began)
+    assert len(scope.removed["a"]) == 20_000
+    assert seconds[1] < 10 * seconds[0]
 
 
 async def test_removal_of_a_record_ends_no_resync_of_another_repo(db: Database) -> None:

@@ -32,6 +32,12 @@ declare
     before indexer.repo;
 begin
     if starts_with($1, 'at://') then
+        if not exists (
+            select from indexer.repo r
+            where r.did = split_part($1, '/', 3) and r.bucket = indexer.bucket_of(split_part($1, '/', 3))
+        ) then
+            return false;
+        end if;
         perform indexer.remove($1, case when $2 then 'hide' else 'show' end, $3);
         return true;
     end if;

@@ -164,35 +164,40 @@ select target, action, role, reason, at from (
 ) last where action <> 'show';
 
 -- Redact or hide a target, or show it again; false if that changes nothing. Records and collections are a part of the
--- scope, so its version changes. Locks are taken in the order of a resync: the repo, then the scope. The latter is held
--- until COMMIT, so rows with later versions are committed later.
+-- scope, so its version changes. Locks are taken before the last row is read, in the order of a resync: the repo, then
+-- the scope. The latter is held until COMMIT, so rows with later versions are committed later.
 create function indexer.remove(target text, action text, reason text) returns boolean
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
     parts constant text[] := regexp_match(left($1, 2600), '^at://([^/]+)/([^/*]+)/([a-zA-Z0-9_~.:-]+)$');
-    before constant text := (select r.action from indexer.removed r where r.target = $1);
+    before text;
     next_version bigint;
 begin
-    if starts_with($1, 'at://') and length($1) <= 2600 then
+    if length($1) <= 2600 and length(parts[3]) <= 512 and parts[3] not in ('.', '..') then
         perform indexer.checked_dids(array[parts[1]]), indexer.checked_patterns(array[parts[2]]);
     elsif starts_with($1, 'did:') then
         perform indexer.checked_dids(array[$1]);
     else
         perform indexer.checked_patterns(array[replace($1, '*', '')]);
     end if;
+    perform indexer.stop_tracking($1) where $2 = 'redact' and starts_with($1, 'did:');
+    perform from indexer.repo r
+    where $2 = 'show' and r.did = parts[1] and r.bucket = indexer.bucket_of(parts[1]) for update;
+    perform from indexer.scope where not starts_with($1, 'did:') for update;
+    before := (select r.action from indexer.removed r where r.target = $1);
     if $2 = 'show' and before = 'redact' then
         raise exception '% is redacted, which is irreversible', $1 using errcode = 'object_not_in_prerequisite_state';
     end if;
     if coalesce(before, 'show') in ($2, 'redact') then
         return false;
     end if;
-    if before is null and (select count(*) from indexer.removed) >= 100000 then
-        raise exception '100000 records, accounts and collections are redacted or hidden, which is the limit'
+    if before is null and not starts_with($1, 'did:')
+        and (select count(*) from indexer.removed r where not starts_with(r.target, 'did:')) >= 100000
+    then
+        raise exception '100000 records and collections are redacted or hidden, which is the limit'
             using errcode = 'object_not_in_prerequisite_state';
     end if;
-    if starts_with($1, 'did:') then
-        perform indexer.stop_tracking($1) where $2 = 'redact';
-    else
+    if not starts_with($1, 'did:') then
         perform atproto.request_resync(parts[1]) where $2 = 'show';
         update indexer.scope s
         set version = s.version + 1, chosen_in = case when parts is null then s.version + 1 else s.chosen_in end;
@@ -222,6 +227,9 @@ begin
     end if;
     select r.* into before from indexer.repo r where r.did = $1 and r.bucket = indexer.bucket_of($1) for update;
     if not before.tracked then
+        if exists (select from indexer.removal r where r.target = $1 and r.action = 'redact') then
+            return false;
+        end if;
         update indexer.repo r
         set version = r.version + 1, tracked = true, active = true, hosting_status = null, withheld_since = null,
             erase_at = null,
@@ -343,15 +351,15 @@ comment on function atproto.untrack(text[]) is
     'then deleted. Needs atproto_operator.';
 
 create view atproto.scope_progress as
-select s.collection, s.added_in, s.added_in = s.version as newest, coalesce(sum(g.repos), 0)::bigint as repos,
+select s.collection, s.added_in, s.added_in = s.chosen_in as newest, coalesce(sum(g.repos), 0)::bigint as repos,
     coalesce(sum(g.repos) filter (where g.fetched and g.scope_version >= s.added_in), 0)::bigint as complete
 from (
-    select unnest(collections) as collection, unnest(added_in) as added_in, version from indexer.scope
+    select unnest(collections) as collection, unnest(added_in) as added_in, chosen_in from indexer.scope
 ) s left join (
     select scope_version, priority <> 2 as fetched, count(*) as repos
     from indexer.repo where tracked and active group by 1, 2
 ) g on true
-group by s.collection, s.added_in, s.version;
+group by s.collection, s.added_in, s.chosen_in;
 comment on view atproto.scope_progress is
     'The collections to store, with the progress of their backfill. Reads the row of every repo.';
 comment on column atproto.scope_progress.collection is 'An NSID, the beginning of one with .*, or *.';
