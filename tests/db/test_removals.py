@@ -52,13 +52,16 @@ def narrowing(db: Database, scope: CurrentScope, shard: Shard = Shard()) -> Scop
     return ScopeNarrowing(db, scope, shard, Metrics(), ScopeSettings())
 
 
+HOLD_REPO = "select from indexer.repo where did = $1 for update"
+
+
 @asynccontextmanager
-async def held_repo(database: str, name: object) -> AsyncIterator[None]:
-    """Hold the row of the repo during the block."""
+async def held(database: str, argument: str, statement: str = HOLD_REPO) -> AsyncIterator[None]:
+    """Hold the locks of a statement during the block, by default those of the repo, and commit."""
     connection = await asyncpg.connect(database)
     try:
         async with connection.transaction():
-            await connection.execute("select from indexer.repo where did = $1 for update", did(name))
+            await connection.execute(statement, argument)
             yield
     finally:
         await connection.close()
@@ -212,17 +215,23 @@ async def test_redaction_beside_a_reversal_is_permanent(db: Database, sql: async
     await db.scope.begin(Scope())
     await insert(db, synchronized("a"), changes=(put(PATH),))
     assert await db.removals.add(uri("a"), "hide")
-    async with held_repo(database, "a"):
+    async with held(database, did("a")):
         show = asyncio.ensure_future(db.removals.add(uri("a"), "show"))
         await until(lambda: waiting_for_locks(sql, 1))
         assert await db.removals.add(uri("a"), "redact")
     with pytest.raises(InvalidScopeError, match="irreversible"):
         await show
+    assert await db.removals.add(uri("b"), "hide")
+    async with held(database, uri("b"), "select indexer.remove($1, 'redact', null)"):
+        show = asyncio.ensure_future(db.removals.add(uri("b"), "show"))
+        await until(lambda: waiting_for_locks(sql, 1))
+    with pytest.raises(InvalidScopeError, match="irreversible"):
+        await show
     before = await db.scope.load()
     await sql.execute(
-        "insert into indexer.removal (target, action, role, version) values ($1, 'show', '', 4)", uri("a")
+        "insert into indexer.removal (target, action, role, version) values ($1, 'show', '', 9)", uri("a")
     )
-    await sql.execute("update indexer.scope set version = 4")
+    await sql.execute("update indexer.scope set version = 9")
     for known in (Scope(), before):
         scope = await db.scope.load(known or Scope())
         assert scope is not None
@@ -252,7 +261,7 @@ async def test_account_is_redacted_beside_and_after_tracking(
 ) -> None:
     await db.scope.begin(Scope())
     await insert(db, synchronized("a"))
-    async with held_repo(database, "a"):
+    async with held(database, did("a")):
         redact = asyncio.ensure_future(db.removals.add(did("a"), "redact"))
         await until(lambda: waiting_for_locks(sql, 1))
         track = asyncio.ensure_future(db.scope.track([did("a")]))
