@@ -423,7 +423,8 @@ def plan_removal(repos: Mapping[str, Repo], keys: Sequence[RecordKey], scope: Sc
     """Return one write per repo, none of them in progress, that deletes these records, which the scope leaves out.
 
     The rows get the version of the scope, so a process that has an earlier one reads it before it plans on them. A repo
-    that may lack records must not get it. It is fetched, because its commits are not applied then.
+    that may lack records must not get it. It is fetched, because its commits are not applied then; but not because of a
+    collection, which many repos have: `ScopeNarrowing` deletes what such a process writes.
     """
     deletes: dict[str, list[RecordChange]] = {did: [] for did in repos}
     for did, collection, rkey in keys:
@@ -431,7 +432,8 @@ def plan_removal(repos: Mapping[str, Repo], keys: Sequence[RecordKey], scope: Sc
 
     def after(repo: Repo) -> Repo:
         if repo.scope_version < scope.complete_from:
-            return widen(repo) if repo.sync_status is SyncStatus.SYNCHRONIZED else amend(repo)
+            by_record = any(change.collection not in scope.collections.excluded for change in deletes[repo.did])
+            return widen(repo) if by_record and repo.sync_status is SyncStatus.SYNCHRONIZED else amend(repo)
         return amend(repo, scope_version=scope.version)
 
     return tuple([RepoWrite(repo, after(repo), tuple(deletes[did])) for did, repo in repos.items()])
