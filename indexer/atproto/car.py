@@ -4,7 +4,7 @@ A CAR file has no end mark. A file that was cut between two blocks is well-forme
 that an export is complete. The order of the blocks means nothing.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -40,6 +40,21 @@ def split_car(
     blocks = dict(reader.feed(data))
     reader.close()
     return reader.roots, blocks
+
+
+def encode_car(root: bytes, blocks: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return a CAR file with these blocks, and with a root of the protocol's form."""
+    return _HEADER_START + root + _HEADER_END + b"".join([car_section(cid + block) for cid, block in blocks])
+
+
+def car_section(data: bytes) -> bytes:
+    """Return a section of a CAR file: the length of the data as a varint, and the data."""
+    size, length = len(data), bytearray()
+    while size >> 7:
+        length.append(size & 0x7F | 0x80)
+        size >>= 7
+    length.append(size)
+    return bytes(length) + data
 
 
 class CarReader:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from indexer import __version__
-from indexer.atproto.car import CarReader
+from indexer.atproto.car import CarReader, car_section
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
 from indexer.atproto.record import Problem
@@ -199,7 +199,7 @@ class NativeReader:
     def _read_rest(self, rest: CarReader, chunk: bytes) -> None:
         """Split bytes into blocks in Python, and let the native core store each block."""
         for cid, block in rest.feed(chunk):
-            if not self._feed(_section(cid + block)):
+            if not self._feed(car_section(cid + block)):
                 raise UpstreamError(Rejection.CAR_MALFORMED, f"a block of {len(block)} bytes")
 
 
@@ -252,16 +252,6 @@ def _reading() -> Iterator[None]:
 def _entries(records: Any) -> Iterator[tuple[bytes, bytes]]:
     with _reading():
         yield from records
-
-
-def _section(data: bytes) -> bytes:
-    """Return a section of a CAR file: the length of the data as a varint, and the data."""
-    size, length = len(data), bytearray()
-    while size >> 7:
-        length.append(size & 0x7F | 0x80)
-        size >>= 7
-    length.append(size)
-    return bytes(length) + data
 
 
 class NativeCore(Core):

@@ -8,8 +8,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from indexer.atproto.car import encode_car, split_car
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
+from indexer.errors import UpstreamError
 from indexer.reasons import Desync, Rejection
 from indexer.sync.changes import (
     BufferedEvent,
@@ -21,7 +23,7 @@ from indexer.sync.changes import (
     RepoWrite,
     selected_path,
 )
-from indexer.sync.events import CommitEvent, MalformedEvent, RepoEvent, SyncEvent, UnknownEvent
+from indexer.sync.events import CommitEvent, MalformedEvent, RepoEvent, SyncEvent, UnknownEvent, encode_commit
 from indexer.sync.plan import key_to_verify, plan_event
 from indexer.sync.policy import KeyState, KeyStateOf, PlanContext, Policy
 from indexer.sync.repo import Outcome, Repo, SyncStatus, Trigger, desynchronize, unparked
@@ -71,6 +73,8 @@ MAX_BATCH_CHANGES = 5_000
 """Record changes of one batch: a batch takes no further message beyond this. Writing one takes the event loop 10 µs."""
 DEAD_LETTER_BYTES = 100_000
 """The maximum length of a dead letter's frame; longer frames are truncated."""
+
+_NODE_START = b"\xa2\x61e"  # a map of two items, first that with the key "e"
 
 
 class ReceivedMessage(NamedTuple):
@@ -243,7 +247,7 @@ def plan_batch(
                 result.early[event.did] = plan.rev
                 result.waiting.insert(0, received)  # before those of the account with higher revs
                 continue
-            _add(result, received, event, draft, plan)
+            _add(result, received, event, draft, plan, context.policy)
             size += sum([change.size for change in plan.changes])
             count += len(plan.changes)
     return result
@@ -291,7 +295,9 @@ def plan_refusal(received: ReceivedMessage, repo: Repo | None, detail: str, cont
     return result
 
 
-def _add(result: BatchPlan, received: ReceivedMessage, event: RepoEvent, draft: _Draft, plan: Plan) -> None:
+def _add(
+    result: BatchPlan, received: ReceivedMessage, event: RepoEvent, draft: _Draft, plan: Plan, policy: Policy
+) -> None:
     """Add the plan of one message."""
     if plan.refresh_identity:
         result.stale_identities.add(event.did)
@@ -302,10 +308,37 @@ def _add(result: BatchPlan, received: ReceivedMessage, event: RepoEvent, draft: 
     draft.after = plan.repo
     draft.changes.extend(plan.changes)
     if plan.buffer:
-        draft.buffered.append(BufferedEvent(event.did, received.origin.relay, event.seq, received.frame))
+        frame = frame_to_buffer(received.frame, event, policy)
+        draft.buffered.append(BufferedEvent(event.did, received.origin.relay, event.seq, frame))
     elif plan.repo.sync_status is not SyncStatus.IN_PROGRESS:
         draft.buffered.clear()
     result.settled.append(SettledMessage(received, plan.outcome, plan.why, is_new))
+
+
+def frame_to_buffer(frame: bytes, event: RepoEvent, policy: Policy) -> bytes:
+    """Return the frame for the resync buffer: if it names a redacted or hidden record, only with the records to store.
+
+    The proof needs only the tree nodes besides. A frame that will be rejected gets no blocks.
+    """
+    scope, limits = policy.scope, policy.limits
+    if not (scope.removed or scope.collections.excluded) or not isinstance(event, CommitEvent):
+        return frame
+    removed, excluded = scope.removed.get(event.did, ()), scope.collections.excluded
+    if not any(op.path.encode() in removed or op.path.partition("/")[0] in excluded for op in event.ops):
+        return frame
+    wanted = {event.commit, *(op.cid for op in event.ops if scope.selects(event.did, op.path.encode()))}
+    try:
+        roots, blocks = split_car(event.blocks, limits, max_bytes=limits.commit_blocks_bytes)
+    except UpstreamError:
+        roots, blocks = [b""], {}
+    is_root = roots[0] == event.commit
+    kept = [one for one in blocks.items() if is_root and (one[0] in wanted or _is_node(one[1]))]
+    return encode_commit(event._replace(blocks=encode_car(event.commit, kept)))
+
+
+def _is_node(block: bytes) -> bool:
+    """Return True for a tree node, and False for a record with a `$type`, without decoding the block."""
+    return block.startswith(_NODE_START) and b"$type" not in block
 
 
 def _proves_new_rev(before: Repo, after: Repo, rev: str) -> bool:

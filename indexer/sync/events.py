@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, NamedTuple, get_args
 
-from indexer.atproto.cbor import CborError, abridged, count_items, decode_pair
+from indexer.atproto.cbor import CborError, abridged, count_items, decode_pair, encode
 from indexer.atproto.cid import is_cid, is_link
 from indexer.atproto.limits import Limits
 from indexer.atproto.syntax import is_did, is_tid
@@ -182,6 +182,13 @@ def decode_frame(frame: bytes, limits: Limits, owns: Callable[[str], bool] | Non
         return _decode_payload(header, payload, limits)
     except UpstreamError as error:
         return _malformed(header, payload, error)
+
+
+def encode_commit(event: CommitEvent) -> bytes:
+    """Return a frame that `decode_frame` decodes to this event. Its `blocks` must not have the bytes of a CID."""
+    payload = event._asdict() | {"repo": event.did, "prevData": event.prev_data}
+    payload["ops"] = [op._asdict() for op in event.ops]
+    return encode({"op": 1, "t": "#commit"}) + encode(payload)
 
 
 def frame_for_display(frame: bytes) -> dict[str, Any]:

@@ -59,8 +59,6 @@ def plan_event(
         case _:
             plan = _plan_signed(repo, event, key, context)
             if isinstance(plan, Plan) and plan.outcome is Outcome.BUFFERED:
-                if _writes_removed(event, context.policy.scope):
-                    return plan._replace(repo=amend(plan.repo))
                 return _buffer(plan.repo, size, context)
             return plan
 
@@ -94,17 +92,6 @@ def _may_add(event: RepoEvent, context: PlanContext) -> bool:
     if scope.signals is None:
         return scope.track is Track.ALL
     return isinstance(event, CommitEvent) and any(_writes_signal(op.path, op.cid, scope.signals) for op in event.ops)
-
-
-def _writes_removed(event: CommitEvent | SyncEvent, scope: Scope) -> bool:
-    """Return True if a message contains a redacted or hidden record. Such a message is not buffered.
-
-    So its resync may end at an older rev. Then another one follows, because the row notes the rev of the message.
-    """
-    if not (scope.removed or scope.collections.excluded) or isinstance(event, SyncEvent):
-        return False
-    removed, excluded = scope.removed.get(event.did, ()), scope.collections.excluded
-    return any(op.path.encode() in removed or op.path.partition("/")[0] in excluded for op in event.ops)
 
 
 def _plan_out_of_scope(repo: Repo, event: RepoEvent, key: KeyState | None, context: PlanContext) -> Plan | NeedsKey:
@@ -248,7 +235,7 @@ def _plan_commit(repo: Repo, commit: VerifiedCommit, context: PlanContext) -> Pl
         return Plan(repo, Outcome.IGNORED)
     if commit.whole and _can_synchronize_without_export(repo, rev, context):
         return _apply(repo, Trigger.WHOLE, commit, context)
-    flaw, lenient = commit.flaw, False
+    flaw, lenient = _flaw(commit, context.policy.scope), False
     if repo.head is None:
         return _plan_without_records(repo, Trigger.BREAKS, context, verified_rev=rev, why=flaw or Desync.CHAIN_BREAK)
     if repo.head.data != commit.prev_data:
@@ -265,6 +252,15 @@ def _plan_commit(repo: Repo, commit: VerifiedCommit, context: PlanContext) -> Pl
         since = context.now if planned.repo.unproven_since is None else planned.repo.unproven_since
         return planned._replace(repo=planned.repo._replace(unproven_since=since))
     return _plan_without_records(repo, Trigger.EXTENDS, context, verified_rev=rev)
+
+
+def _flaw(commit: VerifiedCommit, scope: Scope) -> Desync | None:
+    """Return the flaw of a commit. It may lack the records that are not stored: see `batch.frame_to_buffer`."""
+    if commit.flaw is not Desync.RECORD_MISSING or any(
+        change.new and change.block is None and scope.selects(commit.did, change.path) for change in commit.changes
+    ):
+        return commit.flaw
+    return None
 
 
 def _is_signal(commit: VerifiedCommit, scope: Scope) -> bool:
@@ -435,7 +431,8 @@ def plan_removal(repos: Mapping[str, Repo], keys: Sequence[RecordKey], scope: Sc
     """Return one write per repo, none of them in progress, that deletes these records, which the scope leaves out.
 
     The rows get the version of the scope, so a process that has an earlier one reads it before it plans on them. A repo
-    that may lack records must not get it. It is fetched, because its commits are not applied then.
+    that may lack records must not get it. It is fetched, because its commits are not applied then; but not because of a
+    collection, which many repos have: `ScopeNarrowing` deletes what such a process writes.
     """
     deletes: dict[str, list[RecordChange]] = {did: [] for did in repos}
     for did, collection, rkey in keys:
@@ -443,7 +440,8 @@ def plan_removal(repos: Mapping[str, Repo], keys: Sequence[RecordKey], scope: Sc
 
     def after(repo: Repo) -> Repo:
         if repo.scope_version < scope.complete_from:
-            return widen(repo) if repo.sync_status is SyncStatus.SYNCHRONIZED else amend(repo)
+            by_record = any(change.collection not in scope.collections.excluded for change in deletes[repo.did])
+            return widen(repo) if by_record and repo.sync_status is SyncStatus.SYNCHRONIZED else amend(repo)
         return amend(repo, scope_version=scope.version)
 
     return tuple([RepoWrite(repo, after(repo), tuple(deletes[did])) for did, repo in repos.items()])

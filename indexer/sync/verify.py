@@ -91,7 +91,8 @@ class VerifiedCommit(NamedTuple):
         prev_data: The root of the tree before the commit; the empty tree for a first commit without `prevData`.
         first: True if the message has no `since`.
         flaw: Why the commit cannot be applied.
-        ops_hold: With the flaw `UNDECIDABLE`: True if the new tree shows the effect of every operation.
+        ops_hold: With the flaw `UNDECIDABLE`: True if the new tree shows the effect of every operation, and no record
+            is missing. With `RECORD_MISSING`, the operations are proven.
         size: The bytes of its CAR slice.
     """
 
@@ -135,11 +136,10 @@ def verify_commit(event: CommitEvent, key: PublicKey, limits: Limits) -> Verifie
     )
     flaw, detail = _DESYNC_OF_VERDICT[inversion.verdict], inversion.detail
     missing = next((change for change in changes if change.new and change.block is None), None)
-    if missing and flaw in {None, Desync.UNDECIDABLE}:
+    if missing and flaw is None:
         flaw, detail = Desync.RECORD_MISSING, missing.path.decode()
-    return VerifiedCommit(
-        commit.did, head, prev_data, first, changes, flaw, detail, inversion.ops_hold, len(event.blocks)
-    )
+    ops_hold = inversion.ops_hold and missing is None
+    return VerifiedCommit(commit.did, head, prev_data, first, changes, flaw, detail, ops_hold, len(event.blocks))
 
 
 def previous_root(event: CommitEvent) -> bytes | None:

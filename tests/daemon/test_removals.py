@@ -184,7 +184,7 @@ async def test_redacted_record_is_nowhere_and_never_comes_back(
             ada.update(f"{POST}/secret", SECRET | {"again": 4})
             ada.create(POST, post("other"))
             await daemon.wait_for_cursor()
-            assert await found(database, data) == [], "the frame is not buffered"
+            assert await found(database, data) == [], "the frame is buffered without it"
         await daemon.resync_until_equal(ada)
         ada.delete(f"{POST}/secret")
         ada.create(POST, SECRET, rkey="secret")
@@ -237,7 +237,7 @@ async def test_redacted_account_and_collection_are_nowhere_and_never_come_back(d
         async with resyncing(daemon, new, rate=2_000):
             new.create(LIKE, SECRET)
             await daemon.wait_for_cursor()
-            assert await found(database, tmp_path) == [], "the frame is not buffered"
+            assert await found(database, tmp_path) == [], "the frame is buffered without it"
         await daemon.resync_until_equal(new)
         await daemon.execute("delete from indexer.record where did = $1", new.did)
         await resync(daemon, new)
@@ -247,6 +247,38 @@ async def test_redacted_account_and_collection_are_nowhere_and_never_come_back(d
         await daemon.wait_until_equal()
         assert await found(database, tmp_path) == []
         assert await daemon.db.identities.load([bob.did]) == {}
+
+
+@pytest.mark.parametrize("core", ["python", "auto"])
+@pytest.mark.parametrize("collection", [False, True], ids=["record", "collection"])
+async def test_account_that_always_writes_what_is_removed_is_synchronized(
+    database: str, tmp_path: Path, core: str, *, collection: bool
+) -> None:
+    """The messages are buffered without the content, so the first resync whose export is complete ends the work."""
+    async with (
+        NetworkWithoutRemoved() as network,
+        running_daemon(database, tmp_path, network, sparse_resync="never", core=core) as daemon,
+    ):
+        ada = daemon.create_account("ada.test", records=50)
+        ada.create(LIKE, SECRET, rkey="secret")
+        target = LIKE if collection else f"at://{ada.did}/{LIKE}/secret"
+        await daemon.wait_until_equal()
+        await indexer(database, "redact", target, "--yes")
+        network.removed.add(target)
+        await daemon.wait_until_equal()
+        before = daemon.export_requests
+        async with resyncing(daemon, ada, rate=4_000):
+            for n in range(20):
+                ada.update(f"{LIKE}/secret", SECRET | {"again": n})
+                ada.create(POST, post(f"{n}"), rkey=f"n{n}")
+            await daemon.wait_for_cursor()
+            row = await daemon.repo_row(ada)
+            assert (row["sync_status"], row["buffered_events"]) == ("in-progress", 40)
+            assert await found(database, tmp_path) == []
+        await until(lambda: has_status(daemon, ada, "synchronized"))
+        await daemon.wait_until_equal()
+        assert (daemon.export_requests - before, await daemon.dead_letters()) == (1, [])
+        assert await found(database, tmp_path) == []
 
 
 async def test_hidden_record_is_shown_again(database: str, tmp_path: Path) -> None:

@@ -135,6 +135,24 @@ async def test_repo_that_lacks_records_of_the_scope_is_fetched(db: Database) -> 
     assert (repos[did("has")].scope_version, repos[did("has")].sync_status) == (scope.version, SyncStatus.SYNCHRONIZED)
 
 
+async def test_repo_that_lacks_records_is_not_fetched_because_of_a_collection(
+    db: Database, sql: asyncpg.Connection
+) -> None:
+    """All incomplete repos would be desynchronized at once. What an earlier process writes is deleted, too."""
+    await db.scope.begin(Scope(collections=CollectionFilter([COLLECTION])))
+    await insert(db, synchronized("lacks"), changes=(put(PATH),))
+    await db.scope.change(collections=[COLLECTION, "app.test.other"])
+    assert await db.removals.add(COLLECTION, "redact")
+    scope = await current_scope(db)
+    assert await db.removals.delete(scope.scope, [(did("lacks"), COLLECTION, "a")]) == 1
+    repo = (await db.repos.load([did("lacks")]))[did("lacks")]
+    assert (repo.scope_version, repo.sync_status) == (0, SyncStatus.SYNCHRONIZED)
+    await db.write(Batch((RepoWrite(repo, repo._replace(version=repo.version + 1), (put(PATH),)),)))
+    assert len(await stored(sql)) == 1
+    await narrowing(db, scope).step()
+    assert await stored(sql) == []
+
+
 async def test_resyncs_that_have_buffered_records_of_a_redacted_collection_are_ended(
     db: Database, sql: asyncpg.Connection
 ) -> None:

@@ -1,17 +1,24 @@
 """Plan the limits of the resync buffer, and the time of the next resync."""
 
 from dataclasses import replace
+from typing import Any
 
+import orjson
 import pytest
 
-from indexer.atproto.limits import Limits
+from indexer.atproto.car import split_car
+from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.atproto.syntax import CollectionFilter
-from indexer.demo.local_repo import Write
-from indexer.reasons import Desync, FetchFailure
-from indexer.sync.changes import NeedsKey
+from indexer.demo.local_repo import Write, car
+from indexer.reasons import Desync, FetchFailure, Rejection
+from indexer.sync.batch import plan_batch
+from indexer.sync.changes import NeedsKey, Plan
+from indexer.sync.events import CommitEvent, decode_frame
 from indexer.sync.plan import plan_event
+from indexer.sync.policy import KeyState, Policy
 from indexer.sync.repo import PARKED, STABLE_SECONDS, Head, Outcome, Repo, Trigger, desynchronize
 from indexer.sync.scope import Scope
+from tests.sync.hidden_deletion import high_path
 from tests.sync.signing_account import (
     CONTEXT,
     DESYNCHRONIZED,
@@ -22,7 +29,9 @@ from tests.sync.signing_account import (
     SYNCHRONIZED,
     SigningAccount,
     decoded_event,
+    encoded_frame,
     plan,
+    received_message,
 )
 
 
@@ -50,20 +59,95 @@ def test_the_resync_buffer_is_limited_by_count_and_bytes(limits: Limits) -> None
     assert (planned.buffer, planned.repo.buffered_events, planned.repo.buffered_bytes) == (False, 0, 0)
 
 
-@pytest.mark.parametrize("redacted", [(), (POST,)], ids=["record", "collection"])
-def test_message_with_a_removed_record_is_not_buffered_and_another_resync_follows(redacted: tuple[str, ...]) -> None:
-    """The resync that runs may end before the message; the row notes its rev. Other messages are buffered."""
-    alice = SigningAccount()
-    removed = {} if redacted else {alice.did: frozenset({f"{POST}/secret".encode()})}
-    scope = Scope(collections=CollectionFilter(["*"], redacted), removed=removed)
+def scope_without(alice: SigningAccount, *, collection: bool) -> Scope:
+    """Return a scope without the collection of posts, or without one post."""
+    removed = {} if collection else {alice.did: frozenset({f"{POST}/secret".encode()})}
+    return Scope(collections=CollectionFilter(["*"], [POST] if collection else ()), removed=removed)
+
+
+def other_root(blocks: bytes) -> bytes:
+    """Return a CAR with the same blocks and another root."""
+    return car(dict(reversed(split_car(blocks, DEFAULT_LIMITS, max_bytes=len(blocks))[1].items())))
+
+
+def buffered_frame(repo: Repo, payload: dict[str, Any], scope: Scope, key: KeyState) -> bytes:
+    """Return the frame that is buffered for a commit."""
     context = replace(CONTEXT, policy=replace(STORE_ALL, scope=scope))
-    repo = alice.row(IN_PROGRESS)
-    planned = plan(repo, "commit", alice.commit_post("secret"), alice.key_state, context)
-    assert (planned.outcome, planned.buffer, planned.changes) == (Outcome.BUFFERED, False, ())
-    assert planned.repo == repo._replace(version=repo.version + 1, latest_verified_rev=alice.head.rev)
-    assert planned.repo.newer_is_verified
-    assert plan(planned.repo, "commit", alice.commit(Write.create("a.b.d/x", {})), alice.key_state, context).buffer
-    assert plan(planned.repo, "commit", alice.commit_post("another"), alice.key_state, CONTEXT).buffer
+    planned = plan_batch([received_message("commit", payload)], {repo.did: repo}, lambda _: key, context)
+    [write] = planned.writes
+    assert write.repo.buffered_events == 1
+    [event] = write.buffered
+    return event.frame
+
+
+def drained(frame: bytes, before: Repo, alice: SigningAccount, policy: Policy = STORE_ALL) -> Plan:
+    """Return the plan of a buffered frame."""
+    event: Any = decode_frame(frame, DEFAULT_LIMITS)
+    planned = plan_event(before, event, 0, alice.key_state, replace(CONTEXT, policy=policy))
+    assert isinstance(planned, Plan)
+    return planned
+
+
+@pytest.mark.parametrize("collection", [False, True], ids=["record", "collection"])
+@pytest.mark.parametrize("same", [False, True], ids=["different", "same record at a path that is stored"])
+def test_buffered_frame_lacks_the_content_of_removed_records_and_is_applied(*, collection: bool, same: bool) -> None:
+    """Its operations are proven as those of the complete frame. The other records are stored."""
+    alice = SigningAccount()
+    alice.commit_post("secret", "old secret")
+    scope, row, before = scope_without(alice, collection=collection), alice.row(IN_PROGRESS), alice.row()
+    secret = {"$type": POST, "e": ["secret content"]}  # it looks like a tree node
+    other = secret if same else {"text": "other content"}
+    payload = alice.commit(Write.update(f"{POST}/secret", secret), Write.create("a.b.d/x", other))
+    assert buffered_frame(row, payload, Scope(), alice.key_state) == encoded_frame("commit", payload)
+    frame = buffered_frame(row, payload, scope, alice.key_state)
+    assert (b"secret content" in frame) is same
+    head, without = alice.head, alice.commit(Write.create("a.b.d/y", {}))
+    assert buffered_frame(row, without, scope, alice.key_state) == encoded_frame("commit", without)
+    planned = drained(frame, before, alice, replace(STORE_ALL, scope=scope))
+    assert (planned.outcome, planned.repo.head) == (Outcome.APPLIED, head)
+    [change] = planned.changes
+    assert (change.collection, orjson.loads(change.value or "")) == ("a.b.d", other)
+    assert drained(frame, before, alice).why is (None if same else Desync.RECORD_MISSING), "the record is stored again"
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+def test_missing_block_of_a_removed_record_hides_no_other_flaw(*, lenient: bool) -> None:
+    alice, path = SigningAccount(), high_path(f"{POST}/100-")
+    alice.commit(*(Write.create(f"{POST}/{number:03}", {"n": number}) for number in range(200)))
+    before, row = alice.row(), alice.row(IN_PROGRESS)
+    payload = alice.commit_with_hidden_deletion(path, f"{POST}/110")
+    scope = Scope(removed={alice.did: frozenset({path.encode()})})
+    frame = buffered_frame(row, payload, scope, alice.key_state)
+    policy = replace(STORE_ALL, scope=scope, lenient=lenient)
+    assert drained(frame, before, alice, policy).why is Desync.UNDECIDABLE
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda p: {"blocks": p["blocks"][:-1]}, Rejection.COMMIT_MISSING),
+        (lambda p: {"blocks": b"x" + p["commit"]}, Rejection.COMMIT_MISSING),
+        (lambda p: {"blocks": other_root(p["blocks"])}, Rejection.COMMIT_MISSING),
+        (lambda p: {"ops": [p["ops"][0] | {"cid": p["commit"]}]}, None),
+        (lambda _: {"since": "not a TID", "time": "t" * 65}, None),
+        (lambda _: {"ops": [{"action": "x" * 70_000, "path": f"{POST}/secret", "cid": None}]}, None),
+        (lambda p: {"prevData": None, "ops": [p["ops"][0] | {"cid": b"\x01\x71\x00\x00", "prev": p["commit"]}]}, None),
+    ],
+)  # fmt: skip
+def test_hostile_frame_is_buffered_as_a_frame_that_is_no_more_valid(change: Any, reason: Rejection | None) -> None:
+    alice = SigningAccount()
+    row, before = alice.row(IN_PROGRESS), alice.row()
+    payload = alice.commit_post("secret", "secret content")
+    payload |= change(payload)
+    no_key = KeyState(None, available=False)
+    frame = buffered_frame(row, payload, scope_without(alice, collection=False), no_key)
+    assert b"secret content" not in frame
+    event, original = decode_frame(frame, DEFAULT_LIMITS), decoded_event("commit", payload)
+    assert isinstance(event, CommitEvent)
+    assert event._replace(blocks=b"") == original._replace(blocks=b"")
+    planned = drained(frame, before, alice)
+    assert planned.outcome in {Outcome.REJECTED, Outcome.DESYNCHRONIZED}
+    assert reason is None or planned.why is reason
 
 
 def test_the_back_off_grows_until_a_repo_stays_synchronized() -> None:
