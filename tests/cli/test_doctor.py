@@ -10,6 +10,7 @@ from typing import Any
 
 import asyncpg
 import pytest
+from structlog.testing import capture_logs
 
 from indexer.app.settings import Settings
 from indexer.cli.doctor import (
@@ -86,7 +87,8 @@ async def test_doctor_finds_nothing_wrong_with_a_new_installation(
     )
     async with NameServer() as server:
         session_without_database.configure(INDEXER_DNS_SERVERS="{}:{}".format(*server.address))
-        result = await session_without_database.run("doctor", "--json")
+        with capture_logs():  # a command within the test process logs to stdout
+            result = await session_without_database.run("doctor", "--json")
     report = json.loads(result.stdout)
     assert (result.returncode, report["ok"]) == (0, True), result.stdout
     levels = {check["check"]: check["level"] for check in report["checks"]}
