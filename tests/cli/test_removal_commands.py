@@ -68,7 +68,7 @@ def test_handle_is_no_collection(session: Session, database: str) -> None:
     assert error_line(known).endswith(f"is a handle: name the account by its DID, {DID}")
     assert json.loads(session("scope", "show", "--json").stdout)["redacted_collections"] == []
     assert session("redact", "com.example.future", "--yes").returncode == 0, "the scope matches it"
-    session("scope", "set", "--collections", "com.other.*")
+    session("scope", "set", "--collections", "com.other.*", "--yes")
     assert session("redact", NOTE, "--yes").returncode == 0, "a record is stored"
 
 
