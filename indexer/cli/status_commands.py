@@ -216,7 +216,8 @@ def _facts(document: StatusDocument) -> Mapping[str, Any]:
         }
     if document.links is not None:
         facts["links"] = _links(document.links)
-    return facts | {"events per second": f"{document.events_per_second or 0.0:,.1f}"}
+    rate = document.events_per_second
+    return facts | {"events per second": None if rate is None else f"{rate:,.1f}"}
 
 
 def _scope_backfill(repos: Row, backfill: Row) -> str:

@@ -23,6 +23,7 @@ from indexer.db.scope import load as load_scope
 from indexer.db.tap_feed import count_refused
 from indexer.reasons import Rejection
 from indexer.sync.events import MAX_AHEAD, event_seconds
+from indexer.sync.hints import JETSTREAM
 from indexer.sync.repo import SyncStatus
 from indexer.sync.shard import BUCKETS, bucket_of
 
@@ -273,7 +274,8 @@ async def load_state(connection: Connection, now: float) -> tuple[dict[str, Any]
 
     cursors, gaps = await rows(_CURSORS, now), await rows(_GAPS)
     for cursor in cursors:
-        if cursor["lag_seconds"] is None:
+        # With a Jetstream, all events are stored up to the last comparison, which says nothing of the stream.
+        if cursor["lag_seconds"] is None or cursor["relay"] == JETSTREAM:
             cursor["lag_seconds"] = _age(cursor["event_time"], now)
     state = {
         "cursors": cursors,

@@ -45,8 +45,8 @@ class StatusDocument:
             process, `indexer status` those of all processes of the shard.
         cursors: The stored cursors by relay and shard. `lag_seconds` is the time since the moment up to which all
             events are stored, by the times of most accounts, or since the stream had no more events. It is None if no
-            event has a possible time.
-        events_per_second: Rate of the sequence numbers of all relays.
+            event has a possible time. Of a Jetstream, it is the age of the last event.
+        events_per_second: Rate of the sequence numbers of all relays; None for a Jetstream, which has none.
         repos: The repos of all shards, as they were counted last; None until the first count. It has numbers of
             `indexer.db.reports.Counts`; `progress`, the share of synchronized repos among those that are synchronized
             or waiting; and two backfills: of repos that wait for a resync, and (`scope_backfill`) of repos that were

@@ -10,6 +10,7 @@ from indexer.db import Database
 from indexer.db.process_reports import ProcessReport
 from indexer.db.reports import MAX_ROWS, Counts
 from indexer.serve.status_document import ReadinessReason, Row, StatusDocument
+from indexer.sync.hints import JETSTREAM
 from indexer.sync.repo import SyncStatus
 from indexer.sync.shard import BUCKETS, Shard
 
@@ -71,7 +72,7 @@ class StatusReader:
             document = StatusDocument(
                 reasons=reasons, daemons=daemons, read_seconds_ago=max(0.0, now - read_at), **latest
             )
-            if read_at > began:
+            if read_at > began and all(cursor["relay"] != JETSTREAM for cursor in latest["cursors"]):
                 document.events_per_second = _new_events(earlier["cursors"], latest["cursors"]) / (read_at - began)
         if self._counts:
             document.repos = self._repos(now)

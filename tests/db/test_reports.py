@@ -15,6 +15,7 @@ from indexer.db.layout import estimate_rows, load_parts
 from indexer.db.reports import MAX_ROWS
 from indexer.reasons import Desync, FetchFailure, GapReason, Rejection
 from indexer.sync.changes import Batch, DeadLetter
+from indexer.sync.hints import JETSTREAM
 from indexer.sync.identity import HandleCheck, HandleClaim, HostState, StoredIdentity
 from indexer.sync.repo import PARKED, Repo, SyncStatus
 from indexer.sync.scope import Scope, Track
@@ -363,6 +364,11 @@ async def test_lag_of_a_cursor_is_the_age_of_its_event(
     assert (await db.reports.state())[0]["cursors"] == [{**cursor, "lag_seconds": lag}]
     await db.write(Batch(cursors=(Cursor("wss://relay.test", "0/1", 10, event_time, caught_up_at=noon - 5),)))
     assert (await db.reports.state())[0]["cursors"][0]["lag_seconds"] == 5.0
+    # The repos were compared long ago, which says nothing of the stream.
+    await db.write(Batch(cursors=(Cursor(JETSTREAM, "0/1", 9, event_time, caught_up_at=noon - 900),)))
+    assert [row["lag_seconds"] for row in (await db.reports.state())[0]["cursors"] if row["relay"] == JETSTREAM] == [
+        lag
+    ]
 
 
 async def test_records_of_a_repo_are_counted_to_a_limit(db: Database) -> None:

@@ -9,6 +9,7 @@ from indexer.db.process_reports import ProcessReport
 from indexer.db.reports import MAX_ROWS, Counts
 from indexer.serve.status_document import MAX_TEXT_LENGTH
 from indexer.serve.status_reader import RATE_SECONDS
+from indexer.sync.hints import JETSTREAM
 from indexer.sync.shard import Shard
 from tests.serve.read_status import NOTHING, SHARD, FakeDatabase, document_of, repos, state_of
 
@@ -113,6 +114,11 @@ async def test_events_of_a_stream_are_counted_once_for_all_its_shards() -> None:
     assert document.events_per_second == 40
     after_reset = (state_of(cursors=[cursor(100)]), None)
     assert (await document_of(state_of(cursors=[cursor(5)]), None, after_reset)).events_per_second == 0
+
+
+async def test_cursor_of_a_jetstream_is_a_time_and_gives_no_rate() -> None:
+    earlier, now = (state_of(cursors=[cursor(seq, relay=JETSTREAM)]) for seq in (10**15, 10**15 + 2_000_000))
+    assert (await document_of(now, None, (earlier, None))).events_per_second is None
 
 
 async def backfill_of(counts: Counts) -> tuple[float | None, dict[str, Any]]:
