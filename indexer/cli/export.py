@@ -4,7 +4,7 @@ import io
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from itertools import count, islice
@@ -208,13 +208,10 @@ async def import_first_seen_command(settings: Settings, *, file: IO[bytes], as_j
 
 
 async def _set_first_seen(db: Database, seen: Sequence[SeenRecord]) -> tuple[int, int]:
-    for attempt in count(1):
-        try:
+    for _ in range(ATTEMPTS - 1):
+        with suppress(DatabaseError):  # the daemon may have locked a record
             return await db.exports.set_first_seen(seen)
-        except DatabaseError:
-            if attempt == ATTEMPTS:
-                raise
-    raise AssertionError
+    return await db.exports.set_first_seen(seen)
 
 
 def read_seen_records(file: IO[bytes]) -> Iterator[SeenRecord]:

@@ -124,4 +124,6 @@ async def _erase(db: Database, did: str) -> int:
     while (repo := (await db.repos.load([did])).get(did)) is not None and repo.erase_at is not None:
         erased = await db.repos.erase_batch([bucket_of(did)], inf, did=did)
         records += erased.records if erased else 0
+        if not (erased and erased.records):
+            await asyncio.sleep(RETRY_SECONDS)  # another process has the row
     return records

@@ -36,7 +36,7 @@ _STORED = f"""
 _OF_COLLECTION = "select did, rkey from indexer.record where collection = $1 limit $2"
 _REMOVED = "select target, action, role, reason, at from indexer.removed where target = any($1::text[])"
 _BUFFERING = "select distinct did from indexer.buffered_event where position(convert_to($1, 'UTF8') in frame) > 0"
-# Those of an account all go: a frame that was cut off may name no record.
+# All dead letters of an account are deleted: a frame that was cut off may name no record.
 _DELETE_DEAD_LETTERS = """
     delete from indexer.dead_letter
     where did = $1 or ($1 is null or did is null) and position(convert_to($2, 'UTF8') in frame) > 0 returning true
@@ -49,7 +49,7 @@ _DELETE_IDENTITY = "delete from indexer.identity where did = $1 and bucket = $2"
 
 
 class Removals(Area):
-    """What operators have redacted or hidden."""
+    """Reads and writes of what operators have redacted or hidden."""
 
     async def add(self, target: str, action: str, reason: str | None = None) -> bool:
         """Note that a target is redacted (`redact`), hidden (`hide`) or shown again (`show`); False if it was before.

@@ -1,4 +1,4 @@
-"""What is redacted or hidden is deleted, also if it is written at the same time; each step leaves an audit line."""
+"""Redacted and hidden records are deleted, also if they are written at the same time; each step is audited."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

@@ -88,7 +88,7 @@ async def test_every_process_sends_the_numbers_of_the_log_and_repeats_the_event_
             account.create(LIKE, post("new"), rkey="x")
             payloads += await take(one, 1)
             assert await take(other, 6) == payloads
-        for number, payload in enumerate(payloads):  # those of one transaction, too
+        for number, payload in enumerate(payloads):  # also within one transaction
             async with events_of(second, ("cursor", payload["seq"])) as client:
                 assert await take(client, 6 - number) == payloads[number:]
             async with subscribed(first, ("cursor", payload["seq"])) as client:
