@@ -252,7 +252,8 @@ class Daemon:
         if settings.upstream == "jetstream":
             self.streams = [self._hint_stream(writer_totals)]
         else:
-            self.streams = [self._relay_stream(relays) for relays in groups]
+            entries = asyncio.Barrier(len(groups))
+            self.streams = [self._relay_stream(relays, entries) for relays in groups]
         compared = {stream.subscription.relays[0]: stream for stream in self.streams if stream.continuity}
         self.comparison = RelayComparison(compared, self.open_gaps, self.metrics, self.conditions, tuning.comparison)
         self.reconciliation = Reconciliation(
@@ -330,14 +331,14 @@ class Daemon:
     def _ask_host(self, did: str) -> None:
         self.repo_checks.ask(did)
 
-    def _relay_stream(self, relays: Sequence[str]) -> Stream:
+    def _relay_stream(self, relays: Sequence[str], entries: asyncio.Barrier) -> Stream:
         """Return a stream of the first of these relays that works."""
         settings = self.settings
         start = settings.start if relays[0] == settings.relays[0] or isinstance(settings.start, str) else "live"
         connection = self.tuning.connection
         if settings.upstream == "pds":
             connection = replace(connection, message_timeout=PDS_MESSAGE_TIMEOUT)
-        return self._stream(relays, connection, self.open_gaps, start)
+        return self._stream(relays, connection, self.open_gaps, start, entries=entries)
 
     def _host_stream(self, pds: str) -> Stream:
         """Return the stream of a host that is read beside those of the relays."""
@@ -354,6 +355,7 @@ class Daemon:
         gaps: GapRecorder,
         start: Start,
         opening: Opening | None = None,
+        entries: asyncio.Barrier | None = None,
     ) -> Stream:
         """Return a stream; `opening` allows each connection to a host."""
         settings, tuning = self.settings, self.tuning
@@ -368,6 +370,7 @@ class Daemon:
             start,
             proof_timeout=tuning.proof_timeout,
             retry=tuning.retry,
+            first_entries=entries,
         )
         position = StreamPosition(
             lambda: continuity.is_known, upstream_is_pds=settings.upstream == "pds", beside_relays=opening is not None

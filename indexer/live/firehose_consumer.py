@@ -97,6 +97,8 @@ class StreamContinuity:
     A gap is stored before the first message after it is processed, so no cursor passes a gap that is not stored.
 
     Attributes:
+        first_entries: Holds the first entry until all streams of the process have theirs. Otherwise, at the first start
+            of all, one stream would find what another one has just stored, and open a gap.
         entry: Where the connection entered the stream.
         checked: True once it is known whether messages before the first one are missing. If some are, a gap is stored.
     """
@@ -108,6 +110,7 @@ class StreamContinuity:
     start: Start  # of a stream without a cursor; a number is only for the first stream
     proof_timeout: float = PROOF_TIMEOUT
     retry: float = RETRY_SECONDS
+    first_entries: asyncio.Barrier | None = None
 
     def __post_init__(self) -> None:
         # Opened before the first new message, because the relay said that messages are lost, or said nothing.
@@ -130,6 +133,9 @@ class StreamContinuity:
         """
         await self._retry(self.gaps.refresh)
         self.entry = entry = await self._retry(lambda: self._find_entry(relay))
+        if self.first_entries is not None:
+            await self.first_entries.wait()
+            self.first_entries = None
         crash_point("stream.entered")
         self.subscription.oversized.discard(relay)
         self.checked = entry.resumed_at is None and entry.gap is None

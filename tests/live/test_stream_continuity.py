@@ -1,5 +1,7 @@
 """Where a connection enters a stream, and what its first messages say about the stored cursor."""
 
+import asyncio
+
 import pytest
 
 from indexer.db import Database
@@ -12,6 +14,7 @@ from indexer.sync.events import IdentityEvent, MalformedEvent, UnknownEvent
 from indexer.sync.shard import Shard
 from indexer.sync.stream import Cursor, Gap, Position
 from indexer.telemetry.metrics import Metrics
+from tests.waiting import until
 
 RELAY, OTHER = "wss://relay.test", "wss://other.test"
 TIME = "2024-05-01T12:00:00Z"
@@ -64,6 +67,24 @@ async def test_other_relay_is_entered_where_the_setting_says_with_a_gap(
     entry = await entry_of(db, OTHER, Cursor(RELAY, "0/1", 50, TIME), start=start)
     gap = Gap(OTHER, "0/1", GapReason.NO_CURSOR)
     assert entry == StreamEntry(OTHER, 0, cursor, gap=gap, from_oldest=start == "oldest")
+
+
+async def test_first_start_with_two_relays_opens_no_gap_because_one_is_faster(db: Database) -> None:
+    gaps, entries = OpenGaps(db.gaps, Shard(), Metrics()), asyncio.Barrier(2)
+    one, two = (
+        StreamContinuity(db, gaps, Subscription([relay], 1, "tests"), Shard(), "live", first_entries=entries)
+        for relay in (RELAY, OTHER)
+    )
+
+    async def begin_and_store() -> None:
+        await one.begin(RELAY)
+        await db.write(Batch(cursors=(Cursor(RELAY, "0/1", 50, TIME),)))
+
+    faster = asyncio.create_task(begin_and_store())
+    await until(lambda: entries.n_waiting == 1)
+    assert await two.begin(OTHER) == StreamEntry(OTHER, 0, None)
+    await faster
+    assert (await two.begin(OTHER)).gap == Gap(OTHER, "0/1", GapReason.NO_CURSOR), "one has stored messages before"
 
 
 @pytest.mark.parametrize(
