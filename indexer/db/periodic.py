@@ -1,9 +1,9 @@
-"""The loop that background tasks share: do the work, suppress a database error, wait, repeat."""
+"""The loops that background tasks share: do the work, suppress a database error, wait, repeat."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import NoReturn, Self, TypeVar
 
 import structlog
 
@@ -11,6 +11,7 @@ from indexer.concurrency.stage_progress import Work
 from indexer.db.database_errors import DatabaseError
 from indexer.reasons import FetchFailure
 
+T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 
@@ -69,3 +70,11 @@ async def run_periodically(
         with DatabaseAttempt(progress):
             await work()
         await asyncio.sleep(interval)
+
+
+async def when_available(call: Callable[[], Awaitable[T]], pause: float) -> T:
+    """Return the result of `call`, which is repeated with a pause in seconds while the database is unavailable."""
+    while True:
+        with DatabaseAttempt():
+            return await call()
+        await asyncio.sleep(pause)

@@ -9,18 +9,18 @@ which follows the cursor, only new messages are requested.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from time import monotonic
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol
 
 import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.crash_points import crash_point
 from indexer.db import Database
-from indexer.db.periodic import DatabaseAttempt
+from indexer.db.periodic import when_available
 from indexer.live.inbox import Inbox
 from indexer.live.stream_position import StreamPosition
 from indexer.net.relay.subscription import Subscription
@@ -49,7 +49,6 @@ PROOF_TIMEOUT = 15.0
 RETRY_SECONDS = 1.0
 """Pause between two attempts to load the cursors or to store a gap."""
 
-T = TypeVar("T")
 Start = Literal["live", "oldest"] | int
 
 log = structlog.get_logger(__name__)
@@ -131,8 +130,8 @@ class StreamContinuity:
 
         The gaps are loaded again, because a former owner of the shard may have opened one.
         """
-        await self._retry(self.gaps.refresh)
-        self.entry = entry = await self._retry(lambda: self._find_entry(relay))
+        await when_available(self.gaps.refresh, self.retry)
+        self.entry = entry = await when_available(lambda: self._find_entry(relay), self.retry)
         if self.first_entries is not None:
             await self.first_entries.wait()
             self.first_entries = None
@@ -180,7 +179,7 @@ class StreamContinuity:
         if seq > cursor:
             if self._early_gap is not None:  # its first number is stored already
                 gap_id = self._early_gap.id
-                await self._retry(lambda: self.db.gaps.set_last_seq(gap_id, seq - 1))
+                await when_available(lambda: self.db.gaps.set_last_seq(gap_id, seq - 1), self.retry)
             elif not self.entry.after_cursor:
                 await self._open(self._gap(GapReason.CURSOR_OUTDATED, cursor + 1, seq - 1))
             self.checked = True
@@ -241,18 +240,11 @@ class StreamContinuity:
             self._early_gap = opened
 
     async def _open(self, gap: Gap) -> OpenGap:
-        return await self._retry(lambda: self.gaps.open(gap))
+        return await when_available(lambda: self.gaps.open(gap), self.retry)
 
     def _gap(self, reason: GapReason, first_seq: int, last_seq: int | None = None) -> Gap:
         first = first_seq if first_seq <= MAX_SEQ else None  # no message can follow the highest number
         return Gap(self.entry.relay, str(self.shard), reason, first, last_seq)
-
-    async def _retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of `attempt`, which is repeated while the database is unavailable."""
-        while True:
-            with DatabaseAttempt():
-                return await attempt()
-            await asyncio.sleep(self.retry)
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ from indexer.concurrency.bounded_dict import BoundedDict
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.crash_points import crash_point
 from indexer.db import Database
-from indexer.db.periodic import DatabaseAttempt
+from indexer.db.periodic import DatabaseAttempt, when_available
 from indexer.db.scope import CurrentScope
 from indexer.live.batch_writer import SettledTotals, WriterSettings
 from indexer.live.stream_position import StreamPosition
@@ -95,11 +95,7 @@ class HintReader:
             self.failing_since = self.failing_since or monotonic()
             await asyncio.sleep(self.settings.retry_interval)
         self.subscription.path, self.last_error, self.failing_since = path, None, None
-        while True:
-            with DatabaseAttempt():
-                cursors = await self.db.gaps.cursors()
-                break
-            await asyncio.sleep(self.settings.retry_interval)
+        cursors = await when_available(self.db.gaps.cursors, self.settings.retry_interval)
         epoch, stored = resume_point(cursors, JETSTREAM, self.settings.shard)
         self.position.begin(relay, epoch, Watermark(*stored) if stored else Watermark())
         seq = stored.seq if stored and relay not in self.subscription.oversized else None

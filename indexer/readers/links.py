@@ -8,7 +8,7 @@ import structlog
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Database
 from indexer.db.links import LINK_CONSUMER, LinkSession, PositionLostError
-from indexer.db.periodic import DatabaseAttempt
+from indexer.db.periodic import run_periodically
 
 SPACING_SECONDS = 0.05
 """Pause after the last change was read: the changes until then share one transaction."""
@@ -36,10 +36,7 @@ class LinkReader:
 
     async def run(self) -> None:
         """Follow the setting forever. Only an exception that is a bug ends it."""
-        while True:
-            with DatabaseAttempt(self.stage):
-                await self._follow_setting()
-            await asyncio.sleep(RETRY_SECONDS)
+        await run_periodically(self._follow_setting, RETRY_SECONDS, self.stage)
 
     async def _follow_setting(self) -> None:
         if self._removed:

@@ -1,12 +1,12 @@
 """The streams of Jetstream: send each subscriber the events that it selects, in its version of the protocol."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import orjson
 import structlog
@@ -16,6 +16,7 @@ from indexer.concurrency.event_wait import wait_for_event
 from indexer.concurrency.turns import Turns
 from indexer.db import Database, DatabaseError
 from indexer.db.change_log_reads import LogTrimmedError
+from indexer.db.periodic import when_available
 from indexer.net.server.connection_limit import WEBSOCKETS, client_network
 from indexer.readers.connection import READ_PIECE_BYTES, SEND_SECONDS, FrameWriter, LimitedReading, reading_seconds
 from indexer.readers.jetstream.events import EventFilter, LogPosition, dictionary, message_frame, v2_payload
@@ -45,7 +46,6 @@ MESSAGE_SECONDS = 0.1
 _PING_FRAME = b"\x89\x00"
 SUBPROTOCOL = "xrpc.v1.json"
 
-T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 
@@ -246,7 +246,8 @@ class Subscriber:
                 return TOO_SLOW
             else:
                 try:
-                    chunk = await _when_available(partial(self.pages.load, self.network, position, self._events))
+                    load = partial(self.pages.load, self.network, position, self._events)
+                    chunk = await when_available(load, RETRY_SECONDS)
                 except LogTrimmedError:
                     return TRIMMED
             if chunk is not None:
@@ -263,7 +264,7 @@ class Subscriber:
         """Return the position of the cursor; without one, the position of the newest event."""
         if (cursor := self.options.cursor) is not None:
             if (start := self.start) is None:
-                start = await _when_available(lambda: self.pages.start(self.network, cursor))
+                start = await when_available(lambda: self.pages.start(self.network, cursor), RETRY_SECONDS)
             elif start.too_old or start.ahead:
                 info = {
                     "name": "FutureCursor" if start.ahead else "OutdatedCursor",
@@ -288,15 +289,6 @@ class Subscriber:
                         message = f"{ending.reason}: cursor={self._next}"
                         await self._send({"$type": "error", "error": "ConsumerTooSlow", "message": message})
                     await self.websocket.close(code=ending.code, message=reason)
-
-
-async def _when_available(read: Callable[[], Awaitable[T]]) -> T:
-    """Read from the database, as soon as it is available."""
-    while True:
-        try:
-            return await read()
-        except DatabaseError:
-            await asyncio.sleep(RETRY_SECONDS)
 
 
 def _refusal(status: int, _: str, message: str) -> web.Response:
