@@ -79,7 +79,7 @@ from indexer.readers.rev_waits import RevWaits
 from indexer.readers.tap.channel import Channel, refuse_channel
 from indexer.readers.tap.deliveries import RefusalLimits
 from indexer.readers.tap.feed import TapFeed
-from indexer.readers.tap.routes import TapRoutes, answer_errors
+from indexer.readers.tap.routes import TapRoutes
 from indexer.readers.tap.webhook import Webhook
 from indexer.resync.apply import LARGE_TURNS, TURNS, Applies
 from indexer.resync.fetch import ResyncAttempts
@@ -529,7 +529,7 @@ class Daemon:
         values_stored = self.settings.store_values
         subscriptions = Subscriptions(self.db, self.jetstream_reader, self.metrics, values_stored=values_stored)
         yield web.get("/subscribe", subscriptions.subscribe)
-        yield web.get("/wait-for/{did}", access.guard(answer_errors(self.rev_waits.respond)))
+        yield web.get("/wait-for/{did}", access.guard(self.rev_waits.respond))
         yield web.get(f"/xrpc/{SUBSCRIBE_EVENTS}", subscriptions.subscribe_events)
         yield web.get("/xrpc/network.bsky.jetstream.getZstdDictionary", get_dictionary)
 

@@ -9,6 +9,9 @@ from typing import Any
 import orjson
 from aiohttp import hdrs, web
 
+from indexer.db import DatabaseError
+from indexer.errors import InvalidScopeError
+
 USER = "admin"
 """The user name of Basic authentication, as clients of tap send it."""
 
@@ -56,6 +59,10 @@ class Access:
                 return self._refusal(request) or await handler(request)
             except web.HTTPRequestEntityTooLarge:
                 return problem(413, f"the body has more than {MAX_BODY_BYTES:,} bytes; send it in parts")
+            except InvalidScopeError as error:
+                return problem(400, str(error))
+            except DatabaseError:
+                return problem(503, "the database does not answer; try again later")
             except web.HTTPException as error:
                 return problem(error.status, error.text or error.reason)
 

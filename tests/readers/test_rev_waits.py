@@ -12,8 +12,8 @@ from aiohttp import web
 
 from indexer.db import Database, DatabaseError
 from indexer.net.server.connection_limit import FORWARDED_FOR, RESERVED_WEBSOCKETS, WEBSOCKETS, Websockets
+from indexer.readers.access import Access
 from indexer.readers.rev_waits import READ_SECONDS, RevWaits
-from indexer.readers.tap.routes import answer_errors
 from indexer.reasons import FetchFailure
 from indexer.sync.repo import Repo
 from indexer.telemetry.conditions import Conditions
@@ -88,7 +88,7 @@ class FakeDatabase:
 async def served(db: FakeDatabase, max_websockets: int) -> AsyncIterator[tuple[aiohttp.ClientSession, Websockets]]:
     waits, application = RevWaits(cast(Database, db)), web.Application()
     application[WEBSOCKETS] = websockets = Websockets(max_websockets, Conditions())
-    application.router.add_get("/wait-for/{did}", answer_errors(waits.respond))
+    application.router.add_get("/wait-for/{did}", Access(None).guard(waits.respond))
     runner = web.AppRunner(
         application
     )  # unlike a TestServer, it does not cancel the handlers of clients that have gone

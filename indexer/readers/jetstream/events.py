@@ -262,8 +262,12 @@ def _time_text(time_us: int) -> str:
 
 def message_frame(text: bytes, *, compress: bool) -> tuple[bytes, bytes]:
     """Return the header and the payload of the frame of a message."""
-    payload = _compress(text) if compress else text
-    return _header(_BINARY_FRAME if compress else _TEXT_FRAME, len(payload)), payload
+    if not compress:
+        return _header(_TEXT_FRAME, len(text)), text
+    compressor = _compressor()
+    compressor.set_pledged_input_size(len(text))  # some decoders need the size in the frame
+    payload = compressor.compress(text, ZstdCompressor.FLUSH_FRAME)
+    return _header(_BINARY_FRAME, len(payload)), payload
 
 
 def _header(kind: int, size: int) -> bytes:
@@ -273,12 +277,6 @@ def _header(kind: int, size: int) -> bytes:
     if size < _LONG_FRAME:
         return pack("!BBH", kind, _SHORT_FRAME, size)
     return pack("!BBQ", kind, _SHORT_FRAME + 1, size)
-
-
-def _compress(text: bytes) -> bytes:
-    compressor = _compressor()
-    compressor.set_pledged_input_size(len(text))  # some decoders need the size in the frame
-    return compressor.compress(text, ZstdCompressor.FLUSH_FRAME)
 
 
 @cache

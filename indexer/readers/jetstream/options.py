@@ -68,7 +68,7 @@ def parse_query(query: str, socket_encoding: str) -> SubscriberOptions:
     events = _event_filter(
         parameters.get("wantedCollections", ()),
         parameters.get("wantedDids", ()),
-        _parse_size(first("maxMessageSizeBytes")),
+        _decimal(first("maxMessageSizeBytes")) or 0,  # 0 for anything else, as Jetstream does
         live_only=first("live") == "true",
     )
     return SubscriberOptions(
@@ -110,9 +110,14 @@ def _parse_number(parameters: Mapping[str, Sequence[str]], name: str, maximum: i
     if (values := parameters.get(name)) is None:
         return None
     text = ", ".join(values)
-    if text.isascii() and text.isdecimal() and len(text) < _SHOWN_CHARACTERS and int(text) <= maximum:
-        return int(text)
-    raise BadOptionsError(f"{name} is not one integer from 0 to {maximum}: {text[:_SHOWN_CHARACTERS]!r}")
+    if (number := _decimal(text)) is None or number > maximum:
+        raise BadOptionsError(f"{name} is not one integer from 0 to {maximum}: {text[:_SHOWN_CHARACTERS]!r}")
+    return number
+
+
+def _decimal(text: str) -> int | None:
+    """Return a number of less than `_SHOWN_CHARACTERS` digits; None for any other text."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < _SHOWN_CHARACTERS else None
 
 
 def parse_message(text: bytes, before: EventFilter) -> EventFilter | None:
@@ -147,15 +152,9 @@ def parse_message(text: bytes, before: EventFilter) -> EventFilter | None:
 def _parse_cursor(text: str) -> int | None:
     if not text:
         return None
-    digits = text.removeprefix("-")
-    if not (digits.isascii() and digits.isdecimal() and len(digits) < _SHOWN_CHARACTERS):
+    if _decimal(text.removeprefix("-")) is None:
         raise BadOptionsError(f"invalid cursor: {text[:_SHOWN_CHARACTERS]!r} is not a time in microseconds")
     return int(text)
-
-
-def _parse_size(text: str) -> int:
-    """Return the size; 0 for anything else, as Jetstream does."""
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < _SHOWN_CHARACTERS else 0
 
 
 def _texts(payload: Mapping[str, Any], name: str) -> Sequence[str]:

@@ -18,6 +18,7 @@ from time import time
 
 import structlog
 
+from indexer.concurrency.event_wait import wait_for_event
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.db import Database
 from indexer.db.change_log_reads import LogTrimmedError
@@ -104,7 +105,7 @@ class TapFeed:
                     self._conditions.end(FEED_CUT_OFF)
                 if cut_off is False or (cut_off is None and self._waiting):
                     waited = await self._claim(waited=waited)
-            await self._pause(CLAIM_SECONDS, self._wanted)
+            await wait_for_event(self._wanted, CLAIM_SECONDS)
 
     async def _claim(self, *, waited: bool) -> bool:
         """Own and serve the feed, if no other process owns it; return True if one does."""
@@ -126,6 +127,7 @@ class TapFeed:
             self._deliveries.paused = True
             await self._deliveries.wait_until_acknowledged(STOP_SECONDS)
         self._stopping.set()
+        self._wanted.set()
 
     async def _serve(self, session: FeedSession) -> None:
         """Deliver until the session ends, or the consumer is removed; raise `LogTrimmedError` if it was cut off."""
@@ -151,7 +153,7 @@ class TapFeed:
                 self.stage.idle()
                 reads = READS_BEHIND if deliveries.window.behind else 1
                 for _ in range(reads):
-                    await self._pause(POLL_SECONDS / reads)
+                    await wait_for_event(self._stopping, POLL_SECONDS / reads)
                     await self._read_behind(session, deliveries.window)
         finally:
             self._begun.clear()
@@ -206,13 +208,6 @@ class TapFeed:
             self._report_set_aside(await session.count_refused())
         self.stage.moved()
         return saved
-
-    async def _pause(self, seconds: float, *events: asyncio.Event) -> None:
-        """Wait, but not longer than until `stop`, or until one of the events is set."""
-        waits = [asyncio.create_task(event.wait()) for event in (self._stopping, *events)]
-        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
 
     def _report_set_aside(self, count: int) -> None:
         """Report that events were set aside because clients refused them; end the condition if there are none."""

@@ -53,7 +53,7 @@ class TapRoutes:
             ("POST", "/repos/add"): self._add,
             ("POST", "/repos/remove"): self._remove,
         }
-        return [web.route(*route, access.guard(answer_errors(handler))) for route, handler in handlers.items()]
+        return [web.route(*route, access.guard(handler)) for route, handler in handlers.items()]
 
     async def _add(self, request: web.Request) -> web.Response:
         await self._db.scope.track(await _texts(request, "dids"))
@@ -81,7 +81,16 @@ class TapRoutes:
             report = await self._db.reports.repo(did) if is_did(did) else None
         if report is None or not report["tracked"]:
             return problem(404, "repo not found")
-        return answer(repo_info(report), headers=rev_header(report["rev"] if report["visible"] else None))
+        info = {
+            "did": report["did"],
+            "error": report["last_error"] or "",
+            "handle": report["handle"] or "",
+            "records": report["records"],
+            "retries": report["resync_attempts"],
+            "rev": report["rev"] or "",
+            "state": _state(report),
+        }
+        return answer(info, headers=rev_header(report["rev"] if report["visible"] else None))
 
     async def _resolve(self, request: web.Request) -> web.Response:
         did = request.match_info["did"]
@@ -114,20 +123,8 @@ class TapRoutes:
         return problem(404, "no such statistic")
 
 
-def repo_info(report: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a repo as tap describes it, from `Reports.repo`."""
-    return {
-        "did": report["did"],
-        "error": report["last_error"] or "",
-        "handle": report["handle"] or "",
-        "records": report["records"],
-        "retries": report["resync_attempts"],
-        "rev": report["rev"] or "",
-        "state": _state(report),
-    }
-
-
 def _state(report: dict[str, Any]) -> str:
+    """Return the state of a repo in the words of tap."""
     match report["sync_status"]:
         case SyncStatus.SYNCHRONIZED:
             return "active"
@@ -153,17 +150,3 @@ async def _texts(request: web.Request, name: str) -> list[str]:
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise InvalidScopeError(f'the body must be JSON of the form {{"{name}": ["…"]}}')
     return texts
-
-
-def answer_errors(handler: Handler) -> Handler:
-    """Return a handler that answers a bad scope with status 400, and 503 while the database does not answer."""
-
-    async def answered(request: web.Request) -> web.StreamResponse:
-        try:
-            return await handler(request)
-        except InvalidScopeError as error:
-            return problem(400, str(error))
-        except DatabaseError:
-            return problem(503, "the database does not answer; try again later")
-
-    return answered
