@@ -36,7 +36,7 @@ class Discovery:
 
     Attributes:
         stage: Its progress. Each request, and the write of each page, is work.
-        invalid_entries: Entries of the list that are not valid, as in `RepoListPage`.
+        invalid_entries: Entries of the list that are not valid, as in `ListPage`.
         expected: How many accounts the last complete crawl listed; None if there was none.
     """
 
@@ -85,9 +85,9 @@ class Discovery:
         source, collection, cursor = progress.source, "" if all_repos else progress.collection, progress.cursor
         async for page in repo_list_pages(self.outbound, source, collection, cursor, self._requests):
             self.invalid_entries += len(page.invalid)
-            dids = [account.did for account in page.accounts if account.active or not hides(account.status)]
+            dids = [account.did for account in page.entries if account.active or not hides(account.status)]
             with self.stage.busy():
-                after_page = progress.after_page(page.cursor, len(page.accounts), 0, time())
+                after_page = progress.after_page(page.cursor, len(page.entries), 0, time())
                 stored = (
                     await self.db.crawls.add_listed(dids, after_page)
                     if signals is None
@@ -95,7 +95,7 @@ class Discovery:
                 )
             if stored is None:
                 return progress
-            for account in page.accounts:
+            for account in page.entries:
                 if not account.active and not hides(account.status):
                     withhold = partial(plan_hidden, status=account.status, now=time(), deletion_grace=0.0)
                     await self.db.repos.update(account.did, withhold)

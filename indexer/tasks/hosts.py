@@ -30,7 +30,7 @@ from indexer.net.http.host_limits import registered_domain
 from indexer.net.http.http_client import OutboundClient, host_of
 from indexer.net.identity.identity_cache import IdentityCache
 from indexer.net.new_accounts import NewAccounts
-from indexer.net.pds.xrpc import ListedAccount, MethodNotOfferedError, RepoListPage, list_hosts
+from indexer.net.pds.xrpc import ListedAccount, ListPage, MethodNotOfferedError, list_hosts
 from indexer.reasons import Desync, FetchFailure
 from indexer.sync.identity import MAX_HOSTS
 from indexer.sync.policy import is_future
@@ -259,13 +259,13 @@ class HostCrawl:
         number = 0
         async for page in pages:
             number += 1
-            domains.update(registered_domain(host.host) for host in page.hosts)
-            hosts = [one for one in page.hosts if domains[registered_domain(one.host)] <= MAX_HOSTS_OF_DOMAIN]
+            domains.update(registered_domain(host.host) for host in page.entries)
+            hosts = [one for one in page.entries if domains[registered_domain(one.host)] <= MAX_HOSTS_OF_DOMAIN]
             hosts = hosts[: MAX_HOSTS - progress.found]
             rows = [(one.host, one.url, one.accounts, one.status) for one in hosts]
             await self.db.host_lists.save_hosts(relay, rows, time())
             is_full = progress.found + len(hosts) >= MAX_HOSTS or number >= MAX_HOST_PAGES
-            progress = progress.after_page(None if is_full else page.cursor, len(page.hosts), len(hosts), time())
+            progress = progress.after_page(None if is_full else page.cursor, len(page.entries), len(hosts), time())
             await self.db.crawls.save(progress)
             if is_full:
                 break
@@ -339,10 +339,10 @@ class HostCrawl:
             work.idle()
         return True
 
-    async def _take(self, page: RepoListPage, visit: _Visit) -> bool:
+    async def _take(self, page: ListPage[ListedAccount], visit: _Visit) -> bool:
         """Compare a page with the database, and add unknown accounts; return False if the time was over before."""
         host, counts, now = visit.reading.host, visit.reading.counts, time()
-        listed = {account.did: account for account in page.accounts}
+        listed = {account.did: account for account in page.entries}
         active = {did: account for did, account in listed.items() if account.active or not hides(account.status)}
         stored = await self.db.host_lists.hosted(list(listed))
         unknown = [did for did in active if did not in stored or stored[did].out_of_scope]
@@ -477,7 +477,7 @@ class HostCrawl:
                 async for page in pages:
                     number += 1
                     visit.work.moved()
-                    dids = [account.did for account in page.accounts]
+                    dids = [account.did for account in page.entries]
                     stored = await self.db.host_lists.hosted(dids)
                     unknown = [did for did in dids if did not in stored or stored[did].out_of_scope]
                     if not await self._add(unknown, visit) or number >= MAX_PAGES:

@@ -32,7 +32,7 @@ from indexer.db.scope import CurrentScope
 from indexer.errors import UnavailableError
 from indexer.net.http.http_client import OutboundClient, host_of
 from indexer.net.identity.identity_cache import IdentityCache
-from indexer.net.pds.xrpc import RepoListPage, RepoStatus, fetch_host_status, fetch_repo_status, is_silent
+from indexer.net.pds.xrpc import ListedAccount, ListPage, RepoStatus, fetch_host_status, fetch_repo_status, is_silent
 from indexer.reasons import Desync, FetchFailure
 from indexer.sync.account import plan_active, plan_hidden, plan_status_unknown
 from indexer.sync.repo import Repo, StreamPoint, SyncStatus, hides
@@ -469,7 +469,7 @@ class Reconciliation:
         self._run = _Run(progress, ListedAccounts(2 * stored), self._unlisted_after)
         return self._run
 
-    async def _compare(self, page: RepoListPage, point: StreamPoint | None, run: _Run) -> _PendingPage:
+    async def _compare(self, page: ListPage[ListedAccount], point: StreamPoint | None, run: _Run) -> _PendingPage:
         """Compare a page for the first time. If no repo seems to be behind or unknown, it is due again at once.
 
         A listed rev too far in the future is ignored. An account without a rev is not behind.
@@ -478,7 +478,7 @@ class Reconciliation:
         shard = self.settings.shard
         revs = {
             account.did: account.rev or ""
-            for account in page.accounts
+            for account in page.entries
             if (account.active or not hides(account.status))
             and (account.rev is None or tid_micros(account.rev) <= max_micros)
             and shard.owns(account.did)
@@ -486,12 +486,12 @@ class Reconciliation:
         behind, hidden, unknown, only_from_stream = await self.db.crawls.find_differences(revs)
         behind = [did for did in behind if revs[did]]
         # Of the inactive accounts, look at those that are shown here, and at those that are added.
-        reported = {one.did: one.status for one in page.accounts if not one.active and shard.owns(one.did)}
+        reported = {one.did: one.status for one in page.entries if not one.active and shard.owns(one.did)}
         repos = await self.db.repos.load(list(reported)) if reported else {}
         shown = {did for did, repo in repos.items() if repo.active}.union(unknown)
         inactive = {did: ListReport(False, status, point) for did, status in reported.items() if did in shown}
         # Unknown accounts and those of other shards would fill the set.
-        owned = {account.did for account in page.accounts if account.active and shard.owns(account.did)}
+        owned = {account.did for account in page.entries if account.active and shard.owns(account.did)}
         for did in owned.union(inactive).difference(unknown):
             run.listed.add(did)
         unknown = unknown if self.scope.scope.track is Track.ALL else []
@@ -499,7 +499,7 @@ class Reconciliation:
         return _PendingPage(
             due_at=due_at,
             cursor=page.cursor,
-            listed=len(page.accounts),
+            listed=len(page.entries),
             revs={did: revs[did] for did in behind},
             reports={did: ListReport(True, None, point) for did in hidden} | inactive,
             unknown=unknown,

@@ -240,11 +240,11 @@ class RepoChecks:
         turn, began = _Turn(repos, share / 2), monotonic()
         with suppress(UnavailableError):  # otherwise the host is asked about each repo
             async for page in repo_list_pages(self.outbound, pds, "", None, self._requests, attempts=1):
-                stored = await self.db.host_lists.hosted([account.did for account in page.accounts])
+                stored = await self.db.host_lists.hosted([account.did for account in page.entries])
                 ours = {did: repo for did, repo in stored.items() if repo.tracked and host_of(repo.pds or "") == host}
                 known = {
                     one.did: one.rev if one.active else None
-                    for one in page.accounts
+                    for one in page.entries
                     if one.did in ours
                     and one.did not in listed
                     and one.active == ours[one.did].active

@@ -1,10 +1,9 @@
 """Read a whole list page by page, with retries, and remember the listed accounts in a small filter."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from hashlib import blake2b
 from secrets import token_bytes
-from typing import Protocol, TypeVar
 
 import stamina
 import structlog
@@ -12,7 +11,7 @@ import structlog
 from indexer.concurrency.stage_progress import Work
 from indexer.errors import UnavailableError
 from indexer.net.http.http_client import OutboundClient
-from indexer.net.pds.xrpc import RepoListPage, XrpcError, list_repos
+from indexer.net.pds.xrpc import Entry, ListedAccount, ListPage, XrpcError, list_repos
 from indexer.reasons import FetchFailure
 
 stamina.instrumentation.set_on_retry_hooks(())  # it would log events of its own, which docs/logs.md does not have
@@ -23,19 +22,6 @@ MAX_ATTEMPTS = 6
 log = structlog.get_logger(__name__)
 
 
-class _Page(Protocol):
-    """A page of any list: the cursor of the next one, and what is wrong with its entries."""
-
-    @property
-    def cursor(self) -> str | None: ...
-
-    @property
-    def invalid(self) -> Sequence[str]: ...
-
-
-_P = TypeVar("_P", bound=_Page)
-
-
 def repo_list_pages(
     outbound: OutboundClient,
     source: str,
@@ -43,18 +29,18 @@ def repo_list_pages(
     cursor: str | None,
     requests: Work,
     attempts: int = MAX_ATTEMPTS,
-) -> AsyncIterator[RepoListPage]:
+) -> AsyncIterator[ListPage[ListedAccount]]:
     """Yield the pages of the repo list of `source`, as `list_pages` does."""
     return list_pages(partial(list_repos, outbound, source, collection), source, cursor, requests, attempts)
 
 
 async def list_pages(
-    fetch: Callable[[str | None], Awaitable[_P]],
+    fetch: Callable[[str | None], Awaitable[ListPage[Entry]]],
     source: str,
     cursor: str | None,
     requests: Work,
     attempts: int = MAX_ATTEMPTS,
-) -> AsyncIterator[_P]:
+) -> AsyncIterator[ListPage[Entry]]:
     """Yield the pages that `fetch` returns for their cursors, from `cursor` to the end.
 
     Each request is work of `requests`; a pause before a retry is not. A request is sent at most `attempts` times.

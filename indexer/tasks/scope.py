@@ -334,7 +334,7 @@ class ScopeBackfill:
                 try:
                     async for page in repo_list_pages(self.outbound, source, collection, None, self._requests):
                         self.stage.moved()
-                        yield [account.did for account in page.accounts if self.shard.owns(account.did)]
+                        yield [account.did for account in page.entries if self.shard.owns(account.did)]
                         self.stage.idle()
                 except MethodNotOfferedError as error:
                     log.info("scope.list-not-offered", relay=source, collection=collection, error=str(error))

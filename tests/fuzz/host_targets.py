@@ -120,12 +120,12 @@ class RepoLists(HostAnswers):
         cursor = body.get("cursor")
         cursor = str(cursor) if isinstance(cursor, int) else cursor or None
         expected = (accounts, sum(not _is_account(entry) for entry in body["repos"]), cursor)
-        if status != 200 or (list(page.accounts), len(page.invalid), page.cursor) != expected:
+        if status != 200 or (list(page.entries), len(page.invalid), page.cursor) != expected:
             raise DifferenceError(f"reference: {expected}\nfound: {page}")
         if page.cursor in ("", CURSOR) or "\0" in (page.cursor or "") or len(page.cursor or "") > 2_048:
             raise DifferenceError(f"the cursor {page.cursor!r} cannot be stored, or leads to itself")
         self.counts.add("pages" if page.cursor else "last pages")
-        self.counts.add("accounts", len(page.accounts))
+        self.counts.add("accounts", len(page.entries))
         self.counts.add("invalid entries", len(page.invalid))
 
 

@@ -24,7 +24,7 @@ async def read(host: ScriptedHost, outbound: OutboundClient) -> list[str]:
     return [
         account.did
         async for listed in repo_list_pages(outbound, host.url, "", None, Work())
-        for account in listed.accounts
+        for account in listed.entries
     ]
 
 

@@ -153,8 +153,6 @@ class CheckedResolver(AbstractResolver):
         try:
             async with asyncio.timeout(self._timeout):
                 addresses = await self._resolve(host, port)
-        except TimeoutError:
-            raise
         except UnicodeError as error:  # a label is empty or too long
             raise OSError(str(error)) from None
         allowed = addresses if self._allow_private else [address for address in addresses if is_public(address)]

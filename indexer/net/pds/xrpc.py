@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 from urllib.parse import urlencode, urlsplit
 
 import orjson
@@ -54,6 +54,7 @@ _MISSING_METHOD = {
 A server that would pass an unknown method on to another service asks for a login first. No method that this program
 calls needs one.
 """
+Entry = TypeVar("Entry")
 _TEMPORARY_STATUSES = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS})
 
 
@@ -174,19 +175,6 @@ class ListedAccount(NamedTuple):
     status: str | None = None  # why the account is not active, as in `RepoStatus`
 
 
-@dataclass(frozen=True, slots=True)
-class RepoListPage:
-    """A page of a repo list, in the order of the host.
-
-    `invalid` says what is wrong with each entry that is no account, or has a field that is not valid. Of the latter,
-    the DID and the other fields are used.
-    """
-
-    accounts: tuple[ListedAccount, ...]
-    invalid: tuple[str, ...]
-    cursor: str | None  # of the next page; None on the last page
-
-
 class ListedHost(NamedTuple):
     """An entry of the list of hosts that a relay consumes.
 
@@ -207,10 +195,14 @@ class ListedHost(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class HostListPage:
-    """A page of the list of hosts. `invalid` says what is wrong with entries without a host name."""
+class ListPage(Generic[Entry]):
+    """A page of a list, in the order of the host.
 
-    hosts: tuple[ListedHost, ...]
+    `invalid` says what is wrong with each entry that names no account or host, or has another field that is not valid.
+    Of the latter, the other fields are used.
+    """
+
+    entries: tuple[Entry, ...]
     invalid: tuple[str, ...]
     cursor: str | None  # of the next page; None on the last page
 
@@ -223,7 +215,9 @@ class RepoStatus(NamedTuple):
     rev: str | None = None  # of the repo; None if the host does not tell it
 
 
-async def list_repos(outbound: OutboundClient, host: str, collection: str, cursor: str | None) -> RepoListPage:
+async def list_repos(
+    outbound: OutboundClient, host: str, collection: str, cursor: str | None
+) -> ListPage[ListedAccount]:
     """Fetch the page after `cursor` from `host`. The host decides its length.
 
     With an empty `collection`, the list contains all accounts (`listRepos`). Otherwise it contains the accounts that
@@ -236,15 +230,12 @@ async def list_repos(outbound: OutboundClient, host: str, collection: str, curso
     parameters = {"limit": str(_COLLECTION_PAGE_SIZE if collection else _PAGE_SIZE)}
     parameters |= {"collection": collection} if collection else {}
     entries, next_cursor = await _list_page(outbound, host, method, parameters, cursor, "repos")
-    accounts, invalid = [], []
-    for entry in entries:
-        account, problem = _account(entry)
-        accounts += [account] if account else []
-        invalid += [problem] if problem else []
-    return RepoListPage(tuple(accounts), tuple(invalid), next_cursor)
+    found = [_account(entry) for entry in entries]
+    accounts, problems = [account for account, _ in found if account], [problem for _, problem in found if problem]
+    return ListPage(tuple(accounts), tuple(problems), next_cursor)
 
 
-async def list_hosts(outbound: OutboundClient, relay: str, cursor: str | None) -> HostListPage:
+async def list_hosts(outbound: OutboundClient, relay: str, cursor: str | None) -> ListPage[ListedHost]:
     """Fetch the page after `cursor` of the hosts that a relay consumes (`listHosts`).
 
     Raises:
@@ -254,7 +245,7 @@ async def list_hosts(outbound: OutboundClient, relay: str, cursor: str | None) -
     entries, next_cursor = await _list_page(outbound, relay, "com.atproto.sync.listHosts", parameters, cursor, "hosts")
     hosts = [_host(entry) for entry in entries]
     invalid = [f"no host name in {entry!r:.200}" for entry, host in zip(entries, hosts, strict=True) if host is None]
-    return HostListPage(tuple([host for host in hosts if host]), tuple(invalid), next_cursor)
+    return ListPage(tuple([host for host in hosts if host]), tuple(invalid), next_cursor)
 
 
 async def _list_page(

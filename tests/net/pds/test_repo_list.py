@@ -21,10 +21,10 @@ async def test_list_of_all_accounts_of_a_relay_and_of_a_pds(net: FaultyNetwork, 
     ada, bob = net.create_account("ada.test", pds=0), net.create_account("bob.test", pds=0)
     bob.deactivate()
     page = await list_repos(outbound, net.relay.url, "", None)
-    assert page.accounts == (ListedAccount(ada.did, ada.rev),)
+    assert page.entries == (ListedAccount(ada.did, ada.rev),)
     assert (len(page.invalid), page.cursor) == (0, None)
     page = await list_repos(outbound, ada.pds.url, "", None)
-    assert set(page.accounts) == {
+    assert set(page.entries) == {
         ListedAccount(ada.did, ada.rev),
         ListedAccount(bob.did, bob.rev, active=False, status="deactivated"),
     }
@@ -37,13 +37,13 @@ async def test_list_of_the_accounts_of_a_collection(net: FaultyNetwork, outbound
     ada.create("com.example.note", {"text": "hello"})
     bob.create("com.example.other", {"text": "hello"})
     page = await list_repos(outbound, net.relay.url, "com.example.note", None)
-    assert page.accounts == (ListedAccount(ada.did),)
+    assert page.entries == (ListedAccount(ada.did),)
 
 
 async def test_list_of_the_hosts_of_a_relay(net: FaultyNetwork, outbound: OutboundClient) -> None:
     net.create_account("ada.test", pds=0)
     page = await list_hosts(outbound, net.relay.url, None)
-    assert [(host.url, host.accounts, host.status) for host in page.hosts] == [
+    assert [(host.url, host.accounts, host.status) for host in page.entries] == [
         (net.pdses[0].url, 1, "active"),
         (net.pdses[1].url, 0, "active"),
     ]
@@ -64,13 +64,13 @@ async def test_entries_without_a_public_host_name_are_skipped(host: ScriptedHost
     ]
     host.pages["/xrpc/com.atproto.sync.listHosts?limit=1000"] = http_response(orjson.dumps({"hosts": entries}))
     page = await list_hosts(outbound, host.url, None)
-    assert page.hosts == (
+    assert page.entries == (
         ListedHost("a.example.com", None, "invalid: 7"),
         ListedHost("b.example.com", None, "of tomorrow"),
         ListedHost("c.example.com"),
     )
     assert len(page.invalid) == len(entries) - 3
-    assert page.hosts[0].url == "https://a.example.com"
+    assert page.entries[0].url == "https://a.example.com"
 
 
 async def test_hosting_status_of_an_account(net: FaultyNetwork, outbound: OutboundClient) -> None:
@@ -137,7 +137,7 @@ async def test_odd_entries_are_counted_and_what_is_valid_of_them_is_used(
     valid = [{"did": DID, "rev": REV, "status": "new", "more": 1}, {"did": DID, "head": "", "rev": "", "active": True}]
     host.pages[ALL] = http_response(orjson.dumps({"repos": [*(entry for entry, _ in odd), *skipped, *valid]}))
     page = await list_repos(outbound, host.url, "", None)
-    assert page.accounts == (*(account for _, account in odd), ListedAccount(DID, REV), ListedAccount(DID, None))
+    assert page.entries == (*(account for _, account in odd), ListedAccount(DID, REV), ListedAccount(DID, None))
     assert len(page.invalid) == len(odd) + len(skipped)
     assert page.invalid[0] == f"{DID}: rev is 'now'"
 
@@ -145,7 +145,7 @@ async def test_odd_entries_are_counted_and_what_is_valid_of_them_is_used(
 async def test_bytes_that_are_not_utf8_hide_no_account(host: ScriptedHost, outbound: OutboundClient) -> None:
     body = b'\xef\xbb\xbf{"repos": [{"did": "%b", "status": "\xff"}]}' % DID.encode()
     host.pages[ALL] = http_response(body)
-    assert (await list_repos(outbound, host.url, "", None)).accounts == (ListedAccount(DID),)
+    assert (await list_repos(outbound, host.url, "", None)).entries == (ListedAccount(DID),)
 
 
 async def test_cursor_that_is_a_number_is_sent(host: ScriptedHost, outbound: OutboundClient) -> None:
@@ -197,7 +197,7 @@ async def test_page_with_too_many_items_is_refused_before_it_is_decoded(
 async def test_longest_pages_of_hosts_are_accepted(host: ScriptedHost, outbound: OutboundClient) -> None:
     entry = {"did": DID, "head": "bafy" + "a" * 55, "rev": REV, "active": False, "status": "deactivated"}
     host.pages[ALL] = http_response(orjson.dumps({"cursor": "x", "repos": [entry] * 1_000}))
-    assert len((await list_repos(outbound, host.url, "", None)).accounts) == 1_000
+    assert len((await list_repos(outbound, host.url, "", None)).entries) == 1_000
     of_collection = ALL.replace("listRepos?", "listReposByCollection?").replace("1000", "2000") + "&collection=a.b.c"
     host.pages[of_collection] = http_response(orjson.dumps({"cursor": "x", "repos": [{"did": DID}] * 2_000}))
-    assert len((await list_repos(outbound, host.url, "a.b.c", None)).accounts) == 2_000
+    assert len((await list_repos(outbound, host.url, "a.b.c", None)).entries) == 2_000
