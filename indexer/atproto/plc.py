@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from hashlib import sha256
 from struct import Struct
+from types import NoneType
 from typing import Any, Self
 
 from indexer.atproto import cbor
@@ -372,16 +373,12 @@ def _state(raw: dict[str, Any]) -> Mapping[str, Any] | None:
     }
 
 
-def _is_none(value: Any) -> bool:
-    return value is None
+def _is(type_: Any) -> Callable[[Any], bool]:
+    """Return a function that returns True for a value of this type, which may be a union."""
+    return lambda value: isinstance(value, type_)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_text_or_none(value: Any) -> bool:
-    return value is None or isinstance(value, str)
+_is_text = _is(str)
 
 
 def _are_texts(value: Any) -> bool:
@@ -402,7 +399,7 @@ def _are_services(value: Any) -> bool:
 _FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
     "plc_operation": {
         "type": _is_text,
-        "prev": _is_text_or_none,
+        "prev": _is(str | None),
         "sig": _is_text,
         "rotationKeys": _are_texts,
         "verificationMethods": _is_map_of_texts,
@@ -412,7 +409,7 @@ _FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
     "plc_tombstone": {"type": _is_text, "prev": _is_text, "sig": _is_text},
     "create": {
         "type": _is_text,
-        "prev": _is_none,
+        "prev": _is(NoneType),
         "sig": _is_text,
         **dict.fromkeys(("signingKey", "recoveryKey", "handle", "service"), _is_text),
     },

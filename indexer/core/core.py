@@ -18,6 +18,7 @@ from indexer import __version__
 from indexer.atproto.car import CarReader, car_section
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
+from indexer.atproto.mst import BlockOf
 from indexer.atproto.record import Problem
 from indexer.core.spool import BUFFER_BYTES, Spool
 from indexer.errors import SettingsError, UnavailableError, UpstreamError
@@ -40,7 +41,7 @@ from indexer.sync.export import (
 from indexer.sync.policy import Policy
 from indexer.sync.repo import Head
 from indexer.sync.shard import Shard
-from indexer.sync.verify import BlockOf, VerifiedCommit, previous_root
+from indexer.sync.verify import VerifiedCommit, previous_root
 
 CoreChoice = Literal["auto", "python", "native"]
 INTERFACE = 8

@@ -248,7 +248,7 @@ def _decode_payload(header: dict[str, Any], payload: dict[str, Any], limits: Lim
     if type(op) is not int:  # in Python, True == 1
         raise UpstreamError(Rejection.FRAME_MALFORMED, "op is not an integer")
     if op == -1:
-        return StreamError(_text(payload, "error"), _text_or_empty(payload, "message"))
+        return StreamError(_text(payload, "error"), text_or_empty(payload, "message"))
     if op != 1:
         return UnknownEvent("op", _seq_or_none(payload))
     if not isinstance(name, str):
@@ -311,7 +311,7 @@ def _account(payload: dict[str, Any], _limits: Limits) -> AccountEvent:
 
 
 def _info(payload: dict[str, Any], _limits: Limits) -> InfoEvent:
-    return InfoEvent(_text(payload, "name"), _text_or_empty(payload, "message"))
+    return InfoEvent(_text(payload, "name"), text_or_empty(payload, "message"))
 
 
 _DECODERS: dict[str, Callable[[dict[str, Any], Limits], Event]] = {
@@ -360,14 +360,15 @@ def _text(
     return text
 
 
-def _text_or_empty(payload: dict[str, Any], name: str) -> str:
-    text = payload.get(name)
+def text_or_empty(fields: Mapping[str, Any], name: str) -> str:
+    """Return a field; "" if it is not a text."""
+    text = fields.get(name)
     return text if isinstance(text, str) else ""
 
 
 def _time(payload: dict[str, Any]) -> str:
     """Return the time, which identifies the message at a cursor and is stored with it; "" if it is too long."""
-    time = _text_or_empty(payload, "time")
+    time = text_or_empty(payload, "time")
     return time if len(time) <= _MAX_TIME_CHARACTERS else ""
 
 

@@ -6,18 +6,19 @@ reference: the native core makes the same snapshots and chunks (`core.core`).
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
-from indexer.atproto.mst import MissingNodeError, Node, leaves, load_node, walk
+from indexer.atproto.mst import BlockOf, MissingNodeError, leaves, load_node, walk
 from indexer.atproto.range_walk import KeyRange, walk_ranges
 from indexer.atproto.record import Problem
 from indexer.sync.changes import Proof, RecordChange, RecordConverter
 from indexer.sync.policy import Policy
 from indexer.sync.repo import Head
 from indexer.sync.resync import Entry
-from indexer.sync.verify import BlockOf, VerifiedChange, verify_signed
+from indexer.sync.verify import VerifiedChange, verify_signed
 
 CHUNK_RECORDS = 10_000
 """Maximum number of records in a chunk. A COPY costs as much as hundreds of records, however few it has."""
@@ -172,12 +173,8 @@ def verify_ranges(
         UpstreamError: The commit, or a node that may have such paths, breaks a rule.
         MissingNodeError: Such a node is missing, so that nothing is proven.
     """
-
-    def node_of(cid: bytes) -> Node:
-        return load_node(block_of, cid, limits)
-
     commit = verify_signed(root, block_of, key, did)
-    walk = walk_ranges(node_of, commit.data, ranges, limits)
+    walk = walk_ranges(partial(load_node, block_of, limits=limits), commit.data, ranges, limits)
     if walk.unread:
         raise MissingNodeError(walk.unread[0].cid)
     head, entries = Head(commit.rev, commit.data, root), walk.entries

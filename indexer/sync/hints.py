@@ -11,7 +11,7 @@ import orjson
 
 from indexer.atproto.syntax import is_did, is_nsid, is_record_key, is_tid
 from indexer.reasons import Desync
-from indexer.sync.events import hosting_status
+from indexer.sync.events import hosting_status, text_or_empty
 from indexer.sync.plan import plan_identity, plan_listed
 from indexer.sync.policy import PlanContext, is_future
 from indexer.sync.repo import TOMBSTONED, Outcome, Repo, SyncStatus, Trigger, amend, hides, track_again, unparked
@@ -100,7 +100,7 @@ def decode_hint(message: bytes) -> Hint | None:
 
 
 def _with_commit(hint: Hint, commit: Mapping[str, Any]) -> Hint:
-    rev, collection, rkey = _text(commit, "rev"), _text(commit, "collection"), _text(commit, "rkey")
+    rev, collection, rkey = (text_or_empty(commit, name) for name in ("rev", "collection", "rkey"))
     collection = collection if is_nsid(collection) else ""
     return hint._replace(
         rev=rev if is_tid(rev) else "",
@@ -113,11 +113,6 @@ def _with_commit(hint: Hint, commit: Mapping[str, Any]) -> Hint:
 def _fields(event: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = event.get(name)
     return value if isinstance(value, dict) else {}
-
-
-def _text(fields: Mapping[str, Any], name: str) -> str:
-    value = fields.get(name)
-    return value if isinstance(value, str) else ""
 
 
 def wanted_patterns(scope: Scope) -> tuple[str, ...]:

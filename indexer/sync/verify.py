@@ -7,7 +7,8 @@ nothing. An error after a valid signature is a `flaw`: the repo has a newer comm
 resync (docs/protocol.md#order-of-checks, docs/protocol.md#inversion).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from indexer.atproto.car import split_car
@@ -15,7 +16,7 @@ from indexer.atproto.commit import Commit, decode_commit
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.inversion import NetOp, Verdict, invert
 from indexer.atproto.limits import Limits
-from indexer.atproto.mst import EMPTY_TREE, find, load_node
+from indexer.atproto.mst import EMPTY_TREE, BlockOf, find, load_node
 from indexer.atproto.record import ConvertedRecord
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.reasons import Desync, FetchFailure, Rejection
@@ -59,8 +60,6 @@ def fold_operations(ops: Sequence[RepoOp]) -> list[NetOp]:
     return [op for op in net.values() if op.old != op.new]
 
 
-BlockOf = Callable[[bytes], bytes | None]
-"""Returns the block of a CID; None if it is missing."""
 _DESYNC_OF_REJECTION = {Rejection.NODE_MALFORMED: Desync.STRUCTURE, Rejection.OPS_MISMATCH: Desync.OPS}
 _DESYNC_OF_VERDICT = {
     Verdict.OK: None,
@@ -187,7 +186,7 @@ def verify_record(did: str, path: str, car: bytes, key: PublicKey, limits: Limit
     """
     roots, blocks = split_car(car, limits, max_bytes=limits.commit_blocks_bytes)
     commit = verify_signed(roots[0], blocks.get, key, did)
-    cid = find(lambda node: load_node(blocks.get, node, limits), commit.data, path.encode(), limits)
+    cid = find(partial(load_node, blocks.get, limits=limits), commit.data, path.encode(), limits)
     if cid is None:
         return None
     if cid not in blocks:

@@ -12,14 +12,13 @@ from indexer.atproto.car import split_car
 from indexer.atproto.cid import cid_of
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.atproto.mst import MissingNodeError, decode_node, encode_node
+from indexer.atproto.mst import BlockOf, MissingNodeError, decode_node, encode_node
 from indexer.atproto.range_walk import KeyRange, ranges_of
 from indexer.demo import dag_cbor
 from indexer.demo.local_repo import LocalRepo, Write, car
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.reasons import FetchFailure, Rejection
 from indexer.sync.export import RangeSnapshot, verify_ranges
-from indexer.sync.verify import BlockOf
 from tests.daemon.crafted_exports import INVALID_EXPORTS, SignedRepo, entry, keys_of_height, node, node_of_keys
 from tests.sync.signing_account import SigningAccount
 

@@ -17,7 +17,7 @@ from indexer.atproto.syntax import is_did, is_handle, is_tid
 from indexer.errors import UnavailableError
 from indexer.net.http.http_client import OutboundClient
 from indexer.reasons import FetchFailure
-from indexer.sync.events import hosting_status
+from indexer.sync.events import hosting_status, text_or_empty
 from indexer.sync.resync import HOST_STATUSES
 
 MAX_JSON_ITEMS = 16_384
@@ -159,8 +159,7 @@ def _name_and_message(body: bytes) -> tuple[str, str]:
         return "", ""
     if not isinstance(error, dict):
         return "", ""
-    name, message = error.get("error"), error.get("message")
-    return name if isinstance(name, str) else "", message if isinstance(message, str) else ""
+    return text_or_empty(error, "error"), text_or_empty(error, "message")
 
 
 class ListedAccount(NamedTuple):
