@@ -168,7 +168,12 @@ class BatchWriter:
 
     async def _write_next(self) -> None:
         """Take the next batch and write it; or, after some time without a message, save the cursors."""
-        taken = await self._take()
+        # A message that arrives when no batch has begun for a while is taken at once, and so is a full batch.
+        taken = await self.inbox.take(
+            self._batch_size.current * self.inbox.streams,  # of each message, all other streams may have a copy
+            not_before=self._batch_began_at + self.settings.batch_window,
+            idle_timeout=self.settings.idle_after,
+        )
         messages = self._held.hold_back(self.keys.hold_back(self._without_copies(taken)))
         if messages:
             self._batch_began_at = monotonic()
@@ -187,17 +192,6 @@ class BatchWriter:
             self._rows.clear()
             self.inbox.put_back(messages)
             await asyncio.sleep(self.settings.retry_interval)
-
-    async def _take(self) -> list[ReceivedMessage]:
-        """Take the messages of the next batch; return none after `idle_after` without one.
-
-        A message that arrives when no batch has begun for a while is taken at once, and so is a full batch.
-        """
-        return await self.inbox.take(
-            self._batch_size.current * self.inbox.streams,  # of each message, all other streams may have a copy
-            not_before=self._batch_began_at + self.settings.batch_window,
-            idle_timeout=self.settings.idle_after,
-        )
 
     def _without_copies(self, taken: Sequence[ReceivedMessage]) -> Sequence[ReceivedMessage]:
         """Return the messages of a batch, and put the rest back. Copies are dropped, or wait."""
@@ -417,12 +411,7 @@ class BatchWriter:
 
     def _count_copies(self, copies: Sequence[ReceivedMessage]) -> None:
         self.totals.settled += len(copies)
-        for (kind, relay), count in Counter([(copy.event.kind, _relay_of(copy)) for copy in copies]).items():
+        for (kind, origin), count in Counter([(copy.event.kind, copy.origin) for copy in copies]).items():
             self.metrics.events[kind, Outcome.REPLAYED].inc(count)
-            if relay is not None:
-                self.metrics.duplicate_events.labels(relay).inc(count)
-
-
-def _relay_of(message: ReceivedMessage) -> str | None:
-    """Return the relay that sent the message; None for the stream of a host: metrics do not name hosts."""
-    return message.origin.relay if message.origin.host is None else None
+            if origin.host is None:  # metrics do not name hosts
+                self.metrics.duplicate_events.labels(origin.relay).inc(count)

@@ -84,6 +84,7 @@ class MissedMessages:
         return OpenGap(0, gap, time())
 
 
+@dataclass(eq=False)
 class HostStreams:
     """Reads the streams of the hosts with the most accounts that no relay passes on.
 
@@ -91,19 +92,15 @@ class HostStreams:
         stage: Its progress. Each look, and each message of the streams, is work.
     """
 
-    def __init__(
-        self,
-        db: Database,
-        inbox: Inbox,
-        positions: list[StreamPosition],
-        open_stream: Callable[[str], Stream],
-        settings: HostStreamSettings,
-        metrics: Metrics,
-    ) -> None:
-        """Read the stream that `open_stream` returns for the URL of a host; add its position to `positions`."""
+    db: Database
+    inbox: Inbox
+    positions: list[StreamPosition]  # those of the streams are added and removed
+    open_stream: Callable[[str], Stream]  # returns the stream of the host with this URL
+    settings: HostStreamSettings
+    metrics: Metrics
+
+    def __post_init__(self) -> None:
         self.stage = StageProgress("host streams", needs_shard=True)
-        self._db, self._inbox, self._positions, self._metrics = db, inbox, positions, metrics
-        self._open_stream, self.settings = open_stream, settings
         self._readings: dict[str, _Reading] = {}
         self._paused_until: dict[str, float] = {}
 
@@ -119,9 +116,9 @@ class HostStreams:
 
     async def _look(self, group: asyncio.TaskGroup) -> None:
         """Begin and end streams, and follow what that means for the withheld repos."""
-        settings, shard, table = self.settings, self.settings.shard, self._db.subscribed_hosts
+        settings, shard, table = self.settings, self.settings.shard, self.db.subscribed_hosts
         await table.remove_former(shard)
-        self._metrics.desynchronized[Desync.WITHHELD].inc(await table.withhold(shard))
+        self.metrics.desynchronized[Desync.WITHHELD].inc(await table.withhold(shard))
         wanted, now = await self._wanted(), monotonic()
         for pds in await table.load(shard):  # the former process read these, perhaps without a gap
             if pds not in self._readings and not self._begin(pds, group):
@@ -146,8 +143,8 @@ class HostStreams:
 
     async def _wanted(self) -> Sequence[str]:
         """Return the hosts whose streams are to be read."""
-        accounts = Counter(await self._db.subscribed_hosts.withheld(self.settings.shard))
-        accounts.update(await self._db.host_lists.not_withheld())  # it is not known which shards have them
+        accounts = Counter(await self.db.subscribed_hosts.withheld(self.settings.shard))
+        accounts.update(await self.db.host_lists.not_withheld())  # it is not known which shards have them
         domains, wanted = Counter[str](), []
         for pds in sorted(accounts, key=lambda pds: (-accounts[pds], pds)):
             domains[domain := registered_domain(host_of(pds))] += 1
@@ -159,10 +156,10 @@ class HostStreams:
         """Begin to read a stream; return False if there are enough."""
         if len(self._readings) >= self.settings.hosts:
             return False
-        stream = self._open_stream(pds)
-        self._positions.append(stream.position)
-        self._inbox.streams += 1
-        self._inbox.limits[pds] = HOST_INBOX_BYTES
+        stream = self.open_stream(pds)
+        self.positions.append(stream.position)
+        self.inbox.streams += 1
+        self.inbox.limits[pds] = HOST_INBOX_BYTES
         task = group.create_task(self._read(stream), name=f"stream of {pds}")
         self._readings[pds] = _Reading(stream, task, monotonic())
         return True
@@ -176,14 +173,14 @@ class HostStreams:
         reading = self._readings[pds]
         reading.task.cancel()
         await asyncio.wait([reading.task])
-        await self._inbox.wait_until_settled(reading.stream.position.origin)
-        self._positions.remove(reading.stream.position)
-        self._inbox.streams -= 1
-        del self._inbox.limits[pds]
+        await self.inbox.wait_until_settled(reading.stream.position.origin)
+        self.positions.remove(reading.stream.position)
+        self.inbox.streams -= 1
+        del self.inbox.limits[pds]
         del self._readings[pds]
         await self._leave(pds)
 
     async def _leave(self, pds: str) -> None:
-        withheld = await self._db.subscribed_hosts.remove(pds, self.settings.shard)
-        self._metrics.desynchronized[Desync.WITHHELD].inc(withheld)
+        withheld = await self.db.subscribed_hosts.remove(pds, self.settings.shard)
+        self.metrics.desynchronized[Desync.WITHHELD].inc(withheld)
         log.info("host-stream.ended", host=pds, repos=withheld)

@@ -1,6 +1,6 @@
 """Compare the streams of several relays: charge those that lack messages, and close gaps that others cover."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 from time import monotonic
@@ -98,18 +98,14 @@ class RelayComparison:
         for relay, stream in self.streams.items():
             self.lacking.set_caught_up(relay, now, caught_up=_is_caught_up(stream, now))
         for relay, messages in self.lacking.charges(now).items():
-            self._charge(relay, messages)
+            self.metrics.relay_missing_messages.labels(relay).inc(len(messages))
+            did, rev = messages[-1]
+            message = f"it has not sent messages that another relay has sent, such as the commit {rev} of {did}"
+            self.conditions.report(RELAY_LACKS_MESSAGES, relay, message=message, count=len(messages))
         for relay, number in self.lacking.not_compared.items():
             self.metrics.relay_uncompared_messages.labels(relay).inc(number)
             self.lacking.not_compared[relay] = 0
         await self.covered.close()
-
-    def _charge(self, relay: str, messages: Sequence[tuple[str, str]]) -> None:
-        """Show the messages with which a relay is charged."""
-        self.metrics.relay_missing_messages.labels(relay).inc(len(messages))
-        did, rev = messages[-1]
-        message = f"it has not sent messages that another relay has sent, such as the commit {rev} of {did}"
-        self.conditions.report(RELAY_LACKS_MESSAGES, relay, message=message, count=len(messages))
 
     def _stored_until(self) -> Mapping[str, float | None]:
         several = self.streams.items() if self._has_several else ()
