@@ -58,7 +58,6 @@ class PublicKey:
     libsecp256k1, or an uncompressed point of P-256.
 
     Attributes:
-        curve: The curve of the key.
         uncompressed: The point in its uncompressed form, 65 bytes: the form that other programs parse fastest.
     """
 

@@ -25,15 +25,11 @@ LinkKind = Literal["did", "at-uri", "strong-ref"]
 
 
 class RecordLink(NamedTuple):
-    """A link in the value of a record.
-
-    Attributes:
-        kind: "strong-ref" for an AT-URI that is the member `uri` of an object that also has a text `cid`.
-    """
+    """A link in the value of a record."""
 
     path: str
     target: str
-    kind: LinkKind
+    kind: LinkKind  # "strong-ref" for an AT-URI that is the member `uri` of an object that also has a text `cid`
 
 
 def links_of(json: str | None) -> tuple[RecordLink, ...]:

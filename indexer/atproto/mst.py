@@ -226,11 +226,7 @@ BlockOf = Callable[[bytes], bytes | None]
 
 
 class MissingNodeError(UnavailableError):
-    """A tree node is missing: the export was cut off, or created while the repo changed.
-
-    Attributes:
-        cid: The CID of the node.
-    """
+    """A tree node is missing: the export was cut off, or created while the repo changed."""
 
     def __init__(self, cid: bytes) -> None:
         super().__init__(FetchFailure.EXPORT_INCOMPLETE, f"no node {cid_text(cid)}")

@@ -39,22 +39,14 @@ _is_signature = re.compile("[A-Za-z0-9_-]{85}[AQgw]").fullmatch
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A signed operation with the right form. Its signature is not verified.
+    """A signed operation with the right form. Its signature is not verified."""
 
-    Attributes:
-        block: The operation with its signature, in DAG-CBOR.
-        cid: The CID of the block, as text.
-        signed: The bytes that are signed: the operation without its signature, in DAG-CBOR.
-        prev: The CID of the operation before, as text; None for a first operation.
-        state: The new state in the form of a `plc_operation`; None for a tombstone.
-    """
-
-    block: bytes
-    cid: str
-    signed: bytes
+    block: bytes  # the operation with its signature, in DAG-CBOR
+    cid: str  # the CID of the block, as text
+    signed: bytes  # the bytes that are signed: the operation without its signature, in DAG-CBOR
     sig: bytes
-    prev: str | None
-    state: Mapping[str, Any] | None
+    prev: str | None  # the CID of the operation before, as text; None for a first operation
+    state: Mapping[str, Any] | None  # the new state in the form of a `plc_operation`; None for a tombstone
 
     @property
     def rotation_keys(self) -> Sequence[str]:
@@ -112,20 +104,13 @@ def document_of(did: str, state: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """An operation in force.
-
-    Attributes:
-        accepted_at: The time at which the directory accepted it, in microseconds since 1970.
-        signer: The index of the key that signed it, among the keys of the operation before or, for the first one, its
-            own.
-        keys: The keys that may sign the next operation; None for a tombstone.
-    """
+    """An operation in force."""
 
     cid: str
     digest: bytes
-    accepted_at: int
-    signer: int
-    keys: tuple[PublicKey, ...] | None
+    accepted_at: int  # the time at which the directory accepted it, in microseconds since 1970
+    signer: int  # index of the key that signed it, among those of the operation before; of the first one, among its own
+    keys: tuple[PublicKey, ...] | None  # the keys that may sign the next operation; None for a tombstone
 
 
 class PlcChain:
@@ -230,21 +215,14 @@ def _unpack_key(packed: bytes) -> PublicKey:
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """An entry of a directory's audit log or export. Only its form is verified.
-
-    Attributes:
-        operation: The JSON value that should be an operation.
-        seq: Its number in the export; None if there is none.
-        accepted_at: The time at which the directory accepted it, in UTC.
-        nullified: The mark of an operation that was replaced; None if the entry has none.
-    """
+    """An entry of a directory's audit log or export. Only its form is verified."""
 
     did: str
-    operation: Any
+    operation: Any  # the JSON value that should be an operation
     cid: Any
-    accepted_at: datetime
-    seq: int | None
-    nullified: Any
+    accepted_at: datetime  # the time at which the directory accepted it, in UTC
+    seq: int | None  # its number in the export; None if there is none
+    nullified: Any  # the mark of an operation that was replaced; None if the entry has none
 
     def parse(self) -> Operation:
         """Return the operation.

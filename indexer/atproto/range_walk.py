@@ -41,19 +41,13 @@ def ranges_of(patterns: Iterable[str]) -> list[KeyRange]:
 
 
 class Unread(NamedTuple):
-    """A subtree that may have wanted keys. Its node is missing.
-
-    Attributes:
-        inside: True if all keys of the subtree are in a range.
-        lower: The key before the subtree; b"" if there is none.
-        upper: The key after it; None if there is none.
-    """
+    """A subtree that may have wanted keys. Its node is missing."""
 
     cid: bytes
     layer: int
-    inside: bool
-    lower: bytes
-    upper: bytes | None
+    inside: bool  # True if all keys of the subtree are in a range
+    lower: bytes  # the key before the subtree; b"" if there is none
+    upper: bytes | None  # the key after it; None if there is none
 
 
 @dataclass(slots=True)

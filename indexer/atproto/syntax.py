@@ -113,13 +113,9 @@ def tid_of(micros: int, clock_id: int = 0) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AtUri:
-    """An AT-URI: `at://authority[/collection[/rkey]]`, without query and fragment.
+    """An AT-URI: `at://authority[/collection[/rkey]]`, without query and fragment."""
 
-    Attributes:
-        authority: A DID or a handle.
-    """
-
-    authority: str
+    authority: str  # a DID or a handle
     collection: str | None = None
     rkey: str | None = None
 
@@ -158,7 +154,6 @@ class CollectionFilter:
     """Selects collections by patterns: an NSID, `prefix.*` on whole segments, or `*` for all.
 
     Attributes:
-        patterns: The patterns as given.
         excluded: Collections that are not selected, although a pattern may match them.
     """
 

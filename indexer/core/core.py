@@ -73,19 +73,12 @@ class CommitsBeingVerified:
 
 
 class Core:
-    """The Python code.
-
-    Attributes:
-        name: `native` or `python`.
-        version: The version of the package that it is part of.
-        threads: The maximum number of threads in which it verifies commits at once.
-        verifies_ahead: False if commits are verified only when they are planned.
-    """
+    """The Python code."""
 
     name = "python"
-    version = __version__
-    threads = 1
-    verifies_ahead = False
+    version = __version__  # of the package that it is part of
+    threads = 1  # the maximum number of threads in which it verifies commits at once
+    verifies_ahead = False  # commits are verified only when they are planned
 
     def decoder(self, limits: Limits, shard: Shard) -> Callable[[bytes], Event]:
         """Return the function that decodes the frames of a stream for a shard."""
@@ -256,17 +249,13 @@ def _entries(records: Any) -> Iterator[tuple[bytes, bytes]]:
 
 
 class NativeCore(Core):
-    """The native core with its own threads. It may be called from several threads at once.
-
-    Attributes:
-        module: The native module (native/src/python.rs).
-    """
+    """The native core with its own threads. It may be called from several threads at once."""
 
     name = "native"
     verifies_ahead = True
 
     def __init__(self, module: Any, threads: int) -> None:
-        """Start the threads. `module` is the native module; `threads` is at least 1."""
+        """Start the threads. `module` is the native module (native/src/python.rs); `threads` is at least 1."""
         self.version: str = module.__version__
         self.threads = threads
         self.module = module

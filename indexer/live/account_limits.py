@@ -15,15 +15,10 @@ from indexer.telemetry.conditions import NEW_ACCOUNTS_LIMITED, Conditions
 
 @dataclass(eq=False)
 class AccountLimits:
-    """Finds the accounts of a batch that the limit concerns, and counts those that were added.
+    """Finds the accounts of a batch that the limit concerns, and counts those that were added."""
 
-    Attributes:
-        new_accounts: Limits accounts by the domain of their host.
-        new_web_dids: Limits rows of unknown did:web by the domain in the DID.
-    """
-
-    new_accounts: NewAccounts
-    new_web_dids: NewAccounts
+    new_accounts: NewAccounts  # limits accounts by the domain of their host
+    new_web_dids: NewAccounts  # limits rows of unknown did:web by the domain in the DID
     conditions: Conditions
 
     def apply(

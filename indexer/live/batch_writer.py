@@ -76,9 +76,6 @@ class BatchSize:
 
     A batch that fails is halved. Each batch that is written doubles the size again. A message that fails alone several
     times is the cause.
-
-    Attributes:
-        current: The maximum number of messages.
     """
 
     def __init__(self, max_size: int) -> None:

@@ -34,20 +34,13 @@ UNKNOWN: Literal["unknown"] = "unknown"
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """The result of one replay.
-
-    Attributes:
-        outcome: `UNTRIED` if the message could not be processed, `UNKNOWN` if the dead letter does not exist.
-        reason: Why the message was rejected or the repo is desynchronized; None for other outcomes.
-        detail: More about the reason, or why the dead letter is untried.
-        previous_reason: The reason of the earlier rejection, if the message was rejected again.
-    """
+    """The result of one replay."""
 
     id: int
-    outcome: Outcome | Literal["untried", "unknown"]
-    reason: Rejection | Desync | None = None
-    detail: str = ""
-    previous_reason: Rejection | None = None
+    outcome: Outcome | Literal["untried", "unknown"]  # `UNTRIED`: not possible now. `UNKNOWN`: no such dead letter
+    reason: Rejection | Desync | None = None  # of a rejection, or of the desynchronization; None for other outcomes
+    detail: str = ""  # more about the reason, or why the dead letter is untried
+    previous_reason: Rejection | None = None  # the reason of the earlier rejection, if the message was rejected again
 
 
 @dataclass(eq=False)

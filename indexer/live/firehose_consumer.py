@@ -56,21 +56,14 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StreamEntry:
-    """The start of a connection.
-
-    Attributes:
-        cursor: The cursor of the request; None asks for new messages only.
-        resumed_at: The stored cursor, whose message the relay must send again; None if there is none.
-        gap: Messages that are missing, or may be, before the first message of this connection.
-        from_oldest: True if the relay is asked for all that it has. Then it means nothing that the cursor is outdated.
-    """
+    """The start of a connection."""
 
     relay: str
     epoch: int
-    cursor: int | None
-    resumed_at: Position | None = None
-    gap: Gap | None = None
-    from_oldest: bool = False
+    cursor: int | None  # the cursor of the request; None asks for new messages only
+    resumed_at: Position | None = None  # the stored cursor, whose message the relay must send again
+    gap: Gap | None = None  # messages that are missing, or may be, before the first message of this connection
+    from_oldest: bool = False  # the relay is asked for all that it has: an outdated cursor means nothing
 
     @property
     def after_cursor(self) -> bool:

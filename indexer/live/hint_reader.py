@@ -44,15 +44,7 @@ OVERLAP_MICROS = 10_000_000
 class HintReader:
     """Follows the hints about the accounts of one shard. `run` ends only with an exception that is a bug.
 
-    Attributes:
-        paths: The last changed path of each repo that is due, by DID.
-        new_accounts: The limit on unknown accounts, of all hosts together.
-        wake: Called when repos have become due.
-        ask: Called with the DID of an account, to ask its host for status and rev.
-        totals: Counts the events.
-        stage: Its progress. It is busy while it writes hints.
-        position: The stored position. The batch writer only reads it.
-        last_error, failing_since, last_message: As in `FirehoseConsumer`.
+    `last_error`, `failing_since` and `last_message` are as in `FirehoseConsumer`.
     """
 
     db: Database
@@ -62,15 +54,15 @@ class HintReader:
     settings: WriterSettings
     metrics: Metrics
     conditions: Conditions
-    new_accounts: NewAccounts
-    paths: BoundedDict[str, str]
-    wake: Callable[[], None]
-    ask: Callable[[str], None]
+    new_accounts: NewAccounts  # the limit on unknown accounts, of all hosts together
+    paths: BoundedDict[str, str]  # the last changed path of each repo that is due, by DID
+    wake: Callable[[], None]  # called when repos have become due
+    ask: Callable[[str], None]  # called with the DID of an account, to ask its host for status and rev
     totals: SettledTotals = field(default_factory=SettledTotals)
 
     def __post_init__(self) -> None:
         self.stage = StageProgress("hint reader", needs_shard=True)
-        self.position = StreamPosition(lambda: False)
+        self.position = StreamPosition(lambda: False)  # the batch writer only reads it
         self.last_error: str | None = None
         self.failing_since: float | None = None
         self.last_message: dict[str, float] = {}

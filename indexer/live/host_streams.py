@@ -37,25 +37,15 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HostStreamSettings:
-    """Numbers of hosts, and times in seconds.
-
-    Attributes:
-        shard: Each process reads the streams for its own accounts.
-        hosts: Streams of hosts that are read at the same time.
-        per_domain: The same for hosts of one registered domain.
-        interval: Between two looks.
-        linger: For how long a stream is still read after its host is no longer among the first ones.
-        patience: For how long a stream may be disconnected before it is ended.
-        pause: After that, before it is begun again.
-    """
+    """Numbers of hosts, and times in seconds. Each process reads the streams for the accounts of its own shard."""
 
     shard: Shard = Shard()  # noqa: RUF009 - immutable
-    hosts: int = 8
-    per_domain: int = 2
-    interval: float = 30.0
-    linger: float = 600.0
-    patience: float = 300.0
-    pause: float = 3_600.0
+    hosts: int = 8  # streams of hosts that are read at the same time
+    per_domain: int = 2  # the same for hosts of one registered domain
+    interval: float = 30.0  # between two looks
+    linger: float = 600.0  # for how long a stream is still read after its host is no longer among the first ones
+    patience: float = 300.0  # for how long a stream may be disconnected before it is ended
+    pause: float = 3_600.0  # after that, before it is begun again
 
 
 @dataclass(slots=True)

@@ -20,28 +20,18 @@ _REV_LENGTH = 13
 
 @dataclass(slots=True)
 class _Stream:
-    """The state of one relay's stream. Times are monotonic seconds.
+    """The state of one relay's stream. Times are monotonic seconds."""
 
-    Attributes:
-        caught_up_since: None while it is not connected, or behind the network.
-        was_caught_up: True if it was caught up at some time.
-        missing: When another stream brought each message that this one has not brought, oldest first. The keys are DID
-            and rev in one string, which takes half of the memory of a tuple.
-        inactive: Accounts that are not active, in the relay's own words.
-        withheld: Those of them that it withholds.
-        newest: When the newest of the messages that it has brought arrived for the first time.
-        charged: The number of messages with which it was charged.
-        charged_at: When it was charged last.
-    """
-
-    caught_up_since: float | None = None
-    was_caught_up: bool = False
+    caught_up_since: float | None = None  # None while it is not connected, or behind the network
+    was_caught_up: bool = False  # True if it was caught up at some time
+    # When another stream brought each message that this one has not brought, oldest first. The keys are DID and rev in
+    # one string, which takes half of the memory of a tuple.
     missing: dict[str, float] = field(default_factory=dict)
-    inactive: set[str] = field(default_factory=set)
-    withheld: set[str] = field(default_factory=set)
-    newest: float = -inf
-    charged: int = 0
-    charged_at: float = -inf
+    inactive: set[str] = field(default_factory=set)  # accounts that are not active, in the relay's own words
+    withheld: set[str] = field(default_factory=set)  # those of them that it withholds
+    newest: float = -inf  # when the newest of the messages that it has brought arrived for the first time
+    charged: int = 0  # the number of messages with which it was charged
+    charged_at: float = -inf  # when it was charged last
 
 
 class LackingMessages:

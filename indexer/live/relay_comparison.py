@@ -23,28 +23,17 @@ SILENT_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ComparisonSettings:
-    """Times of the comparison, in seconds.
+    """Times of the comparison, in seconds."""
 
-    Attributes:
-        missing: In which a stream must bring a message that another one has brought.
-        margin: By which another stream must have passed a gap to cover it.
-    """
-
-    missing: float = MISSING_SECONDS
-    margin: float = MARGIN_SECONDS
+    missing: float = MISSING_SECONDS  # in which a stream must bring a message that another one has brought
+    margin: float = MARGIN_SECONDS  # by which another stream must have passed a gap to cover it
 
 
 @dataclass(eq=False)
 class RelayComparison:
-    """Compares the streams of relays. With a single one, there is nothing to compare.
+    """Compares the streams of relays. With a single one, there is nothing to compare."""
 
-    Attributes:
-        streams: By the URL of the relay.
-        lacking: The messages that streams lack.
-        covered: The gaps that streams may cover.
-    """
-
-    streams: Mapping[str, Stream]
+    streams: Mapping[str, Stream]  # by the URL of the relay
     gaps: OpenGaps
     metrics: Metrics
     conditions: Conditions

@@ -23,12 +23,9 @@ class EventClock:
 
     The `time` of an event is what its PDS, or its account, says. So times outside of the possible range do not count,
     an account counts once per batch, and the median of the latest accounts decides.
-
-    Attributes:
-        reached: Unix seconds; None before the first possible time.
     """
 
-    reached: float | None = None
+    reached: float | None = None  # Unix seconds; None before the first possible time
 
     def observe(self, times: Iterable[tuple[str, str]], now: float) -> None:
         """Take the times of the stored events, as pairs of DID and time, in the order of the stream."""

@@ -24,24 +24,15 @@ _UNKNOWN = StoredAccount(active=False, hosting_status=None, takedown=False, hand
 
 
 class FeedEvent(NamedTuple):
-    """An event, whatever the client.
-
-    Attributes:
-        change: The entry of the change log.
-        time_us: Its time, in microseconds since the Unix epoch.
-        record: The record of a create or an update; its value may be None.
-        handle: The verified handle of the account.
-        active: The account is active.
-        status: Why it is not, as sent upstream, or `takendown`; None if that is not known.
-    """
+    """An event, whatever the client."""
 
     kind: Kind
-    change: LoggedChange
-    time_us: int
-    record: StoredRecord | None = None
-    handle: str | None = None
-    active: bool = True
-    status: str | None = None
+    change: LoggedChange  # the entry of the change log
+    time_us: int  # its time, in microseconds since the Unix epoch
+    record: StoredRecord | None = None  # the record of a create or an update; its value may be None
+    handle: str | None = None  # the verified handle of the account
+    active: bool = True  # the account is active
+    status: str | None = None  # why it is not, as sent upstream, or `takendown`; None if that is not known
 
     @property
     def rev(self) -> str:

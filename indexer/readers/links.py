@@ -23,9 +23,6 @@ class LinkReader:
 
     If links are kept: reads the change log, recounts repos whose visibility changed, and backfills, in turns of one
     transaction each. If not: removes the links that are stored as soon as no process keeps them.
-
-    Attributes:
-        stage: Its progress. It moves with each turn.
     """
 
     def __init__(self, db: Database, *, wanted: bool) -> None:

@@ -41,28 +41,16 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerPoolSettings:
-    """Settings of the pool; times are seconds.
+    """Settings of the pool; times are seconds."""
 
-    Attributes:
-        workers: Concurrent resyncs, not counting those of large exports.
-        large_bytes: The bytes of large exports, together.
-        fair_time: How long a resync may occupy a worker if most workers are occupied by slow exports.
-        idle_interval: Pause between two looks at an empty queue.
-        gathering_time: How long to wait for more free workers if some are occupied. A claim of several repos costs
-            little more than one of a single repo.
-        lease: How long a claim lasts without a renewal.
-        attempt_timeout: The longest duration of one attempt.
-        streamed: False if the upstream is a Jetstream, so that each change has to be fetched.
-    """
-
-    workers: int = 32
-    large_bytes: int = LARGE_EXPORTS_BYTES
-    fair_time: float = 10.0
-    idle_interval: float = 1.0
-    gathering_time: float = 0.0
-    lease: float = 120.0
-    attempt_timeout: float = 3_600.0
-    streamed: bool = True
+    workers: int = 32  # concurrent resyncs, not counting those of large exports
+    large_bytes: int = LARGE_EXPORTS_BYTES  # the bytes of large exports, together
+    fair_time: float = 10.0  # how long a resync may occupy a worker if most workers are occupied by slow exports
+    idle_interval: float = 1.0  # pause between two looks at an empty queue
+    gathering_time: float = 0.0  # to wait for more free workers: a claim of several repos costs little more than one
+    lease: float = 120.0  # how long a claim lasts without a renewal
+    attempt_timeout: float = 3_600.0  # the longest duration of one attempt
+    streamed: bool = True  # False if the upstream is a Jetstream, so that each change has to be fetched
 
 
 @dataclass(eq=False)
@@ -72,8 +60,6 @@ class WorkerPool:
     Attributes:
         stage: Its progress. While all workers are occupied, the pool has work, and moves when a resync receives a part
             of its export, or ends.
-        shares: What its resyncs occupy.
-        claims: The activity that claims repos.
         ended: The number of resyncs that have ended, with whatever result.
     """
 

@@ -97,24 +97,17 @@ class MaintenanceSettings:
 
 @dataclass(eq=False)
 class QueueMaintenance:
-    """Changes repos that no worker holds. `run` ends only with an exception that is a bug.
-
-    Attributes:
-        may_forget: Returns False while the operator chooses the repos.
-        lease_expiry: The progress of the search for expired leases.
-        parked_repos: The progress of the search for parked repos and missing values.
-        unproven_repos: The progress of the search for repos with undecidable commits.
-    """
+    """Changes repos that no worker holds. `run` ends only with an exception that is a bug."""
 
     db: Database
     shard: Shard
     metrics: Metrics
     settings: MaintenanceSettings = field(default_factory=MaintenanceSettings)
-    may_forget: Callable[[], bool] = lambda: True
+    may_forget: Callable[[], bool] = lambda: True  # returns False while the operator chooses the repos
 
     def __post_init__(self) -> None:
         self.lease_expiry = StageProgress("lease expiry")
-        self.parked_repos = StageProgress("parked repos")
+        self.parked_repos = StageProgress("parked repos")  # and missing values
         self.unproven_repos = StageProgress("unproven repos")
 
     async def run(self) -> None:

@@ -74,34 +74,20 @@ class PostponedError(Exception):
 
 @dataclass(slots=True, eq=False)
 class Resync:
-    """A claimed repo whose resync runs, and what it occupies.
+    """A claimed repo whose resync runs, and what it occupies."""
 
-    Attributes:
-        claimed: The row as it was claimed.
-        started_at: When the resync began, in Unix seconds.
-        limit_keys: What it counts for: its host, registered domain and network address.
-        reserved: The bytes that its export may have; 0 as long as it occupies a worker.
-        download: The export while it is being fetched, and after that.
-        phase: The present step.
-        phase_since: When it began, in Unix seconds.
-        preloaded: True if its identity was loaded into memory, unless none is stored.
-        deadline: When the attempt ends at the latest; None if it does not run.
-        subscribed: Says that its host was subscribed before the export was requested, if a relay withholds the account.
-        ended: Set if it is ended because it is slow. It occupies what it has until its attempt is cleaned up.
-    """
-
-    claimed: Repo
-    started_at: float
+    claimed: Repo  # the row as it was claimed
+    started_at: float  # when the resync began, in Unix seconds
     host: str = UNKNOWN_HOST
-    limit_keys: frozenset[str] = frozenset()
-    reserved: int = 0
-    download: ExportDownload | SparseDownload | None = None
-    phase: Phase = Phase.IDENTITY
-    phase_since: float = 0.0
-    preloaded: bool = False
-    deadline: asyncio.Timeout | None = None
-    subscribed: int | None = None
-    ended: PostponedError | None = None
+    limit_keys: frozenset[str] = frozenset()  # its host, registered domain and network address
+    reserved: int = 0  # the bytes that its export may have; 0 as long as it occupies a worker
+    download: ExportDownload | SparseDownload | None = None  # the export while it is being fetched, and after that
+    phase: Phase = Phase.IDENTITY  # the present step
+    phase_since: float = 0.0  # when it began, in Unix seconds
+    preloaded: bool = False  # True if its identity was loaded into memory, unless none is stored
+    deadline: asyncio.Timeout | None = None  # when the attempt ends at the latest; None if it does not run
+    subscribed: int | None = None  # its host was subscribed before the request, if a relay withholds the account
+    ended: PostponedError | None = None  # it is slow; it occupies what it has until its attempt is cleaned up
 
     @property
     def large(self) -> bool:
@@ -147,9 +133,6 @@ class Shares:
 
     Repos beyond a share are postponed one behind the other, at the rate at which the host has answered so far. So they
     do not return to the front of the queue again and again, ahead of repos of other hosts. Times are Unix seconds.
-
-    Attributes:
-        running: The resyncs in progress.
     """
 
     def __init__(self, workers: int, fair_time: float = 10.0, large_bytes: int = LARGE_EXPORTS_BYTES) -> None:

@@ -78,19 +78,13 @@ _NODE_START = b"\xa2\x61e"  # a map of two items, first that with the key "e"
 
 
 class ReceivedMessage(NamedTuple):
-    """A message from a stream, decoded, with its frame.
+    """A message from a stream, decoded, with its frame."""
 
-    Attributes:
-        origin: The stream.
-        seq: The number of the watermark that this message holds back until it is settled; None if it has none.
-        at: The time of arrival, in monotonic seconds.
-    """
-
-    origin: Origin
-    seq: int | None
+    origin: Origin  # the stream
+    seq: int | None  # the number of the watermark that this message holds back until it is settled; None if it has none
     frame: bytes
     event: RepoEvent | UnknownEvent | MalformedEvent
-    at: float = 0.0
+    at: float = 0.0  # the time of arrival, in monotonic seconds
 
     @property
     def did(self) -> str | None:
@@ -128,16 +122,12 @@ def commits_to_verify(
 
 
 class SettledMessage(NamedTuple):
-    """A message with its outcome, which is final once the batch is written.
-
-    Attributes:
-        is_new: True for an authentic #commit or #sync whose rev is above all revs of the account that were known.
-    """
+    """A message with its outcome, which is final once the batch is written."""
 
     received: ReceivedMessage
     outcome: Outcome
     why: Rejection | Desync | None = None
-    is_new: bool = False
+    is_new: bool = False  # an authentic #commit or #sync whose rev is above all revs of the account that were known
 
 
 @dataclass(slots=True)

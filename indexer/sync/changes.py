@@ -28,25 +28,16 @@ MAX_CHARACTER_BYTES = 4
 
 
 class RecordChange(NamedTuple):
-    """A change of one record. `cid`, `value`, `problem` and `original` are None for a delete.
+    """A change of one record. `cid`, `value`, `problem` and `original` are None for a delete."""
 
-    Attributes:
-        action: What the commit or the export says. It may differ from what happens to the stored record: see
-            `effective_changes`.
-        rev: The rev of the commit or the export; None for a delete that neither caused.
-        value: The record as JSON text (docs/protocol.md#record-json).
-        problem: Why `value` is None or differs from the original; None if it is complete.
-        original: The record as DAG-CBOR, only if `value` does not contain all of it.
-    """
-
-    action: Action
+    action: Action  # of the commit or the export; see `effective_changes` for what happens to the stored record
     collection: str
     rkey: str
-    rev: str | None
+    rev: str | None  # the rev of the commit or the export; None for a delete that neither caused
     cid: bytes | None = None
-    value: str | None = None
-    problem: str | None = None
-    original: bytes | None = None
+    value: str | None = None  # the record as JSON text (docs/protocol.md#record-json)
+    problem: str | None = None  # why `value` is None or differs from the original; None if it is complete
+    original: bytes | None = None  # the record as DAG-CBOR, only if `value` does not contain all of it
 
     @property
     def size(self) -> int:
@@ -103,12 +94,7 @@ class BufferedEvent:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A rejected message.
-
-    Attributes:
-        frame: The frame, truncated to `batch.DEAD_LETTER_BYTES`.
-        epoch: The epoch of the relay's sequence that `seq` belongs to.
-    """
+    """A rejected message."""
 
     relay: str
     seq: int | None
@@ -116,8 +102,8 @@ class DeadLetter:
     kind: str
     reason: Rejection
     detail: str
-    frame: bytes
-    epoch: int = 0
+    frame: bytes  # the frame, truncated to `batch.DEAD_LETTER_BYTES`
+    epoch: int = 0  # the epoch of the relay's sequence that `seq` belongs to
 
 
 class RepoWrite(NamedTuple):
@@ -140,19 +126,13 @@ class RepoWrite(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The content of one transaction: at most one `RepoWrite` per repo, in any order.
-
-    Attributes:
-        stale_identities: DIDs that need an identity refresh.
-        cursors: At most one for each relay.
-        resolved: The ID of the dead letter whose replay has these effects; it is deleted.
-    """
+    """The content of one transaction: at most one `RepoWrite` per repo, in any order."""
 
     writes: tuple[RepoWrite, ...] = ()
     dead_letters: tuple[DeadLetter, ...] = ()
-    stale_identities: frozenset[str] = field(default_factory=frozenset)
-    cursors: tuple[Cursor, ...] = ()
-    resolved: int | None = None
+    stale_identities: frozenset[str] = field(default_factory=frozenset)  # DIDs that need an identity refresh
+    cursors: tuple[Cursor, ...] = ()  # at most one for each relay
+    resolved: int | None = None  # the ID of the dead letter whose replay has these effects; it is deleted
 
 
 MAX_EXPANSION = 16
@@ -182,7 +162,6 @@ class RecordConverter:
     of the value, so that a small commit could fill the disk. Beyond `MAX_EXPANSION`, values are omitted.
 
     Attributes:
-        items: The number of items that the records may still have.
         bytes_converted: The sum of the sizes of the changes with values so far, in bytes (see `RecordChange.size`).
     """
 
@@ -249,20 +228,15 @@ RecordKey = tuple[str, str, str]
 
 
 class ChangeLogEntry(NamedTuple):
-    """One entry of the change log.
-
-    Attributes:
-        live: True if the stream caused the change, False if a resync did.
-        cid: The new CID of the record; None for a delete. An entry of a repo has no collection, rkey and CID.
-    """
+    """One entry of the change log."""
 
     did: str
     action: Action | RepoAction
     rev: str | None
-    live: bool
+    live: bool  # True if the stream caused the change, False if a resync did
     collection: str | None = None
     rkey: str | None = None
-    cid: bytes | None = None
+    cid: bytes | None = None  # the new CID of the record; None for a delete. An entry of a repo has no path and no CID
 
 
 def hosting_status_of(repo: Repo) -> str:

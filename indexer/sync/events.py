@@ -19,37 +19,25 @@ from indexer.reasons import Rejection
 
 
 class RepoOp(NamedTuple):
-    """One entry of `#commit.ops`. Its CIDs may be of any CIDv1 form, of 4 to 100 bytes; all other CIDs have 36 bytes.
-
-    Attributes:
-        cid: The record's CID after the operation; None for a delete.
-        prev: The record's CID before the operation; None if the message has none.
-    """
+    """One entry of `#commit.ops`. Its CIDs may be of any CIDv1 form, of 4 to 100 bytes; all others have 36 bytes."""
 
     action: str
     path: str
-    cid: bytes | None
-    prev: bytes | None
+    cid: bytes | None  # the record's CID after the operation; None for a delete
+    prev: bytes | None  # the record's CID before the operation; None if the message has none
 
 
 class CommitEvent(NamedTuple):
-    """A `#commit` message (docs/protocol.md#commits).
-
-    Attributes:
-        commit: The CID of the commit object.
-        since: The rev before this commit, according to the sender; not signed; "" if it is not a TID.
-        prev_data: The root of the tree before this commit, according to the sender; inversion verifies it.
-        blocks: A CAR slice.
-    """
+    """A `#commit` message (docs/protocol.md#commits)."""
 
     seq: int
     did: str
-    commit: bytes
+    commit: bytes  # the CID of the commit object
     rev: str
-    since: str | None
-    prev_data: bytes | None
+    since: str | None  # the rev before this commit, according to the sender; not signed; "" if it is not a TID
+    prev_data: bytes | None  # the root of the tree before this commit, according to the sender; inversion verifies it
     ops: tuple[RepoOp, ...]
-    blocks: bytes
+    blocks: bytes  # a CAR slice
     time: str
     kind: Literal["commit"] = "commit"
 
@@ -78,16 +66,12 @@ class IdentityEvent(NamedTuple):
 
 
 class AccountEvent(NamedTuple):
-    """An `#account` message (docs/protocol.md#accounts).
-
-    Attributes:
-        status: Explains `active`, as sent; any string is allowed.
-    """
+    """An `#account` message (docs/protocol.md#accounts)."""
 
     seq: int
     did: str
     active: bool
-    status: str | None
+    status: str | None  # explains `active`, as sent; any string is allowed
     time: str
     kind: Literal["account"] = "account"
 

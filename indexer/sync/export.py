@@ -37,13 +37,9 @@ class ColumnLayout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadyRows:
-    """The rows of new records in the binary format of COPY, with the columns of a `ColumnLayout`.
+    """The rows of new records in the binary format of COPY, with the columns of a `ColumnLayout`."""
 
-    Attributes:
-        chunk: The chunk of the native core (native/src/python_export.rs).
-    """
-
-    chunk: Any
+    chunk: Any  # the chunk of the native core (native/src/python_export.rs)
 
     def records(self) -> Iterator[bytes]:
         """Yield the rows of the records in pieces of at most `PIECE_BYTES`: the chunk is in memory only once."""
@@ -59,23 +55,14 @@ class ReadyRows:
 
 @dataclass(frozen=True, slots=True)
 class RecordChunk:
-    """The next selected records of an export, in path order. Each is a create: nothing of the repo is stored.
+    """The next selected records of an export, in path order. Each is a create: nothing of the repo is stored."""
 
-    Attributes:
-        count: The number of records, without paths that are not selected or break the syntax.
-        missing: The number of these records whose block is not in the export.
-        size: The bytes of the records and their values, approximately.
-        changes: The records; empty if there are `rows`.
-        rows: The records as rows; None: the database driver encodes `changes`.
-        proof: How the records were proven. That of `rows` is always an export.
-    """
-
-    count: int
-    missing: int
-    size: int
-    changes: Sequence[RecordChange] = ()
-    rows: ReadyRows | None = None
-    proof: Proof = "export"
+    count: int  # the number of records, without paths that are not selected or break the syntax
+    missing: int  # the number of these records whose block is not in the export
+    size: int  # the bytes of the records and their values, approximately
+    changes: Sequence[RecordChange] = ()  # the records; empty if there are `rows`
+    rows: ReadyRows | None = None  # the records as rows; None: the database driver encodes `changes`
+    proof: Proof = "export"  # how the records were proven. That of `rows` is always an export
 
 
 class NewRecords:
@@ -110,21 +97,14 @@ class NewRecords:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A verified export: a valid signature, and every tree node present, canonical and in order.
+    """A verified export: a valid signature, and every tree node present, canonical and in order."""
 
-    Attributes:
-        count: The number of records.
-        block_of: Returns the block of a record; None if the export lacks it.
-        size: The size of all blocks with their lengths and CIDs, in bytes.
-        proof: How this proves records.
-    """
-
-    proof: ClassVar[Proof] = "export"
+    proof: ClassVar[Proof] = "export"  # how this proves records
     did: str
     head: Head
-    count: int
-    block_of: BlockOf
-    size: int
+    count: int  # the number of records
+    block_of: BlockOf  # returns the block of a record; None if the export lacks it
+    size: int  # the size of all blocks with their lengths and CIDs, in bytes
 
     def records(self) -> Iterator[Entry]:
         """Yield the path and the CID of each record, in bytewise path order."""
@@ -150,14 +130,10 @@ def verify_snapshot(did: str, root: bytes, block_of: BlockOf, key: PublicKey, li
 
 @dataclass(frozen=True, slots=True)
 class RangeSnapshot(Snapshot):
-    """All records of a repo in ranges of paths, proven by the nodes that may have such paths.
-
-    Attributes:
-        entries: The records in ascending order of their paths. `count` is their number.
-    """
+    """All records of a repo in ranges of paths, proven by the nodes that may have such paths."""
 
     proof: ClassVar[Proof] = "range"
-    entries: Sequence[Entry]
+    entries: Sequence[Entry]  # the records in ascending order of their paths. `count` is their number
 
     def records(self) -> Iterator[Entry]:
         """See `Snapshot`."""

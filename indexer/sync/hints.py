@@ -31,42 +31,26 @@ HintKind = Literal["commit", "account", "identity"]
 
 
 class Hint(NamedTuple):
-    """An event of a Jetstream. `did` is a valid DID; each other field may be missing or false.
-
-    Attributes:
-        time: The cursor after the event: microseconds since the Unix epoch by the clock of the Jetstream; 0: unknown.
-        rev: The rev of a commit; "" if it is not a TID.
-        collection: The collection of the changed record; "" if it is not an NSID.
-        path: The path of the changed record; "" if it is not one.
-        writes: A commit creates or updates the record.
-        active: The account is active, as in an #account message.
-        status: Why it is not active.
-    """
+    """An event of a Jetstream. `did` is a valid DID; each other field may be missing or false."""
 
     kind: HintKind
     did: str
-    time: int = 0
-    rev: str = ""
-    collection: str = ""
-    path: str = ""
-    writes: bool = False
-    active: bool = True
-    status: str | None = None
+    time: int = 0  # the cursor after it: microseconds since the Unix epoch by the clock of the Jetstream; 0: unknown
+    rev: str = ""  # the rev of a commit; "" if it is not a TID
+    collection: str = ""  # the collection of the changed record; "" if it is not an NSID
+    path: str = ""  # the path of the changed record; "" if it is not one
+    writes: bool = False  # a commit creates or updates the record
+    active: bool = True  # the account is active, as in an #account message
+    status: str | None = None  # why it is not active
 
 
 class HintPlan(NamedTuple):
-    """The effect of a hint.
+    """The effect of a hint."""
 
-    Attributes:
-        repo: The row afterwards; the same object if the row does not change.
-        ask: Ask the host of the account for its status and rev.
-        refresh_identity: Look up the identity again.
-    """
-
-    repo: Repo
+    repo: Repo  # the row afterwards; the same object if the row does not change
     outcome: Outcome = Outcome.IGNORED
-    ask: bool = False
-    refresh_identity: bool = False
+    ask: bool = False  # ask the host of the account for its status and rev
+    refresh_identity: bool = False  # look up the identity again
 
 
 def decode_hint(message: bytes) -> Hint | None:

@@ -22,32 +22,19 @@ class StoredIdentity:
     """The identity that the last successful lookup of a DID, or the last verified operation in an export, gave.
 
     While the directory denies the DID (`denials` > 0), the other fields are those of the last document.
-
-    Attributes:
-        handle: The handle that the DID document claims, not verified.
-        pds: The base URL of the account's PDS.
-        signing_key: A did:key.
-        fetched_at: When the lookup asked, or the directory accepted the operation, in Unix seconds.
-        stale: True if the identity may have changed since then.
-        problem: Why the DID has no usable identity; None if it has one.
-        denials: How often in a row the directory denied the DID, hours apart; 0 if it knows the DID.
-        denied_at: The time of the last denial that counted, in Unix seconds.
-        chain: The fingerprint of the last verified operation in the directory's export, and the packed `PlcChain`; None
-            if there is none.
-        handle_wanted: False if the handle is not verified, because the repo is not tracked.
     """
 
     did: str
-    handle: str | None
-    pds: str | None
-    signing_key: str | None
-    fetched_at: float
-    stale: bool = False
-    problem: str | None = None
-    denials: int = 0
-    denied_at: float | None = None
-    chain: bytes | None = None
-    handle_wanted: bool = True
+    handle: str | None  # the handle that the DID document claims, not verified
+    pds: str | None  # the base URL of the account's PDS
+    signing_key: str | None  # a did:key
+    fetched_at: float  # when the lookup asked, or the directory accepted the operation, in Unix seconds
+    stale: bool = False  # True if the identity may have changed since then
+    problem: str | None = None  # why the DID has no usable identity; None if it has one
+    denials: int = 0  # how often in a row the directory denied the DID, hours apart; 0 if it knows the DID
+    denied_at: float | None = None  # the time of the last denial that counted, in Unix seconds
+    chain: bytes | None = None  # fingerprint of the last verified operation in an export, and the packed `PlcChain`
+    handle_wanted: bool = True  # False if the handle is not verified, because the repo is not tracked
 
     @property
     def fingerprint(self) -> bytes:
@@ -85,47 +72,31 @@ def add_denial(known: StoredIdentity, denial: StoredIdentity) -> StoredIdentity:
 
 @dataclass(frozen=True, slots=True)
 class DueIdentity:
-    """An identity that is due for a refresh.
-
-    Attributes:
-        pds: The base URL of the account's PDS, as far as it is known.
-        failures: The number of failed refreshes since the last successful one.
-    """
+    """An identity that is due for a refresh."""
 
     did: str
-    pds: str | None
-    failures: int
+    pds: str | None  # the base URL of the account's PDS, as far as it is known
+    failures: int  # the number of failed refreshes since the last successful one
 
 
 @dataclass(frozen=True, slots=True)
 class HandleClaim:
-    """A claimed handle that is due for verification.
-
-    Attributes:
-        claimed: The handle that the DID document claims.
-        known: The result of the previous verification of this claim; None if there is none.
-        attempts: The number of verifications since the claim was made or last confirmed.
-    """
+    """A claimed handle that is due for verification."""
 
     did: str
-    claimed: str | None
-    known: str | None
-    attempts: int
+    claimed: str | None  # the handle that the DID document claims
+    known: str | None  # the result of the previous verification of this claim; None if there is none
+    attempts: int  # the number of verifications since the claim was made or last confirmed
 
 
 @dataclass(frozen=True, slots=True)
 class HandleCheck:
-    """The result of verifying a handle.
-
-    Attributes:
-        handle: The claimed handle, `INVALID_HANDLE`, or None if the verification could not be completed.
-        due_at: Unix seconds of the next verification; None if there is none.
-    """
+    """The result of verifying a handle."""
 
     claim: HandleClaim
-    handle: str | None
+    handle: str | None  # the claimed handle, `INVALID_HANDLE`, or None if the verification could not be completed
     attempts: int
-    due_at: float | None
+    due_at: float | None  # Unix seconds of the next verification; None if there is none
 
 
 MAX_HOSTS = 16_384
@@ -133,20 +104,13 @@ MAX_HOSTS = 16_384
 
 @dataclass(slots=True)
 class HostState:
-    """The state of a host that is stored across restarts. Times are Unix seconds.
-
-    Attributes:
-        requests: Requests in total in the table; in memory, requests since the state was last saved.
-        failures: Failed requests, counted like `requests`.
-        consecutive_failures: Failures since the last response.
-        paused_until: End of the last pause; it may be over.
-    """
+    """The state of a host that is stored across restarts. Times are Unix seconds."""
 
     host: str
-    requests: int
-    failures: int
-    consecutive_failures: int
-    paused_until: float | None
+    requests: int  # requests in total in the table; in memory, requests since the state was last saved
+    failures: int  # failed requests, counted like `requests`
+    consecutive_failures: int  # failures since the last response
+    paused_until: float | None  # end of the last pause; it may be over
     pause_reason: FetchFailure | None
     last_error: str | None
     last_success: float | None

@@ -21,44 +21,30 @@ fetched so recently."""
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The settings and the scope that planning depends on.
+    """The settings and the scope that planning depends on."""
 
-    Attributes:
-        lenient: Apply a commit whose inversion is undecidable, if its operations are consistent with the new tree.
-        scope: Which repos are tracked and which collections are stored. It changes while the process runs.
-        deletion_grace: Seconds between an account's deletion and the erasure of its records.
-        upstream_is_pds: The upstreams are PDSes. Otherwise they are relays.
-    """
-
-    scope: Scope
+    scope: Scope  # which repos are tracked and which collections are stored. It changes while the process runs
     limits: Limits
     store_values: bool = True
-    lenient: bool = False
-    deletion_grace: float = 604_800.0
-    upstream_is_pds: bool = False
+    lenient: bool = False  # apply an undecidable commit whose operations are consistent with the new tree
+    deletion_grace: float = 604_800.0  # seconds between an account's deletion and the erasure of its records
+    upstream_is_pds: bool = False  # the upstreams are PDSes. Otherwise they are relays
 
 
 @dataclass(frozen=True, slots=True)
 class PlanContext:
     """The inputs of planning that do not depend on the event and the repo, except for the origin of the event.
 
-    Attributes:
-        now: Unix seconds.
-        origin: The stream of the event. Those of a batch may come from several.
-        refused: Unknown DIDs whose messages add no repo, because their registered domain added too many.
-        limited: Accounts of hosts that added too many, so that a first commit does not replace the first fetch.
-        other_streams: True if another stream may bring the commits that are missing before one.
-        overdue: Accounts of which no stream has brought the missing commits in time.
-        verify: Returns what `verify_commit` returns, or raises what it raises.
+    `verify` returns what `verify_commit` returns, or raises what it raises.
     """
 
     policy: Policy
-    now: float
-    origin: Origin = NO_STREAM
-    refused: frozenset[str] = frozenset()
-    limited: frozenset[str] = frozenset()
-    other_streams: bool = False
-    overdue: AbstractSet[str] = frozenset()
+    now: float  # Unix seconds
+    origin: Origin = NO_STREAM  # the stream of the event. Those of a batch may come from several
+    refused: frozenset[str] = frozenset()  # unknown DIDs that add no repo: their registered domain added too many
+    limited: frozenset[str] = frozenset()  # accounts of hosts that added too many: a first commit replaces no fetch
+    other_streams: bool = False  # another stream may bring the commits that are missing before one
+    overdue: AbstractSet[str] = frozenset()  # no stream has brought their missing commits in time
     verify: Callable[[CommitEvent, PublicKey, Limits], VerifiedCommit] = verify_commit
 
     @property
@@ -68,25 +54,15 @@ class PlanContext:
 
 
 class KeyState(NamedTuple):
-    """The signing key of a repo, as far as it is known.
+    """The signing key of a repo, as far as it is known."""
 
-    Attributes:
-        key: None if the identity has no key or, with `available` false, if the key could not be fetched.
-        available: False if no lookup succeeded.
-        final: True if no newer lookup is possible for this event.
-        stale: True if the identity is known to have changed: a signature that this key does not verify proves nothing.
-        host: The network location of the account's PDS.
-        doubtful: True if the directory denies the DID and may be wrong: nothing can be checked until that is certain.
-        fetched_at: Unix seconds at which the identity was fetched.
-    """
-
-    key: PublicKey | None
-    available: bool = True
-    final: bool = False
-    stale: bool = False
-    host: str | None = None
-    doubtful: bool = False
-    fetched_at: float = 0.0
+    key: PublicKey | None  # None if the identity has none or, with `available` false, if it could not be fetched
+    available: bool = True  # False if no lookup succeeded
+    final: bool = False  # True if no newer lookup is possible for this event
+    stale: bool = False  # known to have changed: a signature that this key does not verify proves nothing
+    host: str | None = None  # the network location of the account's PDS
+    doubtful: bool = False  # the directory denies the DID, perhaps wrongly: nothing can be checked until it is certain
+    fetched_at: float = 0.0  # Unix seconds at which the identity was fetched
 
     def is_recent(self, now: float) -> bool:
         """Return True if the identity was fetched so recently that a report of the PDS in it counts."""

@@ -58,17 +58,12 @@ class Head(NamedTuple):
 
 
 class StreamPoint(NamedTuple):
-    """The place of a message in the stream of a relay. It orders the reports about an account.
-
-    Attributes:
-        epoch: The epoch of the relay's sequence.
-        time: The `time` field of the message (Unix seconds); None if it is not known.
-    """
+    """The place of a message in the stream of a relay. It orders the reports about an account."""
 
     relay: str
-    epoch: int
+    epoch: int  # the epoch of the relay's sequence
     seq: int
-    time: float | None
+    time: float | None  # the `time` field of the message (Unix seconds); None if it is not known
 
 
 class Repo(NamedTuple):

@@ -17,16 +17,11 @@ class Layout:
 
     A plain database has one part. Each shard of the daemon is a range of positions in the order, and so is each part.
     So a process uses few parts, and shares none of them if the number of processes divides that of the parts.
-
-    Attributes:
-        order: All buckets.
-        parts: The number of parts.
-        commit_numbers: True if COMMIT assigns the numbers of the change log; otherwise a stage does so afterwards.
     """
 
-    order: tuple[int, ...] = tuple(range(BUCKETS))
-    parts: int = 1
-    commit_numbers: bool = True
+    order: tuple[int, ...] = tuple(range(BUCKETS))  # of all buckets
+    parts: int = 1  # the number of parts
+    commit_numbers: bool = True  # COMMIT assigns the numbers of the change log; otherwise a stage does so afterwards
 
     @cached_property
     def _positions(self) -> tuple[int, ...]:

@@ -13,17 +13,11 @@ from indexer.sync.shard import Shard
 
 
 class Origin(NamedTuple):
-    """The stream that a message comes from.
+    """The stream that a message comes from."""
 
-    Attributes:
-        relay: The URL of the relay.
-        epoch: The epoch of its sequence: sequence numbers are comparable only within one epoch of one relay.
-        host: The host of the stream if it is a PDS and not a relay. A PDS speaks only for accounts that it hosts.
-    """
-
-    relay: str
-    epoch: int = 0
-    host: str | None = None
+    relay: str  # the URL of the relay
+    epoch: int = 0  # the epoch of its sequence: sequence numbers are comparable only within one epoch of one relay
+    host: str | None = None  # of a stream of a PDS, not of a relay. A PDS speaks only for accounts that it hosts
 
 
 NO_STREAM = Origin("")
@@ -32,19 +26,13 @@ NO_STREAM = Origin("")
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Messages that a shard may have missed.
-
-    Attributes:
-        shard: The shard that may have missed them, as index/count.
-        first_seq: The first sequence number that may be missing; None if it is not known.
-        last_seq: The last one; None if it is not known.
-    """
+    """Messages that a shard may have missed."""
 
     relay: str
-    shard: str
+    shard: str  # the shard that may have missed them, as index/count
     reason: GapReason
-    first_seq: int | None = None
-    last_seq: int | None = None
+    first_seq: int | None = None  # the first sequence number that may be missing; None if it is not known
+    last_seq: int | None = None  # the last one; None if it is not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,17 +70,13 @@ _DESYNC_OF_VERDICT = {
 
 
 class VerifiedChange(NamedTuple):
-    """The net effect of a commit on one path: `old` is None for a create, `new` and `block` are None for a delete.
-
-    Attributes:
-        converted: The record in the block, if the native core has converted it.
-    """
+    """The net effect of a commit on one path: `old` is None for a create, `new` and `block` are None for a delete."""
 
     path: bytes
     old: bytes | None
     new: bytes | None
     block: bytes | None
-    converted: ConvertedRecord | None = None
+    converted: ConvertedRecord | None = None  # the record in the block, if the native core has converted it
 
 
 class VerifiedCommit(NamedTuple):

@@ -47,14 +47,10 @@ class UnknownPositionError(UnavailableError):
 
 
 class ReadOperations(NamedTuple):
-    """Operations that were read together.
-
-    Attributes:
-        read_until: The time (Unix seconds) up to which all operations were read.
-    """
+    """Operations that were read together."""
 
     operations: Sequence[LogEntry]
-    read_until: float
+    read_until: float  # the time (Unix seconds) up to which all operations were read
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,17 +175,11 @@ class ListedAccount(NamedTuple):
 
 
 class ListedHost(NamedTuple):
-    """An entry of the list of hosts that a relay consumes.
+    """An entry of the list of hosts that a relay consumes."""
 
-    Attributes:
-        host: The name, in lower case. Only one of a local network has a port.
-        accounts: The accounts of the host at the relay, those that it withholds included; None if it does not say.
-        status: The relay's status of the host, as in `com.atproto.sync.defs#hostStatus`; None if it does not say.
-    """
-
-    host: str
-    accounts: int | None = None
-    status: str | None = None
+    host: str  # the name, in lower case. Only one of a local network has a port
+    accounts: int | None = None  # at the relay, those that it withholds included; None if it does not say
+    status: str | None = None  # at the relay, as in `com.atproto.sync.defs#hostStatus`; None if it does not say
 
     @property
     def url(self) -> str:

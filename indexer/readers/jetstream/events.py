@@ -38,16 +38,11 @@ class LogPosition(NamedTuple):
 
     The time of a change is the time of its batch plus its place in the batch, in microseconds. COMMIT makes the times
     of batches so that no two changes have the same time, and that a later change has a later one.
-
-    Attributes:
-        seq: The number of the last change before the position.
-        batch_seq: The number of the first change in the batch of that change.
-        batch_time: The time of that batch, in microseconds since the Unix epoch.
     """
 
-    seq: int
-    batch_seq: int = 0
-    batch_time: int = -1
+    seq: int  # the number of the last change before the position
+    batch_seq: int = 0  # the number of the first change in the batch of that change
+    batch_time: int = -1  # the time of that batch, in microseconds since the Unix epoch
 
     def after(self, change: LoggedChange) -> "LogPosition":
         """Return the position after the next change."""
@@ -68,20 +63,12 @@ def position_before(passed: int, batch: LoggedBatch) -> LogPosition:
 
 @dataclass(frozen=True, slots=True)
 class EventFilter:
-    """Selects the events that a subscriber receives.
+    """Selects the events that a subscriber receives."""
 
-    Attributes:
-        collections: The collections of commit events; None selects all. Other events have no collection.
-        dids: The accounts; an empty set selects all.
-        max_bytes: Events with longer messages are left out; 0 means no limit.
-        live_only: Leave out differences that a resync found.
-        kinds: The kinds of events.
-    """
-
-    collections: CollectionFilter | None = None
-    dids: frozenset[str] = frozenset()
-    max_bytes: int = 0
-    live_only: bool = False
+    collections: CollectionFilter | None = None  # of commit events; None selects all. Other events have no collection
+    dids: frozenset[str] = frozenset()  # the accounts; an empty set selects all
+    max_bytes: int = 0  # events with longer messages are left out; 0 means no limit
+    live_only: bool = False  # leave out differences that a resync found
     kinds: frozenset[Kind] = _DEFAULT_KINDS
 
     def selects(self, event: FeedEvent) -> bool:
@@ -107,21 +94,13 @@ ALL_EVENTS = EventFilter()
 
 
 class Frames(NamedTuple):
-    """Consecutive websocket frames.
+    """Consecutive websocket frames."""
 
-    Attributes:
-        data: The frames.
-        events: The events that they have.
-        ends: Where each of them ends in `data`.
-        sizes: The sizes of their messages, as a subscriber limits them.
-        usual: `ALL_EVENTS` selects all of them.
-    """
-
-    data: bytes
-    events: Sequence[FeedEvent]
-    ends: Sequence[int]
-    sizes: Sequence[int]
-    usual: bool
+    data: bytes  # the frames
+    events: Sequence[FeedEvent]  # the events that they have
+    ends: Sequence[int]  # where each of them ends in `data`
+    sizes: Sequence[int]  # the sizes of their messages, as a subscriber limits them
+    usual: bool  # `ALL_EVENTS` selects all of them
 
 
 class EventChunk:

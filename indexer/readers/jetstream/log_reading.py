@@ -143,13 +143,7 @@ class EventWindow:
 
 
 class JetstreamReader:
-    """Follows the change log while there are subscribers.
-
-    Attributes:
-        window: The newest events.
-        stage: The progress of the stage.
-        subscribers: The number of subscribers.
-    """
+    """Follows the change log while there are subscribers. Its window has the newest events."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
@@ -216,18 +210,12 @@ class JetstreamReader:
 
 
 class Start(NamedTuple):
-    """Where a subscriber with a cursor begins.
-
-    Attributes:
-        is_seq: The cursor was the number of a change, and not a time.
-        too_old: The oldest change is newer than the cursor.
-        ahead: The cursor is beyond the next number.
-    """
+    """Where a subscriber with a cursor begins."""
 
     position: LogPosition
-    is_seq: bool = False
-    too_old: bool = False
-    ahead: bool = False
+    is_seq: bool = False  # the cursor was the number of a change, and not a time
+    too_old: bool = False  # the oldest change is newer than the cursor
+    ahead: bool = False  # the cursor is beyond the next number
 
 
 class ReplayPages:

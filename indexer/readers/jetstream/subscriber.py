@@ -50,17 +50,11 @@ log = structlog.get_logger(__name__)
 
 
 class Ending(NamedTuple):
-    """Why the daemon ends a connection.
+    """Why the daemon ends a connection."""
 
-    Attributes:
-        cause: The label of the metric.
-        code: The code of the close frame; None if nobody reads it.
-        reason: The reason, for a person.
-    """
-
-    cause: str
-    code: WSCloseCode | None
-    reason: str
+    cause: str  # the label of the metric
+    code: WSCloseCode | None  # the code of the close frame; None if nobody reads it
+    reason: str  # the reason, for a person
 
 
 _POLICY = WSCloseCode.POLICY_VIOLATION
@@ -162,22 +156,16 @@ class Subscriptions:
 
 @dataclass
 class Subscriber:
-    """A connected subscriber.
-
-    Attributes:
-        network: The network of the client.
-        on_sent: Called with the number of events that were sent.
-        start: Where it begins; None if that is not known yet.
-    """
+    """A connected subscriber."""
 
     websocket: web.WebSocketResponse
     writer: FrameWriter
     options: SubscriberOptions
-    network: str
-    on_sent: Callable[[int], None]
+    network: str  # the network of the client
+    on_sent: Callable[[int], None]  # called with the number of events that were sent
     window: EventWindow
     pages: ReplayPages
-    start: Start | None = None
+    start: Start | None = None  # where it begins; None if that is not known yet
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:

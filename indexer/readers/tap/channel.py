@@ -99,23 +99,17 @@ async def refuse_channel(_: web.Request) -> web.Response:
 
 @dataclass
 class _Client:
-    """One connection, with the events that were sent to it and not acknowledged. Times are monotonic seconds.
-
-    Attributes:
-        sent_at: When each event in flight was sent.
-        newest_acknowledged: When the newest acknowledged event was sent.
-        acknowledged: Set when there may be room for more events.
-    """
+    """One connection, with the events that were sent to it and not acknowledged. Times are monotonic seconds."""
 
     websocket: web.WebSocketResponse
     deliveries: "asyncio.Task[Deliveries]"
     retry_seconds: float
     on_sent: Callable[[], None]
     acks: bool
-    sent_at: dict[int, float] = field(default_factory=dict)
-    newest_acknowledged: float = -inf
+    sent_at: dict[int, float] = field(default_factory=dict)  # when each event in flight was sent
+    newest_acknowledged: float = -inf  # when the newest acknowledged event was sent
     acknowledged_at: float = -inf
-    acknowledged: asyncio.Event = field(default_factory=asyncio.Event)
+    acknowledged: asyncio.Event = field(default_factory=asyncio.Event)  # set when there may be room for more events
 
     async def wait_for_end(self) -> None:
         """Wait until this process no longer owns the feed."""

@@ -42,19 +42,12 @@ MAX_DUE = 100
 
 
 class RefusalLimits(NamedTuple):
-    """When a refused event is set aside.
+    """When a refused event is set aside: after so many attempts and so much time."""
 
-    Attributes:
-        attempts: After so many attempts, if clients have acknowledged other events between them,
-        seconds: and so many seconds after the first one.
-        repo_attempts: After so many attempts if an event of its repo was set aside before.
-        max_age: A change that waits in such a repo is set aside when it is older than this, in seconds.
-    """
-
-    attempts: int = 10
-    seconds: float = 900.0
-    repo_attempts: int = 3
-    max_age: float = math.inf
+    attempts: int = 10  # those between which clients have acknowledged other events; and
+    seconds: float = 900.0  # after the first of them
+    repo_attempts: int = 3  # these are enough if an event of its repo was set aside before
+    max_age: float = math.inf  # a change that waits in such a repo is set aside when it is older than this, in seconds
 
     @classmethod
     def below(cls, consumer_lag_limit: float) -> Self:
@@ -73,42 +66,26 @@ class Event(NamedTuple):
 
 @dataclass
 class _Refused:
-    """The attempts to deliver an event that were not acknowledged.
+    """The attempts to deliver an event that were not acknowledged."""
 
-    Attributes:
-        acknowledged: The number of events that clients had acknowledged at the last attempt.
-        refusals: The first attempt, and those before which clients had acknowledged other events.
-        since: When the first one was, in Unix seconds.
-        failure: What happened the last time.
-    """
-
-    acknowledged: int
+    acknowledged: int  # the number of events that clients had acknowledged at the last attempt
     attempts: int = 0
-    refusals: int = 1
-    since: float = field(default_factory=time)
-    failure: str = ""
+    refusals: int = 1  # the first attempt, and those before which clients had acknowledged other events
+    since: float = field(default_factory=time)  # when the first one was, in Unix seconds
+    failure: str = ""  # what happened the last time
 
 
 @dataclass(slots=True)
 class Sending:
-    """A row that is being sent.
-
-    Attributes:
-        after: Collection and record key of the last record that was read; None if all of them were.
-        ids: The ids of its events that may be unacknowledged.
-    """
+    """A row that is being sent."""
 
     row: SetAside
-    after: tuple[str, str] | None = ("", "")
-    ids: set[int] = field(default_factory=set)
+    after: tuple[str, str] | None = ("", "")  # path of the last record that was read; None if all of them were
+    ids: set[int] = field(default_factory=set)  # the ids of its events that may be unacknowledged
 
 
 class SetAsideEvents:
-    """The rows that changed since they were stored, and those that are being sent.
-
-    Attributes:
-        sending: The rows that are being sent.
-    """
+    """The rows that changed since they were stored, and those that are being sent."""
 
     def __init__(self, window: DeliveryWindow) -> None:
         self._window = window
@@ -184,8 +161,6 @@ class Deliveries:
     Attributes:
         ended: Set when the process no longer owns the feed, or stops.
         paused: True if nothing more is delivered, because the process stops.
-        set_aside: What is passed without its delivery.
-        limits: When a refused event is set aside.
     """
 
     def __init__(self, db: Database, progress: DeliveryProgress, limits: RefusalLimits, *, one_per_repo: bool) -> None:
