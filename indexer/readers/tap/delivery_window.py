@@ -24,7 +24,6 @@ from indexer.db.tap_feed import SNAPSHOT_BEGIN, DeliveryProgress, SetAside, Snap
 
 IDENTITY_ACTIONS = frozenset({"identity", "hidden", "visible", "deleted"})
 """Changes of a repo that are delivered as the present state of the account."""
-RECORD_ACTIONS = frozenset({"create", "update", "delete"})
 FIRST_SNAPSHOT_ID = 1 << 52
 """The first id of an event of a snapshot, or of one that was set aside.
 
@@ -205,7 +204,7 @@ class DeliveryWindow:
         before = change.seq <= self._stored.delivered_to and change.seq not in self._undelivered
         if before and change.seq < self._behind_before.get(change.did, inf):
             return
-        if change.action not in RECORD_ACTIONS | IDENTITY_ACTIONS:
+        if change.collection is None and change.action not in IDENTITY_ACTIONS:
             return
         has_room = len(self) < self.capacity and len(self._repos.get(change.did, ())) < share
         if has_room or change.seq in self._undelivered:

@@ -77,33 +77,22 @@ class Webhook:
             return
         if not events:
             return
+        body = events[0].message if self._batch == 1 else b"[%b]" % b",".join(event.message for event in events)
         try:
-            failure = await self._failure(events)
-        except UnavailableError as paused:
-            seconds = min(paused.retry_after or self.max_retry, self.max_retry)
-            deliveries.give_back_after(seconds, [event.seq for event in events])
-            return
+            status = await self._client.post(self._url, body, headers=self._headers, timeout=REQUEST_TIMEOUT)
+            accepted, failure = HTTPStatus.OK <= status < HTTPStatus.MULTIPLE_CHOICES, f"status {status}"
+        except UnavailableError as error:
+            if error.reason in {FetchFailure.HOST_PAUSED, FetchFailure.THROTTLED}:  # not because of these events
+                seconds = min(error.retry_after or self.max_retry, self.max_retry)
+                deliveries.give_back_after(seconds, [event.seq for event in events])
+                return
+            accepted, failure = False, str(error.reason)  # without the URL, which may contain a token
         self._metrics.feed_events["webhook"].inc(len(events))
-        if failure is not None:
+        if not accepted:
             self._postpone(deliveries, events, failure)
             return
         for event in events:
             deliveries.acknowledge(event.seq)
-
-    async def _failure(self, events: Sequence[Event]) -> str | None:
-        """Send events; return why they were not accepted, without the URL, which may contain a token.
-
-        Raises:
-            UnavailableError: Requests to the webhook are paused. That is not because of these events.
-        """
-        body = events[0].message if self._batch == 1 else b"[%b]" % b",".join(event.message for event in events)
-        try:
-            status = await self._client.post(self._url, body, headers=self._headers, timeout=REQUEST_TIMEOUT)
-        except UnavailableError as error:
-            if error.reason in {FetchFailure.HOST_PAUSED, FetchFailure.THROTTLED}:
-                raise
-            return str(error.reason)
-        return None if HTTPStatus.OK <= status < HTTPStatus.MULTIPLE_CHOICES else f"status {status}"
 
     def _postpone(self, deliveries: Deliveries, events: Sequence[Event], failure: str) -> None:
         attempts = max(deliveries.count_failure(event.seq, failure) for event in events)
