@@ -82,12 +82,8 @@ def invert(
 ) -> Inversion:
     """Undo operations on the tree with this root, and compare the result with `prev_data`.
 
-    Args:
-        blocks: The blocks of the CAR slice by CID. Their hashes must have been checked. Other blocks are ignored.
-        root: The CID of the root after the commit.
-        ops: The operations of the commit, at most one for each key. If there are none, no block is needed.
-        prev_data: The CID of the root before the commit; `EMPTY_TREE` for a first commit.
-        limits: The limits of a tree.
+    `blocks` are those of the CAR slice by CID, with checked hashes. `ops` are at most one for each key. If there are
+    none, no block is needed. For a first commit, `prev_data` is `EMPTY_TREE`.
 
     Raises:
         UpstreamError: With NODE_MALFORMED, if a node that is needed breaks a rule.

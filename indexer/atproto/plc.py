@@ -259,10 +259,7 @@ _is_did = re.compile("did:plc:[a-z2-7]{24}").fullmatch
 def verify_log(did: str, log: Any, *, allow_http: bool) -> DidDocument | None:
     """Verify an audit log, the JSON value with all operations of a DID, and return the parts of its DID document.
 
-    With `allow_http`, the URL of the PDS may begin with `http:`.
-
-    Returns:
-        None if the DID has a tombstone.
+    There is none if the DID has a tombstone. With `allow_http`, the URL of the PDS may begin with `http:`.
 
     Raises:
         PlcLogError: The log does not prove the state of this DID.

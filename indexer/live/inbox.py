@@ -118,10 +118,8 @@ class Inbox:
     ) -> list[ReceivedMessage]:
         """Return the messages that are queued, at most `max_count`, as soon as there is one.
 
-        Args:
-            max_count: The maximum number of messages.
-            not_before: Until then (monotonic seconds), wait for `max_count` messages or until the inbox is full.
-            idle_timeout: Seconds to wait for the first message before an empty list is returned; None waits forever.
+        Until `not_before` (monotonic seconds), wait for `max_count` messages or until the inbox is full. Without any
+        message for `idle_timeout` seconds, the list is empty; None waits forever.
         """
         if not self._has_messages.is_set() and not await wait_for_event(self._has_messages, idle_timeout):
             return []

@@ -79,14 +79,9 @@ class LackingMessages:
                 accounts.add(did)
 
     def add(self, relay: str, did: str, rev: str, now: float, *, is_new: bool) -> None:
-        """Note a message that a stream has brought.
+        """Note a message that a stream has brought. It `is_new` if it is authentic and above all known revs.
 
-        Args:
-            relay: The relay of the stream.
-            did: The account.
-            rev: The rev of the message.
-            now: Monotonic seconds; they never decrease from call to call.
-            is_new: It is authentic, and its rev is above all revs of the account that are known.
+        `now` is in monotonic seconds, which never decrease from call to call.
         """
         key, stream = did + rev, self._streams[relay]
         first_at = stream.missing.pop(key, -inf)

@@ -93,12 +93,9 @@ class Websockets:
     ) -> Iterator[HeldWebsocket]:
         """Except the connection of a request from the limit of connections during the block.
 
-        Args:
-            request: The request.
-            websocket: When the server ends, it is closed with a reason. Without it, the connection just ends.
-            for_anyone: The route needs no password, so that it may not use up the websockets of those that do. If all
-                are open, one of the network that has the most is displaced, unless the client's network would then
-                have more than that.
+        When the server ends, the websocket is closed with a reason. Without it, the connection just ends. A route
+        `for_anyone`, without a password, may not use up the websockets of those that need one. If all are open, one of
+        the network that has the most is displaced, unless the client's network would then have more than that.
 
         Raises:
             web.HTTPServiceUnavailable: There are as many websockets as allowed.

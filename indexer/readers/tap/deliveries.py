@@ -178,8 +178,7 @@ class Deliveries:
     async def take(self, limit: int) -> list[LoggedChange]:
         """Wait until changes may be delivered; return at most `limit` of them, which are in flight from now on.
 
-        Returns:
-            Nothing if the deliveries have ended. A change that was refused is returned alone.
+        There are none if the deliveries have ended. A change that was refused is returned alone.
         """
         async with self._turn:
             while not self.ended.is_set():

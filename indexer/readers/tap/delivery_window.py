@@ -172,12 +172,7 @@ class DeliveryWindow:
         return len(self) < self.capacity and len(self._repos.get(did, ())) <= self._share // 2
 
     def add_behind(self, dids: Iterable[str], changes: Sequence[LoggedChange]) -> None:
-        """Add changes of repos that `next_behind` returned.
-
-        Args:
-            dids: The repos.
-            changes: All changes of the log from that number on, up to any one.
-        """
+        """Add changes of repos that `next_behind` returned: all of the log from that number on, up to any one."""
         behind = {did: self.behind.pop(did) for did in dids}
         for change in changes:
             is_next = behind.get(change.did, inf) <= change.seq < self.behind.get(change.did, inf)
