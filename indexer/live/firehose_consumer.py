@@ -79,7 +79,6 @@ class GapRecorder(Protocol):
 
     async def open(self, gap: Gap) -> OpenGap:
         """Record a gap before the next message is processed."""
-        ...
 
 
 @dataclass(eq=False)

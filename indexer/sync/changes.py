@@ -48,23 +48,15 @@ class RecordChange(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The complete effect of one event on one repo.
+    """The complete effect of one event on one repo."""
 
-    Attributes:
-        repo: The row afterwards; the same object if the row does not change.
-        changes: The changes of records, in the order in which they happened.
-        buffer: True if the frame goes to the resync buffer.
-        why: The reason for a rejection or a desynchronization, or why a #commit or #sync was not applied.
-        refresh_identity: True if the identity may have changed, so that it is looked up again.
-    """
-
-    repo: Repo
+    repo: Repo  # the row afterwards; the same object if the row does not change
     outcome: Outcome
-    changes: tuple[RecordChange, ...] = ()
-    buffer: bool = False
-    why: Rejection | Desync | None = None
+    changes: tuple[RecordChange, ...] = ()  # the changes of records, in the order in which they happened
+    buffer: bool = False  # the frame goes to the resync buffer
+    why: Rejection | Desync | None = None  # of a rejection or desynchronization, or why the event was not applied
     detail: str = ""
-    refresh_identity: bool = False
+    refresh_identity: bool = False  # the identity may have changed, so that it is looked up again
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +101,15 @@ class DeadLetter:
 class RepoWrite(NamedTuple):
     """The changes of one repo in one transaction.
 
-    Attributes:
-        before: The row that the changes were planned on; with version 0, there is none. If the row has another version
-            when the transaction runs, nothing is written.
-        live: True if the stream caused the changes, False if a resync did.
-        advances: True if nothing but the head changes (see `Repo.advances`).
+    If the row has another version than `before` when the transaction runs, nothing is written.
     """
 
-    before: Repo
+    before: Repo  # the row that the changes were planned on; with version 0, there is none
     repo: Repo
     changes: tuple[RecordChange, ...] = ()
     buffered: tuple[BufferedEvent, ...] = ()
-    live: bool = True
-    advances: bool = False
+    live: bool = True  # the stream caused the changes; False: a resync did
+    advances: bool = False  # nothing but the head changes (see `Repo.advances`)
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,7 +163,6 @@ class ExportReader(Protocol):
     @property
     def size(self) -> int:
         """The size of all blocks with their lengths and CIDs, in bytes."""
-        ...
 
     def write(self, chunk: bytes) -> None:
         """Add the next bytes of the CAR file, and hash each block that they complete.
@@ -173,7 +172,6 @@ class ExportReader(Protocol):
             UnavailableError: SPOOL_FULL if the file cannot be created, or the disk is full. SPOOL_UNREADABLE if it
                 cannot be read.
         """
-        ...
 
     def finish(self) -> None:
         """Check that the file did not end within a block.
@@ -181,7 +179,6 @@ class ExportReader(Protocol):
         Raises:
             UnavailableError: EXPORT_INCOMPLETE if it did.
         """
-        ...
 
     def verify(self, did: str, key: PublicKey, limits: Limits) -> Snapshot:
         """Verify the whole export as `verify_snapshot` does. Call it in a thread.
@@ -189,8 +186,6 @@ class ExportReader(Protocol):
         Raises:
             UnavailableError: SPOOL_UNREADABLE if the file cannot be read.
         """
-        ...
 
     def close(self) -> None:
         """Delete the file. A call that runs in another thread fails soon."""
-        ...

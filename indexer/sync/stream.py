@@ -63,22 +63,17 @@ class OpenGap:
 class Cursor:
     """A position in a relay's stream: the effects of all messages up to `seq` are in the database.
 
-    Attributes:
-        shard: A present or former shard, as index/count.
-        event_time: The `time` field of the message at `seq`, as the relay sent it.
-        caught_up_at: Unix seconds until which everything is stored: by the times of most accounts, or the present time
-            if the stream is open and no message has followed `seq` for a while. None if it is not known.
-        epoch: The epoch of the relay's sequence: the number of times that it has started a new one.
-        updated_at: When it was stored, in Unix seconds; 0 for one that is to be stored.
+    Everything until `caught_up_at` (Unix seconds; None: not known) is stored: by the times of most accounts, or the
+    present time if the stream is open and no message has followed `seq` for a while.
     """
 
     relay: str
-    shard: str
+    shard: str  # a present or former shard, as index/count
     seq: int
-    event_time: str | None = None
+    event_time: str | None = None  # the `time` field of the message at `seq`, as the relay sent it
     caught_up_at: float | None = None
-    epoch: int = 0
-    updated_at: float = 0.0
+    epoch: int = 0  # of the relay's sequence: the number of times that it has started a new one
+    updated_at: float = 0.0  # when it was stored, in Unix seconds; 0 for one that is to be stored
 
 
 class Position(NamedTuple):

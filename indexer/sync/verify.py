@@ -82,24 +82,19 @@ class VerifiedChange(NamedTuple):
 class VerifiedCommit(NamedTuple):
     """A commit with a valid signature. If `flaw` is None, its operations lead from `prev_data` to `head.data`.
 
-    Attributes:
-        prev_data: The root of the tree before the commit; the empty tree for a first commit without `prevData`.
-        first: True if the message has no `since`.
-        flaw: Why the commit cannot be applied.
-        ops_hold: With the flaw `UNDECIDABLE`: True if the new tree shows the effect of every operation, and no record
-            is missing. With `RECORD_MISSING`, the operations are proven.
-        size: The bytes of its CAR slice.
+    With the flaw `UNDECIDABLE`, `ops_hold` is True if the new tree shows the effect of every operation and no record is
+    missing. With `RECORD_MISSING`, the operations are proven.
     """
 
     did: str
     head: Head
-    prev_data: bytes
-    first: bool
+    prev_data: bytes  # the root of the tree before it; the empty tree for a first commit without `prevData`
+    first: bool  # the message has no `since`
     changes: tuple[VerifiedChange, ...]
-    flaw: Desync | None
+    flaw: Desync | None  # why the commit cannot be applied
     detail: str = ""
     ops_hold: bool = True
-    size: int = 0
+    size: int = 0  # the bytes of its CAR slice
 
     @property
     def whole(self) -> bool:

@@ -81,11 +81,9 @@ class IdentityTable(Protocol):
 
     async def load(self, dids: Sequence[str]) -> Mapping[str, StoredIdentity]:
         """Return the stored identities by DID."""
-        ...
 
     async def save(self, identities: Sequence[StoredIdentity]) -> None:
         """Write identities, unless newer ones are stored."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
