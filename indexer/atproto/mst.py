@@ -19,7 +19,7 @@ Links to nodes always have the form of the protocol. The CID of a record may hav
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from hashlib import sha256
 from typing import Any, NoReturn
 
@@ -268,7 +268,10 @@ def walk(block_of: BlockOf, root: bytes, limits: Limits) -> Iterator[tuple[bytes
         UpstreamError: With NODE_MALFORMED, if a node breaks a rule.
         MissingNodeError: A node is missing.
     """
-    node_of = partial(load_node, block_of, limits=limits)
+
+    def node_of(cid: bytes) -> Node:
+        return load_node(block_of, cid, limits)
+
     node = node_of(root)
     layer = root_layer(node, limits)
     if layer is not None:

@@ -6,7 +6,6 @@ reference: the native core makes the same snapshots and chunks (`core.core`).
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from indexer.atproto.crypto import PublicKey
@@ -150,7 +149,7 @@ def verify_ranges(
         MissingNodeError: Such a node is missing, so that nothing is proven.
     """
     commit = verify_signed(root, block_of, key, did)
-    walk = walk_ranges(partial(load_node, block_of, limits=limits), commit.data, ranges, limits)
+    walk = walk_ranges(lambda cid: load_node(block_of, cid, limits), commit.data, ranges, limits)
     if walk.unread:
         raise MissingNodeError(walk.unread[0].cid)
     head, entries = Head(commit.rev, commit.data, root), walk.entries

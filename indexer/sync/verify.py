@@ -8,7 +8,6 @@ resync (docs/protocol.md#order-of-checks, docs/protocol.md#inversion).
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 from indexer.atproto.car import split_car
@@ -177,7 +176,7 @@ def verify_record(did: str, path: str, car: bytes, key: PublicKey, limits: Limit
     """
     roots, blocks = split_car(car, limits, max_bytes=limits.commit_blocks_bytes)
     commit = verify_signed(roots[0], blocks.get, key, did)
-    cid = find(partial(load_node, blocks.get, limits=limits), commit.data, path.encode(), limits)
+    cid = find(lambda node: load_node(blocks.get, node, limits), commit.data, path.encode(), limits)
     if cid is None:
         return None
     if cid not in blocks:
