@@ -5,14 +5,17 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
 
+from indexer.db import Database
 from indexer.demo.local_repo import Write
+from indexer.readers.tap import feed
 from indexer.readers.tap.deliveries import RefusalLimits
-from indexer.telemetry.conditions import FEED_CUT_OFF, FEED_EVENTS_SET_ASIDE
+from indexer.telemetry.conditions import FEED_CUT_OFF, FEED_EVENTS_SET_ASIDE, Conditions
+from indexer.telemetry.metrics import Metrics
 from tests.background import running
 from tests.daemon.running_daemon import POST, post
 from tests.faulty_network import FaultyAccount
@@ -415,3 +418,23 @@ async def test_event_at_which_the_connection_always_ends_is_set_aside(tap: Tap) 
         assert number < 20
     [row] = await tap.daemon.stages.db.feed.set_aside(crashing.did, 10)
     assert (row.rkey, row.failure) == ("000", "the connection ended before its acknowledgement")
+
+
+class DatabaseWithoutClients:
+    def __init__(self) -> None:
+        self.feed = self
+        self.asked = asyncio.Event()
+
+    async def is_cut_off(self) -> bool | None:
+        self.asked.set()
+        return None
+
+
+async def test_feed_that_waits_for_its_first_client_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "CLAIM_SECONDS", 3_600.0)
+    db = DatabaseWithoutClients()
+    stage = feed.TapFeed(cast(Database, db), Conditions(), Metrics(), RefusalLimits())
+    run = asyncio.create_task(stage.run())
+    await db.asked.wait()
+    await stage.stop()
+    await asyncio.wait_for(run, 10)
