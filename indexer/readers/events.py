@@ -31,8 +31,8 @@ class FeedEvent(NamedTuple):
     time_us: int  # its time, in microseconds since the Unix epoch
     record: StoredRecord | None = None  # the record of a create or an update; its value may be None
     handle: str | None = None  # the verified handle of the account
-    active: bool = True  # the account is active
-    status: str | None = None  # why it is not, as sent upstream, or `takendown`; None if that is not known
+    active: bool = True
+    status: str | None = None  # why it is not active, as sent upstream, or `takendown`; None if that is not known
 
     @property
     def rev(self) -> str:

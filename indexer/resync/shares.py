@@ -76,14 +76,14 @@ class PostponedError(Exception):
 class Resync:
     """A claimed repo whose resync runs, and what it occupies."""
 
-    claimed: Repo  # the row as it was claimed
+    claimed: Repo
     started_at: float  # when the resync began, in Unix seconds
     host: str = UNKNOWN_HOST
     limit_keys: frozenset[str] = frozenset()  # its host, registered domain and network address
     reserved: int = 0  # the bytes that its export may have; 0 as long as it occupies a worker
     download: ExportDownload | SparseDownload | None = None  # the export while it is being fetched, and after that
-    phase: Phase = Phase.IDENTITY  # the present step
-    phase_since: float = 0.0  # when it began, in Unix seconds
+    phase: Phase = Phase.IDENTITY
+    phase_since: float = 0.0  # when the phase began, in Unix seconds
     preloaded: bool = False  # True if its identity was loaded into memory, unless none is stored
     deadline: asyncio.Timeout | None = None  # when the attempt ends at the latest; None if it does not run
     subscribed: int | None = None  # its host was subscribed before the request, if a relay withholds the account

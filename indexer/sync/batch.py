@@ -80,7 +80,7 @@ _NODE_START = b"\xa2\x61e"  # a map of two items, first that with the key "e"
 class ReceivedMessage(NamedTuple):
     """A message from a stream, decoded, with its frame."""
 
-    origin: Origin  # the stream
+    origin: Origin
     seq: int | None  # the number of the watermark that this message holds back until it is settled; None if it has none
     frame: bytes
     event: RepoEvent | UnknownEvent | MalformedEvent

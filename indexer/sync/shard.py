@@ -20,7 +20,7 @@ class Layout:
     """
 
     order: tuple[int, ...] = tuple(range(BUCKETS))  # of all buckets
-    parts: int = 1  # the number of parts
+    parts: int = 1
     commit_numbers: bool = True  # COMMIT assigns the numbers of the change log; otherwise a stage does so afterwards
 
     @cached_property

@@ -96,8 +96,8 @@ ALL_EVENTS = EventFilter()
 class Frames(NamedTuple):
     """Consecutive websocket frames."""
 
-    data: bytes  # the frames
-    events: Sequence[FeedEvent]  # the events that they have
+    data: bytes
+    events: Sequence[FeedEvent]
     ends: Sequence[int]  # where each of them ends in `data`
     sizes: Sequence[int]  # the sizes of their messages, as a subscriber limits them
     usual: bool  # `ALL_EVENTS` selects all of them

@@ -161,7 +161,7 @@ class Subscriber:
     websocket: web.WebSocketResponse
     writer: FrameWriter
     options: SubscriberOptions
-    network: str  # the network of the client
+    network: str
     on_sent: Callable[[int], None]  # called with the number of events that were sent
     window: EventWindow
     pages: ReplayPages
