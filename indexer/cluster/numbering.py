@@ -71,7 +71,6 @@ _PREPARED = """
     select indexer.prepared_transactions(bucket) from indexer.resync_queue
     where bucket = any($1::smallint[]) and priority = 0
 """
-_NUMBER = "select commit_order from indexer.number_changes($1, $2, $3, $4)"
 
 
 class ClusterNode(NamedTuple):
@@ -175,7 +174,7 @@ async def assign_numbers(connection: asyncpg.Connection, batches: Iterable[int],
     names = [(node, name) for node, ages in prepared.items() for name in ages]
     arguments = list(batches), list(prepared), [node for node, _ in names], [name for _, name in names]
     crash_point("numbering.begun")
-    rows = await connection.fetch(_NUMBER, *arguments)
+    rows = await connection.fetch("select commit_order from indexer.number_changes($1, $2, $3, $4)", *arguments)
     crash_point("numbering.done")
     return {row["commit_order"] for row in rows}
 

@@ -51,7 +51,6 @@ _USING_SEGMENTS = _SESSIONS.format(
 )
 _BLOCKING = _SESSIONS.format(condition="a.pid = any(pg_blocking_pids($1))")
 _WITH_TRANSACTIONS = _SESSIONS.format(condition="a.backend_type = 'client backend' and a.xact_start is not null")
-_DEAD_CURSORS = "select pg_stat_get_dead_tuples('indexer.cursor'::regclass)"
 # The sessions of other databases keep no rows of this one, and a replication slot without a database keeps all.
 _OLD_SNAPSHOTS = _SESSIONS.format(
     condition="""
@@ -135,7 +134,7 @@ class BlockingSessions(Area):
     async def end_old_snapshots(self, max_dead_cursors: int, min_seconds: float) -> OldSnapshots:
         """Return the old snapshots if so many dead cursors are left; end sessions of consumers that are this old."""
         async with self._pool.connection() as connection:
-            dead_cursors = await connection.fetchval(_DEAD_CURSORS)
+            dead_cursors = await connection.fetchval("select pg_stat_get_dead_tuples('indexer.cursor'::regclass)")
             if dead_cursors < max_dead_cursors:
                 return OldSnapshots(dead_cursors)
             # Each dead cursor has been written by a transaction of its own.

@@ -160,7 +160,6 @@ _USE_INDEX = "set local enable_seqscan = off"
 
 LATEST_SEQ = "select atproto.latest_seq()"
 TRIMMED_SEQ = "select last_value from indexer.trimmed_seq"
-_QUEUE_USAGE = "select pg_notification_queue_usage()"
 
 
 async def load_changes(connection: Connection, after: int, max_changes: int) -> list[LoggedChange]:
@@ -305,7 +304,7 @@ class ChangePages(Area):
 
     async def notification_queue_usage(self) -> float:
         """Return the used share of the notification queue of the server, from 0 to 1."""
-        return float(await self._fetchval(_QUEUE_USAGE))
+        return float(await self._fetchval("select pg_notification_queue_usage()"))
 
     @asynccontextmanager
     async def signal(self) -> AsyncIterator[ChangeSignal]:

@@ -72,7 +72,6 @@ _READ = """
     from indexer.crawl_progress where
 """
 _LOAD = f"{_READ} purpose = $1 and source = $2 and collection = $3 and shard = $4"
-_RECHECKS = f"{_READ} purpose = 'recheck' order by collection"
 
 # This one, which began before, has read all that those have read of other directories.
 _DELETE_COVERED = """
@@ -275,7 +274,7 @@ class Crawls(Area):
         After a change of the number of shards, the lists of former shards with some of these repos are among them,
         until this shard has a progress of its own that began at the same time or later.
         """
-        stored = [CrawlProgress(**row) for row in await self._fetch(_RECHECKS)]
+        stored = [CrawlProgress(**row) for row in await self._fetch(f"{_READ} purpose = 'recheck' order by collection")]
         own = {progress.collection: progress for progress in stored if progress.shard == str(shard)}
         for progress in stored:
             present = own.get(progress.collection)

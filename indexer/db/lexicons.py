@@ -167,8 +167,6 @@ def _shortened(name: str) -> str:
     return f"{name[: MAX_NAME_BYTES - _HASH_CHARACTERS - 1]}_{digest}"
 
 
-_LOCK = "lock table indexer.lexicon in share row exclusive mode"
-_LOCK_TIMEOUT = "set local lock_timeout = '2s'"
 _LOAD = "select nsid, document::text, source, view_name, fields::text from indexer.lexicon order by nsid"
 _UPSERT = """
     insert into indexer.lexicon (nsid, document, source, view_name, fields) values ($1, $2::json, $3, $4, $5::jsonb)
@@ -176,8 +174,6 @@ _UPSERT = """
     set document = excluded.document, source = excluded.source, view_name = excluded.view_name,
         fields = excluded.fields, added_at = now()
 """
-_CREATE_VIEW = "select indexer.create_lexicon_view($1)"
-_DROP_VIEW = "select indexer.drop_lexicon_view($1)"
 
 
 class AddedState(StrEnum):
@@ -279,8 +275,8 @@ class Lexicons(Area):
         """Begin a transaction that waits only briefly for queries on the views, so that no other query waits long."""
         try:
             async with self._pool.transaction() as connection:
-                await connection.execute(_LOCK_TIMEOUT)
-                await connection.execute(_LOCK)
+                await connection.execute("set local lock_timeout = '2s'")
+                await connection.execute("lock table indexer.lexicon in share row exclusive mode")
                 yield connection
         except DatabaseError as error:
             if isinstance(error.__cause__, asyncpg.LockNotAvailableError | asyncpg.DeadlockDetectedError):
@@ -316,12 +312,12 @@ async def _save(connection: Connection, lexicon: Lexicon, source: str, fields: l
     text = json.dumps([field.to_json() for field in fields])
     with _dependents():
         await connection.execute(_UPSERT, lexicon.nsid, lexicon.text, source, view_name(lexicon.nsid), text)
-        await connection.execute(_CREATE_VIEW, lexicon.nsid)
+        await connection.execute("select indexer.create_lexicon_view($1)", lexicon.nsid)
 
 
 async def _drop(connection: Connection, nsid: str) -> None:
     with _dependents():
-        await connection.execute(_DROP_VIEW, nsid)
+        await connection.execute("select indexer.drop_lexicon_view($1)", nsid)
 
 
 @contextmanager

@@ -49,7 +49,6 @@ CATCH_UP_POLL = 0.05
 MAX_RECOUNTED = 100
 """Records of one transaction that changes whether links count."""
 
-_LOCK_TIMEOUT = "set local lock_timeout = '2s'"
 _IS_ON = "select exists (select from indexer.link_reader)"
 _REMOVE = (
     "truncate indexer.record_link, indexer.target_count, indexer.links_to_recount",
@@ -73,7 +72,6 @@ _NEXT_KEYS = """
     order by did, collection, rkey limit $4
 """
 _SAVE_BACKFILL = "update indexer.link_reader set did = $1, collection = $2, rkey = $3, repos = $4"
-_SAVE_DONE = "update indexer.link_reader set done_at = now()"
 
 _LINK: Columns = {
     **_KEY, "bucket": "smallint", "target": "text", "kind": "text", "path": "text", "counted": "boolean"
@@ -203,7 +201,7 @@ class LinkSession:
         crash_point(COMMITTED)
 
     async def _remove(self) -> None:
-        await self.connection.execute(_LOCK_TIMEOUT)
+        await self.connection.execute("set local lock_timeout = '2s'")
         for statement in _REMOVE:
             await self.connection.execute(statement)
 
@@ -250,7 +248,7 @@ class LinkSession:
                 repos = self.repos + len({did for did, *_ in keys} - {self.backfilled_to[0]})
                 await self.connection.execute(_SAVE_BACKFILL, *keys[-1], repos)
             else:
-                await self.connection.execute(_SAVE_DONE)
+                await self.connection.execute("update indexer.link_reader set done_at = now()")
             crash_point("links.backfilled")
         crash_point(COMMITTED)
         if keys:

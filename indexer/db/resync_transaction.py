@@ -28,7 +28,6 @@ _STORES_RECORDS = "select exists (select from indexer.record where did = $1 and 
 _CLAIMED = f"""
     from indexer.repo r where did = $1 and bucket = $2 and lease = $3 and sync_status = '{SyncStatus.IN_PROGRESS}'
 """
-_HOLDS = f"select exists (select {_CLAIMED})"
 # A lost claim is recognized without the lock: its new owner may hold the lock, and wait for a record that this
 # transaction has written.
 _LOCK = f"select {repo_columns('r')} {_CLAIMED} for update"
@@ -121,7 +120,7 @@ class ResyncTransaction:
 
     async def holds_claim(self) -> bool:
         """Return True if the claim still holds at this moment."""
-        return bool(await self.connection.fetchval(_HOLDS, *self._key, self._lease))
+        return bool(await self.connection.fetchval(f"select exists (select {_CLAIMED})", *self._key, self._lease))
 
     async def write(self, changes: Sequence[RecordChange], proof: Proof, *, live: bool = False) -> Counter[Action]:
         """Write differences between the stored records and the export, or changes of buffered events (`commit`).

@@ -88,7 +88,6 @@ SIGNALS = f"""
 """
 
 _LISTS_READ = "select collection from indexer.crawl_progress where purpose = 'signal' and finished_at is not null"
-_COUNT_NOT_CHOSEN = f"select count(*) from indexer.repo where tracked and wanted_in < {CHOSEN}"
 
 
 RecordPosition = tuple[datetime, str, str]
@@ -224,7 +223,7 @@ class ScopeChanges(Area):
 
     async def count_not_chosen(self) -> int:
         """Return the number of tracked repos that no command has named. Reads all repos."""
-        return int(await self._fetchval(_COUNT_NOT_CHOSEN))
+        return int(await self._fetchval(f"select count(*) from indexer.repo where tracked and wanted_in < {CHOSEN}"))
 
 
 async def _without_signal(connection: Connection, scope: Scope, dids: Sequence[str]) -> tuple[list[str], int]:

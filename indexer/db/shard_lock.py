@@ -52,7 +52,6 @@ _CLAIM = """
     returning true
 """
 
-_RELEASE = "delete from indexer.shard_owner where pid = pg_backend_pid()"
 
 _OWNERS = f"""
     select format(
@@ -125,7 +124,7 @@ async def open_lock(connection: asyncpg.Connection, positions: range, layout: La
     finally:
         connection.remove_termination_listener(on_termination)
         if not connection.is_closed():
-            await connection.execute(_RELEASE)
+            await connection.execute("delete from indexer.shard_owner where pid = pg_backend_pid()")
 
 
 def session_name(positions: range) -> str:
