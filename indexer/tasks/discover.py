@@ -145,11 +145,7 @@ class SignalDiscovery:
         await run_periodically(self.step, self.interval, self._checks)
 
     async def step(self) -> None:
-        """Read the lists if they are due.
-
-        Raises:
-            DatabaseError: The database is unavailable.
-        """
+        """Read the lists if they are due."""
         scope = self.scope.scope
         due = scope.chosen_in, self.reconciled_at()
         if due != self._due:

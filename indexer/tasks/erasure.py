@@ -57,11 +57,7 @@ class AccountErasure:
         await run_periodically(self._erase_all_due, self.interval, self.stage)
 
     async def erase_batch(self, did: str | None = None) -> bool:
-        """Erase one batch of records of one account, or of this one; return False if no account is due.
-
-        Raises:
-            DatabaseError: The database is unavailable.
-        """
+        """Erase one batch of records of one account, or of this one; return False if no account is due."""
         erased = await self.db.repos.erase_batch(self.shard.buckets, time(), did=did)
         if erased is None:
             return False
@@ -72,11 +68,7 @@ class AccountErasure:
         return True
 
     async def check_gone(self) -> None:
-        """Check accounts that are due and whose DID is gone; begin to erase those that do not exist any more.
-
-        Raises:
-            DatabaseError: The database is unavailable.
-        """
+        """Check accounts that are due and whose DID is gone; begin to erase those that do not exist any more."""
         dids = await self.db.repos.due_gone(self.shard.buckets, CHECKS, time())
         async with asyncio.TaskGroup() as group:
             for did in dids:

@@ -299,11 +299,7 @@ class HostCrawl:
             del self._visiting[host]
 
     async def read_list(self, host: str, work: Work) -> None:
-        """Read the repo list of a host, from the page where its reading stopped, and save what it counts.
-
-        Raises:
-            DatabaseError: The database is unavailable.
-        """
+        """Read the repo list of a host, from the page where its reading stopped, and save what it counts."""
         reading = await self.db.host_lists.load(host)
         if reading is None:
             return

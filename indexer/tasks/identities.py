@@ -81,9 +81,6 @@ class IdentityRefresh:
         Args:
             did: The DID.
             failures: How often in a row that failed before.
-
-        Raises:
-            DatabaseError: The database is unavailable.
         """
         try:
             identity = await self.identities.refresh(did)
@@ -101,11 +98,7 @@ class IdentityRefresh:
             await self.db.repos.update(did, lambda repo: plan_existence(repo, time(), grace, exists=exists))
 
     async def refresh_batch(self, method: Method) -> None:
-        """Refresh identities of one DID method that are due, several at a time.
-
-        Raises:
-            DatabaseError: The database is unavailable.
-        """
+        """Refresh identities of one DID method that are due, several at a time."""
         due = await self.db.identities.due(self.shard.buckets, WINDOW, time(), web=method == "web")
         slots = asyncio.Semaphore(CONCURRENCY)
 

@@ -43,11 +43,7 @@ class OpenTransactions:
         await run_periodically(self.check, CHECK_SECONDS, Work())
 
     async def check(self) -> None:
-        """Check the queue of notifications and the dead rows.
-
-        Raises:
-            DatabaseError: The database is unavailable.
-        """
+        """Check the queue of notifications and the dead rows."""
         await self.check_queue(await self.db.changes.notification_queue_usage())
         await self.check_snapshots()
 
@@ -56,9 +52,6 @@ class OpenTransactions:
 
         Args:
             usage: The used share of the queue, from 0 to 1.
-
-        Raises:
-            DatabaseError: The database is unavailable.
         """
         self.metrics.notification_queue_ratio.set(usage)
         if usage < FULL_SHARE:
@@ -71,11 +64,7 @@ class OpenTransactions:
         self.conditions.report(NOTIFICATION_QUEUE_FILLS, message=message, value=round(usage, 3))
 
     async def check_snapshots(self) -> None:
-        """Report the snapshots that keep many dead rows, and end those of consumers.
-
-        Raises:
-            DatabaseError: The database is unavailable.
-        """
+        """Report the snapshots that keep many dead rows, and end those of consumers."""
         found = await self.db.blocking_sessions.end_old_snapshots(self.max_dead_cursors, self.max_transaction_seconds)
         if found.dead_cursors < self.max_dead_cursors:
             self.conditions.end(DEAD_ROWS_KEPT)

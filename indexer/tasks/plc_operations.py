@@ -211,11 +211,7 @@ class PlcOperations:
         await run_periodically(self.follow, self.interval, self.stage)
 
     async def follow(self) -> None:
-        """Read pages until nothing is left, then the stream until it ends. Without a position, begin with the stream.
-
-        Raises:
-            DatabaseError: The database is unavailable.
-        """
+        """Read all pages, then the stream until it ends. Without a position, begin with the stream."""
         async with self.db.shard_locks.open(OPERATIONS) as lock:
             if not await lock.claim():
                 return
