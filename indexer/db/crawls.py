@@ -72,6 +72,7 @@ _READ = """
     from indexer.crawl_progress where
 """
 _LOAD = f"{_READ} purpose = $1 and source = $2 and collection = $3 and shard = $4"
+LISTS_READ = "select collection from indexer.crawl_progress where purpose = 'signal' and finished_at is not null"
 
 # This one, which began before, has read all that those have read of other directories.
 _DELETE_COVERED = """

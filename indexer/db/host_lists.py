@@ -205,12 +205,7 @@ class HostLists(Area):
         return {row["url"]: row["accounts"] for row in await self._fetch(_NOT_WITHHELD) if row["accounts"] > 0}
 
     async def due(
-        self,
-        buckets: Sequence[int],
-        since: float,
-        now: float,
-        followed: Sequence[str] = (),
-        page_seconds: float = 0.0,
+        self, buckets: Sequence[int], since: float, now: float, followed: Sequence[str] = (), page_seconds: float = 0.0
     ) -> list[str]:
         """Return the hosts whose lists are to be read: those that do not fail are first.
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from time import time
 
 from indexer.crash_points import crash_point
-from indexer.db.columns import columns_of, typed, unnest, values_of
+from indexer.db.columns import columns_of, select_list, stored_values, typed, unnest, values_of
 from indexer.db.connections import Area
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import MAX_HOSTS, HostState
@@ -20,14 +20,10 @@ _COLUMNS = typed(
     "pause_reason text, last_error text, last_success float8"
 )
 _REASONS = {str(reason): reason for reason in FetchFailure}
-_TIMES = ("paused_until", "last_success")
-_READ = ", ".join(f"date_part('epoch', {name}) as {name}" if name in _TIMES else name for name in _COLUMNS)
 
 _SAVE = f"""
     insert into indexer.host as h ({", ".join(_COLUMNS)}, updated_at)
-    select host, requests, failures, consecutive_failures, to_timestamp(paused_until), pause_reason, last_error,
-        to_timestamp(last_success), now()
-    from {unnest(_COLUMNS, "w")} order by ordinal
+    select {", ".join(stored_values(_COLUMNS, "w").values())}, now() from {unnest(_COLUMNS, "w")} order by ordinal
     on conflict (host) do update
     set requests = h.requests + excluded.requests, failures = h.failures + excluded.failures,
         consecutive_failures = excluded.consecutive_failures, paused_until = excluded.paused_until,
@@ -45,7 +41,7 @@ _TRIM = """
 """
 
 _LOAD = f"""
-    select {_READ} from indexer.host
+    select {select_list(_COLUMNS, "h")} from indexer.host h
     where paused_until > to_timestamp($2)
         or (consecutive_failures > 0 and updated_at > now() - make_interval(secs => $1))
 """

@@ -21,14 +21,7 @@ from asyncpg import Record as Row
 
 from indexer.atproto.links import links_of
 from indexer.crash_points import COMMITTED, crash_point
-from indexer.db.change_log_reads import (
-    LATEST_SEQ,
-    ChangeSignal,
-    LogTrimmedError,
-    listen_on,
-    load_changes,
-    load_records,
-)
+from indexer.db.change_log_reads import LATEST_SEQ, ChangeSignal, LogTrimmedError, listen_on, load_changes, load_records
 from indexer.db.columns import Columns, Connection, buckets_of, columns_of, of_buckets, unnest
 from indexer.db.connections import SERVER_SETTINGS, Area
 from indexer.db.layout import estimate_rows

@@ -17,6 +17,7 @@ from indexer.atproto.syntax import is_nsid
 from indexer.db import links, process_reports
 from indexer.db.columns import Connection
 from indexer.db.connections import Area
+from indexer.db.crawls import LISTS_READ
 from indexer.db.layout import estimate_rows, load_parts
 from indexer.db.process_reports import ProcessReport
 from indexer.db.scope import load as load_scope
@@ -81,7 +82,6 @@ MAX_HOSTS = 10
 """Paused hosts, and hosts with withheld accounts, in the status."""
 # The columns are the fields of the rows of the status document. Times of the clocks of the processes are compared with
 # $1, the present time by such a clock.
-_LISTED = "select collection from indexer.crawl_progress where purpose = 'signal' and finished_at is not null"
 _CURSORS = """
     select relay, shard, seq, event_time, $1 - date_part('epoch', caught_up_at) as lag_seconds
     from atproto.cursors order by relay, shard
@@ -304,7 +304,7 @@ async def count_repos(connection: Connection, since: float) -> Counts:
     scope = await load_scope(connection)
     complete_from = 0 if scope is None else scope.complete_from
     signals = set(filter(is_nsid, scope.signal_patterns)) if scope else set()  # other patterns have no list
-    listed = {row["collection"] for row in await connection.fetch(_LISTED)}
+    listed = {row["collection"] for row in await connection.fetch(LISTS_READ)}
     async with _limited_time(connection):
         parts = await load_parts(connection, "indexer.repo")
     total = sum(part.pages for part in parts)

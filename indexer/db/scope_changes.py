@@ -10,7 +10,7 @@ from indexer.atproto.syntax import is_nsid
 from indexer.crash_points import crash_point
 from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
 from indexer.db.connections import Area
-from indexer.db.crawls import CrawlProgress, Crawls, save_progress
+from indexer.db.crawls import LISTS_READ, CrawlProgress, Crawls, save_progress
 from indexer.db.repos import LOAD_REPOS
 from indexer.db.scope import holds
 from indexer.db.write import change_repos, write
@@ -31,21 +31,15 @@ UNSELECTED = """
     order by indexed_at, did, rkey limit $6
 """
 
-INCOMPLETE = f"""
+# A list may lack an inactive account, so its repo keeps its version, and needs an export when it is active again.
+_INCOMPLETE = f"""
     select {repo_columns("r")} from indexer.repo r
     where r.bucket = any($1::smallint[]) and r.scope_version < $2 and r.sync_status = '{SyncStatus.SYNCHRONIZED}'
         and r.active
-    order by r.bucket, r.scope_version limit $3
 """
-
-# Rows leave the set when they are marked, and the others stay. So the pages follow the primary key. A list may lack an
-# inactive account, so its repo keeps its version, and needs an export when it is active again.
-INCOMPLETE_AFTER = f"""
-    select {repo_columns("r")} from indexer.repo r
-    where r.did > $3 and r.bucket = any($1::smallint[]) and r.scope_version < $2
-        and r.sync_status = '{SyncStatus.SYNCHRONIZED}' and r.active
-    order by r.did limit $4
-"""
+INCOMPLETE = f"{_INCOMPLETE} order by r.bucket, r.scope_version limit $3"
+# Rows leave the set when they are marked, and the others stay. So the pages follow the primary key.
+INCOMPLETE_AFTER = f"{_INCOMPLETE} and r.did > $3 order by r.did limit $4"
 
 # Repos that were not fetched since then, and of which no record of the collection is stored.
 NOT_FETCHED = f"""
@@ -87,8 +81,6 @@ SIGNALS = f"""
     from indexer.repo r where r.did = any($1::text[]) and r.bucket = any($2::smallint[])
 """
 
-_LISTS_READ = "select collection from indexer.crawl_progress where purpose = 'signal' and finished_at is not null"
-
 
 RecordPosition = tuple[datetime, str, str]
 """The position of a record among those of its collection, in the order in which they were written: time, DID, key."""
@@ -120,12 +112,7 @@ class ScopeChanges(Area):
             return found[1:]
 
     async def delete_unselected(
-        self,
-        scope: Scope,
-        collection: str,
-        buckets: Sequence[int],
-        after: RecordPosition | None,
-        limit: int,
+        self, scope: Scope, collection: str, buckets: Sequence[int], after: RecordPosition | None, limit: int
     ) -> NarrowedPage | None:
         """Delete at most `limit` records of a collection that the scope does not select.
 
@@ -190,7 +177,7 @@ class ScopeChanges(Area):
 
     async def unread_lists(self, scope: Scope) -> list[str]:
         """Return the signal collections whose list has not been read since the scope changed."""
-        read = {row["collection"] for row in await self._fetch(_LISTS_READ)}
+        read = {row["collection"] for row in await self._fetch(LISTS_READ)}
         return [pattern for pattern in scope.signal_patterns if is_nsid(pattern) and pattern not in read]
 
     async def untrack_page(

@@ -13,13 +13,8 @@ import orjson
 from asyncpg import Record
 
 from indexer.crash_points import COMMITTED, crash_point
-from indexer.db.change_log_reads import (
-    LATEST_SEQ,
-    TRIMMED_SEQ,
-    LoggedChange,
-    load_changes,
-)
-from indexer.db.columns import Connection, columns_of, typed, unnest
+from indexer.db.change_log_reads import LATEST_SEQ, TRIMMED_SEQ, LoggedChange, load_changes
+from indexer.db.columns import Connection, columns_of, select_list, stored_values, typed, unnest
 from indexer.db.connections import SERVER_SETTINGS, Area
 from indexer.db.layout import estimate_rows
 from indexer.db.shard_lock import FEED, ShardLock, open_lock
@@ -90,8 +85,7 @@ _SET_ASIDE = typed(
 _SET_ASIDE_KEY = {name: _SET_ASIDE[name] for name in ("reason", "did", "collection", "rkey")}
 _ADD_SET_ASIDE = f"""
     insert into indexer.feed_set_aside as s (consumer_id, {", ".join(_SET_ASIDE)})
-    select $1, w.reason, w.did, w.collection, w.rkey, w.rev, w.action, w.attempts, to_timestamp(w.since), w.failure
-    from {unnest(_SET_ASIDE, "w", 2)}
+    select $1, {", ".join(stored_values(_SET_ASIDE, "w").values())} from {unnest(_SET_ASIDE, "w", 2)}
     on conflict (consumer_id, reason, did, collection, rkey) do update
     set rev = least(s.rev, excluded.rev), action = excluded.action, attempts = s.attempts + excluded.attempts,
         failure = excluded.failure, due = false
@@ -106,9 +100,8 @@ _DELETE_DELIVERED = f"""
         and s.rkey = w.rkey
 """
 _READ_SET_ASIDE = f"""
-    select {", ".join("date_part('epoch', s.since)" if name == "since" else f"s.{name}" for name in _SET_ASIDE)}
-    from indexer.consumer c join indexer.feed_set_aside s on s.consumer_id = c.id
-    where c.name = $1
+    select {select_list(_SET_ASIDE, "s")}
+    from indexer.consumer c join indexer.feed_set_aside s on s.consumer_id = c.id where c.name = $1
 """
 _DUE = f"{_READ_SET_ASIDE} and s.due order by s.reason, s.did, s.collection, s.rkey limit $2"
 _REFUSED = f"""

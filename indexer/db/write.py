@@ -39,7 +39,7 @@ from indexer.db.columns import (
     head_arrays,
     of_buckets,
     repo_arrays,
-    repo_values,
+    stored_values,
     typed,
     unnest,
     values_of,
@@ -75,7 +75,7 @@ MIN_SPLIT = 10
 Citus sends all arrays to each of the shards that a statement is for. For many rows that costs more than a statement for
 each shard."""
 
-_VALUES = repo_values("w")
+_VALUES = stored_values(REPO_COLUMNS, "w")
 
 # Takes the arrays of `repo_arrays`; returns the DIDs that had no row yet.
 _INSERT_REPOS = f"""

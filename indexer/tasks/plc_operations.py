@@ -22,12 +22,7 @@ from indexer.net.identity.did_resolver import denied_identity, identity_of
 from indexer.net.identity.plc_export import PlcExport, ReadOperations, UnknownPositionError, position_of
 from indexer.reasons import LogFlaw
 from indexer.sync.identity import CERTAIN_DENIALS, FINGERPRINT_BYTES, StoredIdentity, add_denial
-from indexer.telemetry.conditions import (
-    PLC_EXPORT_FAILING,
-    PLC_OPERATIONS_UNPROVEN,
-    PLC_POSITION_UNKNOWN,
-    Conditions,
-)
+from indexer.telemetry.conditions import PLC_EXPORT_FAILING, PLC_OPERATIONS_UNPROVEN, PLC_POSITION_UNKNOWN, Conditions
 from indexer.telemetry.metrics import Metrics
 
 ALL = "*"
