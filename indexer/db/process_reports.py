@@ -49,7 +49,6 @@ class ProcessReport:
     """The state of one process of the daemon.
 
     Attributes:
-        roles: Its roles.
         positions: The positions of its shard (`indexer.sync.shard`).
         owns: False while a process with the role `live` waits for its shard.
         reasons: The reasons of `/readyz`, as JSON objects.

@@ -165,8 +165,7 @@ class HostCrawl:
         checks = partial(
             HostingStatusChecks, self.db, self.outbound, self.metrics, self.scope, self._statuses, self.identities
         )
-        self._at_relay = checks(self.stream_point, sources_are_hosts=False)
-        self._at_host = checks(lambda _source: None, sources_are_hosts=True)
+        self._at_relay, self._at_host = checks(self.stream_point), checks(sources_are_hosts=True)
 
     async def run(self) -> None:
         """Read lists when they are due. Only an exception that is a bug ends it."""
@@ -183,10 +182,8 @@ class HostCrawl:
     async def read_all(self, on_look: Callable[[int, int], None]) -> CrawlProgress:
         """Read the lists of all relays, and then of all hosts, once; return the numbers of hosts and of failures.
 
-        An interrupted call is continued by the next one.
-
-        Args:
-            on_look: Called again and again with the number of lists that were read, and of all lists.
+        An interrupted call is continued by the next one. `on_look` is called again and again with the number of lists
+        that were read, and of all lists.
 
         Raises:
             UnavailableError: No relay lists its hosts, or the database is unavailable.

@@ -78,9 +78,7 @@ class IdentityRefresh:
     async def refresh(self, did: str, failures: int = 0) -> None:
         """Look up the identity and update the repo. After a failure, the identity is due again after a back-off.
 
-        Args:
-            did: The DID.
-            failures: How often in a row that failed before.
+        `failures` says how often in a row that failed before.
         """
         try:
             identity = await self.identities.refresh(did)

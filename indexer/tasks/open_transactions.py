@@ -50,8 +50,7 @@ class OpenTransactions:
     async def check_queue(self, usage: float) -> None:
         """Report a queue of notifications that fills, and end the oldest transaction of a consumer if it is half full.
 
-        Args:
-            usage: The used share of the queue, from 0 to 1.
+        `usage` is the used share of the queue, from 0 to 1.
         """
         self.metrics.notification_queue_ratio.set(usage)
         if usage < FULL_SHARE:

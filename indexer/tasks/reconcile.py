@@ -96,8 +96,8 @@ class HostingStatusChecks:
     scope: CurrentScope
     stage: Work
     identities: IdentityCache
-    stream_point: Callable[[str], StreamPoint | None]
-    sources_are_hosts: bool
+    stream_point: Callable[[str], StreamPoint | None] = lambda _source: None
+    sources_are_hosts: bool = False
 
     async def follow(self, source: str, did: str, listed: ListReport) -> bool:
         """Show, hide or withhold the account as the source and its host say; return True if the row changed.
@@ -368,11 +368,8 @@ class Reconciliation:
     async def reconcile(self, source: str, on_page: Callable[[CrawlProgress], None] = lambda _: None) -> CrawlProgress:
         """Compare the whole list, or the rest of it if the last reconciliation was interrupted; return the progress.
 
-        If the stream of this relay is open at the end of the list, gaps are closed.
-
-        Args:
-            source: The base URL of the relay.
-            on_page: Called with the progress after each page.
+        If the stream of this relay is open at the end of the list, gaps are closed. `on_page` is called with the
+        progress after each page.
 
         Raises:
             UnavailableError: The relay or the database is unavailable. The progress so far is saved.

@@ -127,14 +127,7 @@ class RepoChecks:
         self.stage = StageProgress("repo checks")
         self._requests = self.stage.add()
         self._statuses = HostingStatusChecks(
-            self.db,
-            self.outbound,
-            self.metrics,
-            self.scope,
-            self.stage,
-            self.identities,
-            lambda _source: None,
-            sources_are_hosts=True,
+            self.db, self.outbound, self.metrics, self.scope, self.stage, self.identities, sources_are_hosts=True
         )
         self.began_at: float | None = None
         self.compared = self.total = 0
