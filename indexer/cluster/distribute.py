@@ -36,6 +36,7 @@ from indexer.cluster.tables import (
     waiting_tables,
 )
 from indexer.db.columns import Connection
+from indexer.db.connections import NO_TIMEOUTS
 from indexer.db.database_errors import connect, database_errors, unusable
 from indexer.db.gaps import load_cursors, open_gap
 from indexer.db.layout import load_layout
@@ -76,11 +77,8 @@ OnProgress = Callable[[str, int, int], None]
 """Called when a table or a shard begins, with its name, and with the number of those that are done, and of all.
 `pg_stat_progress_copy` shows how much of the present table was copied."""
 
-_SESSION = {
+_SESSION = NO_TIMEOUTS | {
     "application_name": session_name(EVERYTHING),
-    "statement_timeout": "0",
-    "lock_timeout": "0",
-    "idle_in_transaction_session_timeout": "0",
     "client_connection_check_interval": "2s",  # a statement ends soon after this process was killed
 }
 

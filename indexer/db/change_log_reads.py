@@ -5,7 +5,7 @@ later entry of the log says why.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
 from typing import NamedTuple
@@ -185,13 +185,6 @@ async def load_records(connection: Connection, keys: Sequence[RecordKey], max_by
     return await connection.fetch(_RECORDS, buckets, max_bytes, *columns_of(keys, _RECORD_KEY)) if keys else []
 
 
-async def load_accounts(connection: Connection, dids: Iterable[str]) -> dict[str, StoredAccount]:
-    """Return the states of accounts by DID. Unknown accounts are left out."""
-    ordered = sorted(set(dids))
-    rows = await connection.fetch(_ACCOUNTS, ordered, buckets_of(ordered)) if ordered else []
-    return {did: StoredAccount(*state) for did, *state in rows}
-
-
 async def load_page(connection: Connection, changes: Sequence[LoggedChange], max_bytes: int) -> FeedPage:
     """Return entries with what they name. The page ends with the record by which the values reach `max_bytes`."""
     named = [(number, change.key) for number, change in enumerate(changes) if change.needs_record]
@@ -205,8 +198,9 @@ async def load_page(connection: Connection, changes: Sequence[LoggedChange], max
             values[number] = StoredRecord(row["cid"], row["rev"], row["value"] and row["value"].encode())
         else:
             hidden.add(number)
-    dids = {change.did for change in changes if change.collection is None}
-    return FeedPage(changes, values, await load_accounts(connection, dids), hidden=hidden)
+    dids = sorted({change.did for change in changes if change.collection is None})
+    rows = await connection.fetch(_ACCOUNTS, dids, buckets_of(dids)) if dids else []
+    return FeedPage(changes, values, {did: StoredAccount(*state) for did, *state in rows}, hidden=hidden)
 
 
 class ChangeSignal:

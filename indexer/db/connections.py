@@ -32,6 +32,7 @@ SERVER_SETTINGS = {
     "max_parallel_workers_per_gather": "0",  # reports are not urgent, and other processes need the cores
     "idle_in_transaction_session_timeout": "60s",  # a stopped process keeps its locks for so long
 }
+NO_TIMEOUTS = dict.fromkeys(("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"), "0")
 
 _EMPTY_BATCH = """
     do $$
@@ -101,12 +102,7 @@ class Connections:
     @asynccontextmanager
     async def maintenance_connection(self) -> AsyncIterator[asyncpg.Connection]:
         """Open a connection for statements that may take hours, or for a lock that is held meanwhile."""
-        settings = SERVER_SETTINGS | {
-            "statement_timeout": "0",
-            "lock_timeout": "0",
-            "idle_in_transaction_session_timeout": "0",
-        }
-        async with self.own_connection(settings, limited=False) as connection:
+        async with self.own_connection(SERVER_SETTINGS | NO_TIMEOUTS, limited=False) as connection:
             yield connection
 
     @asynccontextmanager

@@ -276,7 +276,8 @@ async def load_state(connection: Connection, now: float) -> tuple[dict[str, Any]
     for cursor in cursors:
         # With a Jetstream, all events are stored up to the last comparison, which says nothing of the stream.
         if cursor["lag_seconds"] is None or cursor["relay"] == JETSTREAM:
-            cursor["lag_seconds"] = _age(cursor["event_time"], now)
+            at = event_seconds(cursor["event_time"])  # None: its time is not possible
+            cursor["lag_seconds"] = None if at is None or at > now + MAX_AHEAD else max(0.0, now - at)
     state = {
         "cursors": cursors,
         "links": await links.load_progress(connection),
@@ -291,12 +292,6 @@ async def load_state(connection: Connection, now: float) -> tuple[dict[str, Any]
         "set_aside_events": await count_refused(connection),
     }
     return state, await process_reports.load(connection)
-
-
-def _age(event_time: str | None, now: float) -> float | None:
-    """Return the age of an event; None if its time is not possible."""
-    at = event_seconds(event_time)
-    return None if at is None or at > now + MAX_AHEAD else max(0.0, now - at)
 
 
 async def count_repos(connection: Connection, since: float) -> Counts:

@@ -23,8 +23,6 @@ from indexer.db.layout import load_layout
 from indexer.errors import LayoutChangedError
 from indexer.sync.shard import BUCKETS, Layout
 
-SESSION_NAME = "indexer buckets "
-"""The application name of a session of a lock, before its positions."""
 FEED = range(BUCKETS, BUCKETS + 1)
 """A number after all positions. Its owner is the process that serves the feed for clients of tap."""
 LINKS = range(BUCKETS + 1, BUCKETS + 2)
@@ -129,4 +127,4 @@ async def open_lock(connection: asyncpg.Connection, positions: range, layout: La
 
 def session_name(positions: range) -> str:
     """Return the application name of the session that owns these positions or waits for them."""
-    return f"{SESSION_NAME}{positions[0]}-{positions[-1]}"
+    return f"indexer buckets {positions[0]}-{positions[-1]}"

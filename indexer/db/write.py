@@ -58,7 +58,6 @@ from indexer.sync.changes import (
 from indexer.sync.export import ColumnLayout, RecordChunk
 from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.shard import PLAIN, Layout, bucket_of
-from indexer.sync.stream import Cursor
 
 T = TypeVar("T")
 
@@ -218,7 +217,8 @@ async def write(connection: Connection, batch: Batch, *, layout: Layout = PLAIN)
         crash_point("dead-letter.resolved")
     if not skipped:
         for cursor in batch.cursors:
-            await _save_cursor(connection, cursor)
+            values = values_of(cursor, ("relay", "shard", "epoch", "seq", "event_time", "caught_up_at"))
+            await connection.execute(_SAVE_CURSOR, *values, time())
     return WrittenBatch(skipped, Counter([change.action for write in writes for change in write.changes]))
 
 
@@ -399,8 +399,3 @@ async def _write_buffered_events(connection: Connection, writes: Iterable[RepoWr
     ]
     if rows:
         await connection.execute(_INSERT_BUFFERED_EVENTS, *columns_of(rows, _BUFFERED_EVENT_COLUMNS))
-
-
-async def _save_cursor(connection: Connection, cursor: Cursor) -> None:
-    values = values_of(cursor, ("relay", "shard", "epoch", "seq", "event_time", "caught_up_at"))
-    await connection.execute(_SAVE_CURSOR, *values, time())

@@ -66,18 +66,13 @@ class Discovery:
         *,
         all_repos: bool = False,
     ) -> CrawlProgress:
-        """Read the list from `progress` to its end, and return the final progress.
-
-        If the scope changes that `signals` names, the rest of the list is not read.
+        """Read the list from `progress` to its end, and return the final progress; call `on_page` after each page.
 
         Inactive accounts are left out: they cannot be fetched, and the stream reports when they become active. Accounts
         that the host only withholds are added: their own host has them.
 
-        Args:
-            progress: The progress that `begin` returned.
-            on_page: Called with the progress after each page.
-            signals: The scope, if the list is that of one of its signal collections; None if a command adds the repos.
-            all_repos: Read the list of all repos in place of that of the collection.
+        With `signals`, the list is that of a signal collection of this scope, and the rest is not read if the scope
+        changes. Without, a command adds the repos. With `all_repos`, the list of all repos is read in its place.
 
         Raises:
             UnavailableError: The host or the database is unavailable. The progress so far is saved.

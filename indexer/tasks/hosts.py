@@ -136,7 +136,6 @@ class HostCrawl:
         lookup_rate: Accounts that are looked up in a second.
         stage: Its progress. Each look for lists, each request and each account is work.
         totals: What `HostLists.summary` returned last.
-        added: Accounts that were added.
     """
 
     db: Database

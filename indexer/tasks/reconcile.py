@@ -84,7 +84,6 @@ class HostingStatusChecks:
     Attributes:
         scope: The policy says when the records of a deleted account are erased.
         stage: Each request is progress of it.
-        identities: The identities of accounts, which name their hosts.
         stream_point: Returns the last stored message of the source's stream; None if that is not known or not open.
             An answer that is requested afterwards is at least as new.
         sources_are_hosts: True if the sources are PDSes, False if they are relays.
@@ -295,11 +294,9 @@ class Reconciliation:
     If it fails again, an account that is hidden stays so, and one that is shown is desynchronized.
 
     Attributes:
-        gaps: The open gaps of the shard.
         open_sources: Returns the base URLs of the relays whose streams are open.
         stream_point: Returns the last stored message of a source's stream; None if that is not known or not open.
         scope: If the present scope wants all repos, listed accounts that are unknown are tracked.
-        identities: The identities of accounts, which name their hosts.
         sources_are_hosts: True if the sources are PDSes, False if they are relays.
         may_be_covered: Returns True while other streams may still cover the open gaps: no reconciliation is due yet.
         stage: Its progress. Each request for a page, and each comparison of a page, is work.
