@@ -99,12 +99,10 @@ _FIND_DIFFERENCES = f"""
     join indexer.repo r on r.did = w.did and {of_buckets("r")}
 """
 
-
 _ACTIVE = """
     select did from indexer.repo where did > $1 and active and rev is not null and bucket = any($2::smallint[])
     order by did limit $3
 """
-
 
 # A repo that waits for its resync is compared by it.
 _HOSTED = f"""

@@ -92,7 +92,6 @@ _NEWEST = f"""
     where ($1::text is null or reason = $1) and ($2::text is null or did = $2) order by id desc limit $3
 """
 
-
 _IDS = "select id from indexer.dead_letter where reason = $1 order by id"
 
 _UPDATE = """

@@ -106,7 +106,6 @@ _SET_COUNTED = """
 """
 _RECOUNTED = "delete from indexer.links_to_recount where did = $1 and bucket = $2 and seq = $3"
 
-
 _PROGRESS = """
     select state, repos_done, date_part('epoch', clock_timestamp() - enabled_at) as seconds from atproto.link_progress
 """
@@ -139,10 +138,6 @@ async def load_progress(connection: Connection) -> dict[str, Any]:
         "seconds_left": left,
         "open_recounts": await connection.fetchval(_OPEN_RECOUNTS, MAX_OPEN),
     }
-
-
-_Target = tuple[str, str, str]
-"""The key of a count of links: target, collection and path."""
 
 
 @dataclass
@@ -297,7 +292,8 @@ class LinkSession:
         await self._add_counts(counts)
         return replaced
 
-    async def _add_counts(self, counts: Counter[_Target]) -> None:
+    async def _add_counts(self, counts: Counter[tuple[str, str, str]]) -> None:
+        """Add to the numbers of links by target, collection and path."""
         rows = [(*key, bucket_of_target(key[0]), count) for key, count in sorted(counts.items()) if count]
         if not rows:
             return

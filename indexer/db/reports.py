@@ -121,7 +121,6 @@ REJECTIONS = """
 """
 _REJECTION_TEXTS = {str(reason): reason.text for reason in Rejection}
 
-
 _IS_INCOMPLETE = "active and priority <> 2 and parked_at is null"
 """The condition beside a low `scope_version`. Repos that were never fetched wait in the resync queue as new ones."""
 

@@ -46,7 +46,6 @@ _TO_NAME = f"""
     )
 """
 
-
 # An account whose DID is gone is checked before its first batch (`due_gone`). After that batch it has no rev.
 _IS_GONE = f"hosting_status is not distinct from '{TOMBSTONED}' and rev is not null"
 _DUE = "from indexer.repo where erase_at <= to_timestamp($1) and not active and bucket = any($2::smallint[])"

@@ -126,7 +126,6 @@ PARKED = f"""
     order by r.bucket, r.parked_at limit $3
 """
 
-
 # A repo without a rev (priority 2) may have records: an account that becomes active, or a repo that is tracked again,
 # cancels the erasure. The next resync corrects them. A scalar sub-query with LIMIT, so that the planner looks into the
 # index for each repo, and does not read all records.

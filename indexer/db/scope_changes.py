@@ -61,7 +61,6 @@ WAITING = f"""
     ) waiting
 """
 
-
 # Repos that no list of a signal collection has named, and no command. Pages follow the primary key.
 NOT_WANTED = f"""
     select {repo_columns("r")} from indexer.repo r
@@ -80,7 +79,6 @@ SIGNALS = f"""
         r.rev is not null and r.sync_status = 'synchronized' and r.scope_version >= $5 as complete
     from indexer.repo r where r.did = any($1::text[]) and r.bucket = any($2::smallint[])
 """
-
 
 RecordPosition = tuple[datetime, str, str]
 """The position of a record among those of its collection, in the order in which they were written: time, DID, key."""

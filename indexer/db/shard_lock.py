@@ -50,7 +50,6 @@ _CLAIM = """
     returning true
 """
 
-
 _OWNERS = f"""
     select format(
         'session %s from %s since %s', a.pid, coalesce(host(a.client_addr), 'this machine'),

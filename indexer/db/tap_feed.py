@@ -27,7 +27,6 @@ MAX_COUNTED_ROWS = 1_000_000
 
 CountedTable = Literal["repo", "record", "buffered_event"]
 
-
 _IS_CUT_OFF = """
     select d.id is not null from indexer.consumer c left join indexer.disconnected_consumer d on d.id = c.id
     where c.name = $1

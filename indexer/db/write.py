@@ -78,7 +78,6 @@ _VALUES = stored_values(REPO_COLUMNS, "w")
 
 # Takes the arrays of `repo_arrays`; returns the DIDs that had no row yet.
 _INSERT_REPOS = f"""
-
     insert into indexer.repo ({", ".join(_VALUES)}) select {", ".join(_VALUES.values())}
     from {unnest(REPO_COLUMNS, "w")} order by w.ordinal
     on conflict (did, bucket) do nothing returning did

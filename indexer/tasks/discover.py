@@ -22,11 +22,6 @@ from indexer.sync.repo import hides
 from indexer.sync.scope import Scope
 from indexer.tasks.repo_list_pages import repo_list_pages
 
-SETTLE_SECONDS = 30.0
-"""A list may lack what the stream has delivered just before."""
-RETRY_SECONDS = 300.0
-"""Pause after a list could not be read. The lists that were read are not read again."""
-
 log = structlog.get_logger(__name__)
 
 
@@ -111,8 +106,9 @@ class SignalDiscovery:
         reconciled_at: Returns when the last reconciliation of this process ended; None if none has.
         interval: Pause between two checks of the scope, in seconds.
         sources_are_hosts: True if the sources are PDSes. One that has no list of a collection gives that of all repos.
-        settle: Time from a change that wants fewer repos to the reading of the lists, in seconds.
-        retry: Pause before a list is read again that could not be read, in seconds.
+        settle: Time from a change that wants fewer repos to the reading of the lists, in seconds: a list may lack what
+            the stream has delivered just before.
+        retry: Pause before a list is read again that could not be read, in seconds. The others are not read again.
         stage: Its progress. Each request, and the write of each page, is work.
     """
 
@@ -123,8 +119,8 @@ class SignalDiscovery:
     reconciled_at: Callable[[], float | None]
     sources_are_hosts: bool = False
     interval: float = 1.0
-    settle: float = SETTLE_SECONDS
-    retry: float = RETRY_SECONDS
+    settle: float = 30.0
+    retry: float = 300.0
 
     def __post_init__(self) -> None:
         self.stage = StageProgress("signal discovery")
