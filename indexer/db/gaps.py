@@ -26,8 +26,6 @@ log = structlog.get_logger(__name__)
 
 _REASONS = {str(reason): reason for reason in GapReason}
 
-REFRESH_SECONDS = 5.0
-"""Interval at which the open gaps are loaded again."""
 MAX_CLOSED_GAPS = 1_000
 """Closed gaps that are retained; older ones are deleted."""
 
@@ -188,6 +186,7 @@ class OpenGaps:
     Every method but `run` raises `DatabaseError` for a transient error, and retries nothing itself.
 
     Attributes:
+        interval: Seconds after which the open gaps are loaded again.
         stage: Its progress. Loading the gaps, and checking the silence of the relay, is work.
         gaps: The open gaps that affect repos of the shard, also those of former shards, oldest first; None before they
             were loaded for the first time.
@@ -196,7 +195,7 @@ class OpenGaps:
     stored: Gaps
     shard: Shard
     metrics: Metrics
-    interval: float = REFRESH_SECONDS
+    interval: float = 5.0
 
     def __post_init__(self) -> None:
         self._opened = asyncio.Event()

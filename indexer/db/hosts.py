@@ -13,8 +13,6 @@ from indexer.db.connections import Area
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import MAX_HOSTS, HostState
 
-_FAILURES_EXPIRE_SECONDS = 86_400.0
-
 _COLUMNS = typed(
     "host text, requests bigint, failures bigint, consecutive_failures integer, paused_until float8, "
     "pause_reason text, last_error text, last_success float8"
@@ -42,8 +40,7 @@ _TRIM = """
 
 _LOAD = f"""
     select {select_list(_COLUMNS, "h")} from indexer.host h
-    where paused_until > to_timestamp($2)
-        or (consecutive_failures > 0 and updated_at > now() - make_interval(secs => $1))
+    where paused_until > to_timestamp($1) or (consecutive_failures > 0 and updated_at > now() - interval '24 hours')
 """
 
 
@@ -52,7 +49,7 @@ class Hosts(Area):
 
     async def load(self) -> list[HostState]:
         """Return the hosts that are paused, or whose last request failed less than a day ago."""
-        rows = await self._fetch(_LOAD, _FAILURES_EXPIRE_SECONDS, time())
+        rows = await self._fetch(_LOAD, time())
         return [HostState(**{**row, "pause_reason": _REASONS.get(row["pause_reason"])}) for row in rows]
 
     async def save(self, states: Sequence[HostState]) -> None:

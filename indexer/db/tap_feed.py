@@ -215,21 +215,19 @@ class FeedSession:
         async with self._connection.transaction():
             for statement in _FORGET_REMOVED:
                 await self._connection.execute(statement)
-            if await self._connection.fetchval(_IS_CUT_OFF, FEED_CONSUMER) is None:
-                await self._register()
-            row = await self._connection.fetchrow(_LOAD_PROGRESS, FEED_CONSUMER)
+            row = await self._connection.fetchrow(_LOAD_PROGRESS, FEED_CONSUMER) or await self._register()
             crash_point("feed.begun")
         crash_point(COMMITTED)
-        if row is None or row["cut_off"]:
-            return None
-        return _progress_of(row)
+        return None if row["cut_off"] else _progress_of(row)
 
-    async def _register(self) -> None:
+    async def _register(self) -> Record:
         is_trimmed = await self._connection.fetchval(TRIMMED_SEQ) > 0
         await self._connection.fetchval(_REGISTER, FEED_CONSUMER, None if is_trimmed else 0)
-        row = await self._connection.fetchrow(_LOAD_PROGRESS, FEED_CONSUMER)
-        if row is not None and is_trimmed:
+        [row] = await self._connection.fetch(_LOAD_PROGRESS, FEED_CONSUMER)
+        if is_trimmed:
             await self._save(row["id"], DeliveryProgress(row["seq"], row["seq"], snapshot=SNAPSHOT_BEGIN))
+            [row] = await self._connection.fetch(_LOAD_PROGRESS, FEED_CONSUMER)
+        return row
 
     async def changes_after(self, seq: int, limit: int) -> list[LoggedChange]:
         """Return the next changes of the log; raise `LogTrimmedError` if some of them have been trimmed."""

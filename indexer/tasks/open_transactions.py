@@ -2,9 +2,8 @@
 
 All databases and roles of a Postgres server share one queue of notifications. A session that listens and leaves a
 transaction open keeps it from being emptied. When it is three quarters full, commits notify nobody
-(`indexer.number_batch`), and a listener reads the log when it polls.
-
-A session that leaves a snapshot open keeps the old versions of cursors and repos, which each batch must read.
+(`indexer.number_batch`), and a listener reads the log when it polls. `indexer.db.blocking_sessions` says what else open
+transactions harm.
 """
 
 from dataclasses import dataclass
