@@ -98,18 +98,13 @@ _DELETE_DELIVERED = f"""
     where s.consumer_id = $1 and s.reason = w.reason and s.did = w.did and s.collection = w.collection
         and s.rkey = w.rkey
 """
-_READ_SET_ASIDE = f"""
-    select {select_list(_SET_ASIDE, "s")}
-    from indexer.consumer c join indexer.feed_set_aside s on s.consumer_id = c.id where c.name = $1
-"""
+_STORED = "from indexer.consumer c join indexer.feed_set_aside s on s.consumer_id = c.id where c.name = $1"
+_READ_SET_ASIDE = f"select {select_list(_SET_ASIDE, 's')} {_STORED}"
 _DUE = f"{_READ_SET_ASIDE} and s.due order by s.reason, s.did, s.collection, s.rkey limit $2"
 _REFUSED = f"""
     {_READ_SET_ASIDE} and s.reason = 'refused' and ($2::text is null or s.did = $2) order by s.since desc limit $3
 """
-_COUNT_REFUSED = """
-    select count(*) from indexer.consumer c join indexer.feed_set_aside s on s.consumer_id = c.id
-    where c.name = $1 and s.reason = 'refused'
-"""
+_COUNT_REFUSED = f"select count(*) {_STORED} and s.reason = 'refused'"
 _SEND_AGAIN = """
     update indexer.feed_set_aside s set due = true from indexer.consumer c
     where c.name = $1 and s.consumer_id = c.id and s.reason = 'refused' and ($2::text is null or s.did = $2)

@@ -16,7 +16,7 @@ rows in the binary format of COPY.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from time import time
@@ -32,6 +32,7 @@ from indexer.db.change_log import log_changes, log_chunks
 from indexer.db.columns import (
     HEAD_COLUMNS,
     REPO_COLUMNS,
+    Columns,
     Connection,
     buckets_of,
     columns_of,
@@ -84,29 +85,26 @@ _INSERT_REPOS = f"""
 """
 
 
-def _assignments(values: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} = {value}" for name, value in values.items() if name not in ("did", "bucket"))
+def _update_repos(columns: Columns, *others: str) -> str:
+    """Return the statement that takes the buckets, an array for each column, and the expected versions.
+
+    It returns the DIDs that were written.
+    """
+    values = stored_values(columns, "w").items()
+    assignments = [f"{name} = {value}" for name, value in values if name not in {"did", "bucket"}]
+    return f"""
+        update indexer.repo r set {", ".join([*assignments, "updated_at = now()", *others])}
+        from {unnest({**columns, "expected_version": "bigint"}, "w", 2)}
+        where r.did = w.did and {of_buckets("r")} and r.version = w.expected_version
+        returning r.did
+    """
 
 
-UPDATE_REPOS = f"""
-    update indexer.repo r set {_assignments(_VALUES)}, updated_at = now(),
-        lease_until = case when w.sync_status = '{SyncStatus.IN_PROGRESS}' then r.lease_until end
-    from {unnest({**REPO_COLUMNS, "expected_version": "bigint"}, "w", 2)}
-    where r.did = w.did and {of_buckets("r")} and r.version = w.expected_version
-    returning r.did
-"""
-"""Takes the buckets, the arrays of `repo_arrays`, and the expected versions; returns the DIDs that were written."""
-
-ADVANCE_REPOS = f"""
-    update indexer.repo r set {_assignments({name: f"w.{name}" for name in HEAD_COLUMNS})}, updated_at = now()
-    from {unnest({**HEAD_COLUMNS, "expected_version": "bigint"}, "w", 2)}
-    where r.did = w.did and {of_buckets("r")} and r.version = w.expected_version
-    returning r.did
-"""
-"""Takes the buckets, the arrays of `head_arrays`, and the expected versions; returns the DIDs that were written.
-
-Nearly all writes only advance the head. With the arrays of all columns they take twice the time.
-"""
+UPDATE_REPOS = _update_repos(
+    REPO_COLUMNS, f"lease_until = case when w.sync_status = '{SyncStatus.IN_PROGRESS}' then r.lease_until end"
+)
+ADVANCE_REPOS = _update_repos(HEAD_COLUMNS)
+"""Nearly all writes only advance the head. With the arrays of all columns they take twice the time."""
 
 RECORD_COLUMNS = typed(
     "did text, collection text, rkey text, bucket smallint, cid bytea, rev text, value text, value_problem text, "
