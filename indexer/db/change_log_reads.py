@@ -14,7 +14,7 @@ import asyncpg
 from asyncpg.exceptions import ObjectNotInPrerequisiteStateError
 
 from indexer.concurrency.event_wait import wait_for_event
-from indexer.db.columns import Connection, buckets_of, columns_of, of_buckets, unnest
+from indexer.db.columns import RECORD_KEY, Connection, buckets_of, columns_of, of_buckets, unnest
 from indexer.db.connections import SERVER_SETTINGS, Area
 from indexer.db.database_errors import DatabaseError
 from indexer.reasons import FetchFailure
@@ -125,13 +125,11 @@ _CHANGES = f"""
     from atproto.changes_after($1, $2)
 """
 
-_RECORD_KEY = {"did": "text", "collection": "text", "rkey": "text"}
-
 # The running total limits the memory: a record has up to 2 MiB of JSON. The first value is read whatever its size.
 _RECORDS = f"""
     with found as materialized (
         select w.ordinal, r.cid, r.rev, r.value::text as value, p.visible
-        from {unnest(_RECORD_KEY, "w", 3)}
+        from {unnest(RECORD_KEY, "w", 3)}
         join indexer.record r
             on r.did = w.did and r.collection = w.collection and r.rkey = w.rkey and {of_buckets("r")}
         join indexer.repo p on p.did = r.did and p.bucket = r.bucket and {of_buckets("p")}
@@ -182,7 +180,7 @@ async def load_records(connection: Connection, keys: Sequence[RecordKey], max_by
         `omitted`. The values are omitted from the first record on before which they have `max_bytes` bytes or more.
     """
     buckets = buckets_of(did for did, *_ in keys)
-    return await connection.fetch(_RECORDS, buckets, max_bytes, *columns_of(keys, _RECORD_KEY)) if keys else []
+    return await connection.fetch(_RECORDS, buckets, max_bytes, *columns_of(keys, RECORD_KEY)) if keys else []
 
 
 async def load_page(connection: Connection, changes: Sequence[LoggedChange], max_bytes: int) -> FeedPage:

@@ -21,6 +21,7 @@ def typed(columns: str) -> dict[str, str]:
     return dict(map(str.split, columns.split(",")))
 
 
+RECORD_KEY: Columns = typed("did text, collection text, rkey text")
 REPO_COLUMNS: Columns = typed(
     "did text, bucket smallint, version bigint, sync_status text, sync_reason text, rev text, data bytea, "
     "commit bytea, latest_verified_rev text, latest_unverified_rev text, active boolean, hosting_status text, "

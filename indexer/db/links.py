@@ -22,7 +22,7 @@ from asyncpg import Record as Row
 from indexer.atproto.links import links_of
 from indexer.crash_points import COMMITTED, crash_point
 from indexer.db.change_log_reads import LATEST_SEQ, ChangeSignal, LogTrimmedError, listen_on, load_changes, load_records
-from indexer.db.columns import Columns, Connection, buckets_of, columns_of, of_buckets, unnest
+from indexer.db.columns import RECORD_KEY, Columns, Connection, buckets_of, columns_of, of_buckets, unnest
 from indexer.db.connections import SERVER_SETTINGS, Area
 from indexer.db.layout import estimate_rows
 from indexer.db.shard_lock import LINKS, ShardLock, open_lock
@@ -59,7 +59,6 @@ _ADVANCE = f"""
     returning true
 """
 
-_KEY = {"did": "text", "collection": "text", "rkey": "text"}
 _NEXT_KEYS = """
     select did, collection, rkey from indexer.record where (did, collection, rkey) > ($1, $2, $3)
     order by did, collection, rkey limit $4
@@ -67,10 +66,10 @@ _NEXT_KEYS = """
 _SAVE_BACKFILL = "update indexer.link_reader set did = $1, collection = $2, rkey = $3, repos = $4"
 
 _LINK: Columns = {
-    **_KEY, "bucket": "smallint", "target": "text", "kind": "text", "path": "text", "counted": "boolean"
+    **RECORD_KEY, "bucket": "smallint", "target": "text", "kind": "text", "path": "text", "counted": "boolean"
 }  # fmt: skip
 _DELETE_LINKS = f"""
-    delete from indexer.record_link l using {unnest(_KEY, "w", 2)}
+    delete from indexer.record_link l using {unnest(RECORD_KEY, "w", 2)}
     where l.did = w.did and l.collection = w.collection and l.rkey = w.rkey and {of_buckets("l")}
     returning l.target, l.collection, l.path, l.counted
 """
@@ -281,7 +280,7 @@ class LinkSession:
         else:
             links = await asyncio.to_thread(_link_rows, keys, stored)
         buckets = buckets_of(did for did, *_ in keys)
-        deleted = await self.connection.fetch(_DELETE_LINKS, buckets, *columns_of(keys[:replaced], _KEY))
+        deleted = await self.connection.fetch(_DELETE_LINKS, buckets, *columns_of(keys[:replaced], RECORD_KEY))
         if links:
             await self.connection.copy_records_to_table(
                 "record_link", schema_name="indexer", columns=list(_LINK), records=links

@@ -19,19 +19,16 @@ from indexer.reasons import FetchFailure
 CHECK_TIMEOUT = 5.0
 """Seconds after which a database that has not answered counts as unavailable."""
 
+_COLUMNS = ("role", "started_at", "roles", "first_bucket", "last_bucket", "owns", "reported_at", "reasons")
 _SAVE = f"""
     with ended as (
         delete from indexer.process_report o
         where pid <> pg_backend_pid() and not exists (select from pg_stat_activity a where {IS_SESSION})
     )
-    insert into indexer.process_report as p
-        (pid, role, started_at, roles, first_bucket, last_bucket, owns, reported_at, reasons)
+    insert into indexer.process_report (pid, {", ".join(_COLUMNS)})
     select a.pid, a.usesysid, a.backend_start, $1, $2, $3, $4, clock_timestamp(), $5
     from pg_stat_activity a where a.pid = pg_backend_pid()
-    on conflict (pid) do update set
-        role = excluded.role, started_at = excluded.started_at, roles = excluded.roles,
-        first_bucket = excluded.first_bucket, last_bucket = excluded.last_bucket,
-        owns = excluded.owns, reported_at = excluded.reported_at, reasons = excluded.reasons
+    on conflict (pid) do update set {", ".join(f"{name} = excluded.{name}" for name in _COLUMNS)}
 """
 
 _LOAD = f"""

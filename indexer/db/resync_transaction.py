@@ -50,13 +50,10 @@ _ENTRIES = f"""
 _STORED = f"{_ENTRIES} order by path"
 SOME_STORED = f"select * from ({_ENTRIES} limit $3) c order by path"
 
-# A scalar subquery with LIMIT, so that the planner looks into the index for each repo, and does not read all records.
+STORED = "select true from indexer.record c where c.did = r.did and c.bucket = r.bucket"
+"""For a scalar subquery with LIMIT: the planner looks into the index for each repo, and does not read all records."""
 ELIGIBLE = f"""
-    select {repo_columns("r")},
-        (
-            select true from indexer.record c where c.did = r.did and c.bucket = r.bucket and {of_buckets("c")} limit 1
-        ) as stored
-    from indexer.repo r
+    select {repo_columns("r")}, ({STORED} and {of_buckets("c")} limit 1) as stored from indexer.repo r
     where r.bucket = any($1::smallint[]) and r.did = any($2::text[])
         and sync_status is not distinct from '{SyncStatus.IN_PROGRESS}' and buffered_events = 0
 """

@@ -31,6 +31,7 @@ from indexer.db.change_log import COLUMNS as CHANGE_COLUMNS
 from indexer.db.change_log import log_changes, log_chunks
 from indexer.db.columns import (
     HEAD_COLUMNS,
+    RECORD_KEY,
     REPO_COLUMNS,
     Columns,
     Connection,
@@ -113,7 +114,6 @@ RECORD_COLUMNS = typed(
 """The SQL types of the columns of `record_rows`, in their order."""
 ROW_LAYOUT = ColumnLayout(tuple(RECORD_COLUMNS), CHANGE_COLUMNS)
 """The columns of the `rows` of a `RecordChunk`."""
-_RECORD_KEY = {name: RECORD_COLUMNS[name] for name in ("did", "collection", "rkey")}
 
 # For records that may exist, and for few new ones. Returns the keys of the rows that existed: the system column xmax of
 # a row that was just inserted is 0, because no transaction has locked the row yet.
@@ -135,7 +135,7 @@ _UPSERT_RECORDS = f"""
 """
 
 _DELETE_RECORDS = f"""
-    delete from indexer.record r using {unnest(_RECORD_KEY, "w", 2)}
+    delete from indexer.record r using {unnest(RECORD_KEY, "w", 2)}
     where r.did = w.did and r.collection = w.collection and r.rkey = w.rkey and {of_buckets("r")}
     returning r.did, r.collection, r.rkey
 """
@@ -331,7 +331,7 @@ async def _write_records(
         deletes = sorted({(did, one.collection, one.rkey) for did, one in changes if one.action == "delete"})
     if deletes:
         buckets = buckets_of([did for did, _, _ in deletes])
-        deleted = await connection.fetch(_DELETE_RECORDS, buckets, *columns_of(deletes, _RECORD_KEY))
+        deleted = await connection.fetch(_DELETE_RECORDS, buckets, *columns_of(deletes, RECORD_KEY))
         existed.update([(did, collection, rkey) for did, collection, rkey in deleted])
     if len(creates) < MIN_COPIED or not await _try_copy(connection, record_rows(creates, proof, live=live)):
         puts = [(key[0], last[key]) for key in keys if last[key].action != "delete"]
