@@ -118,11 +118,6 @@ class _Visit:
     behind: dict[str, str] = field(default_factory=dict)
     statuses: int = MAX_STATUSES
 
-    @property
-    def is_over(self) -> bool:
-        """True if other hosts have their turn."""
-        return monotonic() > self.ends_at
-
 
 @dataclass(eq=False)
 class HostCrawl:
@@ -326,7 +321,7 @@ class HostCrawl:
             _check_size(visit.reading.counts)
             if page.cursor is not None:
                 visit.reading = await self.db.host_lists.save_page(visit.reading, page.cursor, time())
-                if visit.is_over or len(visit.behind) > MAX_BEHIND:
+                if monotonic() > visit.ends_at or len(visit.behind) > MAX_BEHIND:
                     return False
             work.idle()
         return True
@@ -416,7 +411,7 @@ class HostCrawl:
     async def _add(self, dids: Sequence[str], visit: _Visit) -> bool:
         """Track accounts whose identities name the host; return False if the time was over before."""
         for start in range(0, len(dids), ADDED_TOGETHER):
-            if visit.is_over:
+            if monotonic() > visit.ends_at:
                 return False
             proven = [did for did in dids[start : start + ADDED_TOGETHER] if await self._is_hosted(did, visit)]
             if proven:
