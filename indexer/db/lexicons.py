@@ -79,11 +79,6 @@ class ViewField(NamedTuple):
         }
 
 
-def view_name(nsid: str) -> str:
-    """Return the name of the view: the NSID, or its beginning and a hash if it is longer than 63 bytes."""
-    return _shortened(nsid)
-
-
 def column_name(field: str) -> str:
     """Return the name of a field in snake_case: `createdAt` becomes `created_at`."""
     return _OTHER.sub("_", _WORD_START.sub("_", field).lower()) or "_"
@@ -154,13 +149,14 @@ def _free_columns(field: RecordField, taken: set[str]) -> tuple[str, ...]:
     name = column_name(field.name)
     for number in count(1):
         base = name if number == 1 else f"{name}_{number}"
-        columns = tuple(_shortened(base + suffix) for suffix, *_ in _parts_of(field))
+        columns = tuple(identifier(base + suffix) for suffix, *_ in _parts_of(field))
         if taken.isdisjoint(columns):
             return columns
     raise AssertionError
 
 
-def _shortened(name: str) -> str:
+def identifier(name: str) -> str:
+    """Return the name of a view or a column: this one, or its beginning and a hash if it is longer than 63 bytes."""
     if len(name) <= MAX_NAME_BYTES:
         return name
     digest = sha256(name.encode()).hexdigest()[:_HASH_CHARACTERS]
@@ -251,7 +247,7 @@ class Lexicons(Area):
                     AddedLexicon(
                         nsid,
                         AddedState.ADDED if before is None else state,
-                        view_name(nsid) if lexicon.record else None,
+                        identifier(nsid) if lexicon.record else None,
                         tuple(sorted(references(lexicon, known) - known.keys())),
                     )
                 )
@@ -311,7 +307,7 @@ async def _save(connection: Connection, lexicon: Lexicon, source: str, fields: l
         return
     text = json.dumps([field.to_json() for field in fields])
     with _dependents():
-        await connection.execute(_UPSERT, lexicon.nsid, lexicon.text, source, view_name(lexicon.nsid), text)
+        await connection.execute(_UPSERT, lexicon.nsid, lexicon.text, source, identifier(lexicon.nsid), text)
         await connection.execute("select indexer.create_lexicon_view($1)", lexicon.nsid)
 
 
