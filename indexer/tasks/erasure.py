@@ -32,8 +32,6 @@ log = structlog.get_logger(__name__)
 class AccountErasure:
     """Looks for accounts that are due every `interval` seconds, and erases them in batches of records.
 
-    A deleted account is due after the grace period, an untracked repo at once.
-
     An account whose DID is gone from its directory is checked before: the directory and the account's host must both
     say that it does not exist.
 
