@@ -134,9 +134,10 @@ class ScopeNarrowing:
             )
             if page is None:
                 return deleted, False
-            self.metrics.record_changes["delete", "true"].inc(page.deleted)
+            count, skipped, after = page
+            self.metrics.record_changes["delete", "true"].inc(count)
             self.stage.moved()
-            deleted, complete, after = deleted + page.deleted, complete and not page.skipped, page.last
+            deleted, complete = deleted + count, complete and not skipped
             if after is None:
                 return deleted, complete
 
