@@ -21,6 +21,7 @@ from indexer.sync.account import plan_hidden
 from indexer.sync.repo import hides
 from indexer.sync.scope import Scope
 from indexer.tasks.repo_list_pages import repo_list_pages
+from indexer.tasks.scope import ScopeSettings
 
 log = structlog.get_logger(__name__)
 
@@ -104,11 +105,7 @@ class SignalDiscovery:
     Attributes:
         sources: Returns the base URLs of the relays to ask; none if no stream is open.
         reconciled_at: Returns when the last reconciliation of this process ended; None if none has.
-        interval: Pause between two checks of the scope, in seconds.
         sources_are_hosts: True if the sources are PDSes. One that has no list of a collection gives that of all repos.
-        settle: Time from a change that wants fewer repos to the reading of the lists, in seconds: a list may lack what
-            the stream has delivered just before.
-        retry: Pause before a list is read again that could not be read, in seconds. The others are not read again.
         stage: Its progress. Each request, and the write of each page, is work.
     """
 
@@ -117,10 +114,8 @@ class SignalDiscovery:
     scope: CurrentScope
     sources: Callable[[], Sequence[str]]
     reconciled_at: Callable[[], float | None]
+    settings: ScopeSettings
     sources_are_hosts: bool = False
-    interval: float = 1.0
-    settle: float = 30.0
-    retry: float = 300.0
 
     def __post_init__(self) -> None:
         self.stage = StageProgress("signal discovery")
@@ -133,7 +128,7 @@ class SignalDiscovery:
 
     async def run(self) -> None:
         """Discover repos forever. Only an exception that is a bug ends it."""
-        await run_periodically(self.step, self.interval, self._checks)
+        await run_periodically(self.step, self.settings.interval, self._checks)
 
     async def step(self) -> None:
         """Read the lists if they are due."""
@@ -144,7 +139,7 @@ class SignalDiscovery:
         unread = set(filter(is_nsid, scope.signals.patterns)) - self._read if scope.signals is not None else set()
         if not unread or monotonic() < self._retry_at:
             return
-        settled_at = self.scope.changed_at + (self.settle if scope.repos_narrowed_in else 0.0)
+        settled_at = self.scope.changed_at + (self.settings.settle if scope.repos_narrowed_in else 0.0)
         if monotonic() < settled_at or not (sources := self.sources()):
             return
         self._checks.idle()  # the requests and the writes are activities of `Discovery`
@@ -152,7 +147,7 @@ class SignalDiscovery:
             if await self._discover(sources, collection, scope):
                 self._read.add(collection)
         if not self._read >= unread:
-            self._retry_at = monotonic() + self.retry
+            self._retry_at = monotonic() + self.settings.retry
 
     async def _discover(self, sources: Sequence[str], collection: str, scope: Scope) -> bool:
         """Read the list of the first relay that offers it; return False if that cannot be read, or none offers it.
@@ -178,5 +173,5 @@ class SignalDiscovery:
                 log.info("scope.discovered", relay=source, collection=collection, listed=listed, added=added)
             return True
         event = "scope.signals-not-listed" if isinstance(failure, MethodNotOfferedError) else "scope.list-failed"
-        log.warning(event, collection=collection, error=str(failure), retry_seconds=self.retry)
+        log.warning(event, collection=collection, error=str(failure), retry_seconds=self.settings.retry)
         return False
