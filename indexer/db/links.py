@@ -38,7 +38,6 @@ MAX_BYTES = 1 << 20
 QUICK_BYTES = 1 << 16
 """Bytes of values in which links are found on the event loop, in some milliseconds. A thread would stop it for longer:
 both wait for the interpreter lock."""
-CATCH_UP_POLL = 0.05
 MAX_RECOUNTED = 100
 """Records of one transaction that changes whether links count."""
 
@@ -323,7 +322,7 @@ class Links(Area):
                     return False
                 owned = owned or await session.lock.claim()
                 if not owned:
-                    await asyncio.sleep(CATCH_UP_POLL)
+                    await asyncio.sleep(0.05)
                     continue
                 await session.begin()
                 with suppress(PositionLostError):  # the process that keeps links next begins anew

@@ -30,7 +30,6 @@ from indexer.sync.shard import BUCKETS, bucket_of
 
 TIMEOUT_SECONDS = 5
 """Seconds after which the server cancels a query of the status."""
-ALL_RECORDS = 2**62
 MAX_SAMPLE_PAGES = 8_192
 """Pages of the table that a sample reads at most: 64 MiB, about 200,000 repos."""
 MAX_COUNTED_PAGES = 131_072
@@ -216,7 +215,7 @@ class Reports(Area):
         async with self._pool.transaction() as connection:
             return await load_state(connection, time())
 
-    async def repo(self, did: str, max_records: int = ALL_RECORDS) -> dict[str, Any] | None:
+    async def repo(self, did: str, max_records: int = 2**62) -> dict[str, Any] | None:
         """Return what is stored about a repo, by column, with the number of its records up to `max_records`.
 
         `redacted` is the reason of its redaction; None if it is not redacted. `removed` is the number of its records
