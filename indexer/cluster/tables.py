@@ -31,8 +31,6 @@ DISTRIBUTED = (
     FIRST, "repo", "identity", "buffered_event", "record", "record_link", "target_count", "links_to_recount",
 )  # fmt: skip
 """The distributed tables. Each one has a column `bucket`, by which it is distributed."""
-METADATA = "distribution"
-"""The table of the coordinator that Citus knows."""
 
 _WAITING = """
     select table_name from unnest($1::text[]) with ordinality t(table_name, place)
@@ -42,9 +40,10 @@ _WAITING = """
     order by place
 """
 _DISTRIBUTE = f"select create_distributed_table($1::text::regclass, 'bucket', colocate_with => 'indexer.{FIRST}')"
-_ADD_METADATA = f"""
-    select citus_add_local_table_to_metadata('indexer.{METADATA}')
-    where not exists (select from pg_dist_partition where logicalrelid = 'indexer.{METADATA}'::regclass)
+# The only table of the coordinator that Citus knows.
+_ADD_METADATA = """
+    select citus_add_local_table_to_metadata('indexer.distribution')
+    where not exists (select from pg_dist_partition where logicalrelid = 'indexer.distribution'::regclass)
 """
 _WITHOUT_TRIGGER = """
     select c.oid::regclass::text from pg_class c
@@ -113,7 +112,7 @@ async def on_all_nodes(connection: asyncpg.Connection) -> AsyncIterator[None]:
     The tables that it creates are distributed, and missing triggers are added, in its transaction, unless the database
     was restored from the dump of a cluster: then `indexer distribute` follows.
     """
-    exists = await connection.fetchval(f"select to_regclass('indexer.{METADATA}') is not null")
+    exists = await connection.fetchval("select to_regclass('indexer.distribution') is not null")
     if not exists or (await load_layout(connection)).commit_numbers:
         yield
         return
