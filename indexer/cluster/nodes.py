@@ -79,16 +79,7 @@ async def load_nodes(connection: Connection) -> list[ClusterNode]:
     silent = [f"{node['name']} ({row['result']})" for node in nodes if not (row := answers[node["nodeid"]])["success"]]
     if silent:
         raise UnsuitableClusterError(f"these nodes do not answer the coordinator: {', '.join(silent)}")
-    return [
-        ClusterNode(
-            node["nodeid"],
-            node["name"],
-            node["is_coordinator"],
-            node["holds_shards"],
-            **json.loads(answers[node["nodeid"]]["result"]),
-        )
-        for node in nodes
-    ]
+    return [ClusterNode(*node, **json.loads(answers[node["nodeid"]]["result"])) for node in nodes]
 
 
 def check_nodes(nodes: Sequence[ClusterNode]) -> None:

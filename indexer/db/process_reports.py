@@ -33,9 +33,9 @@ _SAVE = f"""
 
 _LOAD = f"""
     select o.roles, o.first_bucket, o.last_bucket, o.owns, o.reasons,
-        date_part('epoch', clock_timestamp() - o.reported_at) as age,
+        greatest(0, date_part('epoch', clock_timestamp() - o.reported_at)) as age,
         o.pid, coalesce(host(a.client_addr), 'this machine') as client,
-        date_part('epoch', clock_timestamp() - o.started_at) as seconds
+        greatest(0, date_part('epoch', clock_timestamp() - o.started_at)) as seconds
     from indexer.process_report o join pg_stat_activity a on a.datname = current_database() and {IS_SESSION}
     order by o.first_bucket, o.last_bucket, not o.owns, o.pid
 """
@@ -106,15 +106,6 @@ async def _save(connection: Connection, report: ProcessReport) -> None:
 async def load(connection: Connection) -> list[ProcessReport]:
     """Return the reports of all processes whose session exists, by position."""
     return [
-        ProcessReport(
-            tuple(row["roles"]),
-            range(row["first_bucket"], row["last_bucket"] + 1),
-            row["owns"],
-            json.loads(row["reasons"]),
-            max(0.0, row["age"]),
-            row["pid"],
-            row["client"],
-            max(0.0, row["seconds"]),
-        )
-        for row in await connection.fetch(_LOAD)
+        ProcessReport(tuple(roles), range(first, last + 1), owns, json.loads(reasons), *of_session)
+        for roles, first, last, owns, reasons, *of_session in await connection.fetch(_LOAD)
     ]

@@ -156,10 +156,9 @@ class HostCrawl:
         self._added, self._refused = NewAccounts(self.new_accounts), NewAccounts(REFUSED_PER_HOUR)
         self._lookups = AsyncLimiter(1, 1 / self.lookup_rate)
         self._statuses = self.stage.add()
-        checks = partial(
-            HostingStatusChecks, self.db, self.outbound, self.metrics, self.scope, self._statuses, self.identities
-        )
-        self._at_relay, self._at_host = checks(self.stream_point), checks(sources_are_hosts=True)
+        parts = self.db, self.outbound, self.metrics, self.scope, self._statuses, self.identities
+        self._at_relay = HostingStatusChecks(*parts, self.stream_point)
+        self._at_host = HostingStatusChecks(*parts, sources_are_hosts=True)
 
     async def run(self) -> None:
         """Read lists when they are due. Only an exception that is a bug ends it."""

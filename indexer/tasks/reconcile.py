@@ -321,16 +321,8 @@ class Reconciliation:
     def __post_init__(self) -> None:
         self.stage = StageProgress("reconciliation")
         self._requests = self.stage.add()
-        self._statuses = HostingStatusChecks(
-            self.db,
-            self.outbound,
-            self.metrics,
-            self.scope,
-            self.stage,
-            self.identities,
-            self.stream_point,
-            self.sources_are_hosts,
-        )
+        parts = self.db, self.outbound, self.metrics, self.scope, self.stage, self.identities
+        self._statuses = HostingStatusChecks(*parts, self.stream_point, self.sources_are_hosts)
         self._run: _Run | None = None
         self._failures = 0  # in a row
         # The DID after which the next reconciliation asks for accounts that are missing in the list.

@@ -126,9 +126,8 @@ class RepoChecks:
     def __post_init__(self) -> None:
         self.stage = StageProgress("repo checks")
         self._requests = self.stage.add()
-        self._statuses = HostingStatusChecks(
-            self.db, self.outbound, self.metrics, self.scope, self.stage, self.identities, sources_are_hosts=True
-        )
+        parts = self.db, self.outbound, self.metrics, self.scope, self.stage, self.identities
+        self._statuses = HostingStatusChecks(*parts, sources_are_hosts=True)
         self.began_at: float | None = None
         self.compared = self.total = 0
         self._asked = BoundedDict[str, None](MAX_ASKED)
