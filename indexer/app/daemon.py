@@ -495,16 +495,8 @@ class Daemon:
         yield ScopeNarrowing(db, scope, shard, self.metrics, settings)
         yield ScopeBackfill(db, outbound, scope, sources, shard, self.metrics, settings)
         if shard.index == 0:  # the lists are of all shards
-            yield SignalDiscovery(
-                db,
-                outbound,
-                scope,
-                sources,
-                self._reconciled_at,
-                sources_are_hosts=self.settings.upstream == "pds",
-                interval=settings.interval,
-                settle=settings.settle,
-            )
+            is_pds = self.settings.upstream == "pds"
+            yield SignalDiscovery(db, outbound, scope, sources, self._reconciled_at, settings, sources_are_hosts=is_pds)
 
     def _build_feeds(self) -> None:
         """Build what the role `feed` runs."""

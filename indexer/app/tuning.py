@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 from indexer.app.clients import KEY_LOOKUP_TIMEOUT
-from indexer.db.gaps import REFRESH_SECONDS
 from indexer.live.batch_writer import WriterSettings
 from indexer.live.firehose_consumer import PROOF_TIMEOUT
 from indexer.live.host_streams import HostStreamSettings
@@ -68,7 +67,7 @@ class Tuning:
     host_streams: HostStreamSettings = field(default_factory=HostStreamSettings)
     retry: float = 1.0
     proof_timeout: float = PROOF_TIMEOUT
-    gap_refresh: float = REFRESH_SECONDS
+    gap_refresh: float = 5.0
     key_lookup_timeout: float = KEY_LOOKUP_TIMEOUT
     scope: ScopeSettings = field(default_factory=ScopeSettings)
     erasure_interval: float = 60.0

@@ -36,6 +36,7 @@ from indexer.cluster.tables import (
     waiting_tables,
 )
 from indexer.db.columns import Connection
+from indexer.db.connections import NO_TIMEOUTS
 from indexer.db.database_errors import connect, database_errors, unusable
 from indexer.db.gaps import load_cursors, open_gap
 from indexer.db.layout import load_layout
@@ -76,11 +77,8 @@ OnProgress = Callable[[str, int, int], None]
 """Called when a table or a shard begins, with its name, and with the number of those that are done, and of all.
 `pg_stat_progress_copy` shows how much of the present table was copied."""
 
-_SESSION = {
+_SESSION = NO_TIMEOUTS | {
     "application_name": session_name(EVERYTHING),
-    "statement_timeout": "0",
-    "lock_timeout": "0",
-    "idle_in_transaction_session_timeout": "0",
     "client_connection_check_interval": "2s",  # a statement ends soon after this process was killed
 }
 
@@ -100,10 +98,7 @@ _REOPEN = """
     update indexer.distribution set shards = coalesce($1, shards), finished_at = null
     returning shards, false as finished
 """
-_FINISH = "update indexer.distribution set finished_at = now() where finished_at is null"
 _RENAME_CURSOR = "update indexer.cursor set shard = $3 where relay = $1 and shard = $2"
-_DELETE_CURSORS = "delete from indexer.cursor where relay = $1 and shard <> $2"
-_WIDEN_GAPS = "update indexer.gap set shard = $1, reconciled = '{}' where closed_at is null"
 _WIDEN_CRAWLS = """
     insert into indexer.crawl_progress (purpose, source, collection, cursor, listed, found, began_at, shard, last_gap)
     select purpose, source, collection, null, 0, 0, min(began_at), $1, 0
@@ -111,14 +106,12 @@ _WIDEN_CRAWLS = """
     on conflict (purpose, source, collection, shard) do update
     set cursor = null, listed = 0, found = 0, finished_at = null, last_gap = 0
 """
-_DELETE_CRAWLS = "delete from indexer.crawl_progress where shard <> $1"
 _DISTRIBUTE_FIRST = f"""
     select create_distributed_table('indexer.{FIRST}', 'bucket', shard_count => 1, colocate_with => 'none')
 """
 _RECOVERY_INTERVAL = f"select setting::int from pg_settings where name = '{RECOVERY}'"
 # An earlier call may have left prepared transactions. Without the privilege, Citus completes them a little later.
 _MAY_COMPLETE_PREPARED = "select has_function_privilege('recover_prepared_transactions()', 'execute')"
-_ADAPT_PUBLIC_SCHEMA = "select indexer.adapt_public_schema()"
 # The daemons have the privilege USAGE of the schema. At the coordinator, readers do not have it.
 _COMMANDS = """
     with command as (
@@ -135,7 +128,6 @@ _COMMANDS = """
     where exists (select from command where has_function_privilege('public', oid, 'execute'))
         or exists (select from command, daemon where not has_function_privilege(grantee, oid, 'execute'))
 """
-_COMPLETE_PREPARED = "select recover_prepared_transactions()"
 # The shards of all distributed tables that have the same buckets, by the shard of the first table and its hashes.
 _GROUPS = f"""
     select shardid as id, shardminvalue::int as lowest, shardmaxvalue::int as highest, nodeid as node
@@ -143,7 +135,6 @@ _GROUPS = f"""
     where logicalrelid = 'indexer.{FIRST}'::regclass and noderole = 'primary' order by shardminvalue::int
 """
 _HASHES = "select bucket, worker_hash(bucket::smallint) from generate_series(0, $1 - 1) bucket order by 2"
-_ORDER = "select indexer.hash_order()"
 _SPLIT = "select citus_split_shard_by_split_points($1, $2::text[], $3::int[], 'block_writes')"
 
 
@@ -246,13 +237,13 @@ async def _join_shards(connection: Connection) -> None:
         current = [cursor for cursor in cursors if (cursor.relay, cursor.epoch) == (relay, epoch)]
         valid = [cursor for cursor in current if point is not None and cursor.seq == point.seq]
         kept = min(valid or current, key=lambda cursor: cursor.seq)
-        await connection.execute(_DELETE_CURSORS, relay, kept.shard)
+        await connection.execute("delete from indexer.cursor where relay = $1 and shard <> $2", relay, kept.shard)
         await connection.execute(_RENAME_CURSOR, relay, kept.shard, every)
         if point is None:
             await open_gap(connection, Gap(relay, every, GapReason.SEQUENCE_RESTARTED))
-    await connection.execute(_WIDEN_GAPS, every)
+    await connection.execute("update indexer.gap set shard = $1, reconciled = '{}' where closed_at is null", every)
     await connection.execute(_WIDEN_CRAWLS, every)
-    await connection.execute(_DELETE_CRAWLS, every)
+    await connection.execute("delete from indexer.crawl_progress where shard <> $1", every)
 
 
 @dataclass
@@ -267,7 +258,7 @@ class _Command:
     async def run(self, shards: int | None) -> Distribution:
         """Do each step that was not done yet."""
         if await self._connection.fetchval(_MAY_COMPLETE_PREPARED):
-            await self._connection.execute(_COMPLETE_PREPARED)
+            await self._connection.execute("select recover_prepared_transactions()")
         row = await self._connection.fetchrow(_ROW)
         if row is None:
             row = await self._begin(shards or default_shards(len(self._nodes)))
@@ -283,9 +274,9 @@ class _Command:
         await self._distribute_tables()
         async with self._connection.transaction():
             await use_two_phases(self._connection)
-        await self._connection.execute(_ADAPT_PUBLIC_SCHEMA)
+        await self._connection.execute("select indexer.adapt_public_schema()")
         await self._reserve_commands()
-        await self._connection.execute(_FINISH)
+        await self._connection.execute("update indexer.distribution set finished_at = now() where finished_at is null")
         names = [node.name for node in self._nodes]
         return Distribution(row["shards"], names, row["finished"], tables, self._notices)
 
@@ -355,7 +346,7 @@ class _Command:
         if len(groups) >= shards:
             return
         order, hashes = zip(*await self._connection.fetch(_HASHES, BUCKETS), strict=True)
-        if list(order) != await self._connection.fetchval(_ORDER):
+        if list(order) != await self._connection.fetchval("select indexer.hash_order()"):
             raise UnsuitableClusterError("this version of Citus orders the buckets in another way than this program")
         ends = [hashes[number * BUCKETS // shards - 1] for number in range(1, shards)]
         for done, group in enumerate(groups):

@@ -11,8 +11,6 @@ from indexer.db.requirements import unsupported_version
 OLDEST_CITUS = 12
 """The oldest major version that this program accepts. The tests run with 13.2."""
 
-_CITUS = "select extversion from pg_extension where extname = 'citus'"
-_IS_COORDINATOR = "select groupid = 0 from pg_dist_local_group"
 _NODES = """
     select nodeid, nodename || ':' || nodeport as name, groupid = 0 as is_coordinator, shouldhaveshards as holds_shards
     from pg_dist_node where noderole = 'primary' and isactive and nodecluster = current_setting('citus.cluster_name')
@@ -61,7 +59,7 @@ async def load_nodes(connection: Connection) -> list[ClusterNode]:
     Raises:
         UnsuitableClusterError: There is no cluster, this is not its coordinator, or a node does not answer.
     """
-    version = await connection.fetchval(_CITUS)
+    version = await connection.fetchval("select extversion from pg_extension where extname = 'citus'")
     if version is None:
         raise UnsuitableClusterError(
             "it is a plain Postgres database without the extension citus: there are no nodes to distribute it over, "
@@ -69,7 +67,7 @@ async def load_nodes(connection: Connection) -> list[ClusterNode]:
         )
     if _major(version) < OLDEST_CITUS:
         raise UnsuitableClusterError(f"it has Citus {version}; this program needs Citus {OLDEST_CITUS} or newer")
-    if not await connection.fetchval(_IS_COORDINATOR):
+    if not await connection.fetchval("select groupid = 0 from pg_dist_local_group"):
         raise UnsuitableClusterError("it is a worker of the cluster; use the URL of the coordinator")
     nodes = await connection.fetch(_NODES)
     if not any(node["is_coordinator"] for node in nodes):
@@ -81,16 +79,7 @@ async def load_nodes(connection: Connection) -> list[ClusterNode]:
     silent = [f"{node['name']} ({row['result']})" for node in nodes if not (row := answers[node["nodeid"]])["success"]]
     if silent:
         raise UnsuitableClusterError(f"these nodes do not answer the coordinator: {', '.join(silent)}")
-    return [
-        ClusterNode(
-            node["nodeid"],
-            node["name"],
-            node["is_coordinator"],
-            node["holds_shards"],
-            **json.loads(answers[node["nodeid"]]["result"]),
-        )
-        for node in nodes
-    ]
+    return [ClusterNode(*node, **json.loads(answers[node["nodeid"]]["result"])) for node in nodes]
 
 
 def check_nodes(nodes: Sequence[ClusterNode]) -> None:

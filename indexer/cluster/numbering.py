@@ -32,8 +32,6 @@ from indexer.db.periodic import DatabaseAttempt
 from indexer.sync.shard import BUCKETS
 from indexer.telemetry.conditions import CLUSTER_NODE_UNAVAILABLE, TRANSACTIONS_IN_DOUBT, Conditions
 
-CITUS_PREFIX = "citus_"
-"""The beginning of the names of transactions that Citus prepares on nodes."""
 ASK_SECONDS = 5.0
 """Time limit for the answers of the nodes."""
 POLL_SECONDS = 0.2
@@ -71,7 +69,6 @@ _PREPARED = """
     select indexer.prepared_transactions(bucket) from indexer.resync_queue
     where bucket = any($1::smallint[]) and priority = 0
 """
-_NUMBER = "select commit_order from indexer.number_changes($1, $2, $3, $4)"
 
 
 class ClusterNode(NamedTuple):
@@ -154,7 +151,8 @@ async def load_queue(connection: asyncpg.Connection, start: int) -> Queue:
 async def load_prepared(connection: asyncpg.Connection, nodes: Iterable[ClusterNode]) -> Prepared:
     """Ask these nodes for the transactions that Citus has prepared there, within `ASK_SECONDS`.
 
-    A node is missing in the result if its bucket was moved. Other programs may prepare transactions of their own.
+    Their names begin with `citus_`; other programs may prepare transactions of their own. A node is missing in the
+    result if its bucket was moved.
 
     Raises:
         DatabaseError: One of the nodes does not answer, or the database is unavailable.
@@ -165,7 +163,7 @@ async def load_prepared(connection: asyncpg.Connection, nodes: Iterable[ClusterN
         rows = await connection.fetch(_PREPARED, buckets, timeout=ASK_SECONDS)
     answers = [orjson.loads(answer) for (answer,) in rows]
     return {
-        answer["node"]: {name: age for name, age in answer["ages"].items() if name.startswith(CITUS_PREFIX)}
+        answer["node"]: {name: age for name, age in answer["ages"].items() if name.startswith("citus_")}
         for answer in answers
     }
 
@@ -175,7 +173,7 @@ async def assign_numbers(connection: asyncpg.Connection, batches: Iterable[int],
     names = [(node, name) for node, ages in prepared.items() for name in ages]
     arguments = list(batches), list(prepared), [node for node, _ in names], [name for _, name in names]
     crash_point("numbering.begun")
-    rows = await connection.fetch(_NUMBER, *arguments)
+    rows = await connection.fetch("select commit_order from indexer.number_changes($1, $2, $3, $4)", *arguments)
     crash_point("numbering.done")
     return {row["commit_order"] for row in rows}
 

@@ -31,8 +31,6 @@ DISTRIBUTED = (
     FIRST, "repo", "identity", "buffered_event", "record", "record_link", "target_count", "links_to_recount",
 )  # fmt: skip
 """The distributed tables. Each one has a column `bucket`, by which it is distributed."""
-METADATA = "distribution"
-"""The table of the coordinator that Citus knows."""
 
 _WAITING = """
     select table_name from unnest($1::text[]) with ordinality t(table_name, place)
@@ -42,9 +40,10 @@ _WAITING = """
     order by place
 """
 _DISTRIBUTE = f"select create_distributed_table($1::text::regclass, 'bucket', colocate_with => 'indexer.{FIRST}')"
-_ADD_METADATA = f"""
-    select citus_add_local_table_to_metadata('indexer.{METADATA}')
-    where not exists (select from pg_dist_partition where logicalrelid = 'indexer.{METADATA}'::regclass)
+# The only table of the coordinator that Citus knows.
+_ADD_METADATA = """
+    select citus_add_local_table_to_metadata('indexer.distribution')
+    where not exists (select from pg_dist_partition where logicalrelid = 'indexer.distribution'::regclass)
 """
 _WITHOUT_TRIGGER = """
     select c.oid::regclass::text from pg_class c
@@ -57,7 +56,6 @@ _ADD_TRIGGER = """
     create trigger use_two_phases before insert or update or delete on {table}
     for each statement execute function indexer.use_two_phases()
 """
-_DROP_PUBLISH = "drop trigger publish on indexer.change_batch"
 _QUEUE_BATCHES = """
     create constraint trigger queue_batch after insert on indexer.change_batch
     deferrable initially deferred for each row execute function indexer.queue_batch()
@@ -65,17 +63,12 @@ _QUEUE_BATCHES = """
 _IS_QUEUED = """
     select exists (select from pg_trigger where tgrelid = 'indexer.change_batch'::regclass and tgname = 'queue_batch')
 """
-_CREATE_ON_NODES = "select create_distributed_function('indexer.prepared_transactions(smallint)')"
 _IS_ON_NODES = """
     select exists (
         select from pg_catalog.pg_dist_object
         where classid = 'pg_proc'::regclass and objid = 'indexer.prepared_transactions(smallint)'::regprocedure
     )
 """
-_EXISTS = f"select to_regclass('indexer.{METADATA}') is not null"
-_SEQUENTIAL = "set local citus.multi_shard_modify_mode = 'sequential'"
-_SETTINGS_OF_NODES = "set local citus.propagate_set_commands = 'local'"
-_HAS_LOCAL_ROWS = "select pg_relation_size($1::text::regclass) > 0"
 _DELETE_LOCAL_ROWS = "select truncate_local_data_after_distributing_table($1::text::regclass)"
 
 
@@ -91,7 +84,7 @@ async def distribute_table(connection: Connection, table: str) -> None:
 
 async def delete_local_rows(connection: Connection, table: str) -> None:
     """Free the space of the rows that were copied to the shards, if there are any. Nothing reads them any more."""
-    if await connection.fetchval(_HAS_LOCAL_ROWS, f"indexer.{table}"):
+    if await connection.fetchval("select pg_relation_size($1::text::regclass) > 0", f"indexer.{table}"):
         await connection.execute(_DELETE_LOCAL_ROWS, f"indexer.{table}")
         await connection.execute(f"analyze indexer.{table}")
 
@@ -106,10 +99,10 @@ async def use_two_phases(connection: Connection) -> None:
     for (table,) in await connection.fetch(_WITHOUT_TRIGGER):
         await connection.execute(_ADD_TRIGGER.format(table=table))
     if not await connection.fetchval(_IS_QUEUED):
-        await connection.execute(_DROP_PUBLISH)
+        await connection.execute("drop trigger publish on indexer.change_batch")
         await connection.execute(_QUEUE_BATCHES)
     if not await connection.fetchval(_IS_ON_NODES):
-        await connection.execute(_CREATE_ON_NODES)
+        await connection.execute("select create_distributed_function('indexer.prepared_transactions(smallint)')")
 
 
 @asynccontextmanager
@@ -119,14 +112,14 @@ async def on_all_nodes(connection: asyncpg.Connection) -> AsyncIterator[None]:
     The tables that it creates are distributed, and missing triggers are added, in its transaction, unless the database
     was restored from the dump of a cluster: then `indexer distribute` follows.
     """
-    exists = await connection.fetchval(_EXISTS)
+    exists = await connection.fetchval("select to_regclass('indexer.distribution') is not null")
     if not exists or (await load_layout(connection)).commit_numbers:
         yield
         return
     # One shard after the other. Otherwise, Citus refuses to create a view or a function after a statement on all
     # shards. From now on, `set local` applies to all nodes: so does the limit of the waits for locks.
-    await connection.execute(_SEQUENTIAL)
-    await connection.execute(_SETTINGS_OF_NODES)
+    await connection.execute("set local citus.multi_shard_modify_mode = 'sequential'")
+    await connection.execute("set local citus.propagate_set_commands = 'local'")
     yield
     waiting = await waiting_tables(connection)
     if FIRST not in waiting:

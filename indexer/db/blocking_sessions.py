@@ -51,7 +51,6 @@ _USING_SEGMENTS = _SESSIONS.format(
 )
 _BLOCKING = _SESSIONS.format(condition="a.pid = any(pg_blocking_pids($1))")
 _WITH_TRANSACTIONS = _SESSIONS.format(condition="a.backend_type = 'client backend' and a.xact_start is not null")
-_DEAD_CURSORS = "select pg_stat_get_dead_tuples('indexer.cursor'::regclass)"
 # The sessions of other databases keep no rows of this one, and a replication slot without a database keeps all.
 _OLD_SNAPSHOTS = _SESSIONS.format(
     condition="""
@@ -95,21 +94,6 @@ class BlockingSession:
         return {"role": self.role, "pid": self.pid, "seconds": self.seconds and round(self.seconds)}
 
 
-@dataclass(frozen=True, slots=True)
-class OldSnapshots:
-    """The holders of old snapshots, which keep dead rows.
-
-    Attributes:
-        dead_cursors: Versions of cursors that nothing has removed yet.
-        sessions: The sessions with old snapshots, the oldest transaction first; empty if few versions are left.
-        others: The other holders, each as text: prepared transactions and replication slots.
-    """
-
-    dead_cursors: int
-    sessions: Sequence[BlockingSession] = ()
-    others: Sequence[str] = ()
-
-
 class BlockingSessions(Area):
     """Sessions that hold what others need."""
 
@@ -132,16 +116,22 @@ class BlockingSessions(Area):
             oldest = {session.is_consumer: session for session in reversed(sessions)}
             return await _end(connection, list(oldest.values()), min_seconds)
 
-    async def end_old_snapshots(self, max_dead_cursors: int, min_seconds: float) -> OldSnapshots:
-        """Return the old snapshots if so many dead cursors are left; end sessions of consumers that are this old."""
+    async def end_old_snapshots(
+        self, max_dead_cursors: int, min_seconds: float
+    ) -> tuple[int, list[BlockingSession], list[str]]:
+        """Return the number of versions of cursors that nothing has removed yet, and what keeps them if they are many.
+
+        From `max_dead_cursors` on, these are the sessions with old snapshots, the oldest transaction first, and as text
+        the prepared transactions and replication slots. The sessions of consumers that are this old are ended.
+        """
         async with self._pool.connection() as connection:
-            dead_cursors = await connection.fetchval(_DEAD_CURSORS)
+            dead_cursors = await connection.fetchval("select pg_stat_get_dead_tuples('indexer.cursor'::regclass)")
             if dead_cursors < max_dead_cursors:
-                return OldSnapshots(dead_cursors)
+                return dead_cursors, [], []
             # Each dead cursor has been written by a transaction of its own.
             sessions = [BlockingSession(*row) for row in await connection.fetch(_OLD_SNAPSHOTS, max_dead_cursors)]
             others = [name for (name,) in await connection.fetch(_OTHER_OLD_SNAPSHOTS, max_dead_cursors)]
-            return OldSnapshots(dead_cursors, await _end(connection, sessions, min_seconds), others)
+            return dead_cursors, await _end(connection, sessions, min_seconds), others
 
 
 async def end_blocking(connection: Connection, pid: int, min_seconds: float) -> list[BlockingSession]:

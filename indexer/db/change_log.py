@@ -31,7 +31,6 @@ _INSERT_BATCH = """
     returning segment, id
 """
 
-
 _LOGGED = typed("bucket smallint, live boolean, action text, did text, collection text, rkey text, rev text, cid bytea")
 COLUMNS = ("segment", "batch", "ordinal", *_LOGGED)
 """The columns of the table `change`, as COPY writes them."""

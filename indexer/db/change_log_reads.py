@@ -5,7 +5,7 @@ later entry of the log says why.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
 from typing import NamedTuple
@@ -14,7 +14,7 @@ import asyncpg
 from asyncpg.exceptions import ObjectNotInPrerequisiteStateError
 
 from indexer.concurrency.event_wait import wait_for_event
-from indexer.db.columns import Connection, buckets_of, columns_of, of_buckets, unnest
+from indexer.db.columns import RECORD_KEY, Connection, buckets_of, columns_of, of_buckets, unnest
 from indexer.db.connections import SERVER_SETTINGS, Area
 from indexer.db.database_errors import DatabaseError
 from indexer.reasons import FetchFailure
@@ -125,13 +125,11 @@ _CHANGES = f"""
     from atproto.changes_after($1, $2)
 """
 
-_RECORD_KEY = {"did": "text", "collection": "text", "rkey": "text"}
-
 # The running total limits the memory: a record has up to 2 MiB of JSON. The first value is read whatever its size.
 _RECORDS = f"""
     with found as materialized (
         select w.ordinal, r.cid, r.rev, r.value::text as value, p.visible
-        from {unnest(_RECORD_KEY, "w", 3)}
+        from {unnest(RECORD_KEY, "w", 3)}
         join indexer.record r
             on r.did = w.did and r.collection = w.collection and r.rkey = w.rkey and {of_buckets("r")}
         join indexer.repo p on p.did = r.did and p.bucket = r.bucket and {of_buckets("p")}
@@ -160,7 +158,6 @@ _USE_INDEX = "set local enable_seqscan = off"
 
 LATEST_SEQ = "select atproto.latest_seq()"
 TRIMMED_SEQ = "select last_value from indexer.trimmed_seq"
-_QUEUE_USAGE = "select pg_notification_queue_usage()"
 
 
 async def load_changes(connection: Connection, after: int, max_changes: int) -> list[LoggedChange]:
@@ -183,14 +180,7 @@ async def load_records(connection: Connection, keys: Sequence[RecordKey], max_by
         `omitted`. The values are omitted from the first record on before which they have `max_bytes` bytes or more.
     """
     buckets = buckets_of(did for did, *_ in keys)
-    return await connection.fetch(_RECORDS, buckets, max_bytes, *columns_of(keys, _RECORD_KEY)) if keys else []
-
-
-async def load_accounts(connection: Connection, dids: Iterable[str]) -> dict[str, StoredAccount]:
-    """Return the states of accounts by DID. Unknown accounts are left out."""
-    ordered = sorted(set(dids))
-    rows = await connection.fetch(_ACCOUNTS, ordered, buckets_of(ordered)) if ordered else []
-    return {did: StoredAccount(*state) for did, *state in rows}
+    return await connection.fetch(_RECORDS, buckets, max_bytes, *columns_of(keys, RECORD_KEY)) if keys else []
 
 
 async def load_page(connection: Connection, changes: Sequence[LoggedChange], max_bytes: int) -> FeedPage:
@@ -206,8 +196,9 @@ async def load_page(connection: Connection, changes: Sequence[LoggedChange], max
             values[number] = StoredRecord(row["cid"], row["rev"], row["value"] and row["value"].encode())
         else:
             hidden.add(number)
-    dids = {change.did for change in changes if change.collection is None}
-    return FeedPage(changes, values, await load_accounts(connection, dids), hidden=hidden)
+    dids = sorted({change.did for change in changes if change.collection is None})
+    rows = await connection.fetch(_ACCOUNTS, dids, buckets_of(dids)) if dids else []
+    return FeedPage(changes, values, {did: StoredAccount(*state) for did, *state in rows}, hidden=hidden)
 
 
 class ChangeSignal:
@@ -305,7 +296,7 @@ class ChangePages(Area):
 
     async def notification_queue_usage(self) -> float:
         """Return the used share of the notification queue of the server, from 0 to 1."""
-        return float(await self._fetchval(_QUEUE_USAGE))
+        return float(await self._fetchval("select pg_notification_queue_usage()"))
 
     @asynccontextmanager
     async def signal(self) -> AsyncIterator[ChangeSignal]:

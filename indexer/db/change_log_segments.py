@@ -161,21 +161,19 @@ _SINCE = "$1::float8 - date_part('epoch', clock_timestamp() - {})"
 
 _CURRENT = f"select current_segment, {_SINCE.format('opened_at')} from indexer.change_log"
 
-_BYTES = """pg_total_relation_size(format('indexer.change_%s', s.number)::regclass)
-        + pg_total_relation_size(format('indexer.change_batch_%s', s.number)::regclass)"""
-
+_NEWEST = "from indexer.change_batch where segment = {} and first_seq is not null order by first_seq desc limit 1"
+_LAST_SEQ = f"select first_seq + size - 1 {_NEWEST.format('$1')}"
 _SEGMENTS = f"""
-    select s.number, {_BYTES} as bytes, b.last_seq, {_SINCE.format("b.time")} as last_time
-    from generate_series(0, $2::integer - 1) as s(number) left join lateral (
-        select first_seq + size - 1 as last_seq, time from indexer.change_batch
-        where segment = s.number and first_seq is not null order by first_seq desc limit 1
-    ) b on true
+    select s.number, pg_total_relation_size(format('indexer.change_%s', s.number)::regclass)
+            + pg_total_relation_size(format('indexer.change_batch_%s', s.number)::regclass) as bytes,
+        b.last_seq, {_SINCE.format("b.time")} as last_time
+    from generate_series(0, $2::integer - 1) as s(number)
+    left join lateral (select first_seq + size - 1 as last_seq, time {_NEWEST.format("s.number")}) b on true
     order by s.number
 """
 
 _CONSUMERS = f"""
-    select name, seq, behind, {_SINCE.format("behind_since")} as behind_since,
-        cut_off_at is not null as cut_off
+    select name, seq, behind, {_SINCE.format("behind_since")} as behind_since, cut_off_at is not null as cut_off
     from atproto.readers order by name
 """
 
@@ -196,11 +194,6 @@ _FORGET_REMOVED = """
 _SET_CURRENT = """
     update indexer.change_log set current_segment = $1, opened_at = now()
     where singleton in (select singleton from indexer.change_log for update skip locked)
-"""
-
-_LAST_SEQ = """
-    select first_seq + size - 1 from indexer.change_batch where segment = $1 and first_seq is not null
-    order by first_seq desc limit 1
 """
 
 # Only a distributed database has unnumbered batches. Otherwise, COMMIT numbers them, and the lock waits for it.

@@ -21,6 +21,7 @@ def typed(columns: str) -> dict[str, str]:
     return dict(map(str.split, columns.split(",")))
 
 
+RECORD_KEY: Columns = typed("did text, collection text, rkey text")
 REPO_COLUMNS: Columns = typed(
     "did text, bucket smallint, version bigint, sync_status text, sync_reason text, rev text, data bytea, "
     "commit bytea, latest_verified_rev text, latest_unverified_rev text, active boolean, hosting_status text, "
@@ -49,19 +50,24 @@ _REASONS: dict[str | None, Desync | None] = {None: None, **{str(reason): reason 
 _FAILURES: dict[str | None, FetchFailure | None] = {None: None, **{str(failure): failure for failure in FetchFailure}}
 
 
-def repo_columns(alias: str) -> str:
-    """Return the SELECT list that `repo_of` reads, with times as Unix seconds."""
+def select_list(columns: Columns, alias: str) -> str:
+    """Return a SELECT list of columns; those of type float8 are times as Unix seconds."""
     return ", ".join(
         f"date_part('epoch', {alias}.{name}) as {name}" if type_ == "float8" else f"{alias}.{name}"
-        for name, type_ in REPO_COLUMNS.items()
+        for name, type_ in columns.items()
     )
 
 
-def repo_values(alias: str) -> dict[str, str]:
-    """Return the SQL expression for each column, from the arrays of `repo_arrays`."""
+def repo_columns(alias: str) -> str:
+    """Return the SELECT list that `repo_of` reads."""
+    return select_list(REPO_COLUMNS, alias)
+
+
+def stored_values(columns: Columns, alias: str) -> dict[str, str]:
+    """Return the SQL expression for each column, from arrays of these types; float8 is the type of times."""
     return {
         name: f"to_timestamp({alias}.{name})" if type_ == "float8" else f"{alias}.{name}"
-        for name, type_ in REPO_COLUMNS.items()
+        for name, type_ in columns.items()
     }
 
 

@@ -32,6 +32,7 @@ SERVER_SETTINGS = {
     "max_parallel_workers_per_gather": "0",  # reports are not urgent, and other processes need the cores
     "idle_in_transaction_session_timeout": "60s",  # a stopped process keeps its locks for so long
 }
+NO_TIMEOUTS = dict.fromkeys(("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"), "0")
 
 _EMPTY_BATCH = """
     do $$
@@ -67,12 +68,9 @@ class Connections:
 
     @classmethod
     async def open(cls, dsn: str, *, connections: int = 10, readonly: bool = False) -> Self:
-        """Connect to the database, which has a schema.
+        """Connect to the database, which has a schema. With `readonly`, the server rejects every write.
 
-        Args:
-            dsn: The database.
-            connections: The size of the pool. Resyncs use all but `RESERVED_CONNECTIONS` of them.
-            readonly: Let the server reject every write.
+        Resyncs use all but `RESERVED_CONNECTIONS` of the connections of the pool.
 
         Raises:
             SettingsError: The operator has to correct something, such as the URL or the password, or to complete an
@@ -104,12 +102,7 @@ class Connections:
     @asynccontextmanager
     async def maintenance_connection(self) -> AsyncIterator[asyncpg.Connection]:
         """Open a connection for statements that may take hours, or for a lock that is held meanwhile."""
-        settings = SERVER_SETTINGS | {
-            "statement_timeout": "0",
-            "lock_timeout": "0",
-            "idle_in_transaction_session_timeout": "0",
-        }
-        async with self.own_connection(settings, limited=False) as connection:
+        async with self.own_connection(SERVER_SETTINGS | NO_TIMEOUTS, limited=False) as connection:
             yield connection
 
     @asynccontextmanager
@@ -178,34 +171,26 @@ class Connections:
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:
-        """Acquire a connection for a block in which all transient errors come from the database."""
-        with self.count_failures(), database_errors():
-            async with self.acquired() as connection:
-                yield connection
-
-    @asynccontextmanager
-    async def acquired(self) -> AsyncIterator[asyncpg.pool.PoolConnectionProxy]:
-        """Acquire a connection for a block that may raise other transient errors as well.
+        """Acquire a connection for a block in which all transient errors come from the database.
 
         It is closed if the block is cancelled or a time limit ends it.
         """
-        with database_errors():
+        with self.count_failures(), database_errors():
             # `asyncio.timeout` never loses a cancellation. The timeout of `acquire` would apply to `release`, too.
             async with timeout(CONNECT_TIMEOUT):
                 connection = await self._pool.acquire()
-        try:
-            yield connection
-        except BaseException as error:
-            # Postgres may receive the cancellation of a statement so late that it affects the next one. An inner block
-            # may have turned the error of a time limit into a `DatabaseError`.
-            if isinstance(error, ENDS_STATEMENT) or isinstance(error.__cause__, ENDS_STATEMENT):
-                # `terminate` would drop the request to cancel the statement, which would go on, with its locks. The
-                # driver closes the socket before it raises one of these errors.
-                with suppress(OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
-                    await connection.close(timeout=CANCEL_TIMEOUT)
-            raise
-        finally:
-            with database_errors():
+            try:
+                yield connection
+            except BaseException as error:
+                # Postgres may receive the cancellation of a statement so late that it affects the next one. An inner
+                # block may have turned the error of a time limit into a `DatabaseError`.
+                if isinstance(error, ENDS_STATEMENT) or isinstance(error.__cause__, ENDS_STATEMENT):
+                    # `terminate` would drop the request to cancel the statement, which would go on, with its locks. The
+                    # driver closes the socket before it raises one of these errors.
+                    with suppress(OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
+                        await connection.close(timeout=CANCEL_TIMEOUT)
+                raise
+            finally:
                 await self._pool.release(connection)
 
     @contextmanager

@@ -72,7 +72,7 @@ _READ = """
     from indexer.crawl_progress where
 """
 _LOAD = f"{_READ} purpose = $1 and source = $2 and collection = $3 and shard = $4"
-_RECHECKS = f"{_READ} purpose = 'recheck' order by collection"
+LISTS_READ = "select collection from indexer.crawl_progress where purpose = 'signal' and finished_at is not null"
 
 # This one, which began before, has read all that those have read of other directories.
 _DELETE_COVERED = """
@@ -99,12 +99,10 @@ _FIND_DIFFERENCES = f"""
     join indexer.repo r on r.did = w.did and {of_buckets("r")}
 """
 
-
 _ACTIVE = """
     select did from indexer.repo where did > $1 and active and rev is not null and bucket = any($2::smallint[])
     order by did limit $3
 """
-
 
 # A repo that waits for its resync is compared by it.
 _HOSTED = f"""
@@ -275,7 +273,7 @@ class Crawls(Area):
         After a change of the number of shards, the lists of former shards with some of these repos are among them,
         until this shard has a progress of its own that began at the same time or later.
         """
-        stored = [CrawlProgress(**row) for row in await self._fetch(_RECHECKS)]
+        stored = [CrawlProgress(**row) for row in await self._fetch(f"{_READ} purpose = 'recheck' order by collection")]
         own = {progress.collection: progress for progress in stored if progress.shard == str(shard)}
         for progress in stored:
             present = own.get(progress.collection)

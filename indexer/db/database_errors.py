@@ -74,7 +74,6 @@ _WRONG_ADDRESS = (
 _UNKNOWN_HOST = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 """The name server says that the host does not exist. `EAI_AGAIN` is transient: the name server does not answer."""
 
-_SESSION_ENDED = "another operation (2) is in progress"  # 2 is asyncpg's state `PROTOCOL_ERROR_CONSUME`
 _NODE_LOST = (
     "postmaster was shut down",
     "server closed the connection",
@@ -200,8 +199,9 @@ def _is_transient(cause: BaseException) -> bool:
         return True
     if isinstance(cause, exceptions.InternalServerError):
         return any(text in str(cause) for text in _NODE_LOST)
-    # Nor has it one for a session that the server ended with an error message, while the socket is still open.
-    return isinstance(cause, exceptions.InternalClientError) and _SESSION_ENDED in str(cause)
+    # Nor has it one for a session that the server ended with an error message, while the socket is still open. 2 is its
+    # state `PROTOCOL_ERROR_CONSUME`.
+    return isinstance(cause, exceptions.InternalClientError) and "another operation (2) is in progress" in str(cause)
 
 
 def _text(cause: BaseException) -> str:

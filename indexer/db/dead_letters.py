@@ -92,16 +92,12 @@ _NEWEST = f"""
     where ($1::text is null or reason = $1) and ($2::text is null or did = $2) order by id desc limit $3
 """
 
-_LOAD = f"select {_READ}, frame from indexer.dead_letter where id = $1"
-
 _IDS = "select id from indexer.dead_letter where reason = $1 order by id"
 
 _UPDATE = """
     update indexer.dead_letter set bucket = $2, seq = $3, did = $4, kind = $5, reason = $6, detail = $7
     where id = $1 returning true
 """
-
-_DELETE = "delete from indexer.dead_letter where id = $1 returning true"
 
 
 async def insert(connection: Connection, dead_letters: Sequence[DeadLetter]) -> None:
@@ -132,7 +128,7 @@ class DeadLetters(Area):
     async def load(self, id_: int) -> tuple[StoredDeadLetter, bytes] | None:
         """Return a dead letter and its stored frame; None if it does not exist."""
         async with self._pool.connection() as connection:
-            row = await connection.fetchrow(_LOAD, id_)
+            row = await connection.fetchrow(f"select {_READ}, frame from indexer.dead_letter where id = $1", id_)
             return None if row is None else (_dead_letter(row), row["frame"])
 
     async def update(self, id_: int, rejected: DeadLetter) -> None:
@@ -152,7 +148,7 @@ async def delete(connection: Connection, id_: int) -> None:
     Raises:
         DeadLetterGoneError: The dead letter does not exist.
     """
-    if not await connection.fetchval(_DELETE, id_):
+    if not await connection.fetchval("delete from indexer.dead_letter where id = $1 returning true", id_):
         raise DeadLetterGoneError(id_)
 
 

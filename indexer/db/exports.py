@@ -90,7 +90,6 @@ _MATCH = f"""
     {unnest(_SEEN, "w", 2)}
     where r.did = w.did and r.collection = w.collection and r.rkey = w.rkey and {of_buckets("r")}
 """
-_COUNT_SEEN = f"select count(*) from indexer.record r, {_MATCH}"
 _SET_FIRST_SEEN = f"""
     update indexer.record r set first_seen = w.first_seen, first_live = w.live from {_MATCH}
         and w.first_seen < coalesce(r.first_seen, r.indexed_at)
@@ -164,6 +163,6 @@ class Exports(Area):
 async def set_first_seen(connection: Connection, seen: Sequence[SeenRecord]) -> tuple[int, int]:
     """Set first-seen times within the open transaction, as `Exports.set_first_seen` does."""
     arguments = [buckets_of([one.did for one in seen]), *columns_of(sorted(seen), _SEEN)]
-    stored = await connection.fetchval(_COUNT_SEEN, *arguments)
+    stored = await connection.fetchval(f"select count(*) from indexer.record r, {_MATCH}", *arguments)
     changed = await connection.execute(_SET_FIRST_SEEN, *arguments)
     return stored, int(changed.split()[-1])

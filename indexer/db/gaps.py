@@ -26,8 +26,6 @@ log = structlog.get_logger(__name__)
 
 _REASONS = {str(reason): reason for reason in GapReason}
 
-REFRESH_SECONDS = 5.0
-"""Interval at which the open gaps are loaded again."""
 MAX_CLOSED_GAPS = 1_000
 """Closed gaps that are retained; older ones are deleted."""
 
@@ -185,7 +183,10 @@ async def close_gaps(
 class OpenGaps:
     """Opens and closes gaps, and has a copy of the open ones for readiness, metrics and the reconciliation.
 
+    Every method but `run` raises `DatabaseError` for a transient error, and retries nothing itself.
+
     Attributes:
+        interval: Seconds after which the open gaps are loaded again.
         stage: Its progress. Loading the gaps, and checking the silence of the relay, is work.
         gaps: The open gaps that affect repos of the shard, also those of former shards, oldest first; None before they
             were loaded for the first time.
@@ -194,7 +195,7 @@ class OpenGaps:
     stored: Gaps
     shard: Shard
     metrics: Metrics
-    interval: float = REFRESH_SECONDS
+    interval: float = 5.0
 
     def __post_init__(self) -> None:
         self._opened = asyncio.Event()
@@ -207,11 +208,7 @@ class OpenGaps:
         return max((gap.id for gap in self.gaps or ()), default=0)
 
     async def open(self, gap: Gap) -> OpenGap:
-        """Store a gap, and wake the reconciliation.
-
-        Raises:
-            DatabaseError: The database is unavailable.
-        """
+        """Store a gap, and wake the reconciliation."""
         opened = await self.stored.open(gap)
         fields = {"relay": gap.relay, "reason": gap.reason, "first_seq": gap.first_seq, "last_seq": gap.last_seq}
         log.error("gap.opened", id=opened.id, **fields)
@@ -219,11 +216,7 @@ class OpenGaps:
         return opened
 
     async def close_covered(self, gap: OpenGap, relay: str) -> None:
-        """Close a gap for this shard, because the stream of this relay covers it.
-
-        Raises:
-            DatabaseError: The database is unavailable.
-        """
+        """Close a gap for this shard, because the stream of this relay covers it."""
         await self.stored.close_covered(gap.id, self.shard.positions, relay)
         await self.refresh()
 
@@ -231,9 +224,6 @@ class OpenGaps:
         """Load the open gaps, and log those that were closed since the last time.
 
         A gap that affects other shards, too, is not closed before they have compared their repos.
-
-        Raises:
-            DatabaseError: The database is unavailable.
         """
         before, known_until = self.gaps or (), self.newest
         loaded = await self.stored.load_open()

@@ -205,21 +205,12 @@ class HostLists(Area):
         return {row["url"]: row["accounts"] for row in await self._fetch(_NOT_WITHHELD) if row["accounts"] > 0}
 
     async def due(
-        self,
-        buckets: Sequence[int],
-        since: float,
-        now: float,
-        followed: Sequence[str] = (),
-        page_seconds: float = 0.0,
+        self, buckets: Sequence[int], since: float, now: float, followed: Sequence[str] = (), page_seconds: float = 0.0
     ) -> list[str]:
         """Return the hosts whose lists are to be read: those that do not fail are first.
 
-        Args:
-            buckets: Those of the names of hosts.
-            since: A list that was read after this time is not due, unless that failed, or the host is followed.
-            now: The present time.
-            followed: Hosts whose lists are due again this many `page_seconds` for each page after their last reading.
-            page_seconds: See `followed`.
+        The buckets are those of the names of hosts. A list that was read after `since` is not due, unless that failed,
+        or the host is `followed`: then it is due again `page_seconds` for each page after its last reading.
         """
         rows = await self._fetch(_DUE, list(buckets), since, now, list(followed), page_seconds)
         return [host for (host,) in rows]

@@ -8,26 +8,20 @@ from collections.abc import Sequence
 from time import time
 
 from indexer.crash_points import crash_point
-from indexer.db.columns import columns_of, typed, unnest, values_of
+from indexer.db.columns import columns_of, select_list, stored_values, typed, unnest, values_of
 from indexer.db.connections import Area
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import MAX_HOSTS, HostState
-
-_FAILURES_EXPIRE_SECONDS = 86_400.0
 
 _COLUMNS = typed(
     "host text, requests bigint, failures bigint, consecutive_failures integer, paused_until float8, "
     "pause_reason text, last_error text, last_success float8"
 )
 _REASONS = {str(reason): reason for reason in FetchFailure}
-_TIMES = ("paused_until", "last_success")
-_READ = ", ".join(f"date_part('epoch', {name}) as {name}" if name in _TIMES else name for name in _COLUMNS)
 
 _SAVE = f"""
     insert into indexer.host as h ({", ".join(_COLUMNS)}, updated_at)
-    select host, requests, failures, consecutive_failures, to_timestamp(paused_until), pause_reason, last_error,
-        to_timestamp(last_success), now()
-    from {unnest(_COLUMNS, "w")} order by ordinal
+    select {", ".join(stored_values(_COLUMNS, "w").values())}, now() from {unnest(_COLUMNS, "w")} order by ordinal
     on conflict (host) do update
     set requests = h.requests + excluded.requests, failures = h.failures + excluded.failures,
         consecutive_failures = excluded.consecutive_failures, paused_until = excluded.paused_until,
@@ -45,9 +39,8 @@ _TRIM = """
 """
 
 _LOAD = f"""
-    select {_READ} from indexer.host
-    where paused_until > to_timestamp($2)
-        or (consecutive_failures > 0 and updated_at > now() - make_interval(secs => $1))
+    select {select_list(_COLUMNS, "h")} from indexer.host h
+    where paused_until > to_timestamp($1) or (consecutive_failures > 0 and updated_at > now() - interval '24 hours')
 """
 
 
@@ -56,7 +49,7 @@ class Hosts(Area):
 
     async def load(self) -> list[HostState]:
         """Return the hosts that are paused, or whose last request failed less than a day ago."""
-        rows = await self._fetch(_LOAD, _FAILURES_EXPIRE_SECONDS, time())
+        rows = await self._fetch(_LOAD, time())
         return [HostState(**{**row, "pause_reason": _REASONS.get(row["pause_reason"])}) for row in rows]
 
     async def save(self, states: Sequence[HostState]) -> None:

@@ -57,9 +57,9 @@ _READ_UNTIL = """
     select date_part('epoch', min(coalesce(finished_at, '-infinity'))) from indexer.crawl_progress
     where purpose = 'identities'
 """
+_CHAIN = typed("did text, bucket smallint, chain bytea")
 _DROP_CHAINS = f"""
-    update indexer.identity i set chain = null
-    from {unnest({"did": "text", "bucket": "smallint", "chain": "bytea"}, "w")}
+    update indexer.identity i set chain = null from {unnest(_CHAIN, "w")}
     where i.did = w.did and i.bucket = w.bucket and i.chain is distinct from w.chain returning i.did
 """
 _NOTIFY = f"select pg_notify('{CHANNEL}', $1)"
@@ -287,8 +287,7 @@ async def drop_incomplete_chains(connection: Connection, stored: Iterable[Stored
     Otherwise such a chain would lack an operation, and count as complete.
     """
     rows = sorted((one.did, bucket_of(one.did), one.chain) for one in stored)
-    columns = list(map(list, zip(*rows, strict=True)))
-    return [did for (did,) in await connection.fetch(_DROP_CHAINS, *columns)] if rows else []
+    return [did for (did,) in await connection.fetch(_DROP_CHAINS, *columns_of(rows, _CHAIN))] if rows else []
 
 
 async def mark_stale(connection: Connection, dids: Iterable[str]) -> None:

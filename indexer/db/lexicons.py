@@ -79,11 +79,6 @@ class ViewField(NamedTuple):
         }
 
 
-def view_name(nsid: str) -> str:
-    """Return the name of the view: the NSID, or its beginning and a hash if it is longer than 63 bytes."""
-    return _shortened(nsid)
-
-
 def column_name(field: str) -> str:
     """Return the name of a field in snake_case: `createdAt` becomes `created_at`."""
     return _OTHER.sub("_", _WORD_START.sub("_", field).lower()) or "_"
@@ -154,21 +149,20 @@ def _free_columns(field: RecordField, taken: set[str]) -> tuple[str, ...]:
     name = column_name(field.name)
     for number in count(1):
         base = name if number == 1 else f"{name}_{number}"
-        columns = tuple(_shortened(base + suffix) for suffix, *_ in _parts_of(field))
+        columns = tuple(identifier(base + suffix) for suffix, *_ in _parts_of(field))
         if taken.isdisjoint(columns):
             return columns
     raise AssertionError
 
 
-def _shortened(name: str) -> str:
+def identifier(name: str) -> str:
+    """Return the name of a view or a column: this one, or its beginning and a hash if it is longer than 63 bytes."""
     if len(name) <= MAX_NAME_BYTES:
         return name
     digest = sha256(name.encode()).hexdigest()[:_HASH_CHARACTERS]
     return f"{name[: MAX_NAME_BYTES - _HASH_CHARACTERS - 1]}_{digest}"
 
 
-_LOCK = "lock table indexer.lexicon in share row exclusive mode"
-_LOCK_TIMEOUT = "set local lock_timeout = '2s'"
 _LOAD = "select nsid, document::text, source, view_name, fields::text from indexer.lexicon order by nsid"
 _UPSERT = """
     insert into indexer.lexicon (nsid, document, source, view_name, fields) values ($1, $2::json, $3, $4, $5::jsonb)
@@ -176,8 +170,6 @@ _UPSERT = """
     set document = excluded.document, source = excluded.source, view_name = excluded.view_name,
         fields = excluded.fields, added_at = now()
 """
-_CREATE_VIEW = "select indexer.create_lexicon_view($1)"
-_DROP_VIEW = "select indexer.drop_lexicon_view($1)"
 
 
 class AddedState(StrEnum):
@@ -255,7 +247,7 @@ class Lexicons(Area):
                     AddedLexicon(
                         nsid,
                         AddedState.ADDED if before is None else state,
-                        view_name(nsid) if lexicon.record else None,
+                        identifier(nsid) if lexicon.record else None,
                         tuple(sorted(references(lexicon, known) - known.keys())),
                     )
                 )
@@ -279,8 +271,8 @@ class Lexicons(Area):
         """Begin a transaction that waits only briefly for queries on the views, so that no other query waits long."""
         try:
             async with self._pool.transaction() as connection:
-                await connection.execute(_LOCK_TIMEOUT)
-                await connection.execute(_LOCK)
+                await connection.execute("set local lock_timeout = '2s'")
+                await connection.execute("lock table indexer.lexicon in share row exclusive mode")
                 yield connection
         except DatabaseError as error:
             if isinstance(error.__cause__, asyncpg.LockNotAvailableError | asyncpg.DeadlockDetectedError):
@@ -315,13 +307,13 @@ async def _save(connection: Connection, lexicon: Lexicon, source: str, fields: l
         return
     text = json.dumps([field.to_json() for field in fields])
     with _dependents():
-        await connection.execute(_UPSERT, lexicon.nsid, lexicon.text, source, view_name(lexicon.nsid), text)
-        await connection.execute(_CREATE_VIEW, lexicon.nsid)
+        await connection.execute(_UPSERT, lexicon.nsid, lexicon.text, source, identifier(lexicon.nsid), text)
+        await connection.execute("select indexer.create_lexicon_view($1)", lexicon.nsid)
 
 
 async def _drop(connection: Connection, nsid: str) -> None:
     with _dependents():
-        await connection.execute(_DROP_VIEW, nsid)
+        await connection.execute("select indexer.drop_lexicon_view($1)", nsid)
 
 
 @contextmanager

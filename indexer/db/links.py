@@ -21,15 +21,8 @@ from asyncpg import Record as Row
 
 from indexer.atproto.links import links_of
 from indexer.crash_points import COMMITTED, crash_point
-from indexer.db.change_log_reads import (
-    LATEST_SEQ,
-    ChangeSignal,
-    LogTrimmedError,
-    listen_on,
-    load_changes,
-    load_records,
-)
-from indexer.db.columns import Columns, Connection, buckets_of, columns_of, of_buckets, unnest
+from indexer.db.change_log_reads import LATEST_SEQ, ChangeSignal, LogTrimmedError, listen_on, load_changes, load_records
+from indexer.db.columns import RECORD_KEY, Columns, Connection, buckets_of, columns_of, of_buckets, unnest
 from indexer.db.connections import SERVER_SETTINGS, Area
 from indexer.db.layout import estimate_rows
 from indexer.db.shard_lock import LINKS, ShardLock, open_lock
@@ -45,11 +38,9 @@ MAX_BYTES = 1 << 20
 QUICK_BYTES = 1 << 16
 """Bytes of values in which links are found on the event loop, in some milliseconds. A thread would stop it for longer:
 both wait for the interpreter lock."""
-CATCH_UP_POLL = 0.05
 MAX_RECOUNTED = 100
 """Records of one transaction that changes whether links count."""
 
-_LOCK_TIMEOUT = "set local lock_timeout = '2s'"
 _IS_ON = "select exists (select from indexer.link_reader)"
 _REMOVE = (
     "truncate indexer.record_link, indexer.target_count, indexer.links_to_recount",
@@ -67,19 +58,17 @@ _ADVANCE = f"""
     returning true
 """
 
-_KEY = {"did": "text", "collection": "text", "rkey": "text"}
 _NEXT_KEYS = """
     select did, collection, rkey from indexer.record where (did, collection, rkey) > ($1, $2, $3)
     order by did, collection, rkey limit $4
 """
 _SAVE_BACKFILL = "update indexer.link_reader set did = $1, collection = $2, rkey = $3, repos = $4"
-_SAVE_DONE = "update indexer.link_reader set done_at = now()"
 
 _LINK: Columns = {
-    **_KEY, "bucket": "smallint", "target": "text", "kind": "text", "path": "text", "counted": "boolean"
+    **RECORD_KEY, "bucket": "smallint", "target": "text", "kind": "text", "path": "text", "counted": "boolean"
 }  # fmt: skip
 _DELETE_LINKS = f"""
-    delete from indexer.record_link l using {unnest(_KEY, "w", 2)}
+    delete from indexer.record_link l using {unnest(RECORD_KEY, "w", 2)}
     where l.did = w.did and l.collection = w.collection and l.rkey = w.rkey and {of_buckets("l")}
     returning l.target, l.collection, l.path, l.counted
 """
@@ -115,7 +104,6 @@ _SET_COUNTED = """
 """
 _RECOUNTED = "delete from indexer.links_to_recount where did = $1 and bucket = $2 and seq = $3"
 
-
 _PROGRESS = """
     select state, repos_done, date_part('epoch', clock_timestamp() - enabled_at) as seconds from atproto.link_progress
 """
@@ -148,10 +136,6 @@ async def load_progress(connection: Connection) -> dict[str, Any]:
         "seconds_left": left,
         "open_recounts": await connection.fetchval(_OPEN_RECOUNTS, MAX_OPEN),
     }
-
-
-_Target = tuple[str, str, str]
-"""The key of a count of links: target, collection and path."""
 
 
 @dataclass
@@ -203,7 +187,7 @@ class LinkSession:
         crash_point(COMMITTED)
 
     async def _remove(self) -> None:
-        await self.connection.execute(_LOCK_TIMEOUT)
+        await self.connection.execute("set local lock_timeout = '2s'")
         for statement in _REMOVE:
             await self.connection.execute(statement)
 
@@ -250,7 +234,7 @@ class LinkSession:
                 repos = self.repos + len({did for did, *_ in keys} - {self.backfilled_to[0]})
                 await self.connection.execute(_SAVE_BACKFILL, *keys[-1], repos)
             else:
-                await self.connection.execute(_SAVE_DONE)
+                await self.connection.execute("update indexer.link_reader set done_at = now()")
             crash_point("links.backfilled")
         crash_point(COMMITTED)
         if keys:
@@ -295,7 +279,7 @@ class LinkSession:
         else:
             links = await asyncio.to_thread(_link_rows, keys, stored)
         buckets = buckets_of(did for did, *_ in keys)
-        deleted = await self.connection.fetch(_DELETE_LINKS, buckets, *columns_of(keys[:replaced], _KEY))
+        deleted = await self.connection.fetch(_DELETE_LINKS, buckets, *columns_of(keys[:replaced], RECORD_KEY))
         if links:
             await self.connection.copy_records_to_table(
                 "record_link", schema_name="indexer", columns=list(_LINK), records=links
@@ -306,7 +290,8 @@ class LinkSession:
         await self._add_counts(counts)
         return replaced
 
-    async def _add_counts(self, counts: Counter[_Target]) -> None:
+    async def _add_counts(self, counts: Counter[tuple[str, str, str]]) -> None:
+        """Add to the numbers of links by target, collection and path."""
         rows = [(*key, bucket_of_target(key[0]), count) for key, count in sorted(counts.items()) if count]
         if not rows:
             return
@@ -337,7 +322,7 @@ class Links(Area):
                     return False
                 owned = owned or await session.lock.claim()
                 if not owned:
-                    await asyncio.sleep(CATCH_UP_POLL)
+                    await asyncio.sleep(0.05)
                     continue
                 await session.begin()
                 with suppress(PositionLostError):  # the process that keeps links next begins anew

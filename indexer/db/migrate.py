@@ -59,7 +59,6 @@ _CREATE_SCHEMA = "create schema if not exists indexer"
 _LOCK = "lock table indexer.alembic_version in exclusive mode"
 # Postgres ends the transaction a minute after this process was stopped, for example with SIGSTOP.
 _LIMITS = "set local lock_timeout = {}; set local idle_in_transaction_session_timeout = '60s'"
-_RECREATE_VIEWS = "select indexer.recreate_lexicon_views()"
 _MISSING_ROLES = """
     select array_agg(name) from unnest(array['atproto_operator', 'atproto_reader']) name where to_regrole(name) is null
 """
@@ -71,7 +70,6 @@ _ROLES_WITHOUT_PRIVILEGES = """
     )
 """
 _PRIVILEGES = Path(__file__).parent / "schema" / "13_privileges.sql"
-_CONFLICT = "tuple concurrently updated"  # asyncpg has no class for this error, only one for all internal errors
 
 log = structlog.get_logger(__name__)
 
@@ -195,7 +193,7 @@ async def _upgrade(dsn: str, lock_seconds: float, changing: SchemaChange, blocki
             await connection.execute(_LIMITS.format(round(1000 * lock_seconds)))  # on all nodes of a cluster
             try:
                 await apply_versions(connection, state.database)
-                await connection.execute(_RECREATE_VIEWS)
+                await connection.execute("select indexer.recreate_lexicon_views()")
             except exceptions.DependentObjectsStillExistError as error:  # the hint of Postgres is to drop that, too
                 detail = f"{error.detail or error.args[0]}; nothing was changed: this release replaces the view"
                 reason = f"{detail}; drop what depends on it, run the command again, and create it again"
@@ -233,9 +231,12 @@ async def _watched(dsn: str, pid: int, lock_seconds: float, blocking: list[Block
 
 
 def _is_conflict(error: BaseException) -> bool:
-    """Return True if another migration of this server caused the error, or a deadlock."""
+    """Return True if another migration of this server caused the error, or a deadlock.
+
+    asyncpg has no class for "tuple concurrently updated", only one for all internal errors.
+    """
     return (
         (isinstance(error, exceptions.UniqueViolationError) and error.schema_name == "pg_catalog")
-        or (isinstance(error, exceptions.InternalServerError) and _CONFLICT in str(error))
+        or (isinstance(error, exceptions.InternalServerError) and "tuple concurrently updated" in str(error))
         or isinstance(error, exceptions.DeadlockDetectedError)
     )

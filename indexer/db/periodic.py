@@ -56,13 +56,8 @@ async def run_periodically(
 ) -> NoReturn:
     """Call `work` repeatedly, with a pause of `interval` seconds after each call.
 
-    A database error is suppressed, and the next call follows after the same pause. Every other exception ends the loop.
-
-    Args:
-        work: The function to call. Its result is ignored.
-        interval: Seconds between the end of one call and the start of the next.
-        progress: Each call is work of this stage.
-        wait_first: Pause before the first call, too.
+    Each call is work of `progress`. With `wait_first`, a pause is before the first call, too. A database error is
+    suppressed, and the next call follows after the same pause. Every other exception ends the loop.
     """
     if wait_first:
         await asyncio.sleep(interval)

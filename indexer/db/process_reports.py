@@ -19,26 +19,23 @@ from indexer.reasons import FetchFailure
 CHECK_TIMEOUT = 5.0
 """Seconds after which a database that has not answered counts as unavailable."""
 
+_COLUMNS = ("role", "started_at", "roles", "first_bucket", "last_bucket", "owns", "reported_at", "reasons")
 _SAVE = f"""
     with ended as (
         delete from indexer.process_report o
         where pid <> pg_backend_pid() and not exists (select from pg_stat_activity a where {IS_SESSION})
     )
-    insert into indexer.process_report as p
-        (pid, role, started_at, roles, first_bucket, last_bucket, owns, reported_at, reasons)
+    insert into indexer.process_report (pid, {", ".join(_COLUMNS)})
     select a.pid, a.usesysid, a.backend_start, $1, $2, $3, $4, clock_timestamp(), $5
     from pg_stat_activity a where a.pid = pg_backend_pid()
-    on conflict (pid) do update set
-        role = excluded.role, started_at = excluded.started_at, roles = excluded.roles,
-        first_bucket = excluded.first_bucket, last_bucket = excluded.last_bucket,
-        owns = excluded.owns, reported_at = excluded.reported_at, reasons = excluded.reasons
+    on conflict (pid) do update set {", ".join(f"{name} = excluded.{name}" for name in _COLUMNS)}
 """
 
 _LOAD = f"""
     select o.roles, o.first_bucket, o.last_bucket, o.owns, o.reasons,
-        date_part('epoch', clock_timestamp() - o.reported_at) as age,
+        greatest(0, date_part('epoch', clock_timestamp() - o.reported_at)) as age,
         o.pid, coalesce(host(a.client_addr), 'this machine') as client,
-        date_part('epoch', clock_timestamp() - o.started_at) as seconds
+        greatest(0, date_part('epoch', clock_timestamp() - o.started_at)) as seconds
     from indexer.process_report o join pg_stat_activity a on a.datname = current_database() and {IS_SESSION}
     order by o.first_bucket, o.last_bucket, not o.owns, o.pid
 """
@@ -49,7 +46,6 @@ class ProcessReport:
     """The state of one process of the daemon.
 
     Attributes:
-        roles: Its roles.
         positions: The positions of its shard (`indexer.sync.shard`).
         owns: False while a process with the role `live` waits for its shard.
         reasons: The reasons of `/readyz`, as JSON objects.
@@ -110,15 +106,6 @@ async def _save(connection: Connection, report: ProcessReport) -> None:
 async def load(connection: Connection) -> list[ProcessReport]:
     """Return the reports of all processes whose session exists, by position."""
     return [
-        ProcessReport(
-            tuple(row["roles"]),
-            range(row["first_bucket"], row["last_bucket"] + 1),
-            row["owns"],
-            json.loads(row["reasons"]),
-            max(0.0, row["age"]),
-            row["pid"],
-            row["client"],
-            max(0.0, row["seconds"]),
-        )
-        for row in await connection.fetch(_LOAD)
+        ProcessReport(tuple(roles), range(first, last + 1), owns, json.loads(reasons), *of_session)
+        for roles, first, last, owns, reasons, *of_session in await connection.fetch(_LOAD)
     ]

@@ -17,6 +17,7 @@ from indexer.atproto.syntax import is_nsid
 from indexer.db import links, process_reports
 from indexer.db.columns import Connection
 from indexer.db.connections import Area
+from indexer.db.crawls import LISTS_READ
 from indexer.db.layout import estimate_rows, load_parts
 from indexer.db.process_reports import ProcessReport
 from indexer.db.scope import load as load_scope
@@ -29,7 +30,6 @@ from indexer.sync.shard import BUCKETS, bucket_of
 
 TIMEOUT_SECONDS = 5
 """Seconds after which the server cancels a query of the status."""
-ALL_RECORDS = 2**62
 MAX_SAMPLE_PAGES = 8_192
 """Pages of the table that a sample reads at most: 64 MiB, about 200,000 repos."""
 MAX_COUNTED_PAGES = 131_072
@@ -81,7 +81,6 @@ MAX_HOSTS = 10
 """Paused hosts, and hosts with withheld accounts, in the status."""
 # The columns are the fields of the rows of the status document. Times of the clocks of the processes are compared with
 # $1, the present time by such a clock.
-_LISTED = "select collection from indexer.crawl_progress where purpose = 'signal' and finished_at is not null"
 _CURSORS = """
     select relay, shard, seq, event_time, $1 - date_part('epoch', caught_up_at) as lag_seconds
     from atproto.cursors order by relay, shard
@@ -120,7 +119,6 @@ REJECTIONS = """
     order by d.time desc, d.reason limit $1
 """
 _REJECTION_TEXTS = {str(reason): reason.text for reason in Rejection}
-
 
 _IS_INCOMPLETE = "active and priority <> 2 and parked_at is null"
 """The condition beside a low `scope_version`. Repos that were never fetched wait in the resync queue as new ones."""
@@ -217,7 +215,7 @@ class Reports(Area):
         async with self._pool.transaction() as connection:
             return await load_state(connection, time())
 
-    async def repo(self, did: str, max_records: int = ALL_RECORDS) -> dict[str, Any] | None:
+    async def repo(self, did: str, max_records: int = 2**62) -> dict[str, Any] | None:
         """Return what is stored about a repo, by column, with the number of its records up to `max_records`.
 
         `redacted` is the reason of its redaction; None if it is not redacted. `removed` is the number of its records
@@ -276,7 +274,8 @@ async def load_state(connection: Connection, now: float) -> tuple[dict[str, Any]
     for cursor in cursors:
         # With a Jetstream, all events are stored up to the last comparison, which says nothing of the stream.
         if cursor["lag_seconds"] is None or cursor["relay"] == JETSTREAM:
-            cursor["lag_seconds"] = _age(cursor["event_time"], now)
+            at = event_seconds(cursor["event_time"])  # None: its time is not possible
+            cursor["lag_seconds"] = None if at is None or at > now + MAX_AHEAD else max(0.0, now - at)
     state = {
         "cursors": cursors,
         "links": await links.load_progress(connection),
@@ -293,18 +292,12 @@ async def load_state(connection: Connection, now: float) -> tuple[dict[str, Any]
     return state, await process_reports.load(connection)
 
 
-def _age(event_time: str | None, now: float) -> float | None:
-    """Return the age of an event; None if its time is not possible."""
-    at = event_seconds(event_time)
-    return None if at is None or at > now + MAX_AHEAD else max(0.0, now - at)
-
-
 async def count_repos(connection: Connection, since: float) -> Counts:
     """Count all repos, or those of a part of the table; the part becomes smaller until the time limit suffices."""
     scope = await load_scope(connection)
     complete_from = 0 if scope is None else scope.complete_from
     signals = set(filter(is_nsid, scope.signal_patterns)) if scope else set()  # other patterns have no list
-    listed = {row["collection"] for row in await connection.fetch(_LISTED)}
+    listed = {row["collection"] for row in await connection.fetch(LISTS_READ)}
     async with _limited_time(connection):
         parts = await load_parts(connection, "indexer.repo")
     total = sum(part.pages for part in parts)

@@ -46,21 +46,11 @@ _TO_NAME = f"""
     )
 """
 
-
 # An account whose DID is gone is checked before its first batch (`due_gone`). After that batch it has no rev.
-_ERASE_NEXT = f"""
-    select did from indexer.repo
-    where erase_at <= to_timestamp($1) and not active and bucket = any($2::smallint[])
-        and (hosting_status is distinct from '{TOMBSTONED}' or rev is null)
-    order by erase_at limit 1
-"""
-
-_ERASE_GONE = f"""
-    select did from indexer.repo
-    where erase_at <= to_timestamp($1) and not active and bucket = any($2::smallint[])
-        and hosting_status = '{TOMBSTONED}' and rev is not null
-    order by erase_at limit $3
-"""
+_IS_GONE = f"hosting_status is not distinct from '{TOMBSTONED}' and rev is not null"
+_DUE = "from indexer.repo where erase_at <= to_timestamp($1) and not active and bucket = any($2::smallint[])"
+_ERASE_NEXT = f"select did {_DUE} and not ({_IS_GONE}) order by erase_at limit 1"
+_ERASE_GONE = f"select did {_DUE} and {_IS_GONE} order by erase_at limit $3"
 
 # The account may have become active since it was found.
 _ERASED_REPO = f"""

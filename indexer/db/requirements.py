@@ -150,7 +150,7 @@ async def opened(dsn: str) -> AsyncIterator[asyncpg.Connection]:
     """Open a connection. Its errors, and those of the block, are raised as `database_errors` says.
 
     Raises:
-        SettingsError: The operator has to correct something, or the server is too old.
+        SettingsError: The operator has to correct the URL, the password or a privilege, or the server is too old.
         DatabaseError: The database is unavailable.
     """
     with database_errors(dsn):
@@ -173,13 +173,7 @@ async def schema_state(connection: Connection) -> SchemaState:
 
 
 async def require_usable_schema(dsn: str) -> None:
-    """Raise an error unless this release can use the schema.
-
-    Raises:
-        SchemaVersionError: It cannot; the message names both versions.
-        SettingsError: The operator has to correct the URL, the password or a privilege.
-        DatabaseError: The database is unavailable.
-    """
+    """Raise `SchemaVersionError` unless this release can use the schema; other errors as `opened`."""
     async with opened(dsn) as connection:
         (await schema_state(connection)).require_usable()
 
@@ -194,24 +188,14 @@ async def require_scope(dsn: str) -> None:
 
 
 async def require_privileges(dsn: str) -> None:
-    """Raise an error if the role lacks a privilege to run the daemon.
-
-    Raises:
-        SettingsError: It lacks one.
-        DatabaseError: The database is unavailable.
-    """
+    """Raise `SettingsError` if the role lacks a privilege to run the daemon; other errors as `opened`."""
     async with opened(dsn) as connection:
         if missing := await connection.fetchval(_MISSING_TO_RUN):
             raise unusable(dsn, missing)
 
 
 async def load_database_facts(dsn: str) -> DatabaseFacts:
-    """Read the facts. Nothing is written.
-
-    Raises:
-        SettingsError: The operator has to correct the URL, the password or a privilege, or the server is too old.
-        DatabaseError: The database is unavailable.
-    """
+    """Read the facts. Nothing is written. Errors are those of `opened`."""
     async with opened(dsn) as connection:
         schema = await schema_state(connection)
         missing = await connection.fetchval(_MISSING_TO_RUN) if schema.is_usable else None

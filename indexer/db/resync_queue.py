@@ -13,7 +13,7 @@ from indexer.db.change_log import log_changes
 from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
 from indexer.db.connections import Area
 from indexer.db.database_errors import refused_writes
-from indexer.db.resync_transaction import SOME_STORED, ResyncTransaction
+from indexer.db.resync_transaction import SOME_STORED, STORED, ResyncTransaction
 from indexer.db.write import change_repos
 from indexer.reasons import Desync, FetchFailure
 from indexer.sync.changes import ChangeLogEntry
@@ -126,12 +126,6 @@ PARKED = f"""
     order by r.bucket, r.parked_at limit $3
 """
 
-
-# A repo without a rev (priority 2) may have records: an account that becomes active, or a repo that is tracked again,
-# cancels the erasure. The next resync corrects them. A scalar sub-query with LIMIT, so that the planner looks into the
-# index for each repo, and does not read all records.
-_STORED = "select true from indexer.record c where c.did = r.did and c.bucket = r.bucket"
-
 # Repos that were parked: because their DID has no usable identity, and no authentic message of them was received; or
 # for any permanent failure, if only the stream has named them. An index lists them.
 _DENIED = f"""
@@ -149,9 +143,11 @@ _HIDDEN = f"""
 
 
 def _find_forgettable(condition: str, order: str) -> str:
+    # A repo without a rev (priority 2) may have records: an account that becomes active, or a repo that is tracked
+    # again, cancels the erasure. The next resync corrects them.
     return f"""
         select r.did, r.bucket from indexer.repo r
-        where {condition} and r.bucket = any($2::smallint[]) and ({_STORED} and {of_buckets("c", 4)} limit 1) is null
+        where {condition} and r.bucket = any($2::smallint[]) and ({STORED} and {of_buckets("c", 4)} limit 1) is null
         order by {order} limit $3
     """
 
@@ -159,12 +155,11 @@ def _find_forgettable(condition: str, order: str) -> str:
 DENIED = _find_forgettable(_DENIED, "r.bucket, r.parked_at")
 HIDDEN = _find_forgettable(_HIDDEN, "r.bucket")
 
-# One bucket per statement, because Citus locks rows of only one shard at a time. SKIP LOCKED, because
-# a row may stay locked for long.
+# One bucket per statement, and SKIP LOCKED, for the reasons of `CLAIM`.
 _FORGET = f"""
     with locked as materialized (
         select did from indexer.repo r
-        where bucket = $2 and did = any($3::text[]) and {{condition}} and ({_STORED} and c.bucket = $2 limit 1) is null
+        where bucket = $2 and did = any($3::text[]) and {{condition}} and ({STORED} and c.bucket = $2 limit 1) is null
         for update skip locked
     )
     delete from indexer.repo where bucket = $2 and did = any(array(select did from locked)) returning did

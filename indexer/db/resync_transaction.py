@@ -28,7 +28,6 @@ _STORES_RECORDS = "select exists (select from indexer.record where did = $1 and 
 _CLAIMED = f"""
     from indexer.repo r where did = $1 and bucket = $2 and lease = $3 and sync_status = '{SyncStatus.IN_PROGRESS}'
 """
-_HOLDS = f"select exists (select {_CLAIMED})"
 # A lost claim is recognized without the lock: its new owner may hold the lock, and wait for a record that this
 # transaction has written.
 _LOCK = f"select {repo_columns('r')} {_CLAIMED} for update"
@@ -51,13 +50,10 @@ _ENTRIES = f"""
 _STORED = f"{_ENTRIES} order by path"
 SOME_STORED = f"select * from ({_ENTRIES} limit $3) c order by path"
 
-# A scalar subquery with LIMIT, so that the planner looks into the index for each repo, and does not read all records.
+STORED = "select true from indexer.record c where c.did = r.did and c.bucket = r.bucket"
+"""For a scalar subquery with LIMIT: the planner looks into the index for each repo, and does not read all records."""
 ELIGIBLE = f"""
-    select {repo_columns("r")},
-        (
-            select true from indexer.record c where c.did = r.did and c.bucket = r.bucket and {of_buckets("c")} limit 1
-        ) as stored
-    from indexer.repo r
+    select {repo_columns("r")}, ({STORED} and {of_buckets("c")} limit 1) as stored from indexer.repo r
     where r.bucket = any($1::smallint[]) and r.did = any($2::text[])
         and sync_status is not distinct from '{SyncStatus.IN_PROGRESS}' and buffered_events = 0
 """
@@ -121,7 +117,7 @@ class ResyncTransaction:
 
     async def holds_claim(self) -> bool:
         """Return True if the claim still holds at this moment."""
-        return bool(await self.connection.fetchval(_HOLDS, *self._key, self._lease))
+        return bool(await self.connection.fetchval(f"select exists (select {_CLAIMED})", *self._key, self._lease))
 
     async def write(self, changes: Sequence[RecordChange], proof: Proof, *, live: bool = False) -> Counter[Action]:
         """Write differences between the stored records and the export, or changes of buffered events (`commit`).

@@ -51,8 +51,6 @@ _INSERT_FIRST = """
 """
 
 _CHANGE = "select indexer.change_scope($1, $2, $3)"
-_TRACK = "select atproto.track($1)"
-_UNTRACK = "select atproto.untrack($1)"
 # SHARE does not conflict with itself, and a change of the scope waits for it.
 _HOLD = "select version, chosen_in from indexer.scope for share"
 _PROGRESS = "select collection, added_in, newest, repos, complete from atproto.scope_progress order by collection"
@@ -162,7 +160,7 @@ class StoredScope(Area):
         Raises:
             InvalidScopeError: One of them is not a DID.
         """
-        return await self._call(_TRACK, dids)
+        return await self._call("select atproto.track($1)", dids)
 
     async def untrack(self, dids: Iterable[str]) -> int:
         """Stop tracking repos until `track`; return how many were tracked. A background stage erases their records.
@@ -170,7 +168,7 @@ class StoredScope(Area):
         Raises:
             InvalidScopeError: One of them is not a DID.
         """
-        return await self._call(_UNTRACK, dids)
+        return await self._call("select atproto.untrack($1)", dids)
 
     async def _call(self, statement: str, dids: Iterable[str]) -> int:
         ordered = sorted(set(dids))

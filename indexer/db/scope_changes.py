@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from time import time
-from typing import NamedTuple
 
 from indexer.atproto.syntax import is_nsid
 from indexer.crash_points import crash_point
 from indexer.db.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
 from indexer.db.connections import Area
-from indexer.db.crawls import CrawlProgress, Crawls, save_progress
+from indexer.db.crawls import LISTS_READ, CrawlProgress, Crawls, save_progress
 from indexer.db.repos import LOAD_REPOS
 from indexer.db.scope import holds
 from indexer.db.write import change_repos, write
@@ -31,21 +30,15 @@ UNSELECTED = """
     order by indexed_at, did, rkey limit $6
 """
 
-INCOMPLETE = f"""
+# A list may lack an inactive account, so its repo keeps its version, and needs an export when it is active again.
+_INCOMPLETE = f"""
     select {repo_columns("r")} from indexer.repo r
     where r.bucket = any($1::smallint[]) and r.scope_version < $2 and r.sync_status = '{SyncStatus.SYNCHRONIZED}'
         and r.active
-    order by r.bucket, r.scope_version limit $3
 """
-
-# Rows leave the set when they are marked, and the others stay. So the pages follow the primary key. A list may lack an
-# inactive account, so its repo keeps its version, and needs an export when it is active again.
-INCOMPLETE_AFTER = f"""
-    select {repo_columns("r")} from indexer.repo r
-    where r.did > $3 and r.bucket = any($1::smallint[]) and r.scope_version < $2
-        and r.sync_status = '{SyncStatus.SYNCHRONIZED}' and r.active
-    order by r.did limit $4
-"""
+INCOMPLETE = f"{_INCOMPLETE} order by r.bucket, r.scope_version limit $3"
+# Rows leave the set when they are marked, and the others stay. So the pages follow the primary key.
+INCOMPLETE_AFTER = f"{_INCOMPLETE} and r.did > $3 order by r.did limit $4"
 
 # Repos that were not fetched since then, and of which no record of the collection is stored.
 NOT_FETCHED = f"""
@@ -67,7 +60,6 @@ WAITING = f"""
     ) waiting
 """
 
-
 # Repos that no list of a signal collection has named, and no command. Pages follow the primary key.
 NOT_WANTED = f"""
     select {repo_columns("r")} from indexer.repo r
@@ -87,26 +79,8 @@ SIGNALS = f"""
     from indexer.repo r where r.did = any($1::text[]) and r.bucket = any($2::smallint[])
 """
 
-_LISTS_READ = "select collection from indexer.crawl_progress where purpose = 'signal' and finished_at is not null"
-_COUNT_NOT_CHOSEN = f"select count(*) from indexer.repo where tracked and wanted_in < {CHOSEN}"
-
-
 RecordPosition = tuple[datetime, str, str]
 """The position of a record among those of its collection, in the order in which they were written: time, DID, key."""
-
-
-class NarrowedPage(NamedTuple):
-    """A page of records that the scope does not select.
-
-    Attributes:
-        deleted: The number of records that were deleted.
-        skipped: The number of records of repos that change at the moment; a later pass deletes them.
-        last: The last record of the page; None if it was the last page.
-    """
-
-    deleted: int
-    skipped: int
-    last: RecordPosition | None
 
 
 class ScopeChanges(Area):
@@ -121,16 +95,13 @@ class ScopeChanges(Area):
             return found[1:]
 
     async def delete_unselected(
-        self,
-        scope: Scope,
-        collection: str,
-        buckets: Sequence[int],
-        after: RecordPosition | None,
-        limit: int,
-    ) -> NarrowedPage | None:
+        self, scope: Scope, collection: str, buckets: Sequence[int], after: RecordPosition | None, limit: int
+    ) -> tuple[int, int, RecordPosition | None] | None:
         """Delete at most `limit` records of a collection that the scope does not select.
 
-        Return None if the scope has changed: it may select the collection again.
+        Return how many were deleted, how many a later pass deletes, because their repos change at the moment, and the
+        last record of the page; None for it if the page was the last one. Return None if the scope has changed: it may
+        select the collection again.
         """
         async with self._pool.transaction() as connection:
             if not await holds(connection, scope.version):
@@ -144,7 +115,7 @@ class ScopeChanges(Area):
             deleted = written.changes["delete"]
             if deleted:
                 crash_point("scope.narrowed")
-            return NarrowedPage(deleted, len(rows) - deleted, tuple(rows[-1]) if len(rows) == limit else None)
+            return deleted, len(rows) - deleted, tuple(rows[-1]) if len(rows) == limit else None
 
     async def incomplete_repos(self, scope: Scope, buckets: Sequence[int], after: str, limit: int) -> list[Repo]:
         """Return the next synchronized repos of active accounts after this DID that may lack records of the scope."""
@@ -191,7 +162,7 @@ class ScopeChanges(Area):
 
     async def unread_lists(self, scope: Scope) -> list[str]:
         """Return the signal collections whose list has not been read since the scope changed."""
-        read = {row["collection"] for row in await self._fetch(_LISTS_READ)}
+        read = {row["collection"] for row in await self._fetch(LISTS_READ)}
         return [pattern for pattern in scope.signal_patterns if is_nsid(pattern) and pattern not in read]
 
     async def untrack_page(
@@ -224,7 +195,7 @@ class ScopeChanges(Area):
 
     async def count_not_chosen(self) -> int:
         """Return the number of tracked repos that no command has named. Reads all repos."""
-        return int(await self._fetchval(_COUNT_NOT_CHOSEN))
+        return int(await self._fetchval(f"select count(*) from indexer.repo where tracked and wanted_in < {CHOSEN}"))
 
 
 async def _without_signal(connection: Connection, scope: Scope, dids: Sequence[str]) -> tuple[list[str], int]:

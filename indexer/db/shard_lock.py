@@ -23,8 +23,6 @@ from indexer.db.layout import load_layout
 from indexer.errors import LayoutChangedError
 from indexer.sync.shard import BUCKETS, Layout
 
-SESSION_NAME = "indexer buckets "
-"""The application name of a session of a lock, before its positions."""
 FEED = range(BUCKETS, BUCKETS + 1)
 """A number after all positions. Its owner is the process that serves the feed for clients of tap."""
 LINKS = range(BUCKETS + 1, BUCKETS + 2)
@@ -51,8 +49,6 @@ _CLAIM = """
         and not exists (select from indexer.shard_owner o where o.last_bucket >= $1 and o.first_bucket <= $2)
     returning true
 """
-
-_RELEASE = "delete from indexer.shard_owner where pid = pg_backend_pid()"
 
 _OWNERS = f"""
     select format(
@@ -125,9 +121,9 @@ async def open_lock(connection: asyncpg.Connection, positions: range, layout: La
     finally:
         connection.remove_termination_listener(on_termination)
         if not connection.is_closed():
-            await connection.execute(_RELEASE)
+            await connection.execute("delete from indexer.shard_owner where pid = pg_backend_pid()")
 
 
 def session_name(positions: range) -> str:
     """Return the application name of the session that owns these positions or waits for them."""
-    return f"{SESSION_NAME}{positions[0]}-{positions[-1]}"
+    return f"indexer buckets {positions[0]}-{positions[-1]}"

@@ -22,10 +22,8 @@ BATCH_SIZE = 500
 """Repos that one transaction changes."""
 
 _LOAD = "select pds, shard from indexer.subscribed_host order by pds"
-_IDS = "select shard, id from indexer.subscribed_host where pds = $1"
 _ADD = "insert into indexer.subscribed_host (pds, shard) values ($1, $2) on conflict do nothing"
 _REMOVE = "delete from indexer.subscribed_host where (pds, shard) = ($1, $2)"
-_HOLD = "select id from indexer.subscribed_host where id = $1 for share"
 
 # An index lists the withheld repos.
 _WITHHELD = f"""
@@ -49,7 +47,7 @@ WAITING = _WITHHELD.format(
 
 async def holds(connection: Connection, row: int) -> bool:
     """Return True if the row with this ID still exists. It stays until the transaction ends."""
-    return await connection.fetchval(_HOLD, row) is not None
+    return await connection.fetchval("select id from indexer.subscribed_host where id = $1 for share", row) is not None
 
 
 class SubscribedHosts(Area):
@@ -66,7 +64,7 @@ class SubscribedHosts(Area):
     async def find(self, did: str, pds: str) -> int | None:
         """Return the ID of the row of an account's host, for the shard of the account; None if there is none."""
         layout = self._pool.layout
-        rows = await self._fetch(_IDS, pds)
+        rows = await self._fetch("select shard, id from indexer.subscribed_host where pds = $1", pds)
         return next((row for of, row in rows if Shard.parse(of).placed(layout).owns(did)), None)
 
     async def add(self, pds: str, shard: Shard) -> None:

@@ -13,13 +13,8 @@ import orjson
 from asyncpg import Record
 
 from indexer.crash_points import COMMITTED, crash_point
-from indexer.db.change_log_reads import (
-    LATEST_SEQ,
-    TRIMMED_SEQ,
-    LoggedChange,
-    load_changes,
-)
-from indexer.db.columns import Connection, columns_of, typed, unnest
+from indexer.db.change_log_reads import LATEST_SEQ, TRIMMED_SEQ, LoggedChange, load_changes
+from indexer.db.columns import Connection, columns_of, select_list, stored_values, typed, unnest
 from indexer.db.connections import SERVER_SETTINGS, Area
 from indexer.db.layout import estimate_rows
 from indexer.db.shard_lock import FEED, ShardLock, open_lock
@@ -31,7 +26,6 @@ MAX_COUNTED_ROWS = 1_000_000
 """Number of rows of a table from which it is estimated."""
 
 CountedTable = Literal["repo", "record", "buffered_event"]
-
 
 _IS_CUT_OFF = """
     select d.id is not null from indexer.consumer c left join indexer.disconnected_consumer d on d.id = c.id
@@ -90,8 +84,7 @@ _SET_ASIDE = typed(
 _SET_ASIDE_KEY = {name: _SET_ASIDE[name] for name in ("reason", "did", "collection", "rkey")}
 _ADD_SET_ASIDE = f"""
     insert into indexer.feed_set_aside as s (consumer_id, {", ".join(_SET_ASIDE)})
-    select $1, w.reason, w.did, w.collection, w.rkey, w.rev, w.action, w.attempts, to_timestamp(w.since), w.failure
-    from {unnest(_SET_ASIDE, "w", 2)}
+    select $1, {", ".join(stored_values(_SET_ASIDE, "w").values())} from {unnest(_SET_ASIDE, "w", 2)}
     on conflict (consumer_id, reason, did, collection, rkey) do update
     set rev = least(s.rev, excluded.rev), action = excluded.action, attempts = s.attempts + excluded.attempts,
         failure = excluded.failure, due = false
@@ -105,19 +98,13 @@ _DELETE_DELIVERED = f"""
     where s.consumer_id = $1 and s.reason = w.reason and s.did = w.did and s.collection = w.collection
         and s.rkey = w.rkey
 """
-_READ_SET_ASIDE = f"""
-    select {", ".join("date_part('epoch', s.since)" if name == "since" else f"s.{name}" for name in _SET_ASIDE)}
-    from indexer.consumer c join indexer.feed_set_aside s on s.consumer_id = c.id
-    where c.name = $1
-"""
+_STORED = "from indexer.consumer c join indexer.feed_set_aside s on s.consumer_id = c.id where c.name = $1"
+_READ_SET_ASIDE = f"select {select_list(_SET_ASIDE, 's')} {_STORED}"
 _DUE = f"{_READ_SET_ASIDE} and s.due order by s.reason, s.did, s.collection, s.rkey limit $2"
 _REFUSED = f"""
     {_READ_SET_ASIDE} and s.reason = 'refused' and ($2::text is null or s.did = $2) order by s.since desc limit $3
 """
-_COUNT_REFUSED = """
-    select count(*) from indexer.consumer c join indexer.feed_set_aside s on s.consumer_id = c.id
-    where c.name = $1 and s.reason = 'refused'
-"""
+_COUNT_REFUSED = f"select count(*) {_STORED} and s.reason = 'refused'"
 _SEND_AGAIN = """
     update indexer.feed_set_aside s set due = true from indexer.consumer c
     where c.name = $1 and s.consumer_id = c.id and s.reason = 'refused' and ($2::text is null or s.did = $2)
@@ -223,21 +210,19 @@ class FeedSession:
         async with self._connection.transaction():
             for statement in _FORGET_REMOVED:
                 await self._connection.execute(statement)
-            if await self._connection.fetchval(_IS_CUT_OFF, FEED_CONSUMER) is None:
-                await self._register()
-            row = await self._connection.fetchrow(_LOAD_PROGRESS, FEED_CONSUMER)
+            row = await self._connection.fetchrow(_LOAD_PROGRESS, FEED_CONSUMER) or await self._register()
             crash_point("feed.begun")
         crash_point(COMMITTED)
-        if row is None or row["cut_off"]:
-            return None
-        return _progress_of(row)
+        return None if row["cut_off"] else _progress_of(row)
 
-    async def _register(self) -> None:
+    async def _register(self) -> Record:
         is_trimmed = await self._connection.fetchval(TRIMMED_SEQ) > 0
         await self._connection.fetchval(_REGISTER, FEED_CONSUMER, None if is_trimmed else 0)
-        row = await self._connection.fetchrow(_LOAD_PROGRESS, FEED_CONSUMER)
-        if row is not None and is_trimmed:
+        [row] = await self._connection.fetch(_LOAD_PROGRESS, FEED_CONSUMER)
+        if is_trimmed:
             await self._save(row["id"], DeliveryProgress(row["seq"], row["seq"], snapshot=SNAPSHOT_BEGIN))
+            [row] = await self._connection.fetch(_LOAD_PROGRESS, FEED_CONSUMER)
+        return row
 
     async def changes_after(self, seq: int, limit: int) -> list[LoggedChange]:
         """Return the next changes of the log; raise `LogTrimmedError` if some of them have been trimmed."""

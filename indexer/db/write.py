@@ -16,7 +16,7 @@ rows in the binary format of COPY.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from time import time
@@ -31,7 +31,9 @@ from indexer.db.change_log import COLUMNS as CHANGE_COLUMNS
 from indexer.db.change_log import log_changes, log_chunks
 from indexer.db.columns import (
     HEAD_COLUMNS,
+    RECORD_KEY,
     REPO_COLUMNS,
+    Columns,
     Connection,
     buckets_of,
     columns_of,
@@ -39,7 +41,7 @@ from indexer.db.columns import (
     head_arrays,
     of_buckets,
     repo_arrays,
-    repo_values,
+    stored_values,
     typed,
     unnest,
     values_of,
@@ -58,7 +60,6 @@ from indexer.sync.changes import (
 from indexer.sync.export import ColumnLayout, RecordChunk
 from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.shard import PLAIN, Layout, bucket_of
-from indexer.sync.stream import Cursor
 
 T = TypeVar("T")
 
@@ -75,40 +76,36 @@ MIN_SPLIT = 10
 Citus sends all arrays to each of the shards that a statement is for. For many rows that costs more than a statement for
 each shard."""
 
-_VALUES = repo_values("w")
+_VALUES = stored_values(REPO_COLUMNS, "w")
 
 # Takes the arrays of `repo_arrays`; returns the DIDs that had no row yet.
 _INSERT_REPOS = f"""
-
     insert into indexer.repo ({", ".join(_VALUES)}) select {", ".join(_VALUES.values())}
     from {unnest(REPO_COLUMNS, "w")} order by w.ordinal
     on conflict (did, bucket) do nothing returning did
 """
 
 
-def _assignments(values: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} = {value}" for name, value in values.items() if name not in ("did", "bucket"))
+def _update_repos(columns: Columns, *others: str) -> str:
+    """Return the statement that takes the buckets, an array for each column, and the expected versions.
+
+    It returns the DIDs that were written.
+    """
+    values = stored_values(columns, "w").items()
+    assignments = [f"{name} = {value}" for name, value in values if name not in {"did", "bucket"}]
+    return f"""
+        update indexer.repo r set {", ".join([*assignments, "updated_at = now()", *others])}
+        from {unnest({**columns, "expected_version": "bigint"}, "w", 2)}
+        where r.did = w.did and {of_buckets("r")} and r.version = w.expected_version
+        returning r.did
+    """
 
 
-UPDATE_REPOS = f"""
-    update indexer.repo r set {_assignments(_VALUES)}, updated_at = now(),
-        lease_until = case when w.sync_status = '{SyncStatus.IN_PROGRESS}' then r.lease_until end
-    from {unnest({**REPO_COLUMNS, "expected_version": "bigint"}, "w", 2)}
-    where r.did = w.did and {of_buckets("r")} and r.version = w.expected_version
-    returning r.did
-"""
-"""Takes the buckets, the arrays of `repo_arrays`, and the expected versions; returns the DIDs that were written."""
-
-ADVANCE_REPOS = f"""
-    update indexer.repo r set {_assignments({name: f"w.{name}" for name in HEAD_COLUMNS})}, updated_at = now()
-    from {unnest({**HEAD_COLUMNS, "expected_version": "bigint"}, "w", 2)}
-    where r.did = w.did and {of_buckets("r")} and r.version = w.expected_version
-    returning r.did
-"""
-"""Takes the buckets, the arrays of `head_arrays`, and the expected versions; returns the DIDs that were written.
-
-Nearly all writes only advance the head. With the arrays of all columns they take twice the time.
-"""
+UPDATE_REPOS = _update_repos(
+    REPO_COLUMNS, f"lease_until = case when w.sync_status = '{SyncStatus.IN_PROGRESS}' then r.lease_until end"
+)
+ADVANCE_REPOS = _update_repos(HEAD_COLUMNS)
+"""Nearly all writes only advance the head. With the arrays of all columns they take twice the time."""
 
 RECORD_COLUMNS = typed(
     "did text, collection text, rkey text, bucket smallint, cid bytea, rev text, value text, value_problem text, "
@@ -117,7 +114,6 @@ RECORD_COLUMNS = typed(
 """The SQL types of the columns of `record_rows`, in their order."""
 ROW_LAYOUT = ColumnLayout(tuple(RECORD_COLUMNS), CHANGE_COLUMNS)
 """The columns of the `rows` of a `RecordChunk`."""
-_RECORD_KEY = {name: RECORD_COLUMNS[name] for name in ("did", "collection", "rkey")}
 
 # For records that may exist, and for few new ones. Returns the keys of the rows that existed: the system column xmax of
 # a row that was just inserted is 0, because no transaction has locked the row yet.
@@ -139,7 +135,7 @@ _UPSERT_RECORDS = f"""
 """
 
 _DELETE_RECORDS = f"""
-    delete from indexer.record r using {unnest(_RECORD_KEY, "w", 2)}
+    delete from indexer.record r using {unnest(RECORD_KEY, "w", 2)}
     where r.did = w.did and r.collection = w.collection and r.rkey = w.rkey and {of_buckets("r")}
     returning r.did, r.collection, r.rkey
 """
@@ -218,7 +214,8 @@ async def write(connection: Connection, batch: Batch, *, layout: Layout = PLAIN)
         crash_point("dead-letter.resolved")
     if not skipped:
         for cursor in batch.cursors:
-            await _save_cursor(connection, cursor)
+            values = values_of(cursor, ("relay", "shard", "epoch", "seq", "event_time", "caught_up_at"))
+            await connection.execute(_SAVE_CURSOR, *values, time())
     return WrittenBatch(skipped, Counter([change.action for write in writes for change in write.changes]))
 
 
@@ -334,7 +331,7 @@ async def _write_records(
         deletes = sorted({(did, one.collection, one.rkey) for did, one in changes if one.action == "delete"})
     if deletes:
         buckets = buckets_of([did for did, _, _ in deletes])
-        deleted = await connection.fetch(_DELETE_RECORDS, buckets, *columns_of(deletes, _RECORD_KEY))
+        deleted = await connection.fetch(_DELETE_RECORDS, buckets, *columns_of(deletes, RECORD_KEY))
         existed.update([(did, collection, rkey) for did, collection, rkey in deleted])
     if len(creates) < MIN_COPIED or not await _try_copy(connection, record_rows(creates, proof, live=live)):
         puts = [(key[0], last[key]) for key in keys if last[key].action != "delete"]
@@ -399,8 +396,3 @@ async def _write_buffered_events(connection: Connection, writes: Iterable[RepoWr
     ]
     if rows:
         await connection.execute(_INSERT_BUFFERED_EVENTS, *columns_of(rows, _BUFFERED_EVENT_COLUMNS))
-
-
-async def _save_cursor(connection: Connection, cursor: Cursor) -> None:
-    values = values_of(cursor, ("relay", "shard", "epoch", "seq", "event_time", "caught_up_at"))
-    await connection.execute(_SAVE_CURSOR, *values, time())

@@ -21,11 +21,7 @@ from indexer.sync.account import plan_hidden
 from indexer.sync.repo import hides
 from indexer.sync.scope import Scope
 from indexer.tasks.repo_list_pages import repo_list_pages
-
-SETTLE_SECONDS = 30.0
-"""A list may lack what the stream has delivered just before."""
-RETRY_SECONDS = 300.0
-"""Pause after a list could not be read. The lists that were read are not read again."""
+from indexer.tasks.scope import ScopeSettings
 
 log = structlog.get_logger(__name__)
 
@@ -66,18 +62,13 @@ class Discovery:
         *,
         all_repos: bool = False,
     ) -> CrawlProgress:
-        """Read the list from `progress` to its end, and return the final progress.
-
-        If the scope changes that `signals` names, the rest of the list is not read.
+        """Read the list from `progress` to its end, and return the final progress; call `on_page` after each page.
 
         Inactive accounts are left out: they cannot be fetched, and the stream reports when they become active. Accounts
         that the host only withholds are added: their own host has them.
 
-        Args:
-            progress: The progress that `begin` returned.
-            on_page: Called with the progress after each page.
-            signals: The scope, if the list is that of one of its signal collections; None if a command adds the repos.
-            all_repos: Read the list of all repos in place of that of the collection.
+        With `signals`, the list is that of a signal collection of this scope, and the rest is not read if the scope
+        changes. Without, a command adds the repos. With `all_repos`, the list of all repos is read in its place.
 
         Raises:
             UnavailableError: The host or the database is unavailable. The progress so far is saved.
@@ -114,10 +105,7 @@ class SignalDiscovery:
     Attributes:
         sources: Returns the base URLs of the relays to ask; none if no stream is open.
         reconciled_at: Returns when the last reconciliation of this process ended; None if none has.
-        interval: Pause between two checks of the scope, in seconds.
         sources_are_hosts: True if the sources are PDSes. One that has no list of a collection gives that of all repos.
-        settle: Time from a change that wants fewer repos to the reading of the lists, in seconds.
-        retry: Pause before a list is read again that could not be read, in seconds.
         stage: Its progress. Each request, and the write of each page, is work.
     """
 
@@ -126,10 +114,8 @@ class SignalDiscovery:
     scope: CurrentScope
     sources: Callable[[], Sequence[str]]
     reconciled_at: Callable[[], float | None]
+    settings: ScopeSettings
     sources_are_hosts: bool = False
-    interval: float = 1.0
-    settle: float = SETTLE_SECONDS
-    retry: float = RETRY_SECONDS
 
     def __post_init__(self) -> None:
         self.stage = StageProgress("signal discovery")
@@ -142,14 +128,10 @@ class SignalDiscovery:
 
     async def run(self) -> None:
         """Discover repos forever. Only an exception that is a bug ends it."""
-        await run_periodically(self.step, self.interval, self._checks)
+        await run_periodically(self.step, self.settings.interval, self._checks)
 
     async def step(self) -> None:
-        """Read the lists if they are due.
-
-        Raises:
-            DatabaseError: The database is unavailable.
-        """
+        """Read the lists if they are due."""
         scope = self.scope.scope
         due = scope.chosen_in, self.reconciled_at()
         if due != self._due:
@@ -157,7 +139,7 @@ class SignalDiscovery:
         unread = set(filter(is_nsid, scope.signals.patterns)) - self._read if scope.signals is not None else set()
         if not unread or monotonic() < self._retry_at:
             return
-        settled_at = self.scope.changed_at + (self.settle if scope.repos_narrowed_in else 0.0)
+        settled_at = self.scope.changed_at + (self.settings.settle if scope.repos_narrowed_in else 0.0)
         if monotonic() < settled_at or not (sources := self.sources()):
             return
         self._checks.idle()  # the requests and the writes are activities of `Discovery`
@@ -165,7 +147,7 @@ class SignalDiscovery:
             if await self._discover(sources, collection, scope):
                 self._read.add(collection)
         if not self._read >= unread:
-            self._retry_at = monotonic() + self.retry
+            self._retry_at = monotonic() + self.settings.retry
 
     async def _discover(self, sources: Sequence[str], collection: str, scope: Scope) -> bool:
         """Read the list of the first relay that offers it; return False if that cannot be read, or none offers it.
@@ -191,5 +173,5 @@ class SignalDiscovery:
                 log.info("scope.discovered", relay=source, collection=collection, listed=listed, added=added)
             return True
         event = "scope.signals-not-listed" if isinstance(failure, MethodNotOfferedError) else "scope.list-failed"
-        log.warning(event, collection=collection, error=str(failure), retry_seconds=self.retry)
+        log.warning(event, collection=collection, error=str(failure), retry_seconds=self.settings.retry)
         return False

@@ -32,8 +32,6 @@ log = structlog.get_logger(__name__)
 class AccountErasure:
     """Looks for accounts that are due every `interval` seconds, and erases them in batches of records.
 
-    A deleted account is due after the grace period, an untracked repo at once.
-
     An account whose DID is gone from its directory is checked before: the directory and the account's host must both
     say that it does not exist.
 
@@ -57,11 +55,7 @@ class AccountErasure:
         await run_periodically(self._erase_all_due, self.interval, self.stage)
 
     async def erase_batch(self, did: str | None = None) -> bool:
-        """Erase one batch of records of one account, or of this one; return False if no account is due.
-
-        Raises:
-            DatabaseError: The database is unavailable.
-        """
+        """Erase one batch of records of one account, or of this one; return False if no account is due."""
         erased = await self.db.repos.erase_batch(self.shard.buckets, time(), did=did)
         if erased is None:
             return False
@@ -72,11 +66,7 @@ class AccountErasure:
         return True
 
     async def check_gone(self) -> None:
-        """Check accounts that are due and whose DID is gone; begin to erase those that do not exist any more.
-
-        Raises:
-            DatabaseError: The database is unavailable.
-        """
+        """Check accounts that are due and whose DID is gone; begin to erase those that do not exist any more."""
         dids = await self.db.repos.due_gone(self.shard.buckets, CHECKS, time())
         async with asyncio.TaskGroup() as group:
             for did in dids:

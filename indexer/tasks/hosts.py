@@ -118,11 +118,6 @@ class _Visit:
     behind: dict[str, str] = field(default_factory=dict)
     statuses: int = MAX_STATUSES
 
-    @property
-    def is_over(self) -> bool:
-        """True if other hosts have their turn."""
-        return monotonic() > self.ends_at
-
 
 @dataclass(eq=False)
 class HostCrawl:
@@ -136,7 +131,6 @@ class HostCrawl:
         lookup_rate: Accounts that are looked up in a second.
         stage: Its progress. Each look for lists, each request and each account is work.
         totals: What `HostLists.summary` returned last.
-        added: Accounts that were added.
     """
 
     db: Database
@@ -162,11 +156,9 @@ class HostCrawl:
         self._added, self._refused = NewAccounts(self.new_accounts), NewAccounts(REFUSED_PER_HOUR)
         self._lookups = AsyncLimiter(1, 1 / self.lookup_rate)
         self._statuses = self.stage.add()
-        checks = partial(
-            HostingStatusChecks, self.db, self.outbound, self.metrics, self.scope, self._statuses, self.identities
-        )
-        self._at_relay = checks(self.stream_point, sources_are_hosts=False)
-        self._at_host = checks(lambda _source: None, sources_are_hosts=True)
+        parts = self.db, self.outbound, self.metrics, self.scope, self._statuses, self.identities
+        self._at_relay = HostingStatusChecks(*parts, self.stream_point)
+        self._at_host = HostingStatusChecks(*parts, sources_are_hosts=True)
 
     async def run(self) -> None:
         """Read lists when they are due. Only an exception that is a bug ends it."""
@@ -183,10 +175,8 @@ class HostCrawl:
     async def read_all(self, on_look: Callable[[int, int], None]) -> CrawlProgress:
         """Read the lists of all relays, and then of all hosts, once; return the numbers of hosts and of failures.
 
-        An interrupted call is continued by the next one.
-
-        Args:
-            on_look: Called again and again with the number of lists that were read, and of all lists.
+        An interrupted call is continued by the next one. `on_look` is called again and again with the number of lists
+        that were read, and of all lists.
 
         Raises:
             UnavailableError: No relay lists its hosts, or the database is unavailable.
@@ -299,11 +289,7 @@ class HostCrawl:
             del self._visiting[host]
 
     async def read_list(self, host: str, work: Work) -> None:
-        """Read the repo list of a host, from the page where its reading stopped, and save what it counts.
-
-        Raises:
-            DatabaseError: The database is unavailable.
-        """
+        """Read the repo list of a host, from the page where its reading stopped, and save what it counts."""
         reading = await self.db.host_lists.load(host)
         if reading is None:
             return
@@ -334,7 +320,7 @@ class HostCrawl:
             _check_size(visit.reading.counts)
             if page.cursor is not None:
                 visit.reading = await self.db.host_lists.save_page(visit.reading, page.cursor, time())
-                if visit.is_over or len(visit.behind) > MAX_BEHIND:
+                if monotonic() > visit.ends_at or len(visit.behind) > MAX_BEHIND:
                     return False
             work.idle()
         return True
@@ -424,7 +410,7 @@ class HostCrawl:
     async def _add(self, dids: Sequence[str], visit: _Visit) -> bool:
         """Track accounts whose identities name the host; return False if the time was over before."""
         for start in range(0, len(dids), ADDED_TOGETHER):
-            if visit.is_over:
+            if monotonic() > visit.ends_at:
                 return False
             proven = [did for did in dids[start : start + ADDED_TOGETHER] if await self._is_hosted(did, visit)]
             if proven:

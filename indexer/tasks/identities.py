@@ -78,12 +78,7 @@ class IdentityRefresh:
     async def refresh(self, did: str, failures: int = 0) -> None:
         """Look up the identity and update the repo. After a failure, the identity is due again after a back-off.
 
-        Args:
-            did: The DID.
-            failures: How often in a row that failed before.
-
-        Raises:
-            DatabaseError: The database is unavailable.
+        `failures` says how often in a row that failed before.
         """
         try:
             identity = await self.identities.refresh(did)
@@ -101,11 +96,7 @@ class IdentityRefresh:
             await self.db.repos.update(did, lambda repo: plan_existence(repo, time(), grace, exists=exists))
 
     async def refresh_batch(self, method: Method) -> None:
-        """Refresh identities of one DID method that are due, several at a time.
-
-        Raises:
-            DatabaseError: The database is unavailable.
-        """
+        """Refresh identities of one DID method that are due, several at a time."""
         due = await self.db.identities.due(self.shard.buckets, WINDOW, time(), web=method == "web")
         slots = asyncio.Semaphore(CONCURRENCY)
 

@@ -2,9 +2,8 @@
 
 All databases and roles of a Postgres server share one queue of notifications. A session that listens and leaves a
 transaction open keeps it from being emptied. When it is three quarters full, commits notify nobody
-(`indexer.number_batch`), and a listener reads the log when it polls.
-
-A session that leaves a snapshot open keeps the old versions of cursors and repos, which each batch must read.
+(`indexer.number_batch`), and a listener reads the log when it polls. `indexer.db.blocking_sessions` says what else open
+transactions harm.
 """
 
 from dataclasses import dataclass
@@ -43,22 +42,14 @@ class OpenTransactions:
         await run_periodically(self.check, CHECK_SECONDS, Work())
 
     async def check(self) -> None:
-        """Check the queue of notifications and the dead rows.
-
-        Raises:
-            DatabaseError: The database is unavailable.
-        """
+        """Check the queue of notifications and the dead rows."""
         await self.check_queue(await self.db.changes.notification_queue_usage())
         await self.check_snapshots()
 
     async def check_queue(self, usage: float) -> None:
         """Report a queue of notifications that fills, and end the oldest transaction of a consumer if it is half full.
 
-        Args:
-            usage: The used share of the queue, from 0 to 1.
-
-        Raises:
-            DatabaseError: The database is unavailable.
+        `usage` is the used share of the queue, from 0 to 1.
         """
         self.metrics.notification_queue_ratio.set(usage)
         if usage < FULL_SHARE:
@@ -71,18 +62,15 @@ class OpenTransactions:
         self.conditions.report(NOTIFICATION_QUEUE_FILLS, message=message, value=round(usage, 3))
 
     async def check_snapshots(self) -> None:
-        """Report the snapshots that keep many dead rows, and end those of consumers.
-
-        Raises:
-            DatabaseError: The database is unavailable.
-        """
-        found = await self.db.blocking_sessions.end_old_snapshots(self.max_dead_cursors, self.max_transaction_seconds)
-        if found.dead_cursors < self.max_dead_cursors:
+        """Report the snapshots that keep many dead rows, and end those of consumers."""
+        limits = self.max_dead_cursors, self.max_transaction_seconds
+        dead_cursors, sessions, others = await self.db.blocking_sessions.end_old_snapshots(*limits)
+        if dead_cursors < self.max_dead_cursors:
             self.conditions.end(DEAD_ROWS_KEPT)
             return
-        text = "; ".join([*map(_describe, found.sessions), *found.others]) or "nothing that is visible"
-        message = f"{found.dead_cursors} old versions of the cursor cannot be removed; they are kept by {text}"
-        self.conditions.report(DEAD_ROWS_KEPT, message=message, value=found.dead_cursors)
+        text = "; ".join([*map(_describe, sessions), *others]) or "nothing that is visible"
+        message = f"{dead_cursors} old versions of the cursor cannot be removed; they are kept by {text}"
+        self.conditions.report(DEAD_ROWS_KEPT, message=message, value=dead_cursors)
 
 
 def _describe(session: BlockingSession) -> str:

@@ -22,12 +22,7 @@ from indexer.net.identity.did_resolver import denied_identity, identity_of
 from indexer.net.identity.plc_export import PlcExport, ReadOperations, UnknownPositionError, position_of
 from indexer.reasons import LogFlaw
 from indexer.sync.identity import CERTAIN_DENIALS, FINGERPRINT_BYTES, StoredIdentity, add_denial
-from indexer.telemetry.conditions import (
-    PLC_EXPORT_FAILING,
-    PLC_OPERATIONS_UNPROVEN,
-    PLC_POSITION_UNKNOWN,
-    Conditions,
-)
+from indexer.telemetry.conditions import PLC_EXPORT_FAILING, PLC_OPERATIONS_UNPROVEN, PLC_POSITION_UNKNOWN, Conditions
 from indexer.telemetry.metrics import Metrics
 
 ALL = "*"
@@ -211,11 +206,7 @@ class PlcOperations:
         await run_periodically(self.follow, self.interval, self.stage)
 
     async def follow(self) -> None:
-        """Read pages until nothing is left, then the stream until it ends. Without a position, begin with the stream.
-
-        Raises:
-            DatabaseError: The database is unavailable.
-        """
+        """Read all pages, then the stream until it ends. Without a position, begin with the stream."""
         async with self.db.shard_locks.open(OPERATIONS) as lock:
             if not await lock.claim():
                 return

@@ -84,7 +84,6 @@ class HostingStatusChecks:
     Attributes:
         scope: The policy says when the records of a deleted account are erased.
         stage: Each request is progress of it.
-        identities: The identities of accounts, which name their hosts.
         stream_point: Returns the last stored message of the source's stream; None if that is not known or not open.
             An answer that is requested afterwards is at least as new.
         sources_are_hosts: True if the sources are PDSes, False if they are relays.
@@ -96,8 +95,8 @@ class HostingStatusChecks:
     scope: CurrentScope
     stage: Work
     identities: IdentityCache
-    stream_point: Callable[[str], StreamPoint | None]
-    sources_are_hosts: bool
+    stream_point: Callable[[str], StreamPoint | None] = lambda _source: None
+    sources_are_hosts: bool = False
 
     async def follow(self, source: str, did: str, listed: ListReport) -> bool:
         """Show, hide or withhold the account as the source and its host say; return True if the row changed.
@@ -295,11 +294,9 @@ class Reconciliation:
     If it fails again, an account that is hidden stays so, and one that is shown is desynchronized.
 
     Attributes:
-        gaps: The open gaps of the shard.
         open_sources: Returns the base URLs of the relays whose streams are open.
         stream_point: Returns the last stored message of a source's stream; None if that is not known or not open.
         scope: If the present scope wants all repos, listed accounts that are unknown are tracked.
-        identities: The identities of accounts, which name their hosts.
         sources_are_hosts: True if the sources are PDSes, False if they are relays.
         may_be_covered: Returns True while other streams may still cover the open gaps: no reconciliation is due yet.
         stage: Its progress. Each request for a page, and each comparison of a page, is work.
@@ -324,16 +321,8 @@ class Reconciliation:
     def __post_init__(self) -> None:
         self.stage = StageProgress("reconciliation")
         self._requests = self.stage.add()
-        self._statuses = HostingStatusChecks(
-            self.db,
-            self.outbound,
-            self.metrics,
-            self.scope,
-            self.stage,
-            self.identities,
-            self.stream_point,
-            self.sources_are_hosts,
-        )
+        parts = self.db, self.outbound, self.metrics, self.scope, self.stage, self.identities
+        self._statuses = HostingStatusChecks(*parts, self.stream_point, self.sources_are_hosts)
         self._run: _Run | None = None
         self._failures = 0  # in a row
         # The DID after which the next reconciliation asks for accounts that are missing in the list.
@@ -368,11 +357,8 @@ class Reconciliation:
     async def reconcile(self, source: str, on_page: Callable[[CrawlProgress], None] = lambda _: None) -> CrawlProgress:
         """Compare the whole list, or the rest of it if the last reconciliation was interrupted; return the progress.
 
-        If the stream of this relay is open at the end of the list, gaps are closed.
-
-        Args:
-            source: The base URL of the relay.
-            on_page: Called with the progress after each page.
+        If the stream of this relay is open at the end of the list, gaps are closed. `on_page` is called with the
+        progress after each page.
 
         Raises:
             UnavailableError: The relay or the database is unavailable. The progress so far is saved.

@@ -126,16 +126,8 @@ class RepoChecks:
     def __post_init__(self) -> None:
         self.stage = StageProgress("repo checks")
         self._requests = self.stage.add()
-        self._statuses = HostingStatusChecks(
-            self.db,
-            self.outbound,
-            self.metrics,
-            self.scope,
-            self.stage,
-            self.identities,
-            lambda _source: None,
-            sources_are_hosts=True,
-        )
+        parts = self.db, self.outbound, self.metrics, self.scope, self.stage, self.identities
+        self._statuses = HostingStatusChecks(*parts, sources_are_hosts=True)
         self.began_at: float | None = None
         self.compared = self.total = 0
         self._asked = BoundedDict[str, None](MAX_ASKED)
@@ -172,11 +164,7 @@ class RepoChecks:
                 await asyncio.sleep(self.settings.failure_pause if attempt.error else max(0.0, left))
 
     async def compare_all(self) -> None:
-        """Compare all repos of the shard with their hosts once, and store when that began.
-
-        Raises:
-            DatabaseError: The database is unavailable.
-        """
+        """Compare all repos of the shard with their hosts once, and store when that began."""
         began, buckets = round(time(), 3), self.settings.shard.buckets  # the database stores only microseconds
         self.compared, self._turns, self._ends_at = 0, {}, monotonic() + self.settings.interval / 2
         last_gap = max((gap.id for gap in await self.db.gaps.load_open()), default=0)

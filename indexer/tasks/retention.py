@@ -58,9 +58,6 @@ class ChangeLogRetention:
 
         Returns:
             Numbers of the segments that were not truncated because a transaction has locked them.
-
-        Raises:
-            DatabaseError: The database is unavailable.
         """
         now = time()
         before, plan = await self.db.segments.trim(self.policy, now)

@@ -99,11 +99,7 @@ class ScopeNarrowing:
         await run_periodically(self.step, self.settings.interval, self.stage)
 
     async def step(self) -> None:
-        """Look for records and repos that are out of scope, unless a search has just found none.
-
-        Raises:
-            DatabaseError: The database is unavailable. What was done stays done.
-        """
+        """Look for records and repos that are out of scope, unless a search has just found none."""
         scope = self.scope.scope
         if self.scope.only_in_use(scope.version):
             await self._delete_records(scope)
@@ -138,9 +134,10 @@ class ScopeNarrowing:
             )
             if page is None:
                 return deleted, False
-            self.metrics.record_changes["delete", "true"].inc(page.deleted)
+            count, skipped, after = page
+            self.metrics.record_changes["delete", "true"].inc(count)
             self.stage.moved()
-            deleted, complete, after = deleted + page.deleted, complete and not page.skipped, page.last
+            deleted, complete = deleted + count, complete and not skipped
             if after is None:
                 return deleted, complete
 
@@ -206,11 +203,7 @@ class ScopeBackfill:
         await run_periodically(self.step, self.settings.interval, self.stage)
 
     async def step(self) -> None:
-        """Request the next resyncs, after the lists were read.
-
-        Raises:
-            DatabaseError: The database is unavailable.
-        """
+        """Request the next resyncs, after the lists were read."""
         scope = self.scope.scope
         if not scope.complete_from or not self.scope.only_in_use(scope.version):
             return

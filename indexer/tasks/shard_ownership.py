@@ -13,8 +13,6 @@ from indexer.db.periodic import DatabaseAttempt
 from indexer.db.shard_lock import ShardLock
 from indexer.sync.shard import Shard
 
-RETRY_SECONDS = 1.0
-
 log = structlog.get_logger(__name__)
 
 
@@ -35,7 +33,7 @@ class ShardOwnership:
 
     db: Database
     shard: Shard
-    retry: float = RETRY_SECONDS
+    retry: float = 1.0
     owned: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     owned_since: float | None = field(default=None, init=False)
     waits_since: float = field(default_factory=monotonic, init=False)

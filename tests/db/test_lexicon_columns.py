@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.atproto.lexicon import UNLIMITED, FieldKind, RecordField
-from indexer.db.lexicons import KEY_COLUMNS, column_name, fields_of_json, plan_columns, view_name
+from indexer.db.lexicons import KEY_COLUMNS, column_name, fields_of_json, identifier, plan_columns
 
 
 def field(name: str, kind: FieldKind = FieldKind.TEXT) -> RecordField:
@@ -39,10 +39,10 @@ def test_columns_whose_name_is_taken_get_a_number() -> None:
 
 def test_long_names_are_shortened_to_different_identifiers() -> None:
     long = [f"{'a' * 70}{letter}" for letter in "xy"]
-    for shortened in (names(*map(field, long)), [view_name(name) for name in long]):
+    for shortened in (names(*map(field, long)), [identifier(name) for name in long]):
         assert len(set(shortened)) == 2
         assert {len(name) for name in shortened} == {63}
-    assert view_name("a" * 63) == "a" * 63
+    assert identifier("a" * 63) == "a" * 63
 
 
 def test_new_fields_follow_and_present_ones_keep_their_columns() -> None:

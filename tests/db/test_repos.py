@@ -1,10 +1,10 @@
-"""Requests of commands: add repos, request resyncs."""
+"""Requests of commands: add repos, request resyncs. Accounts that are due to be erased."""
 
 import pytest
 
 from indexer.db import Database, repos
 from indexer.reasons import Desync, FetchFailure
-from indexer.sync.repo import CHOSEN, PARKED, Repo
+from indexer.sync.repo import CHOSEN, DELETED, PARKED, TOMBSTONED, Repo
 from tests.db.repo_rows import did, in_progress, insert, synchronized
 
 
@@ -69,3 +69,15 @@ async def test_resyncs_are_requested_of_some_failed_or_all_repos(db: Database, m
     assert (await db.repos.load([did(1)]))[did(1)] == others[1]
     assert sum([requested async for _, requested in db.repos.request_resyncs_of_all()]) == 7
     assert len(await db.resyncs.claim(100, range(256), 10.0, 100.0)) == 7
+
+
+async def test_account_whose_did_is_gone_is_not_erased_before_it_was_checked(db: Database) -> None:
+    gone = synchronized("gone", active=False, hosting_status=TOMBSTONED, erase_at=1.0)
+    deleted = synchronized("deleted", active=False, hosting_status=DELETED, erase_at=2.0)
+    await insert(db, gone, deleted)
+    assert await db.repos.due_gone(range(256), 10, 3.0) == [gone.did]
+    erased = await db.repos.erase_batch(range(256), 3.0)
+    assert erased is not None
+    assert erased.did == deleted.did
+    assert await db.repos.erase_batch(range(256), 3.0) is None
+    assert await db.repos.erase_batch(range(256), 3.0, did=gone.did) is not None

@@ -1,5 +1,7 @@
 """Relays whose lists of repos with signal collections cannot be read, or only some of them."""
 
+from dataclasses import replace
+
 import pytest
 import stamina
 from structlog.testing import capture_logs
@@ -9,11 +11,14 @@ from indexer.db.scope import CurrentScope
 from indexer.net.http.http_client import OutboundClient
 from indexer.sync.scope import Track
 from indexer.tasks.discover import SignalDiscovery
+from indexer.tasks.scope import ScopeSettings
 from tests.db.repo_rows import did
 from tests.net.http.scripted_host import ScriptedHost, http_response
 from tests.net.pds.missing_methods import MISSING_METHOD_ANSWERS, MissingMethodAnswer
 from tests.sync.signing_account import STORE_ALL
 from tests.tasks.crawl_scenario import list_of, list_path, missing_method, path
+
+QUICK = ScopeSettings(settle=0.0)
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +41,7 @@ async def test_list_that_cannot_be_read_delays_no_other_list_and_is_read_again_a
     host: ScriptedHost,
     outbound: OutboundClient,
 ) -> None:
-    discovery = SignalDiscovery(db, outbound, scope, lambda: [host.url], lambda: None, settle=0.0, retry=0.0)
+    discovery = SignalDiscovery(db, outbound, scope, lambda: [host.url], lambda: None, replace(QUICK, retry=0.0))
     host.pages = {list_path(LIKE): http_response(status=500), list_path(FOLLOW): list_of("follower")}
     with stamina.set_testing(True, attempts=1), capture_logs() as lines:
         await discovery.step()
@@ -57,7 +62,7 @@ async def test_list_that_cannot_be_read_delays_no_other_list_and_is_read_again_a
 async def test_signal_collection_that_no_relay_lists_is_named_with_the_reason(
     db: Database, scope: CurrentScope, host: ScriptedHost, outbound: OutboundClient, server: MissingMethodAnswer
 ) -> None:
-    discovery = SignalDiscovery(db, outbound, scope, lambda: [host.url], lambda: None, settle=0.0)
+    discovery = SignalDiscovery(db, outbound, scope, lambda: [host.url], lambda: None, QUICK)
     host.pages = {list_path(LIKE): missing_method(server), list_path(FOLLOW): list_of("follower")}
     with stamina.set_testing(True, attempts=1), capture_logs() as lines:
         await discovery.step()
@@ -69,9 +74,7 @@ async def test_signal_collection_that_no_relay_lists_is_named_with_the_reason(
 async def test_pds_without_lists_of_collections_gives_the_list_of_all_its_repos(
     db: Database, scope: CurrentScope, host: ScriptedHost, outbound: OutboundClient
 ) -> None:
-    discovery = SignalDiscovery(
-        db, outbound, scope, lambda: [host.url], lambda: None, sources_are_hosts=True, settle=0.0
-    )
+    discovery = SignalDiscovery(db, outbound, scope, lambda: [host.url], lambda: None, QUICK, sources_are_hosts=True)
     method_missing = missing_method(MISSING_METHOD_ANSWERS[0])
     host.pages = {list_path(LIKE): method_missing, list_path(FOLLOW): method_missing, path(): list_of("ada", "bob")}
     with stamina.set_testing(True, attempts=1), capture_logs() as lines:
@@ -97,7 +100,7 @@ async def test_next_relay_is_asked_only_if_the_first_one_does_not_offer_the_list
         first.pages = {list_path(LIKE): http_response(status=status), list_path(FOLLOW): list_of("follower")}
         host.pages = {list_path(LIKE): list_of("liker")}
         sources = [first.url, host.url]
-        discovery = SignalDiscovery(db, outbound, scope, lambda: sources, lambda: None, settle=0.0)
+        discovery = SignalDiscovery(db, outbound, scope, lambda: sources, lambda: None, QUICK)
         with stamina.set_testing(True, attempts=1), capture_logs() as lines:
             await discovery.step()
         found = {did("follower"), did("liker")} if asks_the_next else {did("follower")}
