@@ -94,6 +94,21 @@ class BlockingSession:
         return {"role": self.role, "pid": self.pid, "seconds": self.seconds and round(self.seconds)}
 
 
+@dataclass(frozen=True, slots=True)
+class OldSnapshots:
+    """The holders of old snapshots, which keep dead rows.
+
+    Attributes:
+        dead_cursors: Versions of cursors that nothing has removed yet.
+        sessions: The sessions with old snapshots, the oldest transaction first; empty if few versions are left.
+        others: The other holders, each as text: prepared transactions and replication slots.
+    """
+
+    dead_cursors: int
+    sessions: Sequence[BlockingSession] = ()
+    others: Sequence[str] = ()
+
+
 class BlockingSessions(Area):
     """Sessions that hold what others need."""
 
@@ -116,22 +131,16 @@ class BlockingSessions(Area):
             oldest = {session.is_consumer: session for session in reversed(sessions)}
             return await _end(connection, list(oldest.values()), min_seconds)
 
-    async def end_old_snapshots(
-        self, max_dead_cursors: int, min_seconds: float
-    ) -> tuple[int, list[BlockingSession], list[str]]:
-        """Return the number of versions of cursors that nothing has removed yet, and what keeps them if they are many.
-
-        From `max_dead_cursors` on, these are the sessions with old snapshots, the oldest transaction first, and as text
-        the prepared transactions and replication slots. The sessions of consumers that are this old are ended.
-        """
+    async def end_old_snapshots(self, max_dead_cursors: int, min_seconds: float) -> OldSnapshots:
+        """Return the old snapshots if so many dead cursors are left; end sessions of consumers that are this old."""
         async with self._pool.connection() as connection:
             dead_cursors = await connection.fetchval("select pg_stat_get_dead_tuples('indexer.cursor'::regclass)")
             if dead_cursors < max_dead_cursors:
-                return dead_cursors, [], []
+                return OldSnapshots(dead_cursors)
             # Each dead cursor has been written by a transaction of its own.
             sessions = [BlockingSession(*row) for row in await connection.fetch(_OLD_SNAPSHOTS, max_dead_cursors)]
             others = [name for (name,) in await connection.fetch(_OTHER_OLD_SNAPSHOTS, max_dead_cursors)]
-            return dead_cursors, await _end(connection, sessions, min_seconds), others
+            return OldSnapshots(dead_cursors, await _end(connection, sessions, min_seconds), others)
 
 
 async def end_blocking(connection: Connection, pid: int, min_seconds: float) -> list[BlockingSession]:

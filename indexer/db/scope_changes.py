@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from time import time
+from typing import NamedTuple
 
 from indexer.atproto.syntax import is_nsid
 from indexer.crash_points import crash_point
@@ -83,6 +84,20 @@ RecordPosition = tuple[datetime, str, str]
 """The position of a record among those of its collection, in the order in which they were written: time, DID, key."""
 
 
+class NarrowedPage(NamedTuple):
+    """A page of records that the scope does not select.
+
+    Attributes:
+        deleted: The number of records that were deleted.
+        skipped: The number of records of repos that change at the moment; a later pass deletes them.
+        last: The last record of the page; None if it was the last page.
+    """
+
+    deleted: int
+    skipped: int
+    last: RecordPosition | None
+
+
 class ScopeChanges(Area):
     """The effects of changes of the scope on stored repos."""
 
@@ -96,12 +111,10 @@ class ScopeChanges(Area):
 
     async def delete_unselected(
         self, scope: Scope, collection: str, buckets: Sequence[int], after: RecordPosition | None, limit: int
-    ) -> tuple[int, int, RecordPosition | None] | None:
+    ) -> NarrowedPage | None:
         """Delete at most `limit` records of a collection that the scope does not select.
 
-        Return how many were deleted, how many a later pass deletes, because their repos change at the moment, and the
-        last record of the page; None for it if the page was the last one. Return None if the scope has changed: it may
-        select the collection again.
+        Return None if the scope has changed: it may select the collection again.
         """
         async with self._pool.transaction() as connection:
             if not await holds(connection, scope.version):
@@ -115,7 +128,7 @@ class ScopeChanges(Area):
             deleted = written.changes["delete"]
             if deleted:
                 crash_point("scope.narrowed")
-            return deleted, len(rows) - deleted, tuple(rows[-1]) if len(rows) == limit else None
+            return NarrowedPage(deleted, len(rows) - deleted, tuple(rows[-1]) if len(rows) == limit else None)
 
     async def incomplete_repos(self, scope: Scope, buckets: Sequence[int], after: str, limit: int) -> list[Repo]:
         """Return the next synchronized repos of active accounts after this DID that may lack records of the scope."""

@@ -63,14 +63,13 @@ class OpenTransactions:
 
     async def check_snapshots(self) -> None:
         """Report the snapshots that keep many dead rows, and end those of consumers."""
-        limits = self.max_dead_cursors, self.max_transaction_seconds
-        dead_cursors, sessions, others = await self.db.blocking_sessions.end_old_snapshots(*limits)
-        if dead_cursors < self.max_dead_cursors:
+        found = await self.db.blocking_sessions.end_old_snapshots(self.max_dead_cursors, self.max_transaction_seconds)
+        if found.dead_cursors < self.max_dead_cursors:
             self.conditions.end(DEAD_ROWS_KEPT)
             return
-        text = "; ".join([*map(_describe, sessions), *others]) or "nothing that is visible"
-        message = f"{dead_cursors} old versions of the cursor cannot be removed; they are kept by {text}"
-        self.conditions.report(DEAD_ROWS_KEPT, message=message, value=dead_cursors)
+        text = "; ".join([*map(_describe, found.sessions), *found.others]) or "nothing that is visible"
+        message = f"{found.dead_cursors} old versions of the cursor cannot be removed; they are kept by {text}"
+        self.conditions.report(DEAD_ROWS_KEPT, message=message, value=found.dead_cursors)
 
 
 def _describe(session: BlockingSession) -> str:

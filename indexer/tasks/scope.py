@@ -134,10 +134,9 @@ class ScopeNarrowing:
             )
             if page is None:
                 return deleted, False
-            count, skipped, after = page
-            self.metrics.record_changes["delete", "true"].inc(count)
+            self.metrics.record_changes["delete", "true"].inc(page.deleted)
             self.stage.moved()
-            deleted, complete = deleted + count, complete and not skipped
+            deleted, complete, after = deleted + page.deleted, complete and not page.skipped, page.last
             if after is None:
                 return deleted, complete
 
