@@ -6,12 +6,9 @@ not written are received again after the next start.
 """
 
 import asyncio
-import math
-import shutil
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from time import monotonic, time
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,7 +29,7 @@ from indexer.app.clients import (
 from indexer.app.monitor import DaemonMonitor, DatabaseMonitor
 from indexer.app.process_setup import StopRequest
 from indexer.app.settings import Settings
-from indexer.app.stages import Drain, Task, all_stages
+from indexer.app.stages import Drain, Part, Task, all_stages
 from indexer.app.status import DaemonProbe, SampledHistory, StatusPage, StatusReading
 from indexer.app.tuning import Tuning
 from indexer.cluster.numbering import ChangeNumbering
@@ -95,14 +92,13 @@ from indexer.tasks.erasure import AccountErasure
 from indexer.tasks.hosts import LOOKUP_SHARE, HostCrawl
 from indexer.tasks.identities import HandleChecks, IdentityRefresh
 from indexer.tasks.open_transactions import OpenTransactions
-from indexer.tasks.plc_operations import PlcOperations
 from indexer.tasks.reconcile import Reconciliation
 from indexer.tasks.repo_checks import RepoChecks
 from indexer.tasks.retention import ChangeLogRetention
 from indexer.tasks.scope import ScopeBackfill, ScopeNarrowing
 from indexer.tasks.shard_ownership import ShardOwnership
 from indexer.telemetry.conditions import Conditions
-from indexer.telemetry.metrics import Metrics, Reading
+from indexer.telemetry.metrics import Metrics
 
 PDS_MESSAGE_TIMEOUT = 1_800.0
 """Seconds without any message, before the connection to a PDS is closed: its accounts may do nothing for a while."""
@@ -175,9 +171,6 @@ async def open_daemon(
         yield daemon
 
 
-ScopeTask = ScopeNarrowing | ScopeBackfill | SignalDiscovery
-
-
 @dataclass(eq=False)
 class Daemon:
     """The stages of one process.
@@ -185,6 +178,8 @@ class Daemon:
     Attributes:
         others: Stages of the process that run outside the daemon.
         webhook_client: The client for the webhook; None if the settings name none.
+        tasks: Parts of the role `live` that need not own the shard.
+        shard_tasks: Parts of the role `live` that start when this process owns its shard.
         probe: The state of the stages, for the health checks.
         status: The document of the status page.
         history: The samples of the status page.
@@ -211,30 +206,25 @@ class Daemon:
         self.conditions = Conditions()
         self.started_at = monotonic()
         self.scope = CurrentScope(db.scope, settings.policy, self.tuning.scope.interval, settings.chooses_scope)
-        self._build_live_stages()
+        self._new_accounts_per_host = settings.new_accounts_per_host / self._shard.count
+        self.new_accounts = NewAccounts(self._new_accounts_per_host)
+        self.hint_paths = BoundedDict[str, str](MAX_PATHS)
         self._build_resync_stages()
         self._build_background_stages()
+        self._build_live_stages()
         self._build_feeds()
         self._build_monitors()
         stages = all_stages(self, self.others)
         self._stages = [stage for stage in stages if stage.role is None or stage.role in settings.roles]
         self.probe = DaemonProbe(self._stages, self.database_monitor, self.shard_ownership, self.started_at)
         self.status = StatusPage(
-            db,
-            self.status_reading,
-            self.probe,
-            stages,
-            self.history,
-            str(self._shard),
-            settings.roles,
+            db, self.status_reading, self.probe, stages, self.history, str(self._shard), settings.roles
         )
-        for gauges in (self.probe.gauges(), self._process_gauges(), *(stage.gauges for stage in stages)):
+        for gauges in (self.probe.gauges(), *(stage.gauges for stage in stages)):
             self.metrics.watch(gauges)
 
     def _build_live_stages(self) -> None:
         settings, shard, tuning = self.settings, self._shard, self.tuning
-        new_accounts = settings.new_accounts_per_host / shard.count
-        self.new_accounts = NewAccounts(new_accounts)
         self._writer_settings = replace(
             tuning.writer,
             shard=shard,
@@ -247,7 +237,6 @@ class Daemon:
         self.inbox = Inbox(INBOX_BYTES, len(groups))
         self.open_gaps = OpenGaps(self.db.gaps, shard, self.metrics, tuning.gap_refresh)
         self._read_times = ReadTimes()
-        self.hint_paths = BoundedDict[str, str](MAX_PATHS)
         writer_totals = SettledTotals()
         if settings.upstream == "jetstream":
             self.streams = [self._hint_stream(writer_totals)]
@@ -282,7 +271,7 @@ class Daemon:
             self._writer_settings,
             self.metrics,
             self.conditions,
-            AccountLimits(self.new_accounts, NewAccounts(new_accounts), self.conditions),
+            AccountLimits(self.new_accounts, NewAccounts(self._new_accounts_per_host), self.conditions),
             self.scope,
             self.core,
             self.comparison.add,
@@ -310,26 +299,20 @@ class Daemon:
             self._writer_settings,
             self.metrics,
             self.conditions,
-            NewAccounts(settings.new_accounts_per_host / self._shard.count),
+            NewAccounts(self._new_accounts_per_host),
             self.hint_paths,
-            self._wake_resyncs,
-            self._ask_host,
+            self.resync_pool.wake,
+            self.repo_checks.ask,
             totals,
         )
         return Stream(reader.subscription, None, reader.position, reader)
-
-    def _wake_resyncs(self) -> None:
-        self.resync_pool.wake()
 
     def request_record(self, did: str, path: str) -> None:
         """Start resyncs that are due now. That of this repo requests this path first."""
         if self._shard.owns(did):
             self.hint_paths[did] = path
-            self._wake_resyncs()  # and again, because the first claim skips the row if it is locked
-            asyncio.get_running_loop().call_later(REQUEST_SECONDS, self._wake_resyncs)
-
-    def _ask_host(self, did: str) -> None:
-        self.repo_checks.ask(did)
+            self.resync_pool.wake()  # and again, because the first claim skips the row if it is locked
+            asyncio.get_running_loop().call_later(REQUEST_SECONDS, self.resync_pool.wake)
 
     def _relay_stream(self, relays: Sequence[str], entries: asyncio.Barrier) -> Stream:
         """Return a stream of the first of these relays that works."""
@@ -433,13 +416,14 @@ class Daemon:
         self.identity_refresh = IdentityRefresh(
             self.db, self.identities, settings.deletion_grace, shard, interval=tuning.identity_refresh_interval
         )
-        self.plc_operations: PlcOperations | None = None
-        if settings.plc_follow:
-            reading = make_plc_operations(settings, self.db, self.outbound, self.conditions, self.metrics)
-            self.plc_operations = replace(reading, interval=tuning.operations_interval)
         self.account_erasure = AccountErasure(
             self.db, self.identities, self.pds, settings.deletion_grace, shard, interval=tuning.erasure_interval
         )
+        links = LinkReader(self.db, wanted=settings.links)
+        self.tasks: list[Part] = [self.identity_refresh, self.account_erasure, links]
+        if settings.plc_follow:
+            reading = make_plc_operations(settings, self.db, self.outbound, self.conditions, self.metrics)
+            self.tasks.append(replace(reading, interval=tuning.operations_interval))
         self.host_crawl = HostCrawl(
             self.db,
             self.outbound,
@@ -451,7 +435,7 @@ class Daemon:
             lambda: next(iter(self._open_sources()), None),
             self._stream_point,
             replace(tuning.hosts, shard=shard, interval=settings.hosts_interval),
-            settings.new_accounts_per_host / shard.count,
+            self._new_accounts_per_host,
             settings.plc_rate * LOOKUP_SHARE,
         )
         self.repo_checks = RepoChecks(
@@ -467,8 +451,6 @@ class Daemon:
                 min_rate=min(settings.host_rate, settings.outbound_rate / tuning.repo_checks.concurrency) / 2,
             ),
         )
-        self.scope_tasks = list(self._scope_tasks())
-        self.links = LinkReader(self.db, wanted=settings.links)
         self.change_log_retention = ChangeLogRetention(
             self.db,
             RetentionPolicy(settings.change_retention, settings.change_bytes, settings.consumer_lag_limit),
@@ -478,22 +460,22 @@ class Daemon:
         self.change_numbering: ChangeNumbering | None = None
         if not self.db.layout.commit_numbers:
             self.change_numbering = ChangeNumbering(self.db, self.conditions)
-        self.handle_checks: HandleChecks | None = None
+        self.shard_tasks = list(self._shard_tasks())
+
+    def _shard_tasks(self) -> Iterator[Part]:
+        """Yield the check of handles, and the tasks that delete what left the scope and fetch what entered it."""
+        db, scope, shard, outbound, settings = self.db, self.scope, self._shard, self.outbound, self.settings
+        times, sources = self.tuning.scope, self._repo_list_sources
         if settings.handle_rate:
             handles = HandleVerifier(
-                self.outbound,
+                outbound,
                 settings.dns_servers,
                 allow_private_hosts=settings.allow_private_hosts,
                 on_lookup=lambda method, result: self.metrics.identity_lookups[method, result].inc(),
             )
-            self.handle_checks = HandleChecks(self.db, handles, shard, rate=settings.handle_rate)
-
-    def _scope_tasks(self) -> Iterator[ScopeTask]:
-        """Yield the tasks that delete what left the scope, and find and fetch what entered it."""
-        db, scope, shard, settings = self.db, self.scope, self._shard, self.tuning.scope
-        outbound, sources = self.outbound, self._repo_list_sources
-        yield ScopeNarrowing(db, scope, shard, self.metrics, settings)
-        yield ScopeBackfill(db, outbound, scope, sources, shard, self.metrics, settings)
+            yield HandleChecks(db, handles, shard, rate=settings.handle_rate)
+        yield ScopeNarrowing(db, scope, shard, self.metrics, times)
+        yield ScopeBackfill(db, outbound, scope, sources, shard, self.metrics, times)
         if shard.index == 0:  # the lists are of all shards
             yield SignalDiscovery(
                 db,
@@ -501,9 +483,9 @@ class Daemon:
                 scope,
                 sources,
                 self._reconciled_at,
-                sources_are_hosts=self.settings.upstream == "pds",
-                interval=settings.interval,
-                settle=settings.settle,
+                sources_are_hosts=settings.upstream == "pds",
+                interval=times.interval,
+                settle=times.settle,
             )
 
     def _build_feeds(self) -> None:
@@ -542,13 +524,6 @@ class Daemon:
             self.batch_writer.totals, self.identities.lookups, self.hosts, self.streams, self.conditions
         )
         self.history = SampledHistory(self.batch_writer, self.resync_pool)
-
-    def _process_gauges(self) -> dict[str, Callable[[], Reading]]:
-        directory = self.settings.data_dir
-        return {
-            "indexer_data_disk_free_bytes": lambda: _disk(directory)[1],
-            "indexer_data_disk_size_bytes": lambda: _disk(directory)[0],
-        }
 
     def report(self) -> ProcessReport:
         """Return what `indexer status` shows of this process: what `/readyz` answers now."""
@@ -640,26 +615,6 @@ class Daemon:
             return self.repo_checks.began_at
         progress = self.reconciliation.crawl_progress
         return progress.finished_at if progress else None
-
-    async def save_hosts(self) -> None:
-        """Store the states of hosts that changed."""
-        if not (states := self.hosts.unsaved()):
-            return
-        await self.db.hosts.save(states)
-        self.hosts.mark_saved(states)
-
-
-def _disk(directory: Path) -> tuple[float, float]:
-    """Return total and free bytes of the disk with `directory`, or with its nearest parent that exists.
-
-    They are NaN if the system does not say them, for example if a network file system has gone.
-    """
-    path = directory.absolute()
-    try:
-        usage = shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists()))
-    except OSError:
-        return math.nan, math.nan
-    return usage.total, usage.free
 
 
 def _raise_exceptions(tasks: Iterable[asyncio.Task[None]]) -> None:
