@@ -83,6 +83,11 @@ def command(
     return decorate
 
 
+def command_group(name: str, text: str, kind: type[click.Group] = click.Group) -> click.Group:
+    """Return a group of commands, with its help text."""
+    return config_option(kind(name, help=text))
+
+
 def config_file() -> Path | None:
     """Return the file that `--config` names, after the command or before it."""
     context: click.Context | None = click.get_current_context()

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from operator import itemgetter
-from pathlib import Path
 from time import time
 from typing import Any, Literal
 
@@ -11,7 +10,7 @@ import click
 
 from indexer.app.settings import Settings
 from indexer.cli.arguments import parse_position
-from indexer.cli.command import ExitCode, command, config_option, confirm, json_option, report_error
+from indexer.cli.command import ExitCode, command, command_group, confirm, json_option, report_error
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result, result_console, row_table, to_json
 from indexer.net.relay.subscription import first_event
@@ -20,11 +19,7 @@ from indexer.sync.events import InfoEvent, MalformedEvent, StreamError, UnknownE
 from indexer.sync.shard import BUCKETS, Shard
 from indexer.sync.stream import Cursor, OpenGap, Position
 
-
-@click.group("cursor")
-@config_option
-def cursor_command(config: Path | None) -> None:
-    """Show or reset the stored positions in the streams of relays."""
+cursor_command = command_group("cursor", "Show or reset the stored positions in the streams of relays.")
 
 
 @command("show", cursor_command)

@@ -8,7 +8,7 @@ import click
 
 from indexer.app.clients import make_plc_operations, open_outbound_client
 from indexer.app.settings import Settings
-from indexer.cli.command import ExitCode, command, config_option, json_option, report_error
+from indexer.cli.command import ExitCode, command, command_group, json_option, report_error
 from indexer.cli.database import connect_database
 from indexer.cli.output import CommandProgress, echo_result
 from indexer.db.crawls import CrawlProgress
@@ -21,10 +21,7 @@ FIRST_OPERATION = 1_668_643_200.0
 """The day of the first operation at plc.directory, in Unix seconds. The total for the progress is estimated from it."""
 
 
-@click.group("identities")
-@config_option
-def identities_command(config: Path | None) -> None:
-    """Import the identities of accounts from a PLC directory."""
+identities_command = command_group("identities", "Import the identities of accounts from a PLC directory.")
 
 
 @command("import", identities_command)

@@ -19,7 +19,7 @@ from indexer.app.settings import Settings
 from indexer.atproto.syntax import is_nsid
 from indexer.cli.arguments import parse_nsid
 from indexer.cli.client_types import LANGUAGES, class_name
-from indexer.cli.command import ExitCode, command, config_option, json_lines_option, report_error
+from indexer.cli.command import ExitCode, command, command_group, json_lines_option, report_error
 from indexer.cli.database import connect_database
 from indexer.cli.output import duration_text, echo_result, result_console, row_table, to_json
 from indexer.db import Database
@@ -35,13 +35,13 @@ MAX_FILE_BYTES = 1_048_576
 """Maximum size of a lexicon: a published one is a record."""
 
 
-@click.group("lexicon")
-@config_option
-def lexicon_command(config: Path | None) -> None:
+lexicon_command = command_group(
+    "lexicon",
     """Add lexicons, and query records through views with typed columns.
 
     Schema `lexicon` has a view for each record type whose lexicon was added, with its name.
-    """
+    """,
+)
 
 
 @command("add", lexicon_command)

@@ -2,14 +2,13 @@
 
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import IO, Any
 
 import click
 
 from indexer.app.settings import Settings
 from indexer.cli.arguments import parse_did
-from indexer.cli.command import ExitCode, command, config_option, json_lines_option, json_option, report_error
+from indexer.cli.command import ExitCode, command, command_group, json_lines_option, json_option, report_error
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result, fact_table, result_console, to_json, to_readable_json
 from indexer.db.dead_letters import StoredDeadLetter
@@ -82,14 +81,15 @@ class ListByDefaultGroup(click.Group):
         return super().parse_args(ctx, args if named else ["list", *args])
 
 
-@click.group("rejected", cls=ListByDefaultGroup)
-@config_option
-def rejected_command(config: Path | None) -> None:
+rejected_command = command_group(
+    "rejected",
     """List, show or replay dead letters.
 
     Dead letters are messages that broke a rule of the protocol. Without a subcommand, list them. With --feed, the
     commands are about events that were set aside, because clients of the feed refused them.
-    """
+    """,
+    ListByDefaultGroup,
+)
 
 
 @command("list", rejected_command)

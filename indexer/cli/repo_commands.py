@@ -143,11 +143,7 @@ async def _discover_hosts(settings: Settings, *, as_json: bool) -> int:
     """Read the repo lists of all hosts once, and show the progress."""
     metrics = Metrics()
     relays = {relay: http_origin(relay) for relay in settings.relays}
-    async with (
-        connect_database(settings) as db,
-        open_outbound_client(settings) as outbound,
-        open_identities(settings, db, outbound, metrics) as identities,
-    ):
+    async with connect_database(settings) as db, open_identities(settings, db, metrics) as (outbound, identities):
         crawl = HostCrawl(
             db,
             outbound,
@@ -180,10 +176,7 @@ async def _reconcile(settings: Settings, db: Database) -> CrawlProgress:
     """
     metrics, shard = Metrics(), Shard()
     known = sum((await db.reports.counts()).statuses.values())
-    async with (
-        open_outbound_client(settings) as outbound,
-        open_identities(settings, db, outbound, metrics) as identities,
-    ):
+    async with open_identities(settings, db, metrics) as (outbound, identities):
         reconciliation = Reconciliation(
             db,
             outbound,

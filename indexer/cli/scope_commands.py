@@ -1,7 +1,6 @@
 """The command `scope` and its subcommands `show`, `set` and `untrack`."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import IO
 
 import click
@@ -9,7 +8,7 @@ import click
 from indexer.app.settings import Settings
 from indexer.atproto.syntax import CollectionFilter, is_nsid
 from indexer.cli.arguments import given_dids, parse_did
-from indexer.cli.command import ExitCode, command, config_option, confirm, json_option
+from indexer.cli.command import ExitCode, command, command_group, confirm, json_option
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result, result_console, row_table, to_json
 from indexer.db import Database
@@ -22,13 +21,13 @@ MAX_NAMED = 5
 """Collections that the question names."""
 
 
-@click.group("scope")
-@config_option
-def scope_command(config: Path | None) -> None:
+scope_command = command_group(
+    "scope",
     """Show or change which repos are tracked and which collections are stored.
 
     All daemons of the database follow a change within seconds, without a restart.
-    """
+    """,
+)
 
 
 @command("show", scope_command)
