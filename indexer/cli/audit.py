@@ -25,7 +25,7 @@ from indexer.atproto.record import Problem, decode_record
 from indexer.cli.arguments import parse_did
 from indexer.cli.command import ExitCode, command, json_lines_option, report_error
 from indexer.cli.database import connect_database
-from indexer.cli.output import CommandProgress, to_json
+from indexer.cli.output import CommandProgress, echo_json, json_wanted, to_json
 from indexer.db import Database, DatabaseError
 from indexer.db.exports import ConsistentRead, RecordRow
 from indexer.errors import BrokenInvariantError, UnavailableError, UpstreamError
@@ -393,7 +393,7 @@ class AuditSummary:
     help=f"Audit N random synchronized repos. Default without DIDs: {DEFAULT_SAMPLE}.",
 )
 @json_lines_option
-async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: int | None, as_json: bool) -> int:
+async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: int | None) -> int:
     """Fetch repos again and compare every record with the database.
 
     Nothing is changed. Each repo, or only its chosen records with proof, is fetched from its own host, verified,
@@ -410,7 +410,7 @@ async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: in
 
     def report(result: RepoAudit) -> None:
         summary.add(result)
-        if lines := [to_json(asdict(result))] if as_json else _result_lines(result):
+        if lines := [to_json(asdict(result))] if json_wanted() else _result_lines(result):
             progress.stop()  # stdout may be the same terminal
             click.echo("\n".join(lines))
             progress.start()
@@ -422,8 +422,7 @@ async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: in
             return report_error("no repo is synchronized, so there is nothing to compare", ExitCode.FAILED)
         with CommandProgress("repos", len(repos)) as progress:
             await audit(settings, db, repos, report)
-    if as_json:
-        click.echo(to_json({"summary": asdict(summary)}))
+    if echo_json({"summary": asdict(summary)}):
         return summary.exit_code
     click.echo(f"repos: {summary.repos:,} compared, {summary.equal:,} equal")
     click.echo(f"records: {summary.records:,} compared, differences: {summary.differences:,}")

@@ -58,8 +58,8 @@ def command(
 ) -> Callable[[Implementation[P]], click.Command]:
     """Return a decorator that makes a command of a coroutine function, and adds it to `group` if there is one.
 
-    The function takes the settings as its first argument and returns the exit code. `load` returns the settings; its
-    argument is the file that `--config` names. The default is `load_settings`.
+    The function takes the settings as its first argument, no `--config` and no `--json`, and returns the exit code.
+    `load` returns the settings; its argument is the file that `--config` names. The default is `load_settings`.
     """
 
     def decorate(function: Implementation[P]) -> click.Command:
@@ -71,6 +71,7 @@ def command(
             from indexer.telemetry.log import configure_logging  # noqa: PLC0415
 
             options.pop("config")
+            options.pop("as_json", None)
             settings = (load or load_settings)(config_file())
             configure_logging(settings.log_format, settings.log_level)
             return asyncio.run(function(settings, *args, **options))

@@ -12,7 +12,7 @@ from indexer.app.settings import Settings
 from indexer.cli.arguments import parse_position
 from indexer.cli.command import ExitCode, command, command_group, confirm, json_option, report_error
 from indexer.cli.database import connect_database
-from indexer.cli.output import echo_result, result_console, row_table, to_json
+from indexer.cli.output import echo_json, echo_result, result_console, row_table
 from indexer.net.relay.subscription import first_event
 from indexer.serve.status_document import describe_gap
 from indexer.sync.events import InfoEvent, MalformedEvent, StreamError, UnknownEvent, event_seconds
@@ -24,7 +24,7 @@ cursor_command = command_group("cursor", "Show or reset the stored positions in 
 
 @command("show", cursor_command)
 @json_option
-async def show_command(settings: Settings, *, as_json: bool) -> int:
+async def show_command(settings: Settings) -> int:
     """Show the stored cursors and the open gaps.
 
     The lag is the age of the message at the cursor, by its own time.
@@ -32,8 +32,7 @@ async def show_command(settings: Settings, *, as_json: bool) -> int:
     async with connect_database(settings) as db:
         cursors, gaps = await db.gaps.cursors(), await db.gaps.load_open()
     rows = [_cursor_row(cursor, time()) for cursor in sorted(cursors, key=_order)]
-    if as_json:
-        click.echo(to_json({"cursors": rows, "open_gaps": [_gap_row(gap) for gap in gaps]}))
+    if echo_json({"cursors": rows, "open_gaps": [_gap_row(gap) for gap in gaps]}):
         return ExitCode.OK
     if rows:
         result_console().print(row_table(rows, box=None))
@@ -57,9 +56,7 @@ async def show_command(settings: Settings, *, as_json: bool) -> int:
 )
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @json_option
-async def reset_command(
-    settings: Settings, *, relay: str, target: Literal["live", "oldest"] | int, yes: bool, as_json: bool
-) -> int:
+async def reset_command(settings: Settings, *, relay: str, target: Literal["live", "oldest"] | int, yes: bool) -> int:
     """Set the cursor of a relay, for all shards, and open a gap.
 
     RELAY is the URL of the relay as `indexer cursor show` prints it. No daemon may run. The next daemon is not ready
@@ -80,7 +77,7 @@ async def reset_command(
         await db.gaps.reset_cursor(relay, shards, position)
     names = [str(shard) for shard in shards]
     text = f"{relay}: cursor {position.seq} in shards {', '.join(names)}; a gap is open for each shard"
-    echo_result({"relay": relay, "seq": position.seq, "shards": names}, text, as_json=as_json)
+    echo_result({"relay": relay, "seq": position.seq, "shards": names}, text)
     return ExitCode.OK
 
 

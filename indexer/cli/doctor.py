@@ -13,7 +13,6 @@ from time import time
 from typing import Any
 from urllib.parse import urlsplit
 
-import click
 from dns.rdatatype import TXT
 from rich.text import Text
 
@@ -22,7 +21,7 @@ from indexer.app.daemon import CONNECTIONS
 from indexer.app.settings import Settings, load_from_environment, load_settings
 from indexer.cli.command import ExitCode, command, config_file, json_option
 from indexer.cli.database import open_database
-from indexer.cli.output import result_console, to_json
+from indexer.cli.output import echo_json, result_console
 from indexer.db.requirements import DatabaseFacts, load_database_facts
 from indexer.errors import SettingsError, UnavailableError
 from indexer.net.http.checked_connector import DnsResolver, resolve_with_system
@@ -93,7 +92,7 @@ def _log_settings(_: Path | None) -> Settings:
 
 @command("doctor", load=_log_settings)
 @json_option
-async def doctor_command(_: Settings, *, as_json: bool) -> int:
+async def doctor_command(_: Settings) -> int:
     """Check settings, database, disk, clock, relays, directories and DNS.
 
     Print one line for each check: `ok`, `warn` or `fail`, what was found, and what to do. Only the embedded Postgres is
@@ -104,9 +103,7 @@ async def doctor_command(_: Settings, *, as_json: bool) -> int:
     except SettingsError as error:  # without settings there is nothing else to check
         findings = [Finding("settings", FAIL, str(error), "Correct it; docs/settings.md lists all settings.")]
     failed = any(finding.level is FAIL for finding in findings)
-    if as_json:
-        click.echo(to_json({"ok": not failed, "checks": [asdict(finding) for finding in findings]}))
-    else:
+    if not echo_json({"ok": not failed, "checks": [asdict(finding) for finding in findings]}):
         for finding in findings:
             text = f"{finding.check}: {finding.found}" + (f". {finding.action}" if finding.action else "")
             line = Text(f"{finding.level:<4}", STYLES[finding.level])

@@ -185,7 +185,7 @@ async def export_command(settings: Settings, *, collection: str, typed: bool, fo
 @command("import-first-seen")
 @click.argument("file", metavar="FILE|-", type=click.File("rb"))
 @json_option
-async def import_first_seen_command(settings: Settings, *, file: IO[bytes], as_json: bool) -> int:
+async def import_first_seen_command(settings: Settings, *, file: IO[bytes]) -> int:
     """Import first-seen times from JSON lines that another database has exported.
 
     `indexer export` writes such lines. Each stored record keeps the earlier time. Records that are not stored are
@@ -203,7 +203,7 @@ async def import_first_seen_command(settings: Settings, *, file: IO[bytes], as_j
                 progress.show(counts["records"])
     result = {name: counts[name] for name in ("records", "set", "not_stored")}
     text = "records: {records:,}, first-seen times set: {set:,}, not stored: {not_stored:,}".format_map(result)
-    echo_result(result, text, as_json=as_json)
+    echo_result(result, text)
     return ExitCode.OK
 
 

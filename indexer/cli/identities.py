@@ -34,7 +34,7 @@ identities_command = command_group("identities", "Import the identities of accou
 @click.option("--all", "everything", is_flag=True, help="Store all identities, not only those of tracked repos.")
 @click.option("--again", is_flag=True, help="Begin with the first operation, for repos that were added later.")
 @json_option
-async def import_command(settings: Settings, *, file: Path | None, everything: bool, again: bool, as_json: bool) -> int:
+async def import_command(settings: Settings, *, file: Path | None, everything: bool, again: bool) -> int:
     """Verify the operations of the first PLC directory, and store keys, hosts and handles.
 
     Continues after the last import, or the last daemon with INDEXER_PLC_FOLLOW.
@@ -66,5 +66,5 @@ async def import_command(settings: Settings, *, file: Path | None, everything: b
     seconds, read, proven = monotonic() - began, ended.listed - begun.listed, ended.found - begun.found
     result = {"operations": read, "proven": proven, "position": ended.cursor, "seconds": round(seconds, 1)}
     text = f"operations: {read:,} read, {proven:,} proven, {read / max(seconds, 0.001):,.0f} per second"
-    echo_result(result, text, as_json=as_json)
+    echo_result(result, text)
     return ExitCode.OK

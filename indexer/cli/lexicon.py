@@ -21,7 +21,7 @@ from indexer.cli.arguments import parse_nsid
 from indexer.cli.client_types import LANGUAGES, class_name
 from indexer.cli.command import ExitCode, command, command_group, json_lines_option, report_error
 from indexer.cli.database import connect_database
-from indexer.cli.output import duration_text, echo_result, result_console, row_table, to_json
+from indexer.cli.output import duration_text, echo_result, json_wanted, result_console, row_table, to_json
 from indexer.db import Database
 from indexer.db.lexicon_indexes import LexiconIndex, UnknownColumnError
 from indexer.db.lexicons import KEY_COLUMNS, AddedLexicon, AddedState, StoredLexicon
@@ -47,7 +47,7 @@ lexicon_command = command_group(
 @command("add", lexicon_command)
 @click.argument("names", metavar="FILE|DIRECTORY|NSID...", nargs=-1, required=True)
 @json_lines_option
-async def add_command(settings: Settings, *, names: tuple[str, ...], as_json: bool) -> int:
+async def add_command(settings: Settings, *, names: tuple[str, ...]) -> int:
     """Add lexicons, or replace them by newer versions.
 
     An NSID is resolved as the AT Protocol specifies, and the proof of its record is verified. Lexicons that its fields
@@ -57,7 +57,7 @@ async def add_command(settings: Settings, *, names: tuple[str, ...], as_json: bo
     given, nsids = read_arguments(names)
     async with connect_database(settings, connections=2) as db:
         given |= await fetch_lexicons(settings, db, given, nsids)
-        await store_lexicons(settings, db, given, as_json=as_json)
+        await store_lexicons(settings, db, given)
     return ExitCode.OK
 
 
@@ -82,9 +82,7 @@ async def fetch_lexicons(
     return found
 
 
-async def store_lexicons(
-    settings: Settings, db: Database, given: Mapping[str, SourcedLexicon], *, as_json: bool
-) -> None:
+async def store_lexicons(settings: Settings, db: Database, given: Mapping[str, SourcedLexicon]) -> None:
     """Store lexicons, and create or update their views. Write the results.
 
     Raises:
@@ -94,7 +92,7 @@ async def store_lexicons(
     for result in results:
         if result.state is AddedState.UPDATED or (result.nsid in given and result.state is not AddedState.SKIPPED):
             view = f'view lexicon."{result.view}"' if result.view else "no view, other lexicons refer to it"
-            echo_result(result._asdict(), f"{result.nsid}: {result.state}, {view}", as_json=as_json)
+            echo_result(result._asdict(), f"{result.nsid}: {result.state}, {view}")
     scope = (await stored_policy(settings, db)).scope
     if skipped := [result.nsid for result in results if result.state is AddedState.SKIPPED]:
         click.echo(f"lexicons without a record type, skipped: {', '.join(skipped)}", err=True)
@@ -106,7 +104,7 @@ async def store_lexicons(
 
 @command("list", lexicon_command)
 @json_lines_option
-async def list_command(settings: Settings, *, as_json: bool) -> int:
+async def list_command(settings: Settings) -> int:
     """List the stored lexicons with their views and indexes."""
     async with connect_database(settings) as db:
         stored, indexes = await db.lexicons.load(), await db.lexicon_indexes.load()
@@ -120,7 +118,7 @@ async def list_command(settings: Settings, *, as_json: bool) -> int:
         }
         for nsid, one in stored.items()
     ]
-    if as_json:
+    if json_wanted():
         for row in rows:
             click.echo(to_json(row))
     elif rows:
@@ -136,14 +134,14 @@ async def list_command(settings: Settings, *, as_json: bool) -> int:
 @command("remove", lexicon_command)
 @click.argument("nsids", metavar="NSID...", nargs=-1, required=True, type=parse_nsid)
 @json_lines_option
-async def remove_command(settings: Settings, *, nsids: tuple[str, ...], as_json: bool) -> int:
+async def remove_command(settings: Settings, *, nsids: tuple[str, ...]) -> int:
     """Remove lexicons with their views and indexes. Records are not changed."""
     async with connect_database(settings, connections=2) as db:
         if unknown := without_view(nsids, await db.lexicons.load()):
             return report_error(unknown, ExitCode.UNKNOWN)
         await db.lexicons.remove(nsids)
         for nsid in nsids:
-            echo_result({"nsid": nsid}, f"{nsid}: removed", as_json=as_json)
+            echo_result({"nsid": nsid}, f"{nsid}: removed")
         _print_dropped(await db.lexicon_indexes.drop_outdated())
     return ExitCode.OK
 
@@ -152,7 +150,7 @@ async def remove_command(settings: Settings, *, nsids: tuple[str, ...], as_json:
 @click.argument("nsid", metavar="NSID", type=parse_nsid)
 @click.argument("fields", metavar="COLUMN[,COLUMN]...", nargs=-1, required=True)
 @json_lines_option
-async def index_command(settings: Settings, *, nsid: str, fields: tuple[str, ...], as_json: bool) -> int:
+async def index_command(settings: Settings, *, nsid: str, fields: tuple[str, ...]) -> int:
     """Build indexes for queries on the view of a record type.
 
     Each argument is one index: a column of the view, or several, separated by commas. A column may also be named as its
@@ -172,7 +170,7 @@ async def index_command(settings: Settings, *, nsid: str, fields: tuple[str, ...
             except UnknownColumnError as error:
                 return report_error(str(error), ExitCode.BAD_ARGUMENT)
             text = f"index built in {duration_text(monotonic() - begun)}" if built else "there is an index already"
-            echo_result({"nsid": nsid, "columns": columns, "built": built}, f"{name}: {text}", as_json=as_json)
+            echo_result({"nsid": nsid, "columns": columns, "built": built}, f"{name}: {text}")
     return ExitCode.OK
 
 

@@ -41,9 +41,22 @@ def to_json(value: Any) -> str:
     return json.dumps(value, default=datetime.isoformat)
 
 
-def echo_result(result: Mapping[str, Any], text: str, *, as_json: bool) -> None:
+def json_wanted() -> bool:
+    """Return True if the command got the option `--json`."""
+    return bool(click.get_current_context().params.get("as_json"))
+
+
+def echo_json(result: Mapping[str, Any]) -> bool:
+    """Print a result on stdout as one line of JSON, and return True, if the command got the option `--json`."""
+    if json_wanted():
+        click.echo(to_json(result))
+    return json_wanted()
+
+
+def echo_result(result: Mapping[str, Any], text: str) -> None:
     """Print a result on stdout: as one line of JSON for scripts, otherwise as text."""
-    click.echo(to_json(result) if as_json else text)
+    if not echo_json(result):
+        click.echo(text)
 
 
 def to_readable_json(value: Any) -> str:

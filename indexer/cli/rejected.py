@@ -10,7 +10,7 @@ from indexer.app.settings import Settings
 from indexer.cli.arguments import parse_did
 from indexer.cli.command import ExitCode, command, command_group, json_lines_option, json_option, report_error
 from indexer.cli.database import connect_database
-from indexer.cli.output import echo_result, fact_table, result_console, to_json, to_readable_json
+from indexer.cli.output import echo_json, echo_result, fact_table, result_console, to_readable_json
 from indexer.db.dead_letters import StoredDeadLetter
 from indexer.db.tap_feed import SetAside
 from indexer.errors import UpstreamError
@@ -105,9 +105,7 @@ rejected_command = command_group(
 )
 @click.option("--feed", is_flag=True, help="List events that clients of the feed refused and that were set aside.")
 @json_lines_option
-async def list_command(
-    settings: Settings, *, reason: str | None, did: str | None, limit: int, feed: bool, as_json: bool
-) -> int:
+async def list_command(settings: Settings, *, reason: str | None, did: str | None, limit: int, feed: bool) -> int:
     """List dead letters, newest first.
 
     Each line shows the ID, time, relay, sequence number, DID, kind, and reason.
@@ -123,7 +121,7 @@ async def list_command(
             letters = await db.dead_letters.newest(REASONS[reason] if reason else None, did, limit=limit)
             found = [(dead_letter_dict(letter), dead_letter_lines(letter)) for letter in letters]
     for result, lines in found:
-        echo_result(result, lines, as_json=as_json)
+        echo_result(result, lines)
     if not found:
         click.echo(f"No matching {'event' if feed else 'dead letter'}.", err=True)
     return ExitCode.OK
@@ -135,7 +133,7 @@ async def list_command(
 @click.option(
     "--frame", type=click.File("wb", lazy=True), help="Write the bytes of the message to a file, and print nothing."
 )
-async def show_command(settings: Settings, *, number: int, as_json: bool, frame: IO[bytes] | None) -> int:
+async def show_command(settings: Settings, *, number: int, frame: IO[bytes] | None) -> int:
     """Show one dead letter with the fields of its message."""
     async with connect_database(settings) as db:
         found = await db.dead_letters.load(number)
@@ -149,8 +147,7 @@ async def show_command(settings: Settings, *, number: int, as_json: bool, frame:
         report |= frame_for_display(found[1]) | {"unreadable": None}
     except UpstreamError as error:
         report |= {"header": None, "payload": None, "unreadable": error.detail}
-    if as_json:
-        click.echo(to_json(report))
+    if echo_json(report):
         return ExitCode.OK
     frame_text = f"{report['frame_bytes']:,} bytes"
     if not report["complete"]:
@@ -182,7 +179,6 @@ async def replay_command(
     reason: str | None,
     feed: bool,
     did: str | None,
-    as_json: bool,
 ) -> int:
     """Process messages again as if they had just arrived.
 
@@ -203,13 +199,13 @@ async def replay_command(
     if feed:
         async with connect_database(settings) as db:
             events = await db.feed.send_again(did)
-        echo_result({"events": events}, f"Events that are sent again: {events}", as_json=as_json)
+        echo_result({"events": events}, f"Events that are sent again: {events}")
         return ExitCode.OK
     remaining = unknown = 0
     async with connect_database(settings) as db, open_replay(settings, db) as replay:
         for number in sorted(set(numbers)) if reason is None else await db.dead_letters.ids(REASONS[reason]):
             result = await replay.replay(number)
-            echo_result(asdict(result), replay_line(result), as_json=as_json)
+            echo_result(asdict(result), replay_line(result))
             remaining += result.outcome in {Outcome.REJECTED, UNTRIED}
             unknown += result.outcome == UNKNOWN
     if unknown and numbers:

@@ -31,7 +31,7 @@ reason_option = click.option("--reason", metavar="TEXT", help="Store this reason
 @reason_option
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @json_option
-async def redact_command(settings: Settings, *, target: Target, reason: str | None, yes: bool, as_json: bool) -> int:
+async def redact_command(settings: Settings, *, target: Target, reason: str | None, yes: bool) -> int:
     """Delete a record, an account or a collection, and never store it again.
 
     This is irreversible. The command returns when the content is deleted from the database. It asks for confirmation,
@@ -54,7 +54,7 @@ async def redact_command(settings: Settings, *, target: Target, reason: str | No
     done = f"{records:,} records (besides those that a daemon deleted) and {dead_letters:,} dead letters deleted"
     text = f"{name} is redacted: {done}\n{NOT_DELETED}"
     result = {"target": name, "records": records, "dead_letters": dead_letters, "links_deleted": links}
-    echo_result(result, text, as_json=as_json)
+    echo_result(result, text)
     if rkey and not (stored or records):
         report_error("no such record was stored; it will not be stored in future", ExitCode.OK)
     if not links:
@@ -67,9 +67,7 @@ async def redact_command(settings: Settings, *, target: Target, reason: str | No
 @click.option("--reverse", is_flag=True, help="Show it again.")
 @reason_option
 @json_option
-async def takedown_command(
-    settings: Settings, *, target: Target, reverse: bool, reason: str | None, as_json: bool
-) -> int:
+async def takedown_command(settings: Settings, *, target: Target, reverse: bool, reason: str | None) -> int:
     """Hide a repo or a record from the public views.
 
     A repo stays hidden whatever its hosting status is, and is kept up to date. A record is deleted, and not stored
@@ -86,7 +84,7 @@ async def takedown_command(
         if collection and not reverse:
             await _delete_records(db, did, collection, rkey)
     text = f"{name} is {'no longer taken down' if reverse else 'taken down'}"
-    echo_result({"did": did, "uri": name if rkey else None, "takedown": not reverse}, text, as_json=as_json)
+    echo_result({"did": did, "uri": name if rkey else None, "takedown": not reverse}, text)
     return ExitCode.OK
 
 

@@ -32,7 +32,7 @@ ADD_BATCH_SIZE = 10_000
 @click.argument("dids", nargs=-1, metavar="DID…|-")
 @click.option("--file", "-f", type=click.File(errors="replace"), help="Read DIDs from a file, one per line.")
 @json_option
-async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str] | None, as_json: bool) -> int:
+async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str] | None) -> int:
     """Start tracking repos.
 
     The daemon fetches each repo and follows it from then on. With `-`, read DIDs from standard input, one per line.
@@ -50,7 +50,7 @@ async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str
     result = {"added": added, "already_tracked": count - added - redacted, "redacted": redacted}
     refused = f", {redacted} redacted" if redacted else ""
     text = f"repos: {added} added, {result['already_tracked']} already tracked{refused}"
-    echo_result(result, text, as_json=as_json)
+    echo_result(result, text)
     return ExitCode.OK
 
 
@@ -61,7 +61,7 @@ async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str
 @click.option("--behind", is_flag=True, help="Request a resync of every repo that is behind the relay's repo list.")
 @json_option
 async def resync_command(
-    settings: Settings, *, dids: tuple[str, ...], errored: bool, everything: bool, behind: bool, as_json: bool
+    settings: Settings, *, dids: tuple[str, ...], errored: bool, everything: bool, behind: bool
 ) -> int:
     """Request a resync of repos.
 
@@ -85,7 +85,7 @@ async def resync_command(
                     async for read, requests in pages:
                         requested, seen = requested + requests, seen + read
                         progress.show(seen, note=f"{requested:,} requested")
-    echo_result({"requested": requested}, f"resyncs: {requested} requested", as_json=as_json)
+    echo_result({"requested": requested}, f"resyncs: {requested} requested")
     if requested < len(given):
         return report_error(f"{len(given) - requested} of the DIDs are not in the database", ExitCode.UNKNOWN)
     return ExitCode.OK
@@ -105,7 +105,7 @@ async def resync_command(
 @click.option("--hosts", is_flag=True, help="Ask each host that the relays of INDEXER_RELAYS list.")
 @json_lines_option
 async def discover_command(
-    settings: Settings, *, collections: tuple[str, ...], relay: str | None, pds: str | None, hosts: bool, as_json: bool
+    settings: Settings, *, collections: tuple[str, ...], relay: str | None, pds: str | None, hosts: bool
 ) -> int:
     """List the accounts of a host and start tracking the unknown ones.
 
@@ -118,7 +118,7 @@ async def discover_command(
     if bool(relay) + bool(pds) + hosts > 1 or (hosts and collections):
         raise click.UsageError("Give only one of --relay, --pds and --hosts, and no collection with --hosts.")
     if hosts:
-        return await _discover_hosts(settings, as_json=as_json)
+        return await _discover_hosts(settings)
     source = relay or pds or http_origin(settings.relays[0])
     async with connect_database(settings) as db, open_outbound_client(settings) as outbound:
         discovery = Discovery(db, outbound)
@@ -133,13 +133,13 @@ async def discover_command(
                 )
             counts = {"listed": progress.listed, "added": progress.found}
             result = {"source": source, "collection": collection or None, **counts}
-            echo_result(result, f"{name}: {progress.listed} listed, {progress.found} added", as_json=as_json)
+            echo_result(result, f"{name}: {progress.listed} listed, {progress.found} added")
     if discovery.invalid_entries:
         click.echo(f"entries of the list that are not valid: {discovery.invalid_entries}", err=True)
     return ExitCode.OK
 
 
-async def _discover_hosts(settings: Settings, *, as_json: bool) -> int:
+async def _discover_hosts(settings: Settings) -> int:
     """Read the repo lists of all hosts once, and show the progress."""
     metrics = Metrics()
     relays = {relay: http_origin(relay) for relay in settings.relays}
@@ -164,7 +164,7 @@ async def _discover_hosts(settings: Settings, *, as_json: bool) -> int:
             )
     result = {"hosts": progress.listed, "failed": progress.found, "added": crawl.added}
     text = f"hosts: {progress.listed} listed, {progress.found} failed, {crawl.added} accounts added"
-    echo_result(result, text, as_json=as_json)
+    echo_result(result, text)
     return ExitCode.OK
 
 

@@ -10,7 +10,7 @@ from indexer.atproto.syntax import CollectionFilter, is_nsid
 from indexer.cli.arguments import given_dids, parse_did
 from indexer.cli.command import ExitCode, command, command_group, confirm, json_option
 from indexer.cli.database import connect_database
-from indexer.cli.output import echo_result, result_console, row_table, to_json
+from indexer.cli.output import echo_json, echo_result, result_console, row_table
 from indexer.db import Database
 from indexer.db.scope import CollectionProgress
 from indexer.errors import InvalidScopeError, NoScopeError
@@ -32,7 +32,7 @@ scope_command = command_group(
 
 @command("show", scope_command)
 @json_option
-async def show_command(settings: Settings, *, as_json: bool) -> int:
+async def show_command(settings: Settings) -> int:
     """Show the scope, and the progress of the backfill of each collection.
 
     Before the first start of a daemon, show the scope of the settings.
@@ -41,7 +41,7 @@ async def show_command(settings: Settings, *, as_json: bool) -> int:
         scope, progress = await db.scope.load(), await db.scope.progress()
     if scope is None and not settings.chooses_scope:
         raise NoScopeError
-    _print(scope or settings.first_scope, progress, as_json=as_json)
+    _print(scope or settings.first_scope, progress)
     return ExitCode.OK
 
 
@@ -58,7 +58,6 @@ async def set_command(
     collections: str | None,
     signal_collections: str | None,
     yes: bool,
-    as_json: bool,
 ) -> int:
     """Change the given parts of the scope.
 
@@ -81,7 +80,7 @@ async def set_command(
             Track(track) if track else None, _split(collections), _split(signal_collections), settings.first_scope
         )
         progress = await db.scope.progress()
-    _print(scope, progress, as_json=as_json)
+    _print(scope, progress)
     return ExitCode.OK
 
 
@@ -90,9 +89,7 @@ async def set_command(
 @click.option("--file", "-f", type=click.File(errors="replace"), help="Read DIDs from a file, one per line.")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @json_option
-async def untrack_command(
-    settings: Settings, *, dids: tuple[str, ...], file: IO[str] | None, yes: bool, as_json: bool
-) -> int:
+async def untrack_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str] | None, yes: bool) -> int:
     """Stop tracking repos, and delete their records.
 
     The records are hidden at once, and then deleted. The repos stay untracked until `indexer add`, `POST /repos/add` or
@@ -105,7 +102,7 @@ async def untrack_command(
         batches = [given[start : start + BATCH_SIZE] for start in range(0, len(given), BATCH_SIZE)]
         untracked = sum([await db.scope.untrack(batch) for batch in batches])
     result = {"untracked": untracked, "not_tracked": len(given) - untracked}
-    echo_result(result, f"repos: {untracked} untracked, {len(given) - untracked} were not tracked", as_json=as_json)
+    echo_result(result, f"repos: {untracked} untracked, {len(given) - untracked} were not tracked")
     return ExitCode.OK
 
 
@@ -149,19 +146,16 @@ def _split(patterns: str | None) -> list[str] | None:
     return None if patterns is None else [part.strip() for part in patterns.split(",") if part.strip()]
 
 
-def _print(scope: Scope, progress: list[CollectionProgress], *, as_json: bool) -> None:
-    if as_json:
-        document = {
-            "version": scope.version,
-            "track": scope.track,
-            "collections": scope.collections.patterns,
-            "signal_collections": scope.signal_patterns,
-            "redacted_collections": sorted(scope.collections.excluded),
-            "progress": [
-                {"collection": row.collection, "repos": row.repos, "complete": row.complete} for row in progress
-            ],
-        }
-        click.echo(to_json(document))
+def _print(scope: Scope, progress: list[CollectionProgress]) -> None:
+    document = {
+        "version": scope.version,
+        "track": scope.track,
+        "collections": scope.collections.patterns,
+        "signal_collections": scope.signal_patterns,
+        "redacted_collections": sorted(scope.collections.excluded),
+        "progress": [{"collection": row.collection, "repos": row.repos, "complete": row.complete} for row in progress],
+    }
+    if echo_json(document):
         return
     click.echo(f"version {scope.version}: {scope}")
     if unlisted := [pattern for pattern in scope.signal_patterns if not is_nsid(pattern)]:

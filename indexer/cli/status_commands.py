@@ -16,7 +16,16 @@ from indexer.atproto.syntax import AtUri, is_did
 from indexer.cli.arguments import parse_account, parse_record_uri
 from indexer.cli.command import ExitCode, command, json_option, report_error
 from indexer.cli.database import connect_database
-from indexer.cli.output import duration_text, fact_table, result_console, row_table, shown, to_json, to_readable_json
+from indexer.cli.output import (
+    duration_text,
+    echo_json,
+    fact_table,
+    json_wanted,
+    result_console,
+    row_table,
+    shown,
+    to_readable_json,
+)
 from indexer.db import Database
 from indexer.db.database_errors import without_password
 from indexer.errors import SchemaVersionError
@@ -33,7 +42,7 @@ SAMPLE_SECONDS = 1.0
 @command("status")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON; with --watch one per second.")
 @click.option("--watch", is_flag=True, help="Update the status every second until interrupted.")
-async def status_command(settings: Settings, *, as_json: bool, watch: bool) -> int:
+async def status_command(settings: Settings, *, watch: bool) -> int:
     """Show cursor, lag, repos by status, resync queue, throughput and progress.
 
     All data comes from the database, where each daemon stores every two seconds what its `/readyz` says. Rates are
@@ -44,13 +53,11 @@ async def status_command(settings: Settings, *, as_json: bool, watch: bool) -> i
         async with connect_database(settings) as db:
             documents = read_documents(db, settings.shard)
             if watch:
-                await _watch(documents, as_json=as_json)
+                await _watch(documents)
             document = await anext(documents)
     except SchemaVersionError as error:
         return report_error(str(error), ExitCode.NOT_READY)
-    if as_json:
-        click.echo(to_json(document.to_json()))
-    else:
+    if not echo_json(document.to_json()):
         result_console().print(status_tables(document))
     return ExitCode.NOT_READY if document.reasons else ExitCode.OK
 
@@ -58,7 +65,7 @@ async def status_command(settings: Settings, *, as_json: bool, watch: bool) -> i
 @command("repo")
 @click.argument("account", metavar="DID|HANDLE", type=parse_account)
 @json_option
-async def repo_command(settings: Settings, *, account: str, as_json: bool) -> int:
+async def repo_command(settings: Settings, *, account: str) -> int:
     """Show everything that is known about one repo.
 
     The output says why the repo has its state, and what happens next. A handle is found only if it is verified.
@@ -69,8 +76,7 @@ async def repo_command(settings: Settings, *, account: str, as_json: bool) -> in
     if report is None:
         return report_error(f"{account} is not in the database", ExitCode.UNKNOWN)
     summary = list(account_summary(report, datetime.now(UTC)))
-    if as_json:
-        click.echo(to_json({"summary": summary, **report}))
+    if echo_json({"summary": summary, **report}):
         return ExitCode.OK
     click.echo("\n".join(map(printable, summary)) + "\n")
     result_console().print(fact_table(report))
@@ -80,7 +86,7 @@ async def repo_command(settings: Settings, *, account: str, as_json: bool) -> in
 @command("record")
 @click.argument("uri", metavar="AT-URI", type=parse_record_uri)
 @json_option
-async def record_command(settings: Settings, *, uri: AtUri, as_json: bool) -> int:
+async def record_command(settings: Settings, *, uri: AtUri) -> int:
     """Show the CID, the value and the rev of one record."""
     async with connect_database(settings) as db:
         did = await _find_did(db, uri.authority)
@@ -93,8 +99,7 @@ async def record_command(settings: Settings, *, uri: AtUri, as_json: bool) -> in
         return report_error(f"{row['target']} is {why}", ExitCode.UNKNOWN)
     if record is None:
         return report_error(f"{uri} is not in the database, or its account is hidden", ExitCode.UNKNOWN)
-    if as_json:
-        click.echo(to_json(record))
+    if echo_json(record):
         return ExitCode.OK
     result_console().print(fact_table((name, value) for name, value in record.items() if name != "value"))
     click.echo(to_readable_json(record["value"]))
@@ -120,13 +125,11 @@ async def read_documents(db: Database, shard: Shard) -> AsyncIterator[StatusDocu
         yield document
 
 
-async def _watch(documents: AsyncIterator[StatusDocument], *, as_json: bool) -> NoReturn:
-    with nullcontext() if as_json else Live(console=result_console(), auto_refresh=False) as live:
+async def _watch(documents: AsyncIterator[StatusDocument]) -> NoReturn:
+    with nullcontext() if json_wanted() else Live(console=result_console(), auto_refresh=False) as live:
         while True:
             document = await anext(documents)
-            if live is None:
-                click.echo(to_json(document.to_json()))
-            else:
+            if not echo_json(document.to_json()) and live is not None:
                 live.update(status_tables(document), refresh=True)
 
 
