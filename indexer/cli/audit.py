@@ -25,7 +25,7 @@ from indexer.atproto.record import Problem, decode_record
 from indexer.cli.arguments import parse_did
 from indexer.cli.command import ExitCode, command, json_lines_option, report_error
 from indexer.cli.database import connect_database
-from indexer.cli.output import CommandProgress, echo_json, json_wanted, to_json
+from indexer.cli.output import CommandProgress, counts_text, echo_json, json_wanted, to_json
 from indexer.db import Database, DatabaseError
 from indexer.db.exports import ConsistentRead, RecordRow
 from indexer.errors import BrokenInvariantError, UnavailableError, UpstreamError
@@ -192,7 +192,7 @@ class SkippedRepoError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Auditor:
-    """Audits several repos at a time. Threads verify and compare, so that the event loop is free for the downloads."""
+    """Audits repos. Threads verify and compare, so that the event loop is free for the downloads."""
 
     db: Database
     resolver: DidResolver
@@ -201,26 +201,12 @@ class Auditor:
     sparse: SparseFetch
     follows_hints: bool
 
-    async def audit(self, dids: Iterable[str], concurrency: int, report: Callable[[RepoAudit], None]) -> None:
-        """Call `report` with the result of each repo as soon as it is complete.
+    async def audit(self, did: str) -> RepoAudit:
+        """Return the result of a repo.
 
         Raises:
             DatabaseError: The database does not answer.
         """
-        waiting = iter(dids)
-
-        async def work() -> None:
-            for did in waiting:
-                report(await self._audit_repo(did))
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                for number in range(concurrency):
-                    group.create_task(work(), name=f"audit {number}")
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-
-    async def _audit_repo(self, did: str) -> RepoAudit:
         try:
             return await self._fetch_and_compare(did)
         except DatabaseError:
@@ -305,7 +291,7 @@ class Auditor:
 
 
 async def audit(settings: Settings, db: Database, dids: Iterable[str], report: Callable[[RepoAudit], None]) -> None:
-    """Audit repos with the clients that the settings describe. Send no requests to hosts that are paused.
+    """Call `report` with the result of each repo as soon as it is complete. Send no requests to paused hosts.
 
     Raises:
         DatabaseError: The database does not answer.
@@ -316,7 +302,18 @@ async def audit(settings: Settings, db: Database, dids: Iterable[str], report: C
         sparse = SparseFetch(pds, settings.sparse_resync)
         follows_hints = settings.continuing(await db.gaps.cursors()).upstream == "jetstream"
         auditor = Auditor(db, resolver, pds, await stored_policy(settings, db), sparse, follows_hints)
-        await auditor.audit(dids, audit_concurrency(settings), report)
+        waiting = iter(dids)
+
+        async def work() -> None:
+            for did in waiting:
+                report(await auditor.audit(did))
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number in range(audit_concurrency(settings)):
+                    group.create_task(work(), name=f"audit {number}")
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
 
 
 def audit_concurrency(settings: Settings) -> int:
@@ -427,14 +424,10 @@ async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: in
     click.echo(f"repos: {summary.repos:,} compared, {summary.equal:,} equal")
     click.echo(f"records: {summary.records:,} compared, differences: {summary.differences:,}")
     if summary.proofs:
-        click.echo(f"proofs: {_listed(summary.proofs)}")
+        click.echo(f"proofs: {counts_text(summary.proofs)}")
     if summary.skipped:
-        click.echo(f"not compared: {summary.skipped:,} ({_listed(summary.reasons_skipped)})")
+        click.echo(f"not compared: {summary.skipped:,} ({counts_text(summary.reasons_skipped)})")
     return summary.exit_code
-
-
-def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join([f"{count:,} {name}" for name, count in sorted(counts.items())])
 
 
 def _result_lines(result: RepoAudit) -> list[str]:

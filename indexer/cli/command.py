@@ -51,6 +51,7 @@ config_option = click.option(
 
 JSON_HELP = ("Print the result as one line of JSON.", "Print one line of JSON for each result.")
 json_option, json_lines_option = (click.option("--json", "as_json", is_flag=True, help=text) for text in JSON_HELP)
+yes_option = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 
 
 def command(
@@ -58,8 +59,8 @@ def command(
 ) -> Callable[[Implementation[P]], click.Command]:
     """Return a decorator that makes a command of a coroutine function, and adds it to `group` if there is one.
 
-    The function takes the settings as its first argument, no `--config` and no `--json`, and returns the exit code.
-    `load` returns the settings; its argument is the file that `--config` names. The default is `load_settings`.
+    The function takes the settings as its first argument, no `--config`, `--json` and `--yes`, and returns the exit
+    code. `load` returns the settings; its argument is the file that `--config` names. The default is `load_settings`.
     """
 
     def decorate(function: Implementation[P]) -> click.Command:
@@ -70,8 +71,8 @@ def command(
             from indexer.app.settings import load_settings  # noqa: PLC0415
             from indexer.telemetry.log import configure_logging  # noqa: PLC0415
 
-            options.pop("config")
-            options.pop("as_json", None)
+            for option in ("config", "as_json", "yes"):
+                options.pop(option, None)
             settings = (load or load_settings)(config_file())
             configure_logging(settings.log_format, settings.log_level)
             return asyncio.run(function(settings, *args, **options))
@@ -99,12 +100,14 @@ def config_file() -> Path | None:
 
 
 def confirm(question: str) -> None:
-    """Ask a question about something that cannot be undone.
+    """Ask a question about something that cannot be undone, unless the command got the option `--yes`.
 
     Raises:
         UsageError: There is no terminal to ask.
         Abort: The answer is not yes.
     """
+    if click.get_current_context().params["yes"]:
+        return
     if not sys.stdin.isatty():
         raise click.UsageError(f"{question} There is no terminal to answer: give --yes to confirm")
     click.confirm(question, abort=True, err=True)

@@ -10,7 +10,7 @@ import click
 
 from indexer.app.settings import Settings
 from indexer.cli.arguments import parse_position
-from indexer.cli.command import ExitCode, command, command_group, confirm, json_option, report_error
+from indexer.cli.command import ExitCode, command, command_group, confirm, json_option, report_error, yes_option
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_json, echo_result, result_console, row_table
 from indexer.net.relay.subscription import first_event
@@ -54,9 +54,9 @@ async def show_command(settings: Settings) -> int:
     type=parse_position,
     help="Continue with this sequence number, with the next message, or with the oldest message that the relay has.",
 )
-@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+@yes_option
 @json_option
-async def reset_command(settings: Settings, *, relay: str, target: Literal["live", "oldest"] | int, yes: bool) -> int:
+async def reset_command(settings: Settings, *, relay: str, target: Literal["live", "oldest"] | int) -> int:
     """Set the cursor of a relay, for all shards, and open a gap.
 
     RELAY is the URL of the relay as `indexer cursor show` prints it. No daemon may run. The next daemon is not ready
@@ -68,8 +68,7 @@ async def reset_command(settings: Settings, *, relay: str, target: Literal["live
         cursors = await db.gaps.cursors()
         if relay not in {cursor.relay for cursor in cursors}:
             return report_error(f"no cursor is stored for {relay}; see indexer cursor show", ExitCode.UNKNOWN)
-        if not yes:
-            confirm(f"Reset the cursor of {relay} to {target}?")
+        confirm(f"Reset the cursor of {relay} to {target}?")
         position = await _position(settings, relay, target)
         if position is None:
             return report_error(f"{relay} has sent no message; the cursor is unchanged", ExitCode.FAILED)

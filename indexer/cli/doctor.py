@@ -3,14 +3,13 @@
 import asyncio
 import os
 import shutil
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
 from pathlib import Path
 from time import time
-from typing import Any
 from urllib.parse import urlsplit
 
 from dns.rdatatype import TXT
@@ -120,23 +119,20 @@ async def run_checks(settings: Settings) -> list[Finding]:
     cursors: list[Cursor] = []
     database = await _findings("database", "", _check_database(settings, cursors), DATABASE_SECONDS)
     settings = settings.continuing(cursors)
+    kind, check, urls = "relay", _check_relay, settings.relays
+    if settings.upstream == "jetstream":
+        kind, check, urls = "jetstream", _check_jetstream, settings.jetstreams
     async with open_outbound_client(settings) as outbound:
         dids = make_did_resolver(settings, outbound)
         results = await asyncio.gather(
             _findings("disk", "", asyncio.to_thread(check_disk, settings.data_dir)),
             _findings("clock", "", _check_clock(settings, outbound)),
-            *_stream_findings(settings),
+            *(_findings(kind, f"{url}: ", check(settings, url)) for url in urls),
             *(_findings("directory", f"{url}: ", _check_directory(dids, url)) for url in settings.plc_url),
             _findings("dns", "", _check_dns(settings)),
         )
     found = [finding for found in (database, *results) for finding in found]
     return _settings_findings(settings) + one_is_enough(found)
-
-
-def _stream_findings(settings: Settings) -> list[Coroutine[Any, Any, Sequence[Finding]]]:
-    if settings.upstream == "jetstream":
-        return [_findings("jetstream", f"{url}: ", _check_jetstream(settings, url)) for url in settings.jetstreams]
-    return [_findings("relay", f"{url}: ", _check_relay(settings, url)) for url in settings.relays]
 
 
 async def _findings(
@@ -259,15 +255,15 @@ def clock_finding(host: str, ahead: float, limit: float) -> Finding:
     return Finding("clock", FAIL if abs(ahead) > limit else WARN, found, action)
 
 
-async def _check_relay(settings: Settings, relay: str) -> Sequence[Finding]:
+async def _check_relay(settings: Settings, url: str) -> Sequence[Finding]:
     event = await first_event(
-        relay, None, settings.limits, settings.user_agent,
+        url, None, settings.limits, settings.user_agent,
         connect_timeout=CONNECT_SECONDS, message_timeout=MESSAGE_SECONDS,
     )  # fmt: skip
     if isinstance(event, StreamError):
         raise OSError(f"the relay sends an error: {event.error}")
     sent = f"no message for {MESSAGE_SECONDS:g} s" if event is None else f"a message with number {event.seq}"
-    return [Finding("relay", OK, f"{relay} opened the stream and sent {sent}")]
+    return [Finding("relay", OK, f"{url} opened the stream and sent {sent}")]
 
 
 async def _check_jetstream(settings: Settings, url: str) -> Sequence[Finding]:

@@ -39,15 +39,6 @@ ATTEMPTS = 5
 """Attempts to write a batch of an import: the daemon may have locked its records."""
 
 
-def require_library(form: Format) -> None:
-    """Raise `SettingsError` if the library that writes this format is not installed."""
-    if form == "parquet" and find_spec("pyarrow") is None:
-        raise SettingsError(
-            "Parquet needs the library pyarrow, which is not installed; install the package as "
-            "atproto-indexer[parquet], or build its image with --build-arg EXTRAS=parquet"
-        )
-
-
 async def export(db: Database, collection: str, form: Format, view: str | None = None) -> int:
     """Write the visible records of a collection, or the rows of its typed view, to stdout; return their number.
 
@@ -172,7 +163,11 @@ async def export_command(settings: Settings, *, collection: str, typed: bool, fo
     """
     if form == "parquet" and sys.stdout.isatty():
         raise click.UsageError("Parquet cannot be written to a terminal. Redirect the output to a file.")
-    require_library(form)
+    if form == "parquet" and find_spec("pyarrow") is None:
+        raise SettingsError(
+            "Parquet needs the library pyarrow, which is not installed; install the package as "
+            "atproto-indexer[parquet], or build its image with --build-arg EXTRAS=parquet"
+        )
     async with connect_database(settings) as db:
         stored = await db.lexicons.load() if typed else {}
         if typed and (unknown := without_view([collection], stored)):

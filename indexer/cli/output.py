@@ -97,6 +97,11 @@ def duration_text(seconds: float) -> str:
     return " ".join(parts[:2])
 
 
+def counts_text(counts: Mapping[str, int]) -> str:
+    """Return numbers with their names, in the order of the names: `2 applied, 1 replayed`."""
+    return ", ".join([f"{count:,} {name}" for name, count in sorted(counts.items())])
+
+
 def shown(value: Any) -> str:
     """Return a value as text: `-` for None, numbers with separators, times to the second."""
     match value:

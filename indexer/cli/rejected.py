@@ -7,6 +7,7 @@ from typing import IO, Any
 import click
 
 from indexer.app.settings import Settings
+from indexer.atproto.syntax import AtUri
 from indexer.cli.arguments import parse_did
 from indexer.cli.command import ExitCode, command, command_group, json_lines_option, json_option, report_error
 from indexer.cli.database import connect_database
@@ -44,7 +45,7 @@ def dead_letter_lines(dead_letter: StoredDeadLetter) -> str:
 def set_aside_dict(event: SetAside) -> dict[str, Any]:
     """Return an event of the feed that clients refused, and that was set aside."""
     return {
-        "uri": "at://" + "/".join(part for part in (event.did, event.collection, event.rkey) if part),
+        "uri": str(AtUri(event.did, event.collection, event.rkey)),
         "action": event.action,
         "rev": event.rev or None,
         "attempts": event.attempts,

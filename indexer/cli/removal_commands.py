@@ -8,7 +8,7 @@ import click
 from indexer.app.settings import Settings
 from indexer.atproto.syntax import CollectionFilter
 from indexer.cli.arguments import Target, parse_target
-from indexer.cli.command import ExitCode, command, confirm, json_option, report_error
+from indexer.cli.command import ExitCode, command, confirm, json_option, report_error, yes_option
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result
 from indexer.db import Database
@@ -29,9 +29,9 @@ reason_option = click.option("--reason", metavar="TEXT", help="Store this reason
 @command("redact")
 @click.argument("target", metavar="AT-URI|DID|COLLECTION", type=parse_target)
 @reason_option
-@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+@yes_option
 @json_option
-async def redact_command(settings: Settings, *, target: Target, reason: str | None, yes: bool) -> int:
+async def redact_command(settings: Settings, *, target: Target, reason: str | None) -> int:
     """Delete a record, an account or a collection, and never store it again.
 
     This is irreversible. The command returns when the content is deleted from the database. It asks for confirmation,
@@ -43,8 +43,7 @@ async def redact_command(settings: Settings, *, target: Target, reason: str | No
         if (found := await _find(db, target)) is None:
             return report_error(f"{target[0] or target[1]} is not in the database", ExitCode.UNKNOWN)
         name, (did, collection, rkey) = found
-        if not yes:
-            confirm(f"Delete {name if did else f'the collection {name}'}, and never store it again?")
+        confirm(f"Delete {name if did else f'the collection {name}'}, and never store it again?")
         wanted = Scope(removed={did: frozenset({f"{collection}/{rkey}".encode()})} if did and rkey else {})
         stored = [keys async for keys in db.removals.stored(wanted, [bucket_of(did or "")])]
         await db.removals.add(name, "redact", reason)

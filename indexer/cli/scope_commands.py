@@ -8,7 +8,7 @@ import click
 from indexer.app.settings import Settings
 from indexer.atproto.syntax import CollectionFilter, is_nsid
 from indexer.cli.arguments import given_dids, parse_did
-from indexer.cli.command import ExitCode, command, command_group, confirm, json_option
+from indexer.cli.command import ExitCode, command, command_group, confirm, json_option, yes_option
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_json, echo_result, result_console, row_table
 from indexer.db import Database
@@ -45,19 +45,24 @@ async def show_command(settings: Settings) -> int:
     return ExitCode.OK
 
 
+def _split(patterns: str) -> list[str]:
+    return [part.strip() for part in patterns.split(",") if part.strip()]
+
+
 @command("set", scope_command)
 @click.option("--track", type=click.Choice([track.value for track in Track]), help="Which repos become tracked.")
-@click.option("--collections", metavar="PATTERNS", help="The collections to store, separated by commas.")
-@click.option("--signal-collections", metavar="PATTERNS", help="The signal collections, separated by commas.")
-@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+@click.option("--collections", metavar="PATTERNS", type=_split, help="The collections to store, separated by commas.")
+@click.option(
+    "--signal-collections", metavar="PATTERNS", type=_split, help="The signal collections, separated by commas."
+)
+@yes_option
 @json_option
 async def set_command(
     settings: Settings,
     *,
     track: str | None,
-    collections: str | None,
-    signal_collections: str | None,
-    yes: bool,
+    collections: list[str] | None,
+    signal_collections: list[str] | None,
 ) -> int:
     """Change the given parts of the scope.
 
@@ -72,12 +77,12 @@ async def set_command(
         raise click.UsageError("Give --track, --collections or --signal-collections.")
     async with connect_database(settings) as db:
         before = await db.scope.load() or settings.first_scope
-        after = _changed(before, track, _split(collections), _split(signal_collections))
+        after = _changed(before, track, collections, signal_collections)
         question = await _question(db, before, after)
-        if question and not yes:
+        if question:
             confirm(question)
         scope = await db.scope.change(
-            Track(track) if track else None, _split(collections), _split(signal_collections), settings.first_scope
+            Track(track) if track else None, collections, signal_collections, settings.first_scope
         )
         progress = await db.scope.progress()
     _print(scope, progress)
@@ -87,16 +92,16 @@ async def set_command(
 @command("untrack", scope_command)
 @click.argument("dids", nargs=-1, metavar="DID…|-")
 @click.option("--file", "-f", type=click.File(errors="replace"), help="Read DIDs from a file, one per line.")
-@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+@yes_option
 @json_option
-async def untrack_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str] | None, yes: bool) -> int:
+async def untrack_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str] | None) -> int:
     """Stop tracking repos, and delete their records.
 
     The records are hidden at once, and then deleted. The repos stay untracked until `indexer add`, `POST /repos/add` or
     `atproto.track` names them. The command asks for confirmation if the DIDs come from a file or standard input.
     """
     given = list(given_dids(dids, file, parse_did))
-    if given != list(dids) and not yes:
+    if given != list(dids):
         confirm(f"Untrack {len(given):,} repos, and delete their records?")
     async with connect_database(settings) as db:
         batches = [given[start : start + BATCH_SIZE] for start in range(0, len(given), BATCH_SIZE)]
@@ -140,10 +145,6 @@ async def _question(db: Database, before: Scope, after: Scope) -> str:
             parts.append(f"untrack {repos:,} repos that no command has added{which}, and delete their records")
     question = "; ".join(parts)
     return f"{question[0].upper()}{question[1:]}?" if parts else ""
-
-
-def _split(patterns: str | None) -> list[str] | None:
-    return None if patterns is None else [part.strip() for part in patterns.split(",") if part.strip()]
 
 
 def _print(scope: Scope, progress: list[CollectionProgress]) -> None:
