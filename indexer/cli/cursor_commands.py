@@ -1,6 +1,7 @@
 """The command `cursor` and its subcommands `show` and `reset`."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from operator import itemgetter
 from time import time
@@ -17,7 +18,9 @@ from indexer.net.relay.subscription import first_event
 from indexer.serve.status_document import describe_gap
 from indexer.sync.events import InfoEvent, MalformedEvent, StreamError, UnknownEvent, event_seconds
 from indexer.sync.shard import BUCKETS, Shard
-from indexer.sync.stream import Cursor, OpenGap, Position
+from indexer.sync.stream import Cursor, Position
+
+CURSOR_FIELDS = ("relay", "shard", "epoch", "seq", "event_time")
 
 cursor_command = command_group("cursor", "Show or reset the stored positions in the streams of relays.")
 
@@ -32,7 +35,8 @@ async def show_command(settings: Settings) -> int:
     async with connect_database(settings) as db:
         cursors, gaps = await db.gaps.cursors(), await db.gaps.load_open()
     rows = [_cursor_row(cursor, time()) for cursor in sorted(cursors, key=_order)]
-    if echo_json({"cursors": rows, "open_gaps": [_gap_row(gap) for gap in gaps]}):
+    open_gaps = [asdict(one.gap) | {"opened_at": datetime.fromtimestamp(one.opened_at, UTC)} for one in gaps]
+    if echo_json({"cursors": rows, "open_gaps": open_gaps}):
         return ExitCode.OK
     if rows:
         result_console().print(row_table(rows, box=None))
@@ -107,26 +111,7 @@ async def _position(settings: Settings, relay: str, target: Literal["live", "old
 def _cursor_row(cursor: Cursor, now: float) -> dict[str, Any]:
     at = event_seconds(cursor.event_time)
     lag = None if at is None else round(now - at, 1)
-    return {
-        "relay": cursor.relay,
-        "shard": cursor.shard,
-        "epoch": cursor.epoch,
-        "seq": cursor.seq,
-        "event_time": cursor.event_time,
-        "lag_seconds": lag,
-    }
-
-
-def _gap_row(opened: OpenGap) -> dict[str, Any]:
-    gap = opened.gap
-    return {
-        "relay": gap.relay,
-        "shard": gap.shard,
-        "reason": gap.reason,
-        "first_seq": gap.first_seq,
-        "last_seq": gap.last_seq,
-        "opened_at": datetime.fromtimestamp(opened.opened_at, UTC),
-    }
+    return {name: getattr(cursor, name) for name in CURSOR_FIELDS} | {"lag_seconds": lag}
 
 
 def _order(cursor: Cursor) -> tuple[str, int, int]:
