@@ -199,7 +199,6 @@ class Daemon:
     webhook_client: OutboundClient | None
 
     def __post_init__(self) -> None:
-        """Build the stages."""
         settings, db = self.settings, self.db
         self._shard = settings.shard.placed(db.layout)
         self.hosts = self.outbound.hosts

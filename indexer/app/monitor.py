@@ -119,7 +119,6 @@ class DaemonMonitor:
     clock: Callable[[], float] = monotonic
 
     def __post_init__(self) -> None:
-        """Begin with the present time."""
         self._recent = RecentTotals(self.clock())
 
     async def run(self) -> NoReturn:

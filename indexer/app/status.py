@@ -45,7 +45,6 @@ class DaemonProbe:
     started_at: float
 
     def __post_init__(self) -> None:
-        """Collect the progress of the stages."""
         self.stages = {progress.name: progress for stage in self.listed for progress in stage.progress}
 
     def stalled(self) -> list[ReadinessReason]:

@@ -86,8 +86,10 @@ def literal_text(text: str) -> Text:
     return Text(printable(text), overflow="fold")
 
 
-def duration_text(seconds: float) -> str:
-    """Return a duration in its two largest units: `2 d 3 h`, `4 min 5 s`, `6 s`."""
+def duration_text(seconds: float | None) -> str:
+    """Return a duration in its two largest units: `2 d 3 h`, `4 min 5 s`, `6 s`; `-` for None."""
+    if seconds is None:
+        return "-"
     rest = max(round(seconds), 0)
     parts: list[str] = []
     for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1)):

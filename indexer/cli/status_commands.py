@@ -179,11 +179,7 @@ def _rows(document: StatusDocument) -> dict[str, list[dict[str, str]]]:
 
 
 def _cell(field: str, value: Any) -> str:
-    return _duration(value) if "seconds" in field else str(value) if field == "pid" else shown(value)
-
-
-def _duration(seconds: float | None) -> str:
-    return "-" if seconds is None else duration_text(seconds)
+    return duration_text(value) if "seconds" in field else str(value) if field == "pid" else shown(value)
 
 
 def _repo_rows(repos: Row) -> list[dict[str, str]]:
@@ -215,7 +211,7 @@ def _facts(document: StatusDocument) -> Mapping[str, Any]:
             "scope backfill": _scope_backfill(repos, repos["scope_backfill"]),
             "resyncs per second": f"{repos['backfill']['repos_per_second'] or 0.0:,.1f}",
             "progress": None if repos["progress"] is None else f"{repos['progress']:.1%}",
-            "time left": _duration(repos["backfill"]["seconds_left"]),
+            "time left": duration_text(repos["backfill"]["seconds_left"]),
         }
     if document.links is not None:
         facts["links"] = _links(document.links)
