@@ -1,19 +1,12 @@
-"""The composition root: build the stages of the daemon from the settings, run them, and stop them in order.
-
-Every stage is a task. An unexpected exception in any stage stops the daemon. A request to stop drains: the stream is
-closed, received messages are written with their cursor, and running resyncs give their claims back. Messages that were
-not written are received again after the next start.
-"""
+"""The composition root: build the stages of the daemon from the settings."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from time import monotonic, time
-from typing import Any
 from urllib.parse import urlsplit
 
-import structlog
 from aiohttp import web
 
 from indexer import cluster
@@ -29,14 +22,14 @@ from indexer.app.clients import (
 from indexer.app.monitor import DaemonMonitor, DatabaseMonitor
 from indexer.app.process_setup import StopRequest
 from indexer.app.settings import Settings
-from indexer.app.stages import Drain, Part, Task, all_stages
+from indexer.app.stage_runner import run_stages
+from indexer.app.stages import Part, all_stages
 from indexer.app.status import DaemonProbe, SampledHistory, StatusPage, StatusReading
 from indexer.app.tuning import Tuning
 from indexer.cluster.numbering import ChangeNumbering
 from indexer.concurrency.bounded_dict import BoundedDict
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.core.core import Core
-from indexer.crash_points import crash_point
 from indexer.db import Database
 from indexer.db.change_log_segments import RetentionPolicy
 from indexer.db.connections import RESERVED_CONNECTIONS
@@ -114,8 +107,6 @@ REQUEST_SECONDS = 0.05
 """Time after which resyncs that are due are looked for again, after a record was requested."""
 CONNECTIONS = TURNS + LARGE_TURNS + RESERVED_CONNECTIONS
 """Size of the pool of connections. Some stages have connections of their own, such as the shard lock."""
-
-log = structlog.get_logger(__name__)
 
 
 @asynccontextmanager
@@ -368,24 +359,21 @@ class Daemon:
         settings, shard = self.settings, self._shard
         relay = http_origin(settings.relays[0])
         sources = [relay if source == "relay" else None for source in settings.resync_source]
+        turns = cluster.RESYNC_TURNS if self.db.layout.parts > 1 else TURNS
+        attempts = ResyncAttempts(
+            Applies(self.db, self.metrics, self.conditions, turns),
+            self.identities,
+            self.pds,
+            lambda: self.scope.policy,
+            self.metrics,
+            sources,
+            self.conditions,
+            SparseFetch(self.pds, settings.sparse_resync, self.hint_paths),
+        )
         self.resync_pool = WorkerPool(
             self.db,
             self.identities,
-            ResyncAttempts(
-                Applies(
-                    self.db,
-                    self.metrics,
-                    self.conditions,
-                    cluster.RESYNC_TURNS if self.db.layout.parts > 1 else TURNS,
-                ),
-                self.identities,
-                self.pds,
-                lambda: self.scope.policy,
-                self.metrics,
-                sources,
-                self.conditions,
-                SparseFetch(self.pds, settings.sparse_resync, self.hint_paths),
-            ),
+            attempts,
             settings.deletion_grace,
             shard,
             self.metrics,
@@ -399,14 +387,12 @@ class Daemon:
             ),
             self.new_accounts,
         )
+        unpark_after = 86_400.0 if settings.sweep_interval is None else settings.sweep_interval
         self.queue_maintenance = QueueMaintenance(
             self.db,
             shard,
             self.metrics,
-            replace(
-                self.tuning.maintenance,
-                unpark_after=86_400.0 if settings.sweep_interval is None else settings.sweep_interval,
-            ),
+            replace(self.tuning.maintenance, unpark_after=unpark_after),
             may_forget=lambda: self.scope.scope.track is not Track.LISTED,
         )
 
@@ -450,11 +436,8 @@ class Daemon:
                 min_rate=min(settings.host_rate, settings.outbound_rate / tuning.repo_checks.concurrency) / 2,
             ),
         )
-        self.change_log_retention = ChangeLogRetention(
-            self.db,
-            RetentionPolicy(settings.change_retention, settings.change_bytes, settings.consumer_lag_limit),
-            self.metrics,
-        )
+        retention = RetentionPolicy(settings.change_retention, settings.change_bytes, settings.consumer_lag_limit)
+        self.change_log_retention = ChangeLogRetention(self.db, retention, self.metrics)
         self.open_transactions = OpenTransactions(self.db, self.metrics, self.conditions)
         self.change_numbering: ChangeNumbering | None = None
         if not self.db.layout.commit_numbers:
@@ -548,44 +531,7 @@ class Daemon:
         Returns:
             The number of received messages that could not be written in time.
         """
-        tasks = {
-            stage.name: asyncio.create_task(self._run(stage.run, needs_shard=stage.needs_shard), name=stage.name)
-            for stage in self._stages
-            if stage.run is not None
-        }
-        stopped: asyncio.Task[Any] = asyncio.create_task(stop.wait())
-        try:
-            await asyncio.wait([*tasks.values(), stopped], return_when=asyncio.FIRST_COMPLETED)
-            _raise_exceptions(tasks.values())
-            log.info("daemon.draining", messages=self.inbox.unsettled, resyncs=len(self.resync_pool.shares.running))
-            crash_point("daemon.draining")
-            for step in (Drain.RECEIVE_NO_MORE, Drain.WRITE, Drain.ACKNOWLEDGE):
-                await self._drain(step, tasks, stop)
-            if unwritten := self.inbox.unsettled:
-                log.error("daemon.drain-incomplete", messages=unwritten)
-            for step in (Drain.GIVE_BACK, Drain.SAVE):
-                await self._drain(step, tasks, stop)
-            _raise_exceptions(task for task in tasks.values() if not task.cancelled())
-        finally:
-            for task in (*tasks.values(), stopped):
-                task.cancel()
-            await asyncio.gather(*tasks.values(), stopped, return_exceptions=True)
-            await self._drain(Drain.CLOSE, tasks, stop)
-        await self._drain(Drain.NUMBER, tasks, stop)
-        return unwritten
-
-    async def _run(self, run: Callable[[], Coroutine[Any, Any, None]], *, needs_shard: bool) -> None:
-        """Run a stage, as soon as this process owns its shard if the stage needs that."""
-        if needs_shard:
-            await self.shard_ownership.owned.wait()
-        await run()
-
-    async def _drain(self, step: Drain, tasks: Mapping[str, Task], stop: StopRequest) -> None:
-        """Take one step of the stop in all stages at once."""
-        steps = [(stage.drain[step], tasks[stage.name]) for stage in self._stages if step in stage.drain]
-        if steps:
-            stop.step = step.value
-        await asyncio.gather(*(take(task) for take, task in steps))
+        return await run_stages(self._stages, self, stop)
 
     def _repo_list_sources(self) -> Sequence[str]:
         """Return the relays whose streams are open, then the others; none if no stream is open."""
@@ -614,10 +560,3 @@ class Daemon:
             return self.repo_checks.began_at
         progress = self.reconciliation.crawl_progress
         return progress.finished_at if progress else None
-
-
-def _raise_exceptions(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Raise the exception of a stage that has ended. A stage ends only with an exception."""
-    for task in tasks:
-        if task.done():
-            task.result()

@@ -4,7 +4,6 @@ Run, stop, health checks, metrics and status page of the daemon are loops over t
 """
 
 import asyncio
-import math
 import shutil
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -219,7 +218,7 @@ def _live(daemon: "Daemon") -> Iterator[Stage]:
         writer,
         drain={Drain.WRITE: partial(_settle, inbox, MAX_DRAIN_SHARE * daemon.settings.stop_timeout)},
         not_ready=writer_reasons,
-        gauges={"indexer_firehose_lag_seconds": lambda: _or_nan(writer.lag)},
+        gauges={"indexer_firehose_lag_seconds": lambda: writer.lag},
     )
 
 
@@ -275,10 +274,10 @@ def _streams(daemon: "Daemon") -> Iterator[Stage]:
         gauges={
             "indexer_relay_connected": lambda: {(relay,): float(relay in open_relays(streams)) for relay in relays},
             "indexer_seconds_since_last_message": lambda: {
-                (relay,): _or_nan(silent_seconds(streams, relay)) for relay in relays
+                (relay,): silent_seconds(streams, relay) for relay in relays
             },
             "indexer_cursor_age_seconds": lambda: {
-                (one.origin.relay,): _or_nan(one.cursor_age)
+                (one.origin.relay,): one.cursor_age
                 for one in [stream.position for stream in streams]
                 if one.origin.relay
             },
@@ -444,21 +443,17 @@ async def _settle(inbox: Inbox, seconds: float, task: Task) -> None:
     settled.cancel()
 
 
-def _disk(directory: Path) -> tuple[float, float]:
+def _disk(directory: Path) -> tuple[int | None, int | None]:
     """Return total and free bytes of the disk with `directory`, or with its nearest parent that exists.
 
-    They are NaN if the system does not say them, for example if a network file system has gone.
+    They are None if the system does not say them, for example if a network file system has gone.
     """
     path = directory.absolute()
     try:
         usage = shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists()))
     except OSError:
-        return math.nan, math.nan
+        return None, None
     return usage.total, usage.free
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 async def _end(task: Task) -> None:

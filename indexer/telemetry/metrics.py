@@ -53,8 +53,8 @@ DISCONNECTIONS = (
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
 """Upper bounds of the buckets of all histograms, in seconds."""
 
-Reading = float | Mapping[tuple[str, ...], float]
-"""The value of a gauge without labels, or its values by the values of its labels."""
+Reading = float | None | Mapping[tuple[str, ...], float | None]
+"""The value of a gauge without labels, or its values by the values of its labels. None is shown as NaN."""
 
 _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
 _OPTIONS: dict[type, dict[str, Any]] = {Histogram: {"buckets": BUCKETS}}
@@ -97,7 +97,7 @@ class _GaugesReadAtScrape(Collector):
             reading = read()
             family = GaugeMetricFamily(definition.name, definition.meaning, labels=definition.labels)
             for labels, value in reading.items() if isinstance(reading, Mapping) else [((), reading)]:
-                family.add_metric(labels, value)
+                family.add_metric(labels, math.nan if value is None else value)
             yield family
 
 
@@ -378,7 +378,7 @@ class Metrics:
     def _at_scrape(self, name: str, labels: Collection[str], meaning: str, worry: str) -> None:
         """Add a gauge that is read by a function, see `watch`."""
         definition = self._define("gauge", name, labels, meaning, worry)
-        self._read_at_scrape.readers[name] = definition, dict if labels else lambda: math.nan
+        self._read_at_scrape.readers[name] = definition, dict if labels else lambda: None
 
     def _define(self, kind: str, name: str, labels: Collection[str], meaning: str, worry: str) -> MetricDefinition:
         definition = MetricDefinition(name, kind, meaning, worry, tuple(labels), self._section)
