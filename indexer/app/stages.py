@@ -42,11 +42,9 @@ Task = asyncio.Task[None]
 
 
 class Part(Protocol):
-    """A part of the daemon that is a stage: it runs until it fails, and has its progress."""
+    """A part of the daemon that is a stage, with its progress."""
 
-    @property
-    def stage(self) -> StageProgress:
-        """The progress, with the name of the stage."""
+    stage: StageProgress
 
     async def run(self) -> None:
         """Run, and end only with an exception."""

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import nullcontext
 from datetime import UTC, datetime
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 from rich.console import Group, RenderableType
@@ -49,16 +49,19 @@ async def status_command(settings: Settings, *, watch: bool) -> int:
     measured over one second, with --watch over the last minute. The exit code is 3 if the indexer is not ready, or no
     daemon runs; the status names the cause.
     """
+    console = result_console()
     try:
         async with connect_database(settings) as db:
-            documents = read_documents(db, settings.shard)
-            if watch:
-                await _watch(documents)
-            document = await anext(documents)
+            with Live(console=console, auto_refresh=False) if watch and not json_wanted() else nullcontext() as live:
+                async for document in read_documents(db, settings.shard):
+                    if live is not None:
+                        live.update(status_tables(document), refresh=True)
+                    elif not echo_json(document.to_json()):
+                        console.print(status_tables(document))
+                    if not watch:
+                        break
     except SchemaVersionError as error:
         return report_error(str(error), ExitCode.NOT_READY)
-    if not echo_json(document.to_json()):
-        result_console().print(status_tables(document))
     return ExitCode.NOT_READY if document.reasons else ExitCode.OK
 
 
@@ -123,14 +126,6 @@ async def read_documents(db: Database, shard: Shard) -> AsyncIterator[StatusDocu
         document = reader.document()
         document.database = without_password(db.dsn)
         yield document
-
-
-async def _watch(documents: AsyncIterator[StatusDocument]) -> NoReturn:
-    with nullcontext() if json_wanted() else Live(console=result_console(), auto_refresh=False) as live:
-        while True:
-            document = await anext(documents)
-            if not echo_json(document.to_json()) and live is not None:
-                live.update(status_tables(document), refresh=True)
 
 
 def status_tables(document: StatusDocument) -> Group:
