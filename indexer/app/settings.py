@@ -262,8 +262,8 @@ class Settings(BaseModel):
         Raises:
             SettingsError: Another setting excludes that.
         """
-        types = CollectionFilter(nsids)
-        scope = stored or Scope(track=Track.SIGNAL, collections=types, signal_collections=types)
+        chosen = CollectionFilter(nsids)
+        scope = stored or Scope(track=Track.SIGNAL, collections=chosen, signal_collections=chosen)
         first = {"track": scope.track, "collections": scope.collections, "signal_collections": scope.signal_patterns}
         settings = _with_defaults(self, first) if self.chooses_scope or not stored else self
         scope = stored or settings.first_scope
