@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from indexer.app.settings import Settings
 
 P = ParamSpec("P")
-Implementation = Callable[Concatenate["Settings", P], Coroutine[Any, Any, int]]
+Implementation = Callable[Concatenate["Settings", P], Coroutine[Any, Any, int | None]]
 
 
 class ExitCode(IntEnum):
@@ -60,12 +60,13 @@ def command(
     """Return a decorator that makes a command of a coroutine function, and adds it to `group` if there is one.
 
     The function takes the settings as its first argument, no `--config`, `--json` and `--yes`, and returns the exit
-    code. `load` returns the settings; its argument is the file that `--config` names. The default is `load_settings`.
+    code; None: OK. `load` returns the settings; its argument is the file that `--config` names. The default is
+    `load_settings`.
     """
 
     def decorate(function: Implementation[P]) -> click.Command:
         @wraps(function)
-        def invoke(*args: P.args, **options: P.kwargs) -> int:
+        def invoke(*args: P.args, **options: P.kwargs) -> int | None:
             import asyncio  # noqa: PLC0415
 
             from indexer.app.settings import load_settings  # noqa: PLC0415

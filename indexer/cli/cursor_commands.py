@@ -27,7 +27,7 @@ cursor_command = command_group("cursor", "Show or reset the stored positions in 
 
 @command("show", cursor_command)
 @json_option
-async def show_command(settings: Settings) -> int:
+async def show_command(settings: Settings) -> None:
     """Show the stored cursors and the open gaps.
 
     The lag is the age of the message at the cursor, by its own time.
@@ -37,14 +37,13 @@ async def show_command(settings: Settings) -> int:
     rows = [_cursor_row(cursor, time()) for cursor in sorted(cursors, key=_order)]
     open_gaps = [asdict(one.gap) | {"opened_at": datetime.fromtimestamp(one.opened_at, UTC)} for one in gaps]
     if echo_json({"cursors": rows, "open_gaps": open_gaps}):
-        return ExitCode.OK
+        return
     if rows:
         result_console().print(row_table(rows, box=None))
     else:
         click.echo("No cursor is stored. The daemon stores one when it has processed a message.")
     for gap in gaps:
         click.echo(f"open: {describe_gap(gap)}")
-    return ExitCode.OK
 
 
 @command("reset", cursor_command)

@@ -180,7 +180,7 @@ async def export_command(settings: Settings, *, collection: str, typed: bool, fo
 @command("import-first-seen")
 @click.argument("file", metavar="FILE|-", type=click.File("rb"))
 @json_option
-async def import_first_seen_command(settings: Settings, *, file: IO[bytes]) -> int:
+async def import_first_seen_command(settings: Settings, *, file: IO[bytes]) -> None:
     """Import first-seen times from JSON lines that another database has exported.
 
     `indexer export` writes such lines. Each stored record keeps the earlier time. Records that are not stored are
@@ -199,7 +199,6 @@ async def import_first_seen_command(settings: Settings, *, file: IO[bytes]) -> i
     result = {name: counts[name] for name in ("records", "set", "not_stored")}
     text = "records: {records:,}, first-seen times set: {set:,}, not stored: {not_stored:,}".format_map(result)
     echo_result(result, text)
-    return ExitCode.OK
 
 
 async def _set_first_seen(db: Database, seen: Sequence[SeenRecord]) -> tuple[int, int]:

@@ -47,7 +47,7 @@ lexicon_command = command_group(
 @command("add", lexicon_command)
 @click.argument("names", metavar="FILE|DIRECTORY|NSID...", nargs=-1, required=True)
 @json_lines_option
-async def add_command(settings: Settings, *, names: tuple[str, ...]) -> int:
+async def add_command(settings: Settings, *, names: tuple[str, ...]) -> None:
     """Add lexicons, or replace them by newer versions.
 
     An NSID is resolved as the AT Protocol specifies, and the proof of its record is verified. Lexicons that its fields
@@ -58,7 +58,6 @@ async def add_command(settings: Settings, *, names: tuple[str, ...]) -> int:
     async with connect_database(settings, connections=2) as db:
         given |= await fetch_lexicons(settings, db, given, nsids)
         await store_lexicons(settings, db, given)
-    return ExitCode.OK
 
 
 async def fetch_lexicons(
@@ -104,7 +103,7 @@ async def store_lexicons(settings: Settings, db: Database, given: Mapping[str, S
 
 @command("list", lexicon_command)
 @json_lines_option
-async def list_command(settings: Settings) -> int:
+async def list_command(settings: Settings) -> None:
     """List the stored lexicons with their views and indexes."""
     async with connect_database(settings) as db:
         stored, indexes = await db.lexicons.load(), await db.lexicon_indexes.load()
@@ -128,7 +127,6 @@ async def list_command(settings: Settings) -> int:
         result_console().print(row_table(rows, box=None))
     else:
         click.echo("No lexicon is stored; see indexer lexicon add --help.", err=True)
-    return ExitCode.OK
 
 
 @command("remove", lexicon_command)

@@ -106,7 +106,7 @@ rejected_command = command_group(
 )
 @click.option("--feed", is_flag=True, help="List events that clients of the feed refused and that were set aside.")
 @json_lines_option
-async def list_command(settings: Settings, *, reason: str | None, did: str | None, limit: int, feed: bool) -> int:
+async def list_command(settings: Settings, *, reason: str | None, did: str | None, limit: int, feed: bool) -> None:
     """List dead letters, newest first.
 
     Each line shows the ID, time, relay, sequence number, DID, kind, and reason.
@@ -125,7 +125,6 @@ async def list_command(settings: Settings, *, reason: str | None, did: str | Non
         echo_result(result, lines)
     if not found:
         click.echo(f"No matching {'event' if feed else 'dead letter'}.", err=True)
-    return ExitCode.OK
 
 
 @command("show", rejected_command)

@@ -32,7 +32,7 @@ ADD_BATCH_SIZE = 10_000
 @click.argument("dids", nargs=-1, metavar="DID…|-")
 @click.option("--file", "-f", type=click.File(errors="replace"), help="Read DIDs from a file, one per line.")
 @json_option
-async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str] | None) -> int:
+async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str] | None) -> None:
     """Start tracking repos.
 
     The daemon fetches each repo and follows it from then on. With `-`, read DIDs from standard input, one per line.
@@ -51,7 +51,6 @@ async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str
     refused = f", {redacted} redacted" if redacted else ""
     text = f"repos: {added} added, {result['already_tracked']} already tracked{refused}"
     echo_result(result, text)
-    return ExitCode.OK
 
 
 @command("resync")
@@ -106,7 +105,7 @@ async def resync_command(
 @json_lines_option
 async def discover_command(
     settings: Settings, *, collections: tuple[str, ...], relay: str | None, pds: str | None, hosts: bool
-) -> int:
+) -> None:
     """List the accounts of a host and start tracking the unknown ones.
 
     An interrupted discovery continues where it stopped. Only a few hosts besides relays can list accounts by
@@ -118,7 +117,8 @@ async def discover_command(
     if bool(relay) + bool(pds) + hosts > 1 or (hosts and collections):
         raise click.UsageError("Give only one of --relay, --pds and --hosts, and no collection with --hosts.")
     if hosts:
-        return await _discover_hosts(settings)
+        await _discover_hosts(settings)
+        return
     source = relay or pds or http_origin(settings.relays[0])
     async with connect_database(settings) as db, open_outbound_client(settings) as outbound:
         discovery = Discovery(db, outbound)
@@ -136,10 +136,9 @@ async def discover_command(
             echo_result(result, f"{name}: {progress.listed} listed, {progress.found} added")
     if discovery.invalid_entries:
         click.echo(f"entries of the list that are not valid: {discovery.invalid_entries}", err=True)
-    return ExitCode.OK
 
 
-async def _discover_hosts(settings: Settings) -> int:
+async def _discover_hosts(settings: Settings) -> None:
     """Read the repo lists of all hosts once, and show the progress."""
     metrics = Metrics()
     relays = {relay: http_origin(relay) for relay in settings.relays}
@@ -165,7 +164,6 @@ async def _discover_hosts(settings: Settings) -> int:
     result = {"hosts": progress.listed, "failed": progress.found, "added": crawl.added}
     text = f"hosts: {progress.listed} listed, {progress.found} failed, {crawl.added} accounts added"
     echo_result(result, text)
-    return ExitCode.OK
 
 
 async def _reconcile(settings: Settings, db: Database) -> CrawlProgress:

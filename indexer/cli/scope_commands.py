@@ -8,7 +8,7 @@ import click
 from indexer.app.settings import Settings
 from indexer.atproto.syntax import CollectionFilter, is_nsid
 from indexer.cli.arguments import given_dids, parse_did
-from indexer.cli.command import ExitCode, command, command_group, confirm, json_option, yes_option
+from indexer.cli.command import command, command_group, confirm, json_option, yes_option
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_json, echo_result, result_console, row_table
 from indexer.db import Database
@@ -32,7 +32,7 @@ scope_command = command_group(
 
 @command("show", scope_command)
 @json_option
-async def show_command(settings: Settings) -> int:
+async def show_command(settings: Settings) -> None:
     """Show the scope, and the progress of the backfill of each collection.
 
     Before the first start of a daemon, show the scope of the settings.
@@ -42,7 +42,6 @@ async def show_command(settings: Settings) -> int:
     if scope is None and not settings.chooses_scope:
         raise NoScopeError
     _print(scope or settings.first_scope, progress)
-    return ExitCode.OK
 
 
 def _split(patterns: str) -> list[str]:
@@ -63,7 +62,7 @@ async def set_command(
     track: str | None,
     collections: list[str] | None,
     signal_collections: list[str] | None,
-) -> int:
+) -> None:
     """Change the given parts of the scope.
 
     A pattern is an NSID, the beginning of one with `.*`, or `*`. Records of removed collections, and of repos that the
@@ -86,7 +85,6 @@ async def set_command(
         )
         progress = await db.scope.progress()
     _print(scope, progress)
-    return ExitCode.OK
 
 
 @command("untrack", scope_command)
@@ -94,7 +92,7 @@ async def set_command(
 @click.option("--file", "-f", type=click.File(errors="replace"), help="Read DIDs from a file, one per line.")
 @yes_option
 @json_option
-async def untrack_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str] | None) -> int:
+async def untrack_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str] | None) -> None:
     """Stop tracking repos, and delete their records.
 
     The records are hidden at once, and then deleted. The repos stay untracked until `indexer add`, `POST /repos/add` or
@@ -108,7 +106,6 @@ async def untrack_command(settings: Settings, *, dids: tuple[str, ...], file: IO
         untracked = sum([await db.scope.untrack(batch) for batch in batches])
     result = {"untracked": untracked, "not_tracked": len(given) - untracked}
     echo_result(result, f"repos: {untracked} untracked, {len(given) - untracked} were not tracked")
-    return ExitCode.OK
 
 
 def _changed(
