@@ -23,7 +23,7 @@ from indexer.atproto.cid import CID_BYTES, cid_text
 from indexer.atproto.crypto import PublicKey, parse_did_key
 from indexer.atproto.record import Problem, decode_record
 from indexer.cli.arguments import parse_did
-from indexer.cli.command import ExitCode, command, json_lines_option, report_error
+from indexer.cli.command import CommandError, ExitCode, command, json_lines_option
 from indexer.cli.database import connect_database
 from indexer.cli.output import CommandProgress, counts_text, echo_json, json_wanted, to_json
 from indexer.db import Database, DatabaseError
@@ -416,7 +416,7 @@ async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: in
     async with connect_database(settings, connections=audit_concurrency(settings), readonly=True) as db:
         repos = list(dict.fromkeys(dids)) or await db.reports.sample_synchronized(sample or DEFAULT_SAMPLE)
         if not repos:
-            return report_error("no repo is synchronized, so there is nothing to compare", ExitCode.FAILED)
+            raise CommandError("no repo is synchronized, so there is nothing to compare", ExitCode.FAILED)
         with CommandProgress("repos", len(repos)) as progress:
             await audit(settings, db, repos, report)
     if echo_json({"summary": asdict(summary)}):

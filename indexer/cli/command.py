@@ -41,6 +41,14 @@ class ExitCode(IntEnum):
         return member
 
 
+class CommandError(Exception):
+    """Ends a command with this message on stderr, and this exit code."""
+
+    def __init__(self, message: str, code: ExitCode) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 config_option = click.option(
     "--config",
     type=click.Path(path_type=Path),
@@ -76,7 +84,10 @@ def command(
                 options.pop(option, None)
             settings = (load or load_settings)(config_file())
             configure_logging(settings.log_format, settings.log_level)
-            return asyncio.run(function(settings, *args, **options))
+            try:
+                return asyncio.run(function(settings, *args, **options))
+            except CommandError as error:
+                return report_error(str(error), error.code)
 
         made = click.command(name)(config_option(invoke))
         if group is not None:

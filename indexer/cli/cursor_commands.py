@@ -11,7 +11,7 @@ import click
 
 from indexer.app.settings import Settings
 from indexer.cli.arguments import parse_position
-from indexer.cli.command import ExitCode, command, command_group, confirm, json_option, report_error, yes_option
+from indexer.cli.command import CommandError, ExitCode, command, command_group, confirm, json_option, yes_option
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_json, echo_result, result_console, row_table
 from indexer.net.relay.subscription import first_event
@@ -59,7 +59,7 @@ async def show_command(settings: Settings) -> None:
 )
 @yes_option
 @json_option
-async def reset_command(settings: Settings, *, relay: str, target: Literal["live", "oldest"] | int) -> int:
+async def reset_command(settings: Settings, *, relay: str, target: Literal["live", "oldest"] | int) -> None:
     """Set the cursor of a relay, for all shards, and open a gap.
 
     RELAY is the URL of the relay as `indexer cursor show` prints it. No daemon may run. The next daemon is not ready
@@ -67,20 +67,19 @@ async def reset_command(settings: Settings, *, relay: str, target: Literal["live
     """
     async with connect_database(settings, connections=2) as db, db.shard_locks.open(Shard().positions) as lock:
         if not await lock.claim():
-            return report_error("a daemon is running; stop all daemons of this database first", ExitCode.FAILED)
+            raise CommandError("a daemon is running; stop all daemons of this database first", ExitCode.FAILED)
         cursors = await db.gaps.cursors()
         if relay not in {cursor.relay for cursor in cursors}:
-            return report_error(f"no cursor is stored for {relay}; see indexer cursor show", ExitCode.UNKNOWN)
+            raise CommandError(f"no cursor is stored for {relay}; see indexer cursor show", ExitCode.UNKNOWN)
         confirm(f"Reset the cursor of {relay} to {target}?")
         position = await _position(settings, relay, target)
         if position is None:
-            return report_error(f"{relay} has sent no message; the cursor is unchanged", ExitCode.FAILED)
+            raise CommandError(f"{relay} has sent no message; the cursor is unchanged", ExitCode.FAILED)
         shards = present_shards(cursors)
         await db.gaps.reset_cursor(relay, shards, position)
     names = [str(shard) for shard in shards]
     text = f"{relay}: cursor {position.seq} in shards {', '.join(names)}; a gap is open for each shard"
     echo_result({"relay": relay, "seq": position.seq, "shards": names}, text)
-    return ExitCode.OK
 
 
 def present_shards(cursors: Sequence[Cursor]) -> list[Shard]:

@@ -17,9 +17,9 @@ from indexer.app.settings import Settings
 from indexer.atproto.limits import max_items
 from indexer.atproto.syntax import AtUri, is_did
 from indexer.cli.arguments import parse_nsid
-from indexer.cli.command import ExitCode, command, json_option, report_error
+from indexer.cli.command import command, json_option
 from indexer.cli.database import connect_database
-from indexer.cli.lexicon import without_view
+from indexer.cli.lexicon import require_views
 from indexer.cli.output import CommandProgress, echo_result
 from indexer.db import Database, DatabaseError
 from indexer.db.exports import Page, SeenRecord
@@ -155,7 +155,7 @@ def parquet(file: IO[bytes], columns: Sequence[ViewColumn], group_bytes: int = R
     show_default=True,
     help="Format of the output.",
 )
-async def export_command(settings: Settings, *, collection: str, typed: bool, form: Format) -> int:
+async def export_command(settings: Settings, *, collection: str, typed: bool, form: Format) -> None:
     """Write all visible records of a collection to stdout.
 
     The output is from one point in time. Parquet needs pyarrow: install the extra `parquet` of the package. If the
@@ -170,11 +170,10 @@ async def export_command(settings: Settings, *, collection: str, typed: bool, fo
         )
     async with connect_database(settings) as db:
         stored = await db.lexicons.load() if typed else {}
-        if typed and (unknown := without_view([collection], stored)):
-            return report_error(unknown, ExitCode.UNKNOWN)
+        if typed:
+            require_views([collection], stored)
         count = await export(db, collection, form, stored[collection].view if typed else None)
     click.echo(f"records: {count:,}", err=True)
-    return ExitCode.OK
 
 
 @command("import-first-seen")

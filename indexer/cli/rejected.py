@@ -9,7 +9,7 @@ import click
 from indexer.app.settings import Settings
 from indexer.atproto.syntax import AtUri
 from indexer.cli.arguments import parse_did
-from indexer.cli.command import ExitCode, command, command_group, json_lines_option, json_option, report_error
+from indexer.cli.command import CommandError, ExitCode, command, command_group, json_lines_option, json_option
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_json, echo_result, fact_table, result_console, to_readable_json
 from indexer.db.dead_letters import StoredDeadLetter
@@ -133,22 +133,22 @@ async def list_command(settings: Settings, *, reason: str | None, did: str | Non
 @click.option(
     "--frame", type=click.File("wb", lazy=True), help="Write the bytes of the message to a file, and print nothing."
 )
-async def show_command(settings: Settings, *, number: int, frame: IO[bytes] | None) -> int:
+async def show_command(settings: Settings, *, number: int, frame: IO[bytes] | None) -> None:
     """Show one dead letter with the fields of its message."""
     async with connect_database(settings) as db:
         found = await db.dead_letters.load(number)
     if found is None:
-        return report_error(f"There is no dead letter {number}.", ExitCode.UNKNOWN)
+        raise CommandError(f"There is no dead letter {number}.", ExitCode.UNKNOWN)
     if frame is not None:
         frame.write(found[1])
-        return ExitCode.OK
+        return
     report = dead_letter_dict(found[0])
     try:
         report |= frame_for_display(found[1]) | {"unreadable": None}
     except UpstreamError as error:
         report |= {"header": None, "payload": None, "unreadable": error.detail}
     if echo_json(report):
-        return ExitCode.OK
+        return
     frame_text = f"{report['frame_bytes']:,} bytes"
     if not report["complete"]:
         frame_text += " stored of a longer frame; it cannot be replayed"
@@ -161,7 +161,6 @@ async def show_command(settings: Settings, *, number: int, frame: IO[bytes] | No
         click.echo(to_readable_json({"header": report["header"], "payload": report["payload"]}))
     else:
         click.echo(f"\nThe message cannot be decoded: {printable(report['unreadable'])}")
-    return ExitCode.OK
 
 
 @command("replay", rejected_command)
@@ -179,7 +178,7 @@ async def replay_command(
     reason: str | None,
     feed: bool,
     did: str | None,
-) -> int:
+) -> None:
     """Process messages again as if they had just arrived.
 
     They are processed in the order of their IDs, with the present settings, keys and repo states. A daemon may run at
@@ -200,7 +199,7 @@ async def replay_command(
         async with connect_database(settings) as db:
             events = await db.feed.send_again(did)
         echo_result({"events": events}, f"Events that are sent again: {events}")
-        return ExitCode.OK
+        return
     remaining = unknown = 0
     async with connect_database(settings) as db, open_replay(settings, db) as replay:
         for number in sorted(set(numbers)) if reason is None else await db.dead_letters.ids(REASONS[reason]):
@@ -209,5 +208,6 @@ async def replay_command(
             remaining += result.outcome in {Outcome.REJECTED, UNTRIED}
             unknown += result.outcome == UNKNOWN
     if unknown and numbers:
-        return report_error(f"IDs that do not exist: {unknown}", ExitCode.UNKNOWN)
-    return report_error(f"dead letters that remain: {remaining}", ExitCode.FAILED) if remaining else ExitCode.OK
+        raise CommandError(f"IDs that do not exist: {unknown}", ExitCode.UNKNOWN)
+    if remaining:
+        raise CommandError(f"dead letters that remain: {remaining}", ExitCode.FAILED)

@@ -9,7 +9,7 @@ import click
 from indexer.app.clients import http_origin, open_identities, open_outbound_client, stored_policy
 from indexer.app.settings import Settings
 from indexer.cli.arguments import given_dids, parse_did, parse_new_did, parse_nsid, parse_origin
-from indexer.cli.command import ExitCode, command, json_lines_option, json_option, report_error
+from indexer.cli.command import CommandError, ExitCode, command, json_lines_option, json_option
 from indexer.cli.database import connect_database
 from indexer.cli.output import CommandProgress, echo_result
 from indexer.db import Database
@@ -61,7 +61,7 @@ async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str
 @json_option
 async def resync_command(
     settings: Settings, *, dids: tuple[str, ...], errored: bool, everything: bool, behind: bool
-) -> int:
+) -> None:
     """Request a resync of repos.
 
     The records stay visible in the meantime.
@@ -86,8 +86,7 @@ async def resync_command(
                         progress.show(seen, note=f"{requested:,} requested")
     echo_result({"requested": requested}, f"resyncs: {requested} requested")
     if requested < len(given):
-        return report_error(f"{len(given) - requested} of the DIDs are not in the database", ExitCode.UNKNOWN)
-    return ExitCode.OK
+        raise CommandError(f"{len(given) - requested} of the DIDs are not in the database", ExitCode.UNKNOWN)
 
 
 @command("discover")

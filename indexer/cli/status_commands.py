@@ -14,7 +14,7 @@ from rich.text import Text
 from indexer.app.settings import Settings
 from indexer.atproto.syntax import AtUri, is_did
 from indexer.cli.arguments import parse_account, parse_record_uri
-from indexer.cli.command import ExitCode, command, json_option, report_error
+from indexer.cli.command import CommandError, ExitCode, command, json_option
 from indexer.cli.database import connect_database
 from indexer.cli.output import (
     duration_text,
@@ -61,14 +61,14 @@ async def status_command(settings: Settings, *, watch: bool) -> int:
                     if not watch:
                         break
     except SchemaVersionError as error:
-        return report_error(str(error), ExitCode.NOT_READY)
+        raise CommandError(str(error), ExitCode.NOT_READY) from error
     return ExitCode.NOT_READY if document.reasons else ExitCode.OK
 
 
 @command("repo")
 @click.argument("account", metavar="DID|HANDLE", type=parse_account)
 @json_option
-async def repo_command(settings: Settings, *, account: str) -> int:
+async def repo_command(settings: Settings, *, account: str) -> None:
     """Show everything that is known about one repo.
 
     The output says why the repo has its state, and what happens next. A handle is found only if it is verified.
@@ -77,19 +77,18 @@ async def repo_command(settings: Settings, *, account: str) -> int:
         did = await _find_did(db, account)
         report = await db.reports.repo(did) if did else None
     if report is None:
-        return report_error(f"{account} is not in the database", ExitCode.UNKNOWN)
+        raise CommandError(f"{account} is not in the database", ExitCode.UNKNOWN)
     summary = list(account_summary(report, datetime.now(UTC)))
     if echo_json({"summary": summary, **report}):
-        return ExitCode.OK
+        return
     click.echo("\n".join(map(printable, summary)) + "\n")
     result_console().print(fact_table(report))
-    return ExitCode.OK
 
 
 @command("record")
 @click.argument("uri", metavar="AT-URI", type=parse_record_uri)
 @json_option
-async def record_command(settings: Settings, *, uri: AtUri) -> int:
+async def record_command(settings: Settings, *, uri: AtUri) -> None:
     """Show the CID, the value and the rev of one record."""
     async with connect_database(settings) as db:
         did = await _find_did(db, uri.authority)
@@ -99,14 +98,13 @@ async def record_command(settings: Settings, *, uri: AtUri) -> int:
     for row in removed:
         state = "redacted" if row["action"] == "redact" else "hidden"
         why = f"{state} by {row['role']} at {row['at']:%F %T}: {row['reason'] or 'no reason given'}"
-        return report_error(f"{row['target']} is {why}", ExitCode.UNKNOWN)
+        raise CommandError(f"{row['target']} is {why}", ExitCode.UNKNOWN)
     if record is None:
-        return report_error(f"{uri} is not in the database, or its account is hidden", ExitCode.UNKNOWN)
+        raise CommandError(f"{uri} is not in the database, or its account is hidden", ExitCode.UNKNOWN)
     if echo_json(record):
-        return ExitCode.OK
+        return
     result_console().print(fact_table((name, value) for name, value in record.items() if name != "value"))
     click.echo(to_readable_json(record["value"]))
-    return ExitCode.OK
 
 
 async def _find_did(db: Database, account: str) -> str | None:
