@@ -7,7 +7,7 @@ schema `atproto`, as AppViews do. With `--serve`, the network is served for a da
 
 import asyncio
 import tempfile
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from itertools import count
 from pathlib import Path
 from time import monotonic
@@ -22,6 +22,7 @@ from indexer.app.settings import DEMO_SETTINGS, Settings, load_from_environment
 from indexer.cli.arguments import parse_listen_address
 from indexer.cli.command import ExitCode, command
 from indexer.cli.output import counts_text, fact_table
+from indexer.concurrency.event_wait import wait_for_event
 from indexer.db import Database
 from indexer.db.migrate import migrate
 from indexer.demo.local_network import LocalNetwork
@@ -191,8 +192,7 @@ async def _keep_acting(scenario: Scenario, serving: asyncio.Task[int]) -> None:
             if serving.done():
                 serving.result()
             scenario.perform(step, 1)  # no account event is due after the last step
-            with suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), 1 / KEPT_COMMITS_PER_SECOND)
+            if await wait_for_event(stop, 1 / KEPT_COMMITS_PER_SECOND):
                 return
 
 
