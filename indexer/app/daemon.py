@@ -120,13 +120,7 @@ async def open_daemon(
 ) -> AsyncIterator["Daemon"]:
     """Build a daemon on a database with the current schema; `Daemon.run` starts it. Close its resources at the end.
 
-    Args:
-        settings: The settings.
-        dsn: The connection string of the database.
-        metrics: The metrics of the process, if there are any yet.
-        others: Stages of the process that run outside the daemon.
-        core: The core, if it is loaded already.
-        tuning: Intervals, timeouts and sizes. Default: those of `Tuning`.
+    `metrics` and `core` are those of the process, if it has them already. Its stages `others` run outside the daemon.
 
     Raises:
         DatabaseError: The database does not answer.
@@ -167,14 +161,12 @@ class Daemon:
     """The stages of one process.
 
     Attributes:
-        others: Stages of the process that run outside the daemon.
         webhook_client: The client for the webhook; None if the settings name none.
         tasks: Parts of the role `live` that need not own the shard.
         shard_tasks: Parts of the role `live` that start when this process owns its shard.
         probe: The state of the stages, for the health checks.
         status: The document of the status page.
         history: The samples of the status page.
-        core: The implementation of decoding and verification.
         started_at: When it was built (monotonic seconds).
     """
 

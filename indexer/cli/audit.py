@@ -89,10 +89,7 @@ class RepoAudit:
 class RepoComparison:
     """Compares a snapshot with stored records that come in chunks, in path order. Holds one chunk at a time.
 
-    Call `compare_chunk` for each chunk, then `finish`.
-
-    Attributes:
-        result: The result so far.
+    Call `compare_chunk` for each chunk, then `finish`, which completes `result`.
     """
 
     def __init__(self, snapshot: Snapshot, policy: Policy, scope_version: int) -> None:
@@ -122,7 +119,7 @@ class RepoComparison:
         self._not_compared[FetchFailure.EXPORT_LACKS_RECORDS] += [*matches.values()].count(None)
 
     def finish(self) -> None:
-        """Compare the rest of the snapshot, and complete the result."""
+        """Compare the rest of the snapshot."""
         for difference in self._diff.remaining():
             self._add_difference(difference)
         for reason, records in (+self._not_compared).most_common(1):
