@@ -164,9 +164,6 @@ class Daemon:
         webhook_client: The client for the webhook; None if the settings name none.
         tasks: Parts of the role `live` that need not own the shard.
         shard_tasks: Parts of the role `live` that start when this process owns its shard.
-        probe: The state of the stages, for the health checks.
-        status: The document of the status page.
-        history: The samples of the status page.
         started_at: When it was built (monotonic seconds).
     """
 

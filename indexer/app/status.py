@@ -34,7 +34,6 @@ class DaemonProbe:
     """Reads the stages of this process. No method does I/O.
 
     Attributes:
-        listed: The stages.
         started_at: When the daemon was started (monotonic seconds).
         stages: The progress of everything that is watched, by its name.
     """

@@ -65,9 +65,7 @@ class RepoAudit:
     """The result of one repo.
 
     Attributes:
-        records: Number of records compared.
-        proofs: Number of those in the database by how they were proven.
-        differences: Number of differences.
+        proofs: Number of compared records in the database by how they were proven.
         listed: The first differences: the AT-URI of the record, or the DID of the repo, and what differs.
         reason_skipped: Why the repo, or a part of it, was not compared: the kind of reason, then a colon and details.
     """

@@ -67,13 +67,7 @@ STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report.
-
-    Attributes:
-        check: What was checked.
-        found: What was found.
-        action: What the operator should do; "" if nothing.
-    """
+    """One line of the report, with the action that the operator should take; "" if none."""
 
     check: str
     level: Level

@@ -70,7 +70,6 @@ class MetricDefinition(NamedTuple):
         kind: `counter`, `gauge` or `histogram`.
         meaning: The help text. It ends with a full stop.
         worry: When an operator should act, or look further.
-        labels: The names of its labels.
         section: The heading in docs/metrics.md.
     """
 
@@ -83,11 +82,7 @@ class MetricDefinition(NamedTuple):
 
 
 class _GaugesReadAtScrape(Collector):
-    """Gauges whose values are read from the stages at each scrape.
-
-    Attributes:
-        readers: The definition of each gauge, and the function that reads it, by its name.
-    """
+    """Gauges whose values are read from the stages at each scrape."""
 
     def __init__(self) -> None:
         self.readers: dict[str, tuple[MetricDefinition, Callable[[], Reading]]] = {}
@@ -107,10 +102,6 @@ class Metrics:
     A metric with closed label sets is a dict of its series, by the label, or by the tuple of its labels. So a label
     value outside its set is a bug of the caller and raises KeyError. All these series exist from the start, so that a
     rate over the first increment is right.
-
-    Attributes:
-        registry: The registry that `/metrics` shows.
-        definitions: All definitions by their names.
     """
 
     def __init__(self) -> None:
