@@ -104,28 +104,11 @@ class Metrics:
     rate over the first increment is right.
     """
 
-    def __init__(self) -> None:
+    def __init__(self) -> None:  # noqa: PLR0915 - a list
         self.registry = CollectorRegistry()
         self.definitions: dict[str, MetricDefinition] = {}
-        self._section = ""
         self._read_at_scrape = _GaugesReadAtScrape()
-        self._add_stream_metrics()
-        self._add_repos_metrics()
-        self._add_identity_metrics()
-        self._add_outbound_metrics()
-        self._add_change_log_metrics()
-        self._add_feed_metrics()
-        self._add_link_metrics()
-        self._add_process_metrics()
-        self.registry.register(self._read_at_scrape)
-        for collector in (ProcessCollector, PlatformCollector, GCCollector):
-            collector(registry=self.registry)
-        self.build_info.labels(__version__, platform.python_version()).set(1)
-        self.database_up.set(1)
-        self.links_progress.set(1)
-
-    # fmt: off
-    def _add_stream_metrics(self) -> None:
+        # fmt: off
         self._section = "Stream"
         self._at_scrape(
             "indexer_relay_connected", ("relay",), "1 while the relay is connected, else 0.",
@@ -193,7 +176,6 @@ class Metrics:
             Counter, "indexer_record_changes_total", {"action": get_args(Action), "live": ("true", "false")},
             "Record changes written.", "Its rate falls far below that of other days.")
 
-    def _add_repos_metrics(self) -> None:
         self._section = "Repos and resyncs"
         self.repos = self._series(
             Gauge, "indexer_repos", {"sync_status": SyncStatus},
@@ -216,7 +198,6 @@ class Metrics:
         self._at_scrape(
             "indexer_resync_running", (), "Resyncs that run now.", "It stays 0 while `indexer_resync_queue` does not.")
 
-    def _add_identity_metrics(self) -> None:
         self._section = "Identities"
         self.identity_lookups = self._series(
             Counter, "indexer_identity_lookups_total", {"method": LOOKUP_METHODS, "result": LOOKUP_RESULTS},
@@ -237,7 +218,6 @@ class Metrics:
             Counter, "indexer_plc_operations_total", {"result": ("proven", "repeated", "skipped", "unproven")},
             "Operations in the export of a PLC directory. `skipped`: of untracked repos.", "`unproven` grows.")
 
-    def _add_outbound_metrics(self) -> None:
         self._section = "Other hosts"
         self.outbound_requests = self._series(
             Counter, "indexer_outbound_requests_total", {"result": REQUEST_RESULTS},
@@ -268,7 +248,6 @@ class Metrics:
             "Hosts whose own streams are open, because no relay passes on some of their accounts.",
             '0 while `indexer_hosts{state="withheld"}` is not.')
 
-    def _add_change_log_metrics(self) -> None:
         self._section = "Change log and its consumers"
         self.change_log_bytes = self._add(
             Gauge, "indexer_change_log_bytes", (), "Size of the change log.",
@@ -290,7 +269,6 @@ class Metrics:
             Gauge, "indexer_consumer_behind_changes", ("consumer",),
             f"Changes that the consumer has not read, for the {MAX_LISTED} consumers that lag most.", "It grows.")
 
-    def _add_feed_metrics(self) -> None:
         self._section = "Feeds"
         self._at_scrape(
             "indexer_feed_clients", ("kind",),
@@ -314,14 +292,12 @@ class Metrics:
             "Events that were set aside because clients of tap, or the webhook, refused them for long.",
             "It is above 0: clients lack these records. `indexer rejected list --feed` names them.")
 
-    def _add_link_metrics(self) -> None:
         self._section = "Links between records"
         self.links_progress = self._add(
             Gauge, "indexer_links_progress_ratio", (),
             "Estimated share of the repos whose links are stored, 0 to 1; 1 if links are off.",
             "It is below 1 and does not grow for an hour.")
 
-    def _add_process_metrics(self) -> None:
         self._section = "Process and database"
         self.build_info = self._add(
             Gauge, "indexer_build_info", ("version", "python"), "Version of the indexer and of Python.",
@@ -351,7 +327,13 @@ class Metrics:
         self.event_loop_delay = self._add(
             Histogram, "indexer_event_loop_delay_seconds", (), "Delay of a timer on the event loop.",
             "Delays above 0.25 seconds are frequent: report a bug.")
-    # fmt: on
+        # fmt: on
+        self.registry.register(self._read_at_scrape)
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self.registry)
+        self.build_info.labels(__version__, platform.python_version()).set(1)
+        self.database_up.set(1)
+        self.links_progress.set(1)
 
     def _add(self, kind: type[_Kind], name: str, labels: Collection[str], meaning: str, worry: str) -> _Kind:
         self._define(kind.__name__.lower(), name, labels, meaning, worry)
