@@ -1,7 +1,7 @@
 """The commands `status`, `repo` and `record`."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from typing import Any
@@ -32,7 +32,6 @@ from indexer.errors import SchemaVersionError
 from indexer.serve.account_status import account_summary
 from indexer.serve.status_document import Row, StatusDocument
 from indexer.serve.status_reader import StatusReader
-from indexer.sync.shard import Shard
 from indexer.telemetry.log import printable
 
 SAMPLE_SECONDS = 1.0
@@ -52,8 +51,16 @@ async def status_command(settings: Settings, *, watch: bool) -> int:
     console = result_console()
     try:
         async with connect_database(settings) as db:
+            reader = StatusReader(db, settings.shard)
+            await reader.read()
+            await reader.count()
             with Live(console=console, auto_refresh=False) if watch and not json_wanted() else nullcontext() as live:
-                async for document in read_documents(db, settings.shard):
+                while True:
+                    await asyncio.sleep(SAMPLE_SECONDS)
+                    await reader.read()
+                    await reader.count()
+                    document = reader.document()
+                    document.database = without_password(db.dsn)
                     if live is not None:
                         live.update(status_tables(document), refresh=True)
                     elif not echo_json(document.to_json()):
@@ -110,20 +117,6 @@ async def record_command(settings: Settings, *, uri: AtUri) -> None:
 async def _find_did(db: Database, account: str) -> str | None:
     """Return the DID of an account that is given as a DID or a handle; None if no account has the handle."""
     return account if is_did(account) else await db.identities.did_of_handle(account)
-
-
-async def read_documents(db: Database, shard: Shard) -> AsyncIterator[StatusDocument]:
-    """Yield the status document every `SAMPLE_SECONDS`, without end."""
-    reader = StatusReader(db, shard)
-    await reader.read()
-    await reader.count()
-    while True:
-        await asyncio.sleep(SAMPLE_SECONDS)
-        await reader.read()
-        await reader.count()
-        document = reader.document()
-        document.database = without_password(db.dsn)
-        yield document
 
 
 def status_tables(document: StatusDocument) -> Group:
