@@ -81,22 +81,7 @@ class MetricDefinition(NamedTuple):
     section: str
 
 
-class _GaugesReadAtScrape(Collector):
-    """Gauges whose values are read from the stages at each scrape."""
-
-    def __init__(self) -> None:
-        self.readers: dict[str, tuple[MetricDefinition, Callable[[], Reading]]] = {}
-
-    def collect(self) -> Iterable[Metric]:
-        for definition, read in self.readers.values():
-            reading = read()
-            family = GaugeMetricFamily(definition.name, definition.meaning, labels=definition.labels)
-            for labels, value in reading.items() if isinstance(reading, Mapping) else [((), reading)]:
-                family.add_metric(labels, math.nan if value is None else value)
-            yield family
-
-
-class Metrics:
+class Metrics(Collector):
     """The metrics: an attribute for each that callers increment, set or observe.
 
     A metric with closed label sets is a dict of its series, by the label, or by the tuple of its labels. So a label
@@ -107,7 +92,7 @@ class Metrics:
     def __init__(self) -> None:  # noqa: PLR0915 - a list
         self.registry = CollectorRegistry()
         self.definitions: dict[str, MetricDefinition] = {}
-        self._read_at_scrape = _GaugesReadAtScrape()
+        self._readers: dict[str, Callable[[], Reading]] = {}
         # fmt: off
         self._section = "Stream"
         self._at_scrape(
@@ -328,7 +313,7 @@ class Metrics:
             Histogram, "indexer_event_loop_delay_seconds", (), "Delay of a timer on the event loop.",
             "Delays above 0.25 seconds are frequent: report a bug.")
         # fmt: on
-        self.registry.register(self._read_at_scrape)
+        self.registry.register(self)
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
         self.build_info.labels(__version__, platform.python_version()).set(1)
@@ -350,13 +335,20 @@ class Metrics:
 
     def _at_scrape(self, name: str, labels: Collection[str], meaning: str, worry: str) -> None:
         """Add a gauge that is read by a function, see `watch`."""
-        definition = self._define("gauge", name, labels, meaning, worry)
-        self._read_at_scrape.readers[name] = definition, dict if labels else lambda: None
+        self._define("gauge", name, labels, meaning, worry)
+        self._readers[name] = dict if labels else lambda: None
 
-    def _define(self, kind: str, name: str, labels: Collection[str], meaning: str, worry: str) -> MetricDefinition:
-        definition = MetricDefinition(name, kind, meaning, worry, tuple(labels), self._section)
-        self.definitions[name] = definition
-        return definition
+    def _define(self, kind: str, name: str, labels: Collection[str], meaning: str, worry: str) -> None:
+        self.definitions[name] = MetricDefinition(name, kind, meaning, worry, tuple(labels), self._section)
+
+    def collect(self) -> Iterable[Metric]:
+        """Read the gauges that are read at each scrape."""
+        for name, read in self._readers.items():
+            definition, reading = self.definitions[name], read()
+            family = GaugeMetricFamily(name, definition.meaning, labels=definition.labels)
+            for labels, value in reading.items() if isinstance(reading, Mapping) else [((), reading)]:
+                family.add_metric(labels, math.nan if value is None else value)
+            yield family
 
     def outbound_request(self, result: str) -> None:
         """Count a request to another host."""
@@ -368,6 +360,6 @@ class Metrics:
 
     def watch(self, readers: Mapping[str, Callable[[], Reading]]) -> None:
         """Set the functions that read gauges from the stages at each scrape, by the name of the gauge."""
-        at_scrape = self._read_at_scrape.readers
-        for name, read in readers.items():
-            at_scrape[name] = at_scrape[name][0], read
+        if unknown := readers.keys() - self._readers.keys():
+            raise KeyError(*unknown)
+        self._readers.update(readers)
