@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from time import time
 
@@ -33,14 +33,13 @@ LOOKUP_CONCURRENCY = 248
 """Maximum concurrent requests to all hosts beside those of resyncs."""
 
 
-@asynccontextmanager
-async def open_outbound_client(
+def open_outbound_client(
     settings: Settings,
     on_request: Callable[[str], None] = lambda _result: None,
     timeouts: Timeouts | None = None,
     pauses: HostPauses | None = None,
-) -> AsyncIterator[OutboundClient]:
-    """Open the client for all outbound requests except the stream and the webhook.
+) -> OutboundClient:
+    """Return the client for all outbound requests except the stream and the webhook, which its block closes.
 
     It calls `on_request` with the result of each request. `timeouts` are those of a request, `pauses` those of a host
     whose requests fail. Default: those of the classes.
@@ -61,21 +60,18 @@ async def open_outbound_client(
         timeouts=timeouts or Timeouts(),
         dns_servers=settings.dns_servers,
     )
-    async with OutboundClient(outbound_settings, on_request=on_request) as outbound:
-        yield outbound
+    return OutboundClient(outbound_settings, on_request=on_request)
 
 
-@asynccontextmanager
-async def open_webhook_client(
+def open_webhook_client(
     settings: Settings, on_request: Callable[[str], None], timeouts: Timeouts, pauses: HostPauses
-) -> AsyncIterator[OutboundClient | None]:
-    """Open the client for the webhook; yield None if the settings name no webhook.
+) -> AbstractAsyncContextManager[OutboundClient | None]:
+    """Return the client for the webhook, which its block closes; the block gets None if the settings name no webhook.
 
     The operator chose its URL, so it may have any address.
     """
     if settings.webhook_url is None:
-        yield None
-        return
+        return nullcontext()
     rates = RateLimits(
         total=WEBHOOK_RATE,
         total_concurrency=CONCURRENCY,
@@ -84,8 +80,7 @@ async def open_webhook_client(
         pauses=pauses,
     )
     outbound_settings = OutboundSettings(settings.user_agent, allow_private_hosts=True, rates=rates, timeouts=timeouts)
-    async with OutboundClient(outbound_settings, on_request=on_request) as outbound:
-        yield outbound
+    return OutboundClient(outbound_settings, on_request=on_request)
 
 
 def core_of(settings: Settings) -> Core:
@@ -122,33 +117,30 @@ def make_plc_operations(
 
 @asynccontextmanager
 async def open_identities(
-    settings: Settings, db: Database, outbound: OutboundClient, metrics: Metrics
-) -> AsyncIterator[IdentityCache]:
-    """Open the identities for a command.
+    settings: Settings, db: Database, metrics: Metrics
+) -> AsyncIterator[tuple[OutboundClient, IdentityCache]]:
+    """Open the client for outbound requests and the identities for a command.
 
     Only the operator causes lookups, so identities are refreshed without a limit, and missing keys are looked up again.
     """
-    resolver, lifetimes = make_did_resolver(settings, outbound), IdentityLifetimes(missing_max_age=0.0)
-    identities = IdentityCache(resolver, db.identities, metrics, clock=time, refresh_rate=math.inf, lifetimes=lifetimes)
-    try:
-        yield identities
-    finally:
-        await identities.close()
+    async with open_outbound_client(settings, metrics.outbound_request) as outbound:
+        resolver, lifetimes = make_did_resolver(settings, outbound), IdentityLifetimes(missing_max_age=0.0)
+        identities = IdentityCache(
+            resolver, db.identities, metrics, clock=time, refresh_rate=math.inf, lifetimes=lifetimes
+        )
+        try:
+            yield outbound, identities
+        finally:
+            await identities.close()
 
 
 @asynccontextmanager
 async def open_replay(settings: Settings, db: Database) -> AsyncIterator[DeadLetterReplay]:
     """Open the replay of dead letters, with the same rules as a daemon with these settings."""
-    metrics = Metrics()
-    async with open_outbound_client(settings, metrics.outbound_request) as outbound:
+    async with open_identities(settings, db, Metrics()) as (outbound, identities):
         outbound.hosts.restore(await db.hosts.load())
-        async with open_identities(settings, db, outbound, metrics) as identities:
-            yield DeadLetterReplay(
-                db,
-                identities,
-                await stored_policy(settings, db),
-                key_timeout=KEY_LOOKUP_TIMEOUT,
-            )
+        policy = await stored_policy(settings, db)
+        yield DeadLetterReplay(db, identities, policy, key_timeout=KEY_LOOKUP_TIMEOUT)
         await db.hosts.save(outbound.hosts.unsaved())
 
 

@@ -1,22 +1,12 @@
-"""The composition root: build the stages of the daemon from the settings, run them, and stop them in order.
-
-Every stage is a task. An unexpected exception in any stage stops the daemon. A request to stop drains: the stream is
-closed, received messages are written with their cursor, and running resyncs give their claims back. Messages that were
-not written are received again after the next start.
-"""
+"""The composition root: build the stages of the daemon from the settings."""
 
 import asyncio
-import math
-import shutil
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from time import monotonic, time
-from typing import Any
 from urllib.parse import urlsplit
 
-import structlog
 from aiohttp import web
 
 from indexer import cluster
@@ -32,14 +22,14 @@ from indexer.app.clients import (
 from indexer.app.monitor import DaemonMonitor, DatabaseMonitor
 from indexer.app.process_setup import StopRequest
 from indexer.app.settings import Settings
-from indexer.app.stages import Drain, Task, all_stages
+from indexer.app.stage_runner import run_stages
+from indexer.app.stages import Part, all_stages
 from indexer.app.status import DaemonProbe, SampledHistory, StatusPage, StatusReading
 from indexer.app.tuning import Tuning
 from indexer.cluster.numbering import ChangeNumbering
 from indexer.concurrency.bounded_dict import BoundedDict
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.core.core import Core
-from indexer.crash_points import crash_point
 from indexer.db import Database
 from indexer.db.change_log_segments import RetentionPolicy
 from indexer.db.connections import RESERVED_CONNECTIONS
@@ -95,14 +85,13 @@ from indexer.tasks.erasure import AccountErasure
 from indexer.tasks.hosts import LOOKUP_SHARE, HostCrawl
 from indexer.tasks.identities import HandleChecks, IdentityRefresh
 from indexer.tasks.open_transactions import OpenTransactions
-from indexer.tasks.plc_operations import PlcOperations
 from indexer.tasks.reconcile import Reconciliation
 from indexer.tasks.repo_checks import RepoChecks
 from indexer.tasks.retention import ChangeLogRetention
 from indexer.tasks.scope import ScopeBackfill, ScopeNarrowing
 from indexer.tasks.shard_ownership import ShardOwnership
 from indexer.telemetry.conditions import Conditions
-from indexer.telemetry.metrics import Metrics, Reading
+from indexer.telemetry.metrics import Metrics
 
 PDS_MESSAGE_TIMEOUT = 1_800.0
 """Seconds without any message, before the connection to a PDS is closed: its accounts may do nothing for a while."""
@@ -119,8 +108,6 @@ REQUEST_SECONDS = 0.05
 CONNECTIONS = TURNS + LARGE_TURNS + RESERVED_CONNECTIONS
 """Size of the pool of connections. Some stages have connections of their own, such as the shard lock."""
 
-log = structlog.get_logger(__name__)
-
 
 @asynccontextmanager
 async def open_daemon(
@@ -133,13 +120,7 @@ async def open_daemon(
 ) -> AsyncIterator["Daemon"]:
     """Build a daemon on a database with the current schema; `Daemon.run` starts it. Close its resources at the end.
 
-    Args:
-        settings: The settings.
-        dsn: The connection string of the database.
-        metrics: The metrics of the process, if there are any yet.
-        others: Stages of the process that run outside the daemon.
-        core: The core, if it is loaded already.
-        tuning: Intervals, timeouts and sizes. Default: those of `Tuning`.
+    `metrics` and `core` are those of the process, if it has them already. Its stages `others` run outside the daemon.
 
     Raises:
         DatabaseError: The database does not answer.
@@ -175,20 +156,14 @@ async def open_daemon(
         yield daemon
 
 
-ScopeTask = ScopeNarrowing | ScopeBackfill | SignalDiscovery
-
-
 @dataclass(eq=False)
 class Daemon:
     """The stages of one process.
 
     Attributes:
-        others: Stages of the process that run outside the daemon.
         webhook_client: The client for the webhook; None if the settings name none.
-        probe: The state of the stages, for the health checks.
-        status: The document of the status page.
-        history: The samples of the status page.
-        core: The implementation of decoding and verification.
+        tasks: Parts of the role `live` that need not own the shard.
+        shard_tasks: Parts of the role `live` that start when this process owns its shard.
         started_at: When it was built (monotonic seconds).
     """
 
@@ -204,37 +179,31 @@ class Daemon:
     webhook_client: OutboundClient | None
 
     def __post_init__(self) -> None:
-        """Build the stages."""
         settings, db = self.settings, self.db
         self._shard = settings.shard.placed(db.layout)
         self.hosts = self.outbound.hosts
         self.conditions = Conditions()
         self.started_at = monotonic()
         self.scope = CurrentScope(db.scope, settings.policy, self.tuning.scope.interval, settings.chooses_scope)
-        self._build_live_stages()
+        self._new_accounts_per_host = settings.new_accounts_per_host / self._shard.count
+        self.new_accounts = NewAccounts(self._new_accounts_per_host)
+        self.hint_paths = BoundedDict[str, str](MAX_PATHS)
         self._build_resync_stages()
         self._build_background_stages()
+        self._build_live_stages()
         self._build_feeds()
         self._build_monitors()
         stages = all_stages(self, self.others)
         self._stages = [stage for stage in stages if stage.role is None or stage.role in settings.roles]
         self.probe = DaemonProbe(self._stages, self.database_monitor, self.shard_ownership, self.started_at)
         self.status = StatusPage(
-            db,
-            self.status_reading,
-            self.probe,
-            stages,
-            self.history,
-            str(self._shard),
-            settings.roles,
+            db, self.status_reading, self.probe, stages, self.history, str(self._shard), settings.roles
         )
-        for gauges in (self.probe.gauges(), self._process_gauges(), *(stage.gauges for stage in stages)):
+        for gauges in (self.probe.gauges(), *(stage.gauges for stage in stages)):
             self.metrics.watch(gauges)
 
     def _build_live_stages(self) -> None:
         settings, shard, tuning = self.settings, self._shard, self.tuning
-        new_accounts = settings.new_accounts_per_host / shard.count
-        self.new_accounts = NewAccounts(new_accounts)
         self._writer_settings = replace(
             tuning.writer,
             shard=shard,
@@ -247,7 +216,6 @@ class Daemon:
         self.inbox = Inbox(INBOX_BYTES, len(groups))
         self.open_gaps = OpenGaps(self.db.gaps, shard, self.metrics, tuning.gap_refresh)
         self._read_times = ReadTimes()
-        self.hint_paths = BoundedDict[str, str](MAX_PATHS)
         writer_totals = SettledTotals()
         if settings.upstream == "jetstream":
             self.streams = [self._hint_stream(writer_totals)]
@@ -282,7 +250,7 @@ class Daemon:
             self._writer_settings,
             self.metrics,
             self.conditions,
-            AccountLimits(self.new_accounts, NewAccounts(new_accounts), self.conditions),
+            AccountLimits(self.new_accounts, NewAccounts(self._new_accounts_per_host), self.conditions),
             self.scope,
             self.core,
             self.comparison.add,
@@ -310,26 +278,20 @@ class Daemon:
             self._writer_settings,
             self.metrics,
             self.conditions,
-            NewAccounts(settings.new_accounts_per_host / self._shard.count),
+            NewAccounts(self._new_accounts_per_host),
             self.hint_paths,
-            self._wake_resyncs,
-            self._ask_host,
+            self.resync_pool.wake,
+            self.repo_checks.ask,
             totals,
         )
         return Stream(reader.subscription, None, reader.position, reader)
-
-    def _wake_resyncs(self) -> None:
-        self.resync_pool.wake()
 
     def request_record(self, did: str, path: str) -> None:
         """Start resyncs that are due now. That of this repo requests this path first."""
         if self._shard.owns(did):
             self.hint_paths[did] = path
-            self._wake_resyncs()  # and again, because the first claim skips the row if it is locked
-            asyncio.get_running_loop().call_later(REQUEST_SECONDS, self._wake_resyncs)
-
-    def _ask_host(self, did: str) -> None:
-        self.repo_checks.ask(did)
+            self.resync_pool.wake()  # and again, because the first claim skips the row if it is locked
+            asyncio.get_running_loop().call_later(REQUEST_SECONDS, self.resync_pool.wake)
 
     def _relay_stream(self, relays: Sequence[str], entries: asyncio.Barrier) -> Stream:
         """Return a stream of the first of these relays that works."""
@@ -386,24 +348,21 @@ class Daemon:
         settings, shard = self.settings, self._shard
         relay = http_origin(settings.relays[0])
         sources = [relay if source == "relay" else None for source in settings.resync_source]
+        turns = cluster.RESYNC_TURNS if self.db.layout.parts > 1 else TURNS
+        attempts = ResyncAttempts(
+            Applies(self.db, self.metrics, self.conditions, turns),
+            self.identities,
+            self.pds,
+            lambda: self.scope.policy,
+            self.metrics,
+            sources,
+            self.conditions,
+            SparseFetch(self.pds, settings.sparse_resync, self.hint_paths),
+        )
         self.resync_pool = WorkerPool(
             self.db,
             self.identities,
-            ResyncAttempts(
-                Applies(
-                    self.db,
-                    self.metrics,
-                    self.conditions,
-                    cluster.RESYNC_TURNS if self.db.layout.parts > 1 else TURNS,
-                ),
-                self.identities,
-                self.pds,
-                lambda: self.scope.policy,
-                self.metrics,
-                sources,
-                self.conditions,
-                SparseFetch(self.pds, settings.sparse_resync, self.hint_paths),
-            ),
+            attempts,
             settings.deletion_grace,
             shard,
             self.metrics,
@@ -417,14 +376,12 @@ class Daemon:
             ),
             self.new_accounts,
         )
+        unpark_after = 86_400.0 if settings.sweep_interval is None else settings.sweep_interval
         self.queue_maintenance = QueueMaintenance(
             self.db,
             shard,
             self.metrics,
-            replace(
-                self.tuning.maintenance,
-                unpark_after=86_400.0 if settings.sweep_interval is None else settings.sweep_interval,
-            ),
+            replace(self.tuning.maintenance, unpark_after=unpark_after),
             may_forget=lambda: self.scope.scope.track is not Track.LISTED,
         )
 
@@ -433,13 +390,14 @@ class Daemon:
         self.identity_refresh = IdentityRefresh(
             self.db, self.identities, settings.deletion_grace, shard, interval=tuning.identity_refresh_interval
         )
-        self.plc_operations: PlcOperations | None = None
-        if settings.plc_follow:
-            reading = make_plc_operations(settings, self.db, self.outbound, self.conditions, self.metrics)
-            self.plc_operations = replace(reading, interval=tuning.operations_interval)
         self.account_erasure = AccountErasure(
             self.db, self.identities, self.pds, settings.deletion_grace, shard, interval=tuning.erasure_interval
         )
+        links = LinkReader(self.db, wanted=settings.links)
+        self.tasks: list[Part] = [self.identity_refresh, self.account_erasure, links]
+        if settings.plc_follow:
+            reading = make_plc_operations(settings, self.db, self.outbound, self.conditions, self.metrics)
+            self.tasks.append(replace(reading, interval=tuning.operations_interval))
         self.host_crawl = HostCrawl(
             self.db,
             self.outbound,
@@ -451,7 +409,7 @@ class Daemon:
             lambda: next(iter(self._open_sources()), None),
             self._stream_point,
             replace(tuning.hosts, shard=shard, interval=settings.hosts_interval),
-            settings.new_accounts_per_host / shard.count,
+            self._new_accounts_per_host,
             settings.plc_rate * LOOKUP_SHARE,
         )
         self.repo_checks = RepoChecks(
@@ -467,36 +425,31 @@ class Daemon:
                 min_rate=min(settings.host_rate, settings.outbound_rate / tuning.repo_checks.concurrency) / 2,
             ),
         )
-        self.scope_tasks = list(self._scope_tasks())
-        self.links = LinkReader(self.db, wanted=settings.links)
-        self.change_log_retention = ChangeLogRetention(
-            self.db,
-            RetentionPolicy(settings.change_retention, settings.change_bytes, settings.consumer_lag_limit),
-            self.metrics,
-        )
+        retention = RetentionPolicy(settings.change_retention, settings.change_bytes, settings.consumer_lag_limit)
+        self.change_log_retention = ChangeLogRetention(self.db, retention, self.metrics)
         self.open_transactions = OpenTransactions(self.db, self.metrics, self.conditions)
         self.change_numbering: ChangeNumbering | None = None
         if not self.db.layout.commit_numbers:
             self.change_numbering = ChangeNumbering(self.db, self.conditions)
-        self.handle_checks: HandleChecks | None = None
+        self.shard_tasks = list(self._shard_tasks())
+
+    def _shard_tasks(self) -> Iterator[Part]:
+        """Yield the check of handles, and the tasks that delete what left the scope and fetch what entered it."""
+        db, scope, shard, outbound, settings = self.db, self.scope, self._shard, self.outbound, self.settings
+        times, sources = self.tuning.scope, self._repo_list_sources
         if settings.handle_rate:
             handles = HandleVerifier(
-                self.outbound,
+                outbound,
                 settings.dns_servers,
                 allow_private_hosts=settings.allow_private_hosts,
                 on_lookup=lambda method, result: self.metrics.identity_lookups[method, result].inc(),
             )
-            self.handle_checks = HandleChecks(self.db, handles, shard, rate=settings.handle_rate)
-
-    def _scope_tasks(self) -> Iterator[ScopeTask]:
-        """Yield the tasks that delete what left the scope, and find and fetch what entered it."""
-        db, scope, shard, settings = self.db, self.scope, self._shard, self.tuning.scope
-        outbound, sources = self.outbound, self._repo_list_sources
-        yield ScopeNarrowing(db, scope, shard, self.metrics, settings)
-        yield ScopeBackfill(db, outbound, scope, sources, shard, self.metrics, settings)
+            yield HandleChecks(db, handles, shard, rate=settings.handle_rate)
+        yield ScopeNarrowing(db, scope, shard, self.metrics, times)
+        yield ScopeBackfill(db, outbound, scope, sources, shard, self.metrics, times)
         if shard.index == 0:  # the lists are of all shards
-            is_pds = self.settings.upstream == "pds"
-            yield SignalDiscovery(db, outbound, scope, sources, self._reconciled_at, settings, sources_are_hosts=is_pds)
+            is_pds = settings.upstream == "pds"
+            yield SignalDiscovery(db, outbound, scope, sources, self._reconciled_at, times, sources_are_hosts=is_pds)
 
     def _build_feeds(self) -> None:
         """Build what the role `feed` runs."""
@@ -535,13 +488,6 @@ class Daemon:
         )
         self.history = SampledHistory(self.batch_writer, self.resync_pool)
 
-    def _process_gauges(self) -> dict[str, Callable[[], Reading]]:
-        directory = self.settings.data_dir
-        return {
-            "indexer_data_disk_free_bytes": lambda: _disk(directory)[1],
-            "indexer_data_disk_size_bytes": lambda: _disk(directory)[0],
-        }
-
     def report(self) -> ProcessReport:
         """Return what `indexer status` shows of this process: what `/readyz` answers now."""
         roles = self.settings.roles
@@ -566,44 +512,7 @@ class Daemon:
         Returns:
             The number of received messages that could not be written in time.
         """
-        tasks = {
-            stage.name: asyncio.create_task(self._run(stage.run, needs_shard=stage.needs_shard), name=stage.name)
-            for stage in self._stages
-            if stage.run is not None
-        }
-        stopped: asyncio.Task[Any] = asyncio.create_task(stop.wait())
-        try:
-            await asyncio.wait([*tasks.values(), stopped], return_when=asyncio.FIRST_COMPLETED)
-            _raise_exceptions(tasks.values())
-            log.info("daemon.draining", messages=self.inbox.unsettled, resyncs=len(self.resync_pool.shares.running))
-            crash_point("daemon.draining")
-            for step in (Drain.RECEIVE_NO_MORE, Drain.WRITE, Drain.ACKNOWLEDGE):
-                await self._drain(step, tasks, stop)
-            if unwritten := self.inbox.unsettled:
-                log.error("daemon.drain-incomplete", messages=unwritten)
-            for step in (Drain.GIVE_BACK, Drain.SAVE):
-                await self._drain(step, tasks, stop)
-            _raise_exceptions(task for task in tasks.values() if not task.cancelled())
-        finally:
-            for task in (*tasks.values(), stopped):
-                task.cancel()
-            await asyncio.gather(*tasks.values(), stopped, return_exceptions=True)
-            await self._drain(Drain.CLOSE, tasks, stop)
-        await self._drain(Drain.NUMBER, tasks, stop)
-        return unwritten
-
-    async def _run(self, run: Callable[[], Coroutine[Any, Any, None]], *, needs_shard: bool) -> None:
-        """Run a stage, as soon as this process owns its shard if the stage needs that."""
-        if needs_shard:
-            await self.shard_ownership.owned.wait()
-        await run()
-
-    async def _drain(self, step: Drain, tasks: Mapping[str, Task], stop: StopRequest) -> None:
-        """Take one step of the stop in all stages at once."""
-        steps = [(stage.drain[step], tasks[stage.name]) for stage in self._stages if step in stage.drain]
-        if steps:
-            stop.step = step.value
-        await asyncio.gather(*(take(task) for take, task in steps))
+        return await run_stages(self._stages, self, stop)
 
     def _repo_list_sources(self) -> Sequence[str]:
         """Return the relays whose streams are open, then the others; none if no stream is open."""
@@ -632,30 +541,3 @@ class Daemon:
             return self.repo_checks.began_at
         progress = self.reconciliation.crawl_progress
         return progress.finished_at if progress else None
-
-    async def save_hosts(self) -> None:
-        """Store the states of hosts that changed."""
-        if not (states := self.hosts.unsaved()):
-            return
-        await self.db.hosts.save(states)
-        self.hosts.mark_saved(states)
-
-
-def _disk(directory: Path) -> tuple[float, float]:
-    """Return total and free bytes of the disk with `directory`, or with its nearest parent that exists.
-
-    They are NaN if the system does not say them, for example if a network file system has gone.
-    """
-    path = directory.absolute()
-    try:
-        usage = shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists()))
-    except OSError:
-        return math.nan, math.nan
-    return usage.total, usage.free
-
-
-def _raise_exceptions(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Raise the exception of a stage that has ended. A stage ends only with an exception."""
-    for task in tasks:
-        if task.done():
-            task.result()

@@ -61,8 +61,9 @@ class DatabaseMonitor:
         try:
             while True:
                 await self.check()
-                if self.answering_since is not None:
-                    await self.save(report())
+                if self.answering_since is not None and (error := await self.session.run(report())) is not None:
+                    message = f"the state for `indexer status` was not stored, and is retried: {error}"
+                    self.conditions.report(DATABASE_ERRORS, message=message)
                 await asyncio.sleep(INTERVAL_SECONDS)
         finally:
             self.session.close()
@@ -84,12 +85,6 @@ class DatabaseMonitor:
         elif failed:
             message = f"the database answers, but an operation failed and is retried: {self.database.last_error}"
             self.conditions.report(DATABASE_ERRORS, message=message, count=failed)
-
-    async def save(self, report: ProcessReport) -> None:
-        """Store the state of this process."""
-        if (error := await self.session.run(report)) is not None:
-            message = f"the state for `indexer status` was not stored, and is retried: {error}"
-            self.conditions.report(DATABASE_ERRORS, message=message)
 
 
 class RecentTotals:
@@ -119,7 +114,6 @@ class DaemonMonitor:
     clock: Callable[[], float] = monotonic
 
     def __post_init__(self) -> None:
-        """Begin with the present time."""
         self._recent = RecentTotals(self.clock())
 
     async def run(self) -> NoReturn:

@@ -31,6 +31,7 @@ from indexer.app.process_setup import (
     stop_on_signals,
     tune_garbage_collector,
 )
+from indexer.app.setting_types import MAX_PORT
 from indexer.app.settings import Settings, variable
 from indexer.app.tuning import Tuning
 from indexer.cluster.tables import on_all_nodes
@@ -47,7 +48,6 @@ from indexer.telemetry.metrics import Metrics
 
 MIN_RESTART_SECONDS, MAX_RESTART_SECONDS = 1.0, 60.0
 """Pause before a process is restarted. It doubles each time."""
-MAX_PORT = 65_535
 STOP_TIMEOUT_SHARE = 0.9
 """The part of `INDEXER_STOP_TIMEOUT` that the processes have, so that their parent can end after them."""
 BAD_SETTINGS = 2

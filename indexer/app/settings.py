@@ -7,41 +7,26 @@ docs/settings.md. A test compares that page with this module.
 
 import math
 import os
-import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
-from urllib.parse import urlsplit
 
 from platformdirs import user_data_path
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    SecretStr,
-    ValidationError,
-    ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    field_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from indexer import __version__
+from indexer.app import setting_types as types
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.atproto.syntax import CollectionFilter
 from indexer.errors import SettingsError
-from indexer.net.relay.stream_socket import STREAM_PATH, SUBSCRIBE_PATH
 from indexer.net.server.address import Address
 from indexer.sync.hints import JETSTREAM
 from indexer.sync.policy import Policy
 from indexer.sync.scope import Scope, Track, filter_of
-from indexer.sync.shard import BUCKETS, Shard
+from indexer.sync.shard import Shard
 from indexer.sync.stream import Cursor
 
 PREFIX = "INDEXER_"
@@ -62,198 +47,6 @@ MIN_CONSUMER_LAG_LIMIT = 3_600.0
 MIN_PASS_INTERVAL = 60.0
 """Minimum interval of comparisons with hosts, in seconds. Each host has an eighth of the interval to answer."""
 _SECRETS = frozenset({"database_url", "webhook_url", "admin_password"})
-_SECONDS = {"": 1, "ms": 0.001, "s": 1, "m": 60, "h": 3_600, "d": 86_400}
-_BYTES = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_CONTACT = r"^(https?://[!-'*-?A-~]{1,200}|(mailto:)?[!-'*-.0-9;-?A-~]{1,100}@[0-9A-Za-z.-]{1,100})$"
-"""It becomes part of the comment of a header, so spaces and parentheses are invalid."""
-_MAX_PORT = 65_535
-# The native core holds sizes and counts in 64 bits on 64-bit platforms, and all of these are far below.
-_MAX_WHOLE = 10**9
-_MAX_BYTES = 10**15
-_MAX_DAYS = 36_500
-"""A hundred years. The times that the program computes with durations must be ones that Postgres can store."""
-
-
-def _with_unit(units: Mapping[str, float]) -> Callable[[Any], Any]:
-    """Return a function that reads a number with one of the units, and converts it."""
-
-    def read(value: Any) -> Any:
-        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", value) if isinstance(value, str) else None
-        return float(match[1]) * units[match[2]] if match and match[2] in units else value
-
-    return read
-
-
-def _split_list(value: Any) -> Any:
-    """Return the items of a comma-separated list; a list from the file stays as it is."""
-    return [item.strip() for item in value.split(",")] if isinstance(value, str) else value
-
-
-def _read_list(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Read a list that has at least one item, and no item twice."""
-    items = validate(_split_list(value))
-    if not 0 < len(set(items)) == len(items):
-        raise ValueError("empty, or an item is given twice")
-    return items
-
-
-def _read_address(value: Any) -> Any:
-    """Read `host:port` or `[IPv6 address]:port`."""
-    if not isinstance(value, str):
-        return value
-    parts = urlsplit(f"//{value}")
-    host, port = parts.hostname or "", parts.port
-    if port is None or parts.netloc != value:
-        raise ValueError("no port")
-    if not (_is_ip(host) if "[" in value else re.fullmatch(r"[a-z0-9.-]+", host)):
-        raise ValueError("no host")
-    return Address(host, port)
-
-
-def _read_dns_server(value: Any) -> Any:
-    """Read the address of a DNS server. The port may be missing."""
-    bare = isinstance(value, str) and _is_ip(value.strip("[]"))
-    address = Address(value.strip("[]"), 53) if bare else _read_address(value)
-    if not (isinstance(address, Address) and _is_ip(address.host)):
-        raise ValueError("a DNS server needs an IP address")
-    return address
-
-
-def _is_ip(text: str) -> bool:
-    """Return True for an IP address. The zone of an IPv6 address may have letters, digits and ._~- only."""
-    if not re.fullmatch(r"[0-9A-Fa-f.:]+(%[A-Za-z0-9._~-]+)?", text):
-        return False
-    try:
-        ip_address(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _check_url(value: str, *schemes: str) -> str:
-    """Check a URL without user and fragment, and return it without the slash at its end."""
-    parts = urlsplit(value)
-    if parts.scheme not in schemes or not parts.hostname or parts.port == 0 or "@" in parts.netloc or parts.fragment:
-        raise ValueError("not a URL of an allowed kind")
-    if not value.isprintable() or " " in value:
-        raise ValueError("not a URL")
-    return value.rstrip("/")
-
-
-def _check_relay(value: str, path: str = STREAM_PATH) -> str:
-    """Return the URL of a relay or Jetstream for its stream: that of the host, with the scheme of a websocket.
-
-    Other programs want the URL of the host (tap: `TAP_RELAY_URL`) or that of the stream (Jetstream:
-    `JETSTREAM_WS_URL`), so both are accepted. XRPC has no other path: https://atproto.com/specs/xrpc.
-    """
-    url = _check_url(value.rstrip("/").removesuffix(path), "ws", "wss", "http", "https")
-    if urlsplit(url).path or urlsplit(url).query:
-        raise ValueError("not the URL of a host")
-    return url.replace("http", "ws", 1) if url.startswith("http") else url
-
-
-def _check_directory(value: str) -> str:
-    """Check the URL of a PLC directory. A path may precede the DID, but not one that names an operation or a DID."""
-    url = _check_url(value, "http", "https")
-    last = urlsplit(url).path.rpartition("/")[2]
-    if last == "export" or last.startswith("did:") or urlsplit(url).query:
-        raise ValueError("not the URL of a directory")
-    return url
-
-
-def _check_webhook(value: SecretStr) -> SecretStr:
-    """Check the URL of the webhook. Its path and query may contain a token, so it is a secret."""
-    url = value.get_secret_value()
-    _check_url(url, "http", "https")
-    if not url.isascii():
-        raise ValueError("not ASCII")
-    return value
-
-
-def _check_database_url(value: SecretStr) -> SecretStr:
-    parts = urlsplit(value.get_secret_value())
-    hosts = parts.netloc.rpartition("@")[2].split(",")
-    ports = [re.fullmatch(r"(?:\[[^]]+\]|[^:]*)(?::([0-9]{1,5}))?", host) for host in hosts]
-    if parts.scheme not in ("postgresql", "postgres") or not all(
-        port and int(port[1] or 0) <= _MAX_PORT for port in ports
-    ):
-        raise ValueError("not a Postgres URL")
-    if "@" in parts.path or parts.fragment:
-        raise ValueError("the password contains / or #, which must be escaped")
-    return value
-
-
-def _check_password(value: SecretStr) -> SecretStr:
-    if not value.get_secret_value().isprintable():
-        raise ValueError("not printable")
-    return value
-
-
-def _read_shard(value: Any) -> Any:
-    match = re.fullmatch(r"(\d{1,4})/(\d{1,4})", value) if isinstance(value, str) else None
-    return Shard(int(match[1]), int(match[2])) if match else value
-
-
-def _read_collections(value: Any) -> Any:
-    patterns = _split_list(value)
-    strings = isinstance(patterns, list) and all(isinstance(pattern, str) for pattern in patterns)
-    return CollectionFilter(patterns) if strings else value
-
-
-def _check_pattern(value: str) -> str:
-    CollectionFilter([value])  # raises an error that names it
-    return value
-
-
-# The text at the end of a type describes the allowed values.
-Whole = Annotated[int, Field(ge=1, le=_MAX_WHOLE), f"a whole number from 1 to {_MAX_WHOLE}"]
-UpToThousand = Annotated[int, Field(ge=1, le=1_000), "a whole number from 1 to 1000"]
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False), "a number above 0"]
-RateOrOff = Annotated[float, Field(ge=0, allow_inf_nan=False), "a number, at least 0"]
-Size = Annotated[
-    int,
-    BeforeValidator(_with_unit(_BYTES)),
-    Field(ge=1, le=_MAX_BYTES),
-    "a size from 1 byte to 1000000GB, such as 5000000, 5MB or 2GiB",
-]
-Seconds = Annotated[
-    float,
-    BeforeValidator(_with_unit(_SECONDS)),
-    Field(ge=0, le=_MAX_DAYS * 86_400, allow_inf_nan=False),
-    f"a duration such as 90s, 15m, 24h or 7d, at most {_MAX_DAYS}d, or 0",
-]
-Duration = Annotated[Seconds, Field(gt=0), f"a duration above 0, such as 90s, 15m or 24h, at most {_MAX_DAYS}d"]
-Switch = Annotated[bool, "true or false"]
-Relays = Annotated[
-    tuple[Annotated[str, AfterValidator(_check_relay)], ...],
-    WrapValidator(_read_list),
-    "a comma-separated list of wss://, ws://, https:// or http:// URLs of hosts; the path of the stream may follow",
-]
-Jetstreams = Annotated[
-    tuple[Annotated[str, AfterValidator(lambda value: _check_relay(value, SUBSCRIBE_PATH))], ...],
-    WrapValidator(_read_list),
-    "a comma-separated list of wss://, ws://, https:// or http:// URLs of hosts",
-]
-Directories = Annotated[
-    tuple[Annotated[str, AfterValidator(_check_directory)], ...],
-    WrapValidator(_read_list),
-    "a comma-separated list of http:// or https:// URLs to which a DID can be added, without user and query",
-]
-DnsServers = Annotated[
-    tuple[Annotated[Address, BeforeValidator(_read_dns_server)], ...],
-    BeforeValidator(_split_list),
-    "a comma-separated list of IP addresses, each with or without a port",
-]
-Collections = Annotated[
-    CollectionFilter,
-    BeforeValidator(_read_collections),
-    "a comma-separated list of NSIDs, each complete or ending in `.*`, or `*`",
-]
-Patterns = Annotated[
-    tuple[Annotated[str, AfterValidator(_check_pattern)], ...],
-    BeforeValidator(_split_list),
-    "a comma-separated list of NSIDs, each complete or ending in `.*`",
-]
 
 
 class Settings(BaseModel):
@@ -270,11 +63,11 @@ class Settings(BaseModel):
         use_attribute_docstrings=True,
     )
 
-    database_url: Annotated[SecretStr, AfterValidator(_check_database_url), "a postgresql:// URL"] | None = None
+    database_url: types.DatabaseUrl | None = None
     """Your Postgres database. Unset: the embedded Postgres under `INDEXER_DATA_DIR`."""
     data_dir: Annotated[Path, "a directory"] = Field(default_factory=lambda: user_data_path("indexer"))
     """Directory of the embedded Postgres, and of exports while they are verified. Needs a disk with room."""
-    relays: Relays = ("wss://relay1.us-east.bsky.network",)
+    relays: types.Relays = ("wss://relay1.us-east.bsky.network",)
     """Relays to consume. Name more than one for availability, and to get what one of them omits. Each has its own
     cursor."""
     relay_mode: Literal["all", "failover"] = "all"
@@ -284,7 +77,7 @@ class Settings(BaseModel):
     """Stream to consume: of a `relay`; of a `pds`, whose events count only for accounts that it hosts; or of a
     `jetstream`, whose events are only hints: changed records are fetched from their hosts, with proof. `jetstream`
     needs `INDEXER_COLLECTIONS`, and relays for repo lists."""
-    jetstreams: Jetstreams = tuple(
+    jetstreams: types.Jetstreams = tuple(
         f"wss://jetstream{number}.us-{coast}.bsky.network" for coast in ("east", "west") for number in (2, 1)
     )
     """Jetstreams for `INDEXER_UPSTREAM=jetstream`. The first one that works is read."""
@@ -297,120 +90,110 @@ class Settings(BaseModel):
     """Accounts to index: `all`; only those that `indexer add` or `indexer discover` added (`listed`); or also those
     with a record of a signal collection (`signal`). This and the next two settings are the scope of a new database,
     which needs one of them or `indexer run --lexicon`. Change it later with `indexer scope`."""
-    collections: Collections = CollectionFilter()
+    collections: types.Collections = CollectionFilter()
     """Collections to store. Name those that your service reads; `app.bsky.*` matches all below `app.bsky`."""
-    signal_collections: Patterns = ()
+    signal_collections: types.Patterns = ()
     """Index each account that has a record of one of these collections. They need not be stored.
     Accounts of a pattern with `.*` are found on the stream only."""
-    store_values: Switch = True
+    store_values: types.Switch = True
     """Store record values (JSON), not only CIDs. Turn it off to save disk if you need no values; feeds and links
     need them."""
-    links: Switch = False
+    links: types.Switch = False
     """Keep `atproto.links` and `atproto.link_count`. Turn it on, for all processes, to count likes or followers:
     links of stored records are added in the background. Turned off, all links are removed."""
     inversion: Literal["strict", "lenient"] = "strict"
     """Commits whose proof blocks are incomplete: `strict` requests a resync; `lenient` applies those that agree
     with the new tree, for lower latency, and requests a resync later."""
-    plc_url: Directories = ("https://plc.directory",)
+    plc_url: types.Directories = ("https://plc.directory",)
     """PLC directories. If one does not answer, the next is asked. Put a mirror of yours first."""
     plc_lookup: Literal["log", "document"] = "log"
     """Ask directories for the `log` of operations, which proves the identity, or for the `document`, if yours has no
     logs."""
-    plc_follow: Switch = False
+    plc_follow: types.Switch = False
     """Follow the operations of the first PLC directory: keys and hosts change at once, without lookups. Run `indexer
     identities import` before. Set it for all processes: one of them follows."""
-    dns_servers: DnsServers = ()
+    dns_servers: types.DnsServers = ()
     """DNS servers for handles and host names, if those of the system are slow or answer no queries for TXT records."""
-    resync_workers: UpToThousand = 32
+    resync_workers: types.UpToThousand = 32
     """Concurrent resyncs, besides those of exports above 32 MiB. One host, registered domain or network address
     occupies at most half. Raise it if a backfill leaves CPU and database idle."""
-    new_accounts_per_host: Annotated[
-        int, Field(ge=0, le=_MAX_WHOLE), f"a whole number up to {_MAX_WHOLE}, or `0` for no limit"
-    ] = 100_000
+    new_accounts_per_host: types.WholeOrOff = 100_000
     """Accounts that the stream may add in an hour for one host or registered domain; further ones wait. Raise it if
     a large host moves."""
-    resync_source: Annotated[
-        tuple[Literal["relay", "pds"], ...],
-        WrapValidator(_read_list),
-        "`relay`, `pds`, or both in a comma-separated list",
-    ] = ("relay", "pds")
+    resync_source: types.Sources = ("relay", "pds")
     """Sources of exports (`getRepo`), in the order in which they are asked. `pds,relay` spares the relay."""
     sparse_resync: Literal["auto", "always", "never"] = "auto"
     """Fetch only the chosen collections of a repo, with their proof, instead of its export: `auto` if that costs less,
     `always` if possible, or `never`. `INDEXER_RESYNC_SOURCE` must contain `pds`."""
-    export_time: Duration = 600
+    export_time: types.Duration = 600
     """Maximum duration of the download of an export. Raise it if `last_failure` of large repos is `timeout`."""
-    plc_rate: Rate = 10
+    plc_rate: types.Rate = 10
     """Maximum requests per second to PLC directories. Raise it for a mirror of yours, or if their operator agrees."""
-    handle_rate: RateOrOff = 10
+    handle_rate: types.RateOrOff = 10
     """Maximum handle verifications per second. `0` if you need no handles: `atproto.repos.handle` is null."""
-    host_rate: Rate = 10
+    host_rate: types.Rate = 10
     """Maximum requests per second to one host or network address, except PLC directories. Raise it only for your
     own hosts."""
-    host_concurrency: Whole = 10
+    host_concurrency: types.Whole = 10
     """Maximum concurrent requests to one host. Raise it only for your own hosts."""
-    outbound_rate: Rate = 100
+    outbound_rate: types.Rate = 100
     """Maximum requests per second to all hosts together. Raise it if a backfill of many hosts is limited by it."""
-    contact: Annotated[str, Field(pattern=_CONTACT), "an http(s):// URL or an e-mail address"] | None = None
+    contact: types.Contact | None = None
     """Contact for operators of other hosts, sent in every User-Agent header. Set it in production."""
-    deletion_grace: Seconds = 604_800
+    deletion_grace: types.Seconds = 604_800
     """Time from the deletion of an account to the erasure of its records, which are hidden at once. Lower it if
     your rules on erasure are stricter."""
-    sweep_interval: Seconds | None = None
+    sweep_interval: types.Seconds | None = None
     """How often to compare the relay's repo list with the database, and to try parked repos again.
     `0`: only after messages may have been missed; parked repos stay. With a Jetstream, each repo is compared with its
     host twice in this time, which is at least `60s`."""
-    hosts_interval: Seconds = 86_400
+    hosts_interval: types.Seconds = 86_400
     """How often to read the repo list of each host that the relays list, for accounts that relays withhold or omit.
     `0`, or an `INDEXER_UPSTREAM` other than `relay`: only `indexer discover --hosts` does."""
     host_streams: Annotated[int, Field(ge=0, le=100), "a whole number from 0 to 100"] = 8
     """Hosts whose own streams are read, because no relay passes on some of their accounts: those with the most of them.
     `0`: only their lists are read."""
-    change_retention: Seconds = 604_800
+    change_retention: types.Seconds = 604_800
     """How long changes stay in the change log, unless it reaches `INDEXER_CHANGE_BYTES`. Raise it to let consumers
     be away longer: they are disconnected after twice this time, but not before an hour. `0`: no limit of time."""
-    change_bytes: Annotated[Size, Field(ge=2**20), "a size of at least 1MiB, such as 5GB or 2GiB"] = 50 * 10**9
+    change_bytes: Annotated[types.Size, Field(ge=2**20), "a size of at least 1MiB, such as 5GB or 2GiB"] = 50 * 10**9
     """Maximum size of the change log; twice as much while consumers are behind. Set it to less than half of the
     free disk."""
-    shard: Annotated[Shard, BeforeValidator(_read_shard), f"i/n, with i below n and n at most {BUCKETS}"] = Shard(0, 1)
+    shard: types.ShardOfAll = Shard(0, 1)
     """Share i of n of the DIDs that this process indexes, from 0. Set it to use several machines."""
-    roles: Annotated[
-        tuple[Literal["live", "resync", "feed"], ...],
-        WrapValidator(_read_list),
-        "`live`, `resync`, `feed`, or several in a comma-separated list",
-    ] = ("live", "resync")
+    roles: types.Roles = ("live", "resync")
     """Roles of this process: `live` consumes the firehose, `resync` runs resync workers. Add `feed` for clients of
     tap or Jetstream."""
     core: Literal["auto", "python", "native"] = "auto"
     """Implementation of decoding and verification: `native` is the package `atproto-indexer-native`; `auto` uses it
     if it is installed. Both give the same results."""
-    verify_threads: UpToThousand | None = None
+    verify_threads: types.UpToThousand | None = None
     """Threads in which the native core verifies. Lower it if other programs need the cores."""
-    batch_window: Annotated[Seconds, Field(le=1), "a duration such as 20ms, at most 1s, or 0"] = 0.05
+    batch_window: Annotated[types.Seconds, Field(le=1), "a duration such as 20ms, at most 1s, or 0"] = 0.05
     """Longest time from one read of the stream, and so from one batch, to the next, unless many messages arrive.
     Longer: less CPU and fewer transactions, but later commits. `0`: lowest latency."""
-    webhook_url: Annotated[SecretStr, AfterValidator(_check_webhook), "an http(s):// URL"] | None = None
+    webhook_url: types.WebhookUrl | None = None
     """Webhook to which the role `feed` sends each event until it answers 2xx, instead of serving `/channel`.
     It may have a private address."""
-    webhook_batch: UpToThousand = 1
+    webhook_batch: types.UpToThousand = 1
     """Maximum number of events in one request to the webhook, of about 1 MB at most. Above 1, the body is a JSON
     array. If it is refused, its events are sent again one by one."""
-    admin_password: Annotated[SecretStr, AfterValidator(_check_password), "printable text"] | None = None
+    admin_password: types.Password | None = None
     """Password of the user `admin` for paths of the role `feed` that change something or acknowledge events; also
     sent to the webhook. Unset: loopback clients only."""
-    allow_private_hosts: Switch = False
+    allow_private_hosts: types.Switch = False
     """Allow http:// URLs, and loopback and private addresses. For tests and local networks only."""
-    stop_timeout: Duration = 25
+    stop_timeout: types.Duration = 25
     """Maximum time from SIGTERM or SIGINT to the end of the process. Keep it below that of your service manager: 30
     s in Kubernetes, 10 s with `docker stop`."""
-    http_bind: Annotated[Address, BeforeValidator(_read_address), "host:port"] = Address("127.0.0.1", 2580)
+    http_bind: types.ListenAddress = Address("127.0.0.1", 2580)
     """Address of health checks, metrics, the status page and feeds. `0.0.0.0:2580` in a container."""
     log_format: Literal["auto", "json", "console"] = "auto"
     """Format of log lines. `auto`: `console` on a terminal, otherwise `json`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Minimum level of log lines. `debug` also shows single repos."""
 
-    repo_bytes: Size = DEFAULT_LIMITS.repo_bytes
+    repo_bytes: types.Size = DEFAULT_LIMITS.repo_bytes
     """Maximum size of an export, decompressed. Raise it if the `last_failure` of a wanted repo is `too-large`."""
 
     @field_validator("*", mode="before")
@@ -479,8 +262,8 @@ class Settings(BaseModel):
         Raises:
             SettingsError: Another setting excludes that.
         """
-        types = CollectionFilter(nsids)
-        scope = stored or Scope(track=Track.SIGNAL, collections=types, signal_collections=types)
+        chosen = CollectionFilter(nsids)
+        scope = stored or Scope(track=Track.SIGNAL, collections=chosen, signal_collections=chosen)
         first = {"track": scope.track, "collections": scope.collections, "signal_collections": scope.signal_patterns}
         settings = _with_defaults(self, first) if self.chooses_scope or not stored else self
         scope = stored or settings.first_scope

@@ -4,13 +4,14 @@ Run, stop, health checks, metrics and status page of the daemon are loops over t
 """
 
 import asyncio
-import math
+import shutil
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
+from pathlib import Path
 from time import monotonic, time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from indexer.app.process_setup import collect_garbage, measure_delays
 from indexer.concurrency.stage_progress import StageProgress, Work
@@ -40,6 +41,15 @@ MAX_READY_LAG_SECONDS = 60.0
 Task = asyncio.Task[None]
 
 
+class Part(Protocol):
+    """A part of the daemon that is a stage, with its progress."""
+
+    stage: StageProgress
+
+    async def run(self) -> None:
+        """Run, and end only with an exception."""
+
+
 class Drain(Enum):
     """The steps of a stop, in their order. The last log line has the value if the process does not end in time."""
 
@@ -58,9 +68,9 @@ class Stage:
 
     Attributes:
         name: The name of its task.
-        role: The role whose processes run it; None if every process does.
         run: Runs it, and ends only with an exception; None if something else runs it.
         progress: What the health check watches.
+        role: The role whose processes run it; None if every process does.
         needs_shard: It starts as soon as this process owns its shard.
         drain: What it does in the steps of a stop, given its task. After `SAVE`, its task has ended.
         not_ready: Returns why the database is not up to date because of it.
@@ -69,29 +79,30 @@ class Stage:
     """
 
     name: str
-    role: str | None
-    run: Callable[[], Coroutine[Any, Any, None]] | None
-    progress: Sequence[StageProgress]
+    run: Callable[[], Coroutine[Any, Any, None]] | None = None
+    progress: Sequence[StageProgress] = ()
+    role: str | None = None
     needs_shard: bool = False
     drain: Mapping[Drain, Callable[[Task], Awaitable[object]]] = field(default_factory=dict)
     not_ready: Callable[[], Iterable[ReadinessReason]] = tuple
     gauges: Mapping[str, Callable[[], Reading]] = field(default_factory=dict)
     show: Callable[[], Row] = dict
 
+    @classmethod
+    def of(cls, part: Part, **fields: Any) -> Self:
+        """Return the stage that runs a part and watches its progress, with these other fields."""
+        of_part: dict[str, Any] = {"name": part.stage.name, "run": part.run, "progress": [part.stage]}
+        return cls(**of_part | fields)
+
 
 def all_stages(daemon: "Daemon", others: Iterable[StageProgress]) -> list[Stage]:
     """Return the stages of all roles. `others` are watched, too, but run outside the daemon."""
-    stages = [
+    by_role = {"live": (_streams, _live, _gaps, _tasks, _hosts), "resync": (_resync,), "feed": (_feed,)}
+    return [
         *_common(daemon),
-        *_streams(daemon),
-        *_live(daemon),
-        *_gaps(daemon),
-        *_tasks(daemon),
-        *_hosts(daemon),
-        *_resync(daemon),
-        *_feed(daemon),
+        *(replace(stage, role=role) for role, parts in by_role.items() for part in parts for stage in part(daemon)),
+        *(Stage(progress.name, progress=[progress]) for progress in others),
     ]
-    return [*stages, *(Stage(progress.name, None, None, [progress]) for progress in others)]
 
 
 def _common(daemon: "Daemon") -> Iterator[Stage]:
@@ -120,28 +131,26 @@ def _common(daemon: "Daemon") -> Iterator[Stage]:
         ]
         return {"conditions": rows}
 
-    async def save_hosts(_task: Task) -> None:
-        with DatabaseAttempt():
-            await daemon.save_hosts()
+    async def save_hosts() -> None:
+        """Store the states of hosts that changed."""
+        if states := hosts.unsaved():
+            await daemon.db.hosts.save(states)
+            hosts.mark_saved(states)
 
-    yield Stage("database monitor", None, partial(daemon.database_monitor.run, daemon.report), [])
-    yield Stage(
-        "daemon monitor",
-        None,
-        daemon.daemon_monitor.run,
-        [],
-        not_ready=lasting_conditions,
-        show=show_conditions,
-    )
-    yield Stage("garbage collection", None, partial(collect_garbage, daemon.tuning.garbage_interval), [])
-    yield Stage("event loop delay", None, partial(measure_delays, daemon.metrics.event_loop_delay.observe), [])
-    yield Stage("status samples", None, daemon.history.run, [])
+    async def save_at_end(_task: Task) -> None:
+        with DatabaseAttempt():
+            await save_hosts()
+
+    yield Stage("database monitor", partial(daemon.database_monitor.run, daemon.report))
+    yield Stage("daemon monitor", daemon.daemon_monitor.run, not_ready=lasting_conditions, show=show_conditions)
+    yield Stage("garbage collection", partial(collect_garbage, daemon.tuning.garbage_interval))
+    yield Stage("event loop delay", partial(measure_delays, daemon.metrics.event_loop_delay.observe))
+    yield Stage("status samples", daemon.history.run)
     yield Stage(
         "host states",
-        None,
-        lambda: run_periodically(daemon.save_hosts, daemon.tuning.host_save_interval, host_states, wait_first=True),
+        partial(run_periodically, save_hosts, daemon.tuning.host_save_interval, host_states, wait_first=True),
         [host_states],
-        drain={Drain.SAVE: save_hosts},
+        drain={Drain.SAVE: save_at_end},
         gauges={
             "indexer_hosts_paused": lambda: len(hosts.paused()),
             "indexer_hosts_failing": lambda: len(hosts.failing()),
@@ -150,16 +159,23 @@ def _common(daemon: "Daemon") -> Iterator[Stage]:
             },
         },
     )
-    yield Stage("identity cache", None, daemon.identities.run, [])
-    if daemon.plc_operations is not None:
+    directory = daemon.settings.data_dir
+    yield Stage(
+        "data disk",
+        gauges={
+            "indexer_data_disk_free_bytes": lambda: _disk(directory)[1],
+            "indexer_data_disk_size_bytes": lambda: _disk(directory)[0],
+        },
+    )
+    yield Stage("identity cache", daemon.identities.run)
+    if daemon.settings.plc_follow:
         listen = partial(daemon.db.identities.listen, daemon.identities.forget)
-        yield Stage("identity changes", None, partial(run_periodically, listen, RETRY_SECONDS, Work()), [])
-    yield Stage("open transactions", None, daemon.open_transactions.run, [])
+        yield Stage("identity changes", partial(run_periodically, listen, RETRY_SECONDS, Work()))
+    yield Stage("open transactions", daemon.open_transactions.run)
     for part in (daemon.status_reading, daemon.change_log_retention, daemon.scope):
-        yield Stage(part.stage.name, None, part.run, [part.stage])
+        yield Stage.of(part)
     if (numbering := daemon.change_numbering) is not None:
-        finish = {Drain.NUMBER: lambda _task: numbering.finish()}
-        yield Stage("change numbering", None, numbering.run, [numbering.stage], drain=finish)
+        yield Stage.of(numbering, drain={Drain.NUMBER: lambda _task: numbering.finish()})
 
 
 def _live(daemon: "Daemon") -> Iterator[Stage]:
@@ -182,33 +198,25 @@ def _live(daemon: "Daemon") -> Iterator[Stage]:
         elif lag is not None and lag > MAX_READY_LAG_SECONDS:
             yield ReadinessReason("lag", f"the newest stored event is {lag:.0f} s old", round(lag, 1))
 
-    yield Stage("shard ownership", "live", ownership.run, [ownership.stage], not_ready=shard_lock)
+    yield Stage.of(ownership, name="shard ownership", not_ready=shard_lock)
     yield Stage(
         "inbox",
-        "live",
-        None,
-        [inbox.stage],
+        progress=[inbox.stage],
         gauges={
             "indexer_queue_bytes": lambda: inbox.unsettled_bytes,
             "indexer_queue_messages": lambda: inbox.unsettled,
         },
     )
-    yield Stage(
-        "key lookups",
-        "live",
-        lookups.run,
-        [lookups.stage],
+    yield Stage.of(
+        lookups,
         drain={Drain.CLOSE: lambda _task: lookups.close()},
         gauges={"indexer_key_waiting_messages": lambda: len(lookups)},
     )
-    yield Stage(
-        "batch writer",
-        "live",
-        writer.run,
-        [writer.stage],
+    yield Stage.of(
+        writer,
         drain={Drain.WRITE: partial(_settle, inbox, MAX_DRAIN_SHARE * daemon.settings.stop_timeout)},
         not_ready=writer_reasons,
-        gauges={"indexer_firehose_lag_seconds": lambda: _or_nan(writer.lag)},
+        gauges={"indexer_firehose_lag_seconds": lambda: writer.lag},
     )
 
 
@@ -260,32 +268,22 @@ def _streams(daemon: "Daemon") -> Iterator[Stage]:
 
     yield Stage(
         "streams",
-        "live",
-        None,
-        [],
         not_ready=stream_errors,
         gauges={
             "indexer_relay_connected": lambda: {(relay,): float(relay in open_relays(streams)) for relay in relays},
             "indexer_seconds_since_last_message": lambda: {
-                (relay,): _or_nan(silent_seconds(streams, relay)) for relay in relays
+                (relay,): silent_seconds(streams, relay) for relay in relays
             },
             "indexer_cursor_age_seconds": lambda: {
-                (one.origin.relay,): _or_nan(one.cursor_age)
+                (one.origin.relay,): one.cursor_age
                 for one in [stream.position for stream in streams]
                 if one.origin.relay
             },
         },
         show=show_streams,
     )
-    for consumer in [stream.consumer for stream in streams]:
-        yield Stage(
-            consumer.stage.name,
-            "live",
-            consumer.run,
-            [consumer.stage],
-            needs_shard=True,
-            drain={Drain.RECEIVE_NO_MORE: _end},
-        )
+    for stream in streams:
+        yield Stage.of(stream.consumer, needs_shard=True, drain={Drain.RECEIVE_NO_MORE: _end})
 
 
 def _gaps(daemon: "Daemon") -> Iterator[Stage]:
@@ -298,7 +296,7 @@ def _gaps(daemon: "Daemon") -> Iterator[Stage]:
             if hosts.lacking is not None:
                 yield ReadinessReason("not-compared", hosts.lacking, hosts.total - hosts.compared)
 
-        yield Stage(hosts.stage.name, "live", hosts.run, [hosts.stage], needs_shard=True, not_ready=not_compared)
+        yield Stage.of(hosts, needs_shard=True, not_ready=not_compared)
         return
 
     async def check_silence() -> None:
@@ -317,22 +315,17 @@ def _gaps(daemon: "Daemon") -> Iterator[Stage]:
             message = f"repos may be outdated: {listed}; reconciliation: {progress}"
             yield ReadinessReason("open-gaps", message, len(gaps.gaps))
 
-    yield Stage("open gaps", "live", gaps.run, [gaps.stage], not_ready=open_gaps)
+    yield Stage.of(gaps, not_ready=open_gaps)
     checks = {"stream continuity": check_silence, "relay comparison": daemon.comparison.check}
     for name, check in checks.items():
         run = partial(run_periodically, check, GAP_CHECK_SECONDS, gaps.stage.add())
-        yield Stage(name, "live", run, [], needs_shard=True)
-    yield Stage("reconciliation", "live", reconciliation.run, [reconciliation.stage], needs_shard=True)
+        yield Stage(name, run, needs_shard=True)
+    yield Stage.of(reconciliation, needs_shard=True)
 
 
 def _tasks(daemon: "Daemon") -> Iterator[Stage]:
-    for part in (daemon.identity_refresh, daemon.account_erasure, daemon.links):
-        yield Stage(part.stage.name, "live", part.run, [part.stage])
-    if (reading := daemon.plc_operations) is not None:
-        yield Stage(reading.stage.name, "live", reading.run, [reading.stage])
-    handle_checks = () if daemon.handle_checks is None else (daemon.handle_checks,)
-    for task in (*handle_checks, *daemon.scope_tasks):
-        yield Stage(task.stage.name, "live", task.run, [task.stage], needs_shard=True)
+    yield from map(Stage.of, daemon.tasks)
+    yield from (Stage.of(task, needs_shard=True) for task in daemon.shard_tasks)
 
 
 def _hosts(daemon: "Daemon") -> Iterator[Stage]:
@@ -342,20 +335,16 @@ def _hosts(daemon: "Daemon") -> Iterator[Stage]:
         return {(state,): crawl.totals.get(state, 0) for state in ("listed", "failing", "withheld")}
 
     streams, has_relays = daemon.host_streams, daemon.settings.upstream == "relay"
-    yield Stage(
-        streams.stage.name,
-        "live",
-        streams.run if has_relays else None,
-        [streams.stage],
+    yield Stage.of(
+        streams,
+        run=streams.run if has_relays else None,
         needs_shard=True,
         drain={Drain.RECEIVE_NO_MORE: _end} if has_relays else {},
         gauges={"indexer_host_streams": lambda: len(open_relays(list(streams.streams.values())))},
     )
-    yield Stage(
-        crawl.stage.name,
-        "live",
-        crawl.run if crawl.settings.interval and has_relays else None,
-        [crawl.stage],
+    yield Stage.of(
+        crawl,
+        run=crawl.run if crawl.settings.interval and has_relays else None,
         needs_shard=True,
         gauges={
             "indexer_hosts": hosts,
@@ -391,11 +380,8 @@ def _resync(daemon: "Daemon") -> Iterator[Stage]:
         free = pool.shares.free_workers if "resync" in daemon.settings.roles else None
         return {"resyncs": {"workers_free": free, "running": len(longest), "longest": rows}}
 
-    yield Stage(
-        "resync pool",
-        "resync",
-        pool.run,
-        [pool.stage],
+    yield Stage.of(
+        pool,
         drain={
             Drain.RECEIVE_NO_MORE: _end,
             Drain.GIVE_BACK: lambda _task: pool.give_back(),
@@ -405,9 +391,9 @@ def _resync(daemon: "Daemon") -> Iterator[Stage]:
         gauges={"indexer_resync_running": lambda: len(pool.shares.running)},
         show=show_resyncs,
     )
-    yield Stage("queue maintenance", "resync", maintenance.run, progress)
+    yield Stage("queue maintenance", maintenance.run, progress)
     listen = partial(daemon.db.resyncs.listen, daemon.request_record)
-    yield Stage("record requests", "resync", partial(run_periodically, listen, RETRY_SECONDS, Work()), [])
+    yield Stage("record requests", partial(run_periodically, listen, RETRY_SECONDS, Work()))
 
 
 def _feed(daemon: "Daemon") -> Iterator[Stage]:
@@ -417,11 +403,8 @@ def _feed(daemon: "Daemon") -> Iterator[Stage]:
         await tap.stop()
         await asyncio.wait([task], timeout=FEED_STOP_SECONDS)
 
-    yield Stage(
-        "tap feed",
-        "feed",
-        tap.run,
-        [tap.stage],
+    yield Stage.of(
+        tap,
         drain={Drain.ACKNOWLEDGE: stop},
         gauges={
             "indexer_feed_clients": lambda: {
@@ -433,10 +416,10 @@ def _feed(daemon: "Daemon") -> Iterator[Stage]:
             "indexer_feed_set_aside_events": lambda: tap.set_aside,
         },
     )
-    yield Stage("jetstream reader", "feed", jetstream.run, [jetstream.stage])
-    yield Stage("waiting clients", "feed", daemon.rev_waits.run, [])
+    yield Stage.of(jetstream)
+    yield Stage("waiting clients", daemon.rev_waits.run)
     if webhook is not None:
-        yield Stage("webhook", "feed", webhook.run, [webhook.stage])
+        yield Stage.of(webhook)
 
 
 def retried(what: str, work: Work) -> Iterator[ReadinessReason]:
@@ -458,8 +441,17 @@ async def _settle(inbox: Inbox, seconds: float, task: Task) -> None:
     settled.cancel()
 
 
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
+def _disk(directory: Path) -> tuple[int | None, int | None]:
+    """Return total and free bytes of the disk with `directory`, or with its nearest parent that exists.
+
+    They are None if the system does not say them, for example if a network file system has gone.
+    """
+    path = directory.absolute()
+    try:
+        usage = shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists()))
+    except OSError:
+        return None, None
+    return usage.total, usage.free
 
 
 async def _end(task: Task) -> None:

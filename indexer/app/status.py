@@ -34,7 +34,6 @@ class DaemonProbe:
     """Reads the stages of this process. No method does I/O.
 
     Attributes:
-        listed: The stages.
         started_at: When the daemon was started (monotonic seconds).
         stages: The progress of everything that is watched, by its name.
     """
@@ -45,7 +44,6 @@ class DaemonProbe:
     started_at: float
 
     def __post_init__(self) -> None:
-        """Collect the progress of the stages."""
         self.stages = {progress.name: progress for stage in self.listed for progress in stage.progress}
 
     def stalled(self) -> list[ReadinessReason]:

@@ -23,25 +23,17 @@ from indexer.tasks.scope import ScopeSettings
 class Tuning:
     """Intervals, timeouts and sizes. All times are seconds.
 
+    The daemon replaces what follows from `Settings` in those of a stage, such as its shard.
+
     Attributes:
         timeouts: Of outbound requests.
         host_pauses: Of hosts whose requests fail.
         connection: Of the stream.
-        identities: Ages and intervals of identities.
         max_identities: Identities in memory.
-        comparison: The times of the comparison of relays.
-        reconciliation: Its times; shard and interval are those of the settings.
-        repo_checks: The times of the comparison with hosts; shard, interval and lowest rate are those of the settings.
-        writer: The times of the batch writer; its shard and its window are those of the settings.
-        pool: The times of the resync pool; workers and the timeout of an attempt follow from the settings.
-        maintenance: The times of the queue maintenance; `unpark_after` is that of the settings.
-        hosts: The times of the reading of hosts' lists; shard and interval are those of the settings.
-        host_streams: The times of the streams of hosts; shard and number are those of the settings.
         retry: Between two attempts to acquire the shard lock, to load the cursors, and to store a gap.
         proof_timeout: After the connection, for the relay to send the message at the cursor again.
         gap_refresh: Between two reads of the open gaps.
         key_lookup_timeout: For a key, from the message that needs it.
-        scope: The times of the tasks that follow a change of the scope, and the sizes of their batches.
         erasure_interval: Between two searches for accounts to erase.
         identity_refresh_interval: Between two batches of refreshes.
         operations_interval: Between two readings of the PLC directory's operations, if it offers no stream.

@@ -24,27 +24,28 @@ def wrong(text: str, why: str) -> click.BadParameter:
     return click.BadParameter(f"{text[:_MAX_SHOWN]!r} {why}")
 
 
-def parse_did(text: str) -> str:
-    """Return the DID; raise `BadParameter` if it is not one."""
-    if not is_did(text):
-        raise wrong(text, "is not a DID")
-    return text
+def _parser(read: Callable[[str], str | None], why: str) -> Callable[[str], str]:
+    """Return a function that reads a text, and raises `BadParameter` with `why` if the result of `read` is None."""
+
+    def parse(text: str) -> str:
+        value = read(text)
+        if value is None:
+            raise wrong(text, why)
+        return value
+
+    return parse
 
 
-def parse_new_did(text: str) -> str:
-    """Return the DID; raise `BadParameter` if no account can have it. One that is tracked already may be any DID."""
-    if not is_account_did(text):
-        rules = "did:plc: with 24 characters of a-z and 2-7, or did:web: with a host name"
-        raise wrong(text, f"is not the DID of an account: {rules}")
-    return text
-
-
-def parse_account(text: str) -> str:
-    """Return a DID, or a handle in lower case and without a leading @; raise `BadParameter` for anything else."""
-    account = normalize_account(text)
-    if account is None:
-        raise wrong(text, "is neither a DID nor a handle")
-    return account
+parse_did = _parser(lambda text: text if is_did(text) else None, "is not a DID")
+parse_new_did = _parser(
+    lambda text: text if is_account_did(text) else None,
+    "is not the DID of an account: did:plc: with 24 characters of a-z and 2-7, or did:web: with a host name",
+)
+"""Returns a DID that an account can have. One that is tracked already may be any DID."""
+parse_account = _parser(normalize_account, "is neither a DID nor a handle")
+"""Returns a DID, or a handle in lower case and without a leading @."""
+parse_nsid = _parser(lambda text: normalize_nsid(text) if is_nsid(text) else None, "is not an NSID")
+"""Returns the normalized NSID."""
 
 
 def parse_record_uri(text: str) -> AtUri:
@@ -75,14 +76,6 @@ def parse_target(text: str) -> Target:
     if uri.rkey is None:
         raise wrong(text, "is neither at://DID-or-handle/collection/rkey, nor a DID, nor the NSID of a collection")
     return uri.authority, uri.collection, uri.rkey
-
-
-def parse_nsid(text: str) -> str:
-    """Return the normalized NSID; raise `BadParameter` if it is not one."""
-    nsid = normalize_nsid(text) if is_nsid(text) else ""
-    if not nsid:
-        raise wrong(text, "is not an NSID")
-    return nsid
 
 
 def parse_key(text: str) -> PublicKey:

@@ -23,9 +23,9 @@ from indexer.atproto.cid import CID_BYTES, cid_text
 from indexer.atproto.crypto import PublicKey, parse_did_key
 from indexer.atproto.record import Problem, decode_record
 from indexer.cli.arguments import parse_did
-from indexer.cli.command import ExitCode, command, json_lines_option, report_error
+from indexer.cli.command import CommandError, ExitCode, command, json_lines_option
 from indexer.cli.database import connect_database
-from indexer.cli.output import CommandProgress, to_json
+from indexer.cli.output import CommandProgress, counts_text, echo_json, json_wanted, to_json
 from indexer.db import Database, DatabaseError
 from indexer.db.exports import ConsistentRead, RecordRow
 from indexer.errors import BrokenInvariantError, UnavailableError, UpstreamError
@@ -65,9 +65,7 @@ class RepoAudit:
     """The result of one repo.
 
     Attributes:
-        records: Number of records compared.
-        proofs: Number of those in the database by how they were proven.
-        differences: Number of differences.
+        proofs: Number of compared records in the database by how they were proven.
         listed: The first differences: the AT-URI of the record, or the DID of the repo, and what differs.
         reason_skipped: Why the repo, or a part of it, was not compared: the kind of reason, then a colon and details.
     """
@@ -89,10 +87,7 @@ class RepoAudit:
 class RepoComparison:
     """Compares a snapshot with stored records that come in chunks, in path order. Holds one chunk at a time.
 
-    Call `compare_chunk` for each chunk, then `finish`.
-
-    Attributes:
-        result: The result so far.
+    Call `compare_chunk` for each chunk, then `finish`, which completes `result`.
     """
 
     def __init__(self, snapshot: Snapshot, policy: Policy, scope_version: int) -> None:
@@ -122,7 +117,7 @@ class RepoComparison:
         self._not_compared[FetchFailure.EXPORT_LACKS_RECORDS] += [*matches.values()].count(None)
 
     def finish(self) -> None:
-        """Compare the rest of the snapshot, and complete the result."""
+        """Compare the rest of the snapshot."""
         for difference in self._diff.remaining():
             self._add_difference(difference)
         for reason, records in (+self._not_compared).most_common(1):
@@ -192,7 +187,7 @@ class SkippedRepoError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Auditor:
-    """Audits several repos at a time. Threads verify and compare, so that the event loop is free for the downloads."""
+    """Audits repos. Threads verify and compare, so that the event loop is free for the downloads."""
 
     db: Database
     resolver: DidResolver
@@ -201,26 +196,12 @@ class Auditor:
     sparse: SparseFetch
     follows_hints: bool
 
-    async def audit(self, dids: Iterable[str], concurrency: int, report: Callable[[RepoAudit], None]) -> None:
-        """Call `report` with the result of each repo as soon as it is complete.
+    async def audit(self, did: str) -> RepoAudit:
+        """Return the result of a repo.
 
         Raises:
             DatabaseError: The database does not answer.
         """
-        waiting = iter(dids)
-
-        async def work() -> None:
-            for did in waiting:
-                report(await self._audit_repo(did))
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                for number in range(concurrency):
-                    group.create_task(work(), name=f"audit {number}")
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-
-    async def _audit_repo(self, did: str) -> RepoAudit:
         try:
             return await self._fetch_and_compare(did)
         except DatabaseError:
@@ -305,7 +286,7 @@ class Auditor:
 
 
 async def audit(settings: Settings, db: Database, dids: Iterable[str], report: Callable[[RepoAudit], None]) -> None:
-    """Audit repos with the clients that the settings describe. Send no requests to hosts that are paused.
+    """Call `report` with the result of each repo as soon as it is complete. Send no requests to paused hosts.
 
     Raises:
         DatabaseError: The database does not answer.
@@ -316,7 +297,18 @@ async def audit(settings: Settings, db: Database, dids: Iterable[str], report: C
         sparse = SparseFetch(pds, settings.sparse_resync)
         follows_hints = settings.continuing(await db.gaps.cursors()).upstream == "jetstream"
         auditor = Auditor(db, resolver, pds, await stored_policy(settings, db), sparse, follows_hints)
-        await auditor.audit(dids, audit_concurrency(settings), report)
+        waiting = iter(dids)
+
+        async def work() -> None:
+            for did in waiting:
+                report(await auditor.audit(did))
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number in range(audit_concurrency(settings)):
+                    group.create_task(work(), name=f"audit {number}")
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
 
 
 def audit_concurrency(settings: Settings) -> int:
@@ -393,7 +385,7 @@ class AuditSummary:
     help=f"Audit N random synchronized repos. Default without DIDs: {DEFAULT_SAMPLE}.",
 )
 @json_lines_option
-async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: int | None, as_json: bool) -> int:
+async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: int | None) -> int:
     """Fetch repos again and compare every record with the database.
 
     Nothing is changed. Each repo, or only its chosen records with proof, is fetched from its own host, verified,
@@ -410,7 +402,7 @@ async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: in
 
     def report(result: RepoAudit) -> None:
         summary.add(result)
-        if lines := [to_json(asdict(result))] if as_json else _result_lines(result):
+        if lines := [to_json(asdict(result))] if json_wanted() else _result_lines(result):
             progress.stop()  # stdout may be the same terminal
             click.echo("\n".join(lines))
             progress.start()
@@ -419,23 +411,18 @@ async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: in
     async with connect_database(settings, connections=audit_concurrency(settings), readonly=True) as db:
         repos = list(dict.fromkeys(dids)) or await db.reports.sample_synchronized(sample or DEFAULT_SAMPLE)
         if not repos:
-            return report_error("no repo is synchronized, so there is nothing to compare", ExitCode.FAILED)
+            raise CommandError("no repo is synchronized, so there is nothing to compare", ExitCode.FAILED)
         with CommandProgress("repos", len(repos)) as progress:
             await audit(settings, db, repos, report)
-    if as_json:
-        click.echo(to_json({"summary": asdict(summary)}))
+    if echo_json({"summary": asdict(summary)}):
         return summary.exit_code
     click.echo(f"repos: {summary.repos:,} compared, {summary.equal:,} equal")
     click.echo(f"records: {summary.records:,} compared, differences: {summary.differences:,}")
     if summary.proofs:
-        click.echo(f"proofs: {_listed(summary.proofs)}")
+        click.echo(f"proofs: {counts_text(summary.proofs)}")
     if summary.skipped:
-        click.echo(f"not compared: {summary.skipped:,} ({_listed(summary.reasons_skipped)})")
+        click.echo(f"not compared: {summary.skipped:,} ({counts_text(summary.reasons_skipped)})")
     return summary.exit_code
-
-
-def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join([f"{count:,} {name}" for name, count in sorted(counts.items())])
 
 
 def _result_lines(result: RepoAudit) -> list[str]:

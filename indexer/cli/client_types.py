@@ -5,6 +5,7 @@ Names and comments come from lexicons, so they may be hostile. Names of columns 
 
 import re
 from collections.abc import Container, Iterable
+from textwrap import wrap
 
 from indexer.telemetry.log import printable
 
@@ -85,13 +86,9 @@ def _typescript_comment(text: str, indent: str) -> str:
 
 def wrapped(text: str, indent: str) -> str:
     """Return the printable text in lines, of which all but the first begin with `indent`."""
-    lines, line = [], ""
-    for word in printable(" ".join(text.split())).split(" "):
-        if line and len(indent) + len(line) + len(word) + 8 > LINE_LENGTH:
-            lines.append(line)
-            line = ""
-        line = f"{line} {word}".strip()
-    return f"\n{indent}".join([*lines, line])
+    width = LINE_LENGTH - len(indent) - 7  # the marks of the comment need the rest
+    lines = wrap(printable(" ".join(text.split())), width, break_long_words=False, break_on_hyphens=False)
+    return f"\n{indent}".join(lines)
 
 
 LANGUAGES = {

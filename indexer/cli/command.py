@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from indexer.app.settings import Settings
 
 P = ParamSpec("P")
-Implementation = Callable[Concatenate["Settings", P], Coroutine[Any, Any, int]]
+Implementation = Callable[Concatenate["Settings", P], Coroutine[Any, Any, int | None]]
 
 
 class ExitCode(IntEnum):
@@ -41,6 +41,14 @@ class ExitCode(IntEnum):
         return member
 
 
+class CommandError(Exception):
+    """Ends a command with this message on stderr, and this exit code."""
+
+    def __init__(self, message: str, code: ExitCode) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 config_option = click.option(
     "--config",
     type=click.Path(path_type=Path),
@@ -51,6 +59,7 @@ config_option = click.option(
 
 JSON_HELP = ("Print the result as one line of JSON.", "Print one line of JSON for each result.")
 json_option, json_lines_option = (click.option("--json", "as_json", is_flag=True, help=text) for text in JSON_HELP)
+yes_option = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 
 
 def command(
@@ -58,22 +67,27 @@ def command(
 ) -> Callable[[Implementation[P]], click.Command]:
     """Return a decorator that makes a command of a coroutine function, and adds it to `group` if there is one.
 
-    The function takes the settings as its first argument and returns the exit code. `load` returns the settings; its
-    argument is the file that `--config` names. The default is `load_settings`.
+    The function takes the settings as its first argument, no `--config`, `--json` and `--yes`, and returns the exit
+    code; None: OK. `load` returns the settings; its argument is the file that `--config` names. The default is
+    `load_settings`.
     """
 
     def decorate(function: Implementation[P]) -> click.Command:
         @wraps(function)
-        def invoke(*args: P.args, **options: P.kwargs) -> int:
+        def invoke(*args: P.args, **options: P.kwargs) -> int | None:
             import asyncio  # noqa: PLC0415
 
             from indexer.app.settings import load_settings  # noqa: PLC0415
             from indexer.telemetry.log import configure_logging  # noqa: PLC0415
 
-            options.pop("config")
+            for option in ("config", "as_json", "yes"):
+                options.pop(option, None)
             settings = (load or load_settings)(config_file())
             configure_logging(settings.log_format, settings.log_level)
-            return asyncio.run(function(settings, *args, **options))
+            try:
+                return asyncio.run(function(settings, *args, **options))
+            except CommandError as error:
+                return report_error(str(error), error.code)
 
         made = click.command(name)(config_option(invoke))
         if group is not None:
@@ -81,6 +95,11 @@ def command(
         return made
 
     return decorate
+
+
+def command_group(name: str, text: str, kind: type[click.Group] = click.Group) -> click.Group:
+    """Return a group of commands, with its help text."""
+    return config_option(kind(name, help=text))
 
 
 def config_file() -> Path | None:
@@ -93,12 +112,14 @@ def config_file() -> Path | None:
 
 
 def confirm(question: str) -> None:
-    """Ask a question about something that cannot be undone.
+    """Ask a question about something that cannot be undone, unless the command got the option `--yes`.
 
     Raises:
         UsageError: There is no terminal to ask.
         Abort: The answer is not yes.
     """
+    if click.get_current_context().params["yes"]:
+        return
     if not sys.stdin.isatty():
         raise click.UsageError(f"{question} There is no terminal to answer: give --yes to confirm")
     click.confirm(question, abort=True, err=True)

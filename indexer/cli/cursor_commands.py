@@ -1,9 +1,9 @@
 """The command `cursor` and its subcommands `show` and `reset`."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from operator import itemgetter
-from pathlib import Path
 from time import time
 from typing import Any, Literal
 
@@ -11,25 +11,23 @@ import click
 
 from indexer.app.settings import Settings
 from indexer.cli.arguments import parse_position
-from indexer.cli.command import ExitCode, command, config_option, confirm, json_option, report_error
+from indexer.cli.command import CommandError, ExitCode, command, command_group, confirm, json_option, yes_option
 from indexer.cli.database import connect_database
-from indexer.cli.output import echo_result, result_console, row_table, to_json
+from indexer.cli.output import echo_json, echo_result, result_console, row_table
 from indexer.net.relay.subscription import first_event
 from indexer.serve.status_document import describe_gap
 from indexer.sync.events import InfoEvent, MalformedEvent, StreamError, UnknownEvent, event_seconds
 from indexer.sync.shard import BUCKETS, Shard
-from indexer.sync.stream import Cursor, OpenGap, Position
+from indexer.sync.stream import Cursor, Position
 
+CURSOR_FIELDS = ("relay", "shard", "epoch", "seq", "event_time")
 
-@click.group("cursor")
-@config_option
-def cursor_command(config: Path | None) -> None:
-    """Show or reset the stored positions in the streams of relays."""
+cursor_command = command_group("cursor", "Show or reset the stored positions in the streams of relays.")
 
 
 @command("show", cursor_command)
 @json_option
-async def show_command(settings: Settings, *, as_json: bool) -> int:
+async def show_command(settings: Settings) -> None:
     """Show the stored cursors and the open gaps.
 
     The lag is the age of the message at the cursor, by its own time.
@@ -37,16 +35,15 @@ async def show_command(settings: Settings, *, as_json: bool) -> int:
     async with connect_database(settings) as db:
         cursors, gaps = await db.gaps.cursors(), await db.gaps.load_open()
     rows = [_cursor_row(cursor, time()) for cursor in sorted(cursors, key=_order)]
-    if as_json:
-        click.echo(to_json({"cursors": rows, "open_gaps": [_gap_row(gap) for gap in gaps]}))
-        return ExitCode.OK
+    open_gaps = [asdict(one.gap) | {"opened_at": datetime.fromtimestamp(one.opened_at, UTC)} for one in gaps]
+    if echo_json({"cursors": rows, "open_gaps": open_gaps}):
+        return
     if rows:
         result_console().print(row_table(rows, box=None))
     else:
         click.echo("No cursor is stored. The daemon stores one when it has processed a message.")
     for gap in gaps:
         click.echo(f"open: {describe_gap(gap)}")
-    return ExitCode.OK
 
 
 @command("reset", cursor_command)
@@ -60,11 +57,9 @@ async def show_command(settings: Settings, *, as_json: bool) -> int:
     type=parse_position,
     help="Continue with this sequence number, with the next message, or with the oldest message that the relay has.",
 )
-@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+@yes_option
 @json_option
-async def reset_command(
-    settings: Settings, *, relay: str, target: Literal["live", "oldest"] | int, yes: bool, as_json: bool
-) -> int:
+async def reset_command(settings: Settings, *, relay: str, target: Literal["live", "oldest"] | int) -> None:
     """Set the cursor of a relay, for all shards, and open a gap.
 
     RELAY is the URL of the relay as `indexer cursor show` prints it. No daemon may run. The next daemon is not ready
@@ -72,21 +67,19 @@ async def reset_command(
     """
     async with connect_database(settings, connections=2) as db, db.shard_locks.open(Shard().positions) as lock:
         if not await lock.claim():
-            return report_error("a daemon is running; stop all daemons of this database first", ExitCode.FAILED)
+            raise CommandError("a daemon is running; stop all daemons of this database first", ExitCode.FAILED)
         cursors = await db.gaps.cursors()
         if relay not in {cursor.relay for cursor in cursors}:
-            return report_error(f"no cursor is stored for {relay}; see indexer cursor show", ExitCode.UNKNOWN)
-        if not yes:
-            confirm(f"Reset the cursor of {relay} to {target}?")
+            raise CommandError(f"no cursor is stored for {relay}; see indexer cursor show", ExitCode.UNKNOWN)
+        confirm(f"Reset the cursor of {relay} to {target}?")
         position = await _position(settings, relay, target)
         if position is None:
-            return report_error(f"{relay} has sent no message; the cursor is unchanged", ExitCode.FAILED)
+            raise CommandError(f"{relay} has sent no message; the cursor is unchanged", ExitCode.FAILED)
         shards = present_shards(cursors)
         await db.gaps.reset_cursor(relay, shards, position)
     names = [str(shard) for shard in shards]
     text = f"{relay}: cursor {position.seq} in shards {', '.join(names)}; a gap is open for each shard"
-    echo_result({"relay": relay, "seq": position.seq, "shards": names}, text, as_json=as_json)
-    return ExitCode.OK
+    echo_result({"relay": relay, "seq": position.seq, "shards": names}, text)
 
 
 def present_shards(cursors: Sequence[Cursor]) -> list[Shard]:
@@ -116,26 +109,7 @@ async def _position(settings: Settings, relay: str, target: Literal["live", "old
 def _cursor_row(cursor: Cursor, now: float) -> dict[str, Any]:
     at = event_seconds(cursor.event_time)
     lag = None if at is None else round(now - at, 1)
-    return {
-        "relay": cursor.relay,
-        "shard": cursor.shard,
-        "epoch": cursor.epoch,
-        "seq": cursor.seq,
-        "event_time": cursor.event_time,
-        "lag_seconds": lag,
-    }
-
-
-def _gap_row(opened: OpenGap) -> dict[str, Any]:
-    gap = opened.gap
-    return {
-        "relay": gap.relay,
-        "shard": gap.shard,
-        "reason": gap.reason,
-        "first_seq": gap.first_seq,
-        "last_seq": gap.last_seq,
-        "opened_at": datetime.fromtimestamp(opened.opened_at, UTC),
-    }
+    return {name: getattr(cursor, name) for name in CURSOR_FIELDS} | {"lag_seconds": lag}
 
 
 def _order(cursor: Cursor) -> tuple[str, int, int]:

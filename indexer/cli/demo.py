@@ -7,8 +7,7 @@ schema `atproto`, as AppViews do. With `--serve`, the network is served for a da
 
 import asyncio
 import tempfile
-from collections import Counter
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from itertools import count
 from pathlib import Path
 from time import monotonic
@@ -22,7 +21,8 @@ from indexer.app.process_setup import StopRequest, stop_on_signals
 from indexer.app.settings import DEMO_SETTINGS, Settings, load_from_environment
 from indexer.cli.arguments import parse_listen_address
 from indexer.cli.command import ExitCode, command
-from indexer.cli.output import fact_table
+from indexer.cli.output import counts_text, fact_table
+from indexer.concurrency.event_wait import wait_for_event
 from indexer.db import Database
 from indexer.db.migrate import migrate
 from indexer.demo.local_network import LocalNetwork
@@ -178,7 +178,8 @@ async def _until_equal(
                 events = [f"{event.kind}: {event.detail}" for event in scenario.report.events]
                 live.update(Group(f"indexer demo, {phase}", fact_table(facts), *events))
                 await asyncio.wait([serving], timeout=REFRESH_SECONDS)
-                _raise_if_ended(serving)
+                if serving.done():
+                    serving.result()  # raises the exception that ended the daemon
     finally:
         acting.cancel()
 
@@ -188,21 +189,17 @@ async def _keep_acting(scenario: Scenario, serving: asyncio.Task[int]) -> None:
     stop = StopRequest()
     with stop_on_signals(stop, STOP_SECONDS):
         for step in count(1):
-            _raise_if_ended(serving)
+            if serving.done():
+                serving.result()
             scenario.perform(step, 1)  # no account event is due after the last step
-            with suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), 1 / KEPT_COMMITS_PER_SECOND)
+            if await wait_for_event(stop, 1 / KEPT_COMMITS_PER_SECOND):
                 return
-
-
-def _raise_if_ended(serving: asyncio.Task[int]) -> None:
-    if serving.done():
-        serving.result()
 
 
 def _print_result(scenario: Scenario, differences: list[str], console: Console) -> None:
     report, repos = scenario.report, scenario.network.expected_records().values()
-    console.print(f"{report.accounts} accounts, commits {_counts(report.commits)}, operations {_counts(report.ops)}")
+    commits, operations = counts_text(report.commits), counts_text(report.ops)
+    console.print(f"{report.accounts} accounts, commits {commits}, operations {operations}")
     for event in report.events:
         console.print(f"  {event.kind}: {event.detail}", highlight=False)
     if not differences:
@@ -215,10 +212,6 @@ def _print_result(scenario: Scenario, differences: list[str], console: Console) 
     console.print(f"[bold red]DIFFERENT[/], differences: {len(differences)}")
     for difference in differences[:MAX_LISTED_DIFFERENCES]:
         console.print(f"  {difference}", highlight=False)
-
-
-def _counts(counter: Counter[str]) -> str:
-    return ", ".join(f"{count:,} {name}" for name, count in sorted(counter.items()))
 
 
 async def serve_network(host: str, port: int, seconds: float) -> int:

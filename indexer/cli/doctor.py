@@ -3,17 +3,15 @@
 import asyncio
 import os
 import shutil
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
 from pathlib import Path
 from time import time
-from typing import Any
 from urllib.parse import urlsplit
 
-import click
 from dns.rdatatype import TXT
 from rich.text import Text
 
@@ -22,7 +20,7 @@ from indexer.app.daemon import CONNECTIONS
 from indexer.app.settings import Settings, load_from_environment, load_settings
 from indexer.cli.command import ExitCode, command, config_file, json_option
 from indexer.cli.database import open_database
-from indexer.cli.output import result_console, to_json
+from indexer.cli.output import echo_json, result_console
 from indexer.db.requirements import DatabaseFacts, load_database_facts
 from indexer.errors import SettingsError, UnavailableError
 from indexer.net.http.checked_connector import DnsResolver, resolve_with_system
@@ -69,13 +67,7 @@ STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report.
-
-    Attributes:
-        check: What was checked.
-        found: What was found.
-        action: What the operator should do; "" if nothing.
-    """
+    """One line of the report, with the action that the operator should take; "" if none."""
 
     check: str
     level: Level
@@ -93,7 +85,7 @@ def _log_settings(_: Path | None) -> Settings:
 
 @command("doctor", load=_log_settings)
 @json_option
-async def doctor_command(_: Settings, *, as_json: bool) -> int:
+async def doctor_command(_: Settings) -> int:
     """Check settings, database, disk, clock, relays, directories and DNS.
 
     Print one line for each check: `ok`, `warn` or `fail`, what was found, and what to do. Only the embedded Postgres is
@@ -104,9 +96,7 @@ async def doctor_command(_: Settings, *, as_json: bool) -> int:
     except SettingsError as error:  # without settings there is nothing else to check
         findings = [Finding("settings", FAIL, str(error), "Correct it; docs/settings.md lists all settings.")]
     failed = any(finding.level is FAIL for finding in findings)
-    if as_json:
-        click.echo(to_json({"ok": not failed, "checks": [asdict(finding) for finding in findings]}))
-    else:
+    if not echo_json({"ok": not failed, "checks": [asdict(finding) for finding in findings]}):
         for finding in findings:
             text = f"{finding.check}: {finding.found}" + (f". {finding.action}" if finding.action else "")
             line = Text(f"{finding.level:<4}", STYLES[finding.level])
@@ -123,23 +113,20 @@ async def run_checks(settings: Settings) -> list[Finding]:
     cursors: list[Cursor] = []
     database = await _findings("database", "", _check_database(settings, cursors), DATABASE_SECONDS)
     settings = settings.continuing(cursors)
+    kind, check, urls = "relay", _check_relay, settings.relays
+    if settings.upstream == "jetstream":
+        kind, check, urls = "jetstream", _check_jetstream, settings.jetstreams
     async with open_outbound_client(settings) as outbound:
         dids = make_did_resolver(settings, outbound)
         results = await asyncio.gather(
             _findings("disk", "", asyncio.to_thread(check_disk, settings.data_dir)),
             _findings("clock", "", _check_clock(settings, outbound)),
-            *_stream_findings(settings),
+            *(_findings(kind, f"{url}: ", check(settings, url)) for url in urls),
             *(_findings("directory", f"{url}: ", _check_directory(dids, url)) for url in settings.plc_url),
             _findings("dns", "", _check_dns(settings)),
         )
     found = [finding for found in (database, *results) for finding in found]
     return _settings_findings(settings) + one_is_enough(found)
-
-
-def _stream_findings(settings: Settings) -> list[Coroutine[Any, Any, Sequence[Finding]]]:
-    if settings.upstream == "jetstream":
-        return [_findings("jetstream", f"{url}: ", _check_jetstream(settings, url)) for url in settings.jetstreams]
-    return [_findings("relay", f"{url}: ", _check_relay(settings, url)) for url in settings.relays]
 
 
 async def _findings(
@@ -262,15 +249,15 @@ def clock_finding(host: str, ahead: float, limit: float) -> Finding:
     return Finding("clock", FAIL if abs(ahead) > limit else WARN, found, action)
 
 
-async def _check_relay(settings: Settings, relay: str) -> Sequence[Finding]:
+async def _check_relay(settings: Settings, url: str) -> Sequence[Finding]:
     event = await first_event(
-        relay, None, settings.limits, settings.user_agent,
+        url, None, settings.limits, settings.user_agent,
         connect_timeout=CONNECT_SECONDS, message_timeout=MESSAGE_SECONDS,
     )  # fmt: skip
     if isinstance(event, StreamError):
         raise OSError(f"the relay sends an error: {event.error}")
     sent = f"no message for {MESSAGE_SECONDS:g} s" if event is None else f"a message with number {event.seq}"
-    return [Finding("relay", OK, f"{relay} opened the stream and sent {sent}")]
+    return [Finding("relay", OK, f"{url} opened the stream and sent {sent}")]
 
 
 async def _check_jetstream(settings: Settings, url: str) -> Sequence[Finding]:

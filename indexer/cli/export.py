@@ -17,9 +17,9 @@ from indexer.app.settings import Settings
 from indexer.atproto.limits import max_items
 from indexer.atproto.syntax import AtUri, is_did
 from indexer.cli.arguments import parse_nsid
-from indexer.cli.command import ExitCode, command, json_option, report_error
+from indexer.cli.command import command, json_option
 from indexer.cli.database import connect_database
-from indexer.cli.lexicon import without_view
+from indexer.cli.lexicon import require_views
 from indexer.cli.output import CommandProgress, echo_result
 from indexer.db import Database, DatabaseError
 from indexer.db.exports import Page, SeenRecord
@@ -37,15 +37,6 @@ MAX_LINE_ITEMS = 3 << 20
 """Maximum of `max_items` of a line. A row of a typed view has a record twice, and all its bytes may be commas."""
 ATTEMPTS = 5
 """Attempts to write a batch of an import: the daemon may have locked its records."""
-
-
-def require_library(form: Format) -> None:
-    """Raise `SettingsError` if the library that writes this format is not installed."""
-    if form == "parquet" and find_spec("pyarrow") is None:
-        raise SettingsError(
-            "Parquet needs the library pyarrow, which is not installed; install the package as "
-            "atproto-indexer[parquet], or build its image with --build-arg EXTRAS=parquet"
-        )
 
 
 async def export(db: Database, collection: str, form: Format, view: str | None = None) -> int:
@@ -164,7 +155,7 @@ def parquet(file: IO[bytes], columns: Sequence[ViewColumn], group_bytes: int = R
     show_default=True,
     help="Format of the output.",
 )
-async def export_command(settings: Settings, *, collection: str, typed: bool, form: Format) -> int:
+async def export_command(settings: Settings, *, collection: str, typed: bool, form: Format) -> None:
     """Write all visible records of a collection to stdout.
 
     The output is from one point in time. Parquet needs pyarrow: install the extra `parquet` of the package. If the
@@ -172,20 +163,23 @@ async def export_command(settings: Settings, *, collection: str, typed: bool, fo
     """
     if form == "parquet" and sys.stdout.isatty():
         raise click.UsageError("Parquet cannot be written to a terminal. Redirect the output to a file.")
-    require_library(form)
+    if form == "parquet" and find_spec("pyarrow") is None:
+        raise SettingsError(
+            "Parquet needs the library pyarrow, which is not installed; install the package as "
+            "atproto-indexer[parquet], or build its image with --build-arg EXTRAS=parquet"
+        )
     async with connect_database(settings) as db:
         stored = await db.lexicons.load() if typed else {}
-        if typed and (unknown := without_view([collection], stored)):
-            return report_error(unknown, ExitCode.UNKNOWN)
+        if typed:
+            require_views([collection], stored)
         count = await export(db, collection, form, stored[collection].view if typed else None)
     click.echo(f"records: {count:,}", err=True)
-    return ExitCode.OK
 
 
 @command("import-first-seen")
 @click.argument("file", metavar="FILE|-", type=click.File("rb"))
 @json_option
-async def import_first_seen_command(settings: Settings, *, file: IO[bytes], as_json: bool) -> int:
+async def import_first_seen_command(settings: Settings, *, file: IO[bytes]) -> None:
     """Import first-seen times from JSON lines that another database has exported.
 
     `indexer export` writes such lines. Each stored record keeps the earlier time. Records that are not stored are
@@ -203,8 +197,7 @@ async def import_first_seen_command(settings: Settings, *, file: IO[bytes], as_j
                 progress.show(counts["records"])
     result = {name: counts[name] for name in ("records", "set", "not_stored")}
     text = "records: {records:,}, first-seen times set: {set:,}, not stored: {not_stored:,}".format_map(result)
-    echo_result(result, text, as_json=as_json)
-    return ExitCode.OK
+    echo_result(result, text)
 
 
 async def _set_first_seen(db: Database, seen: Sequence[SeenRecord]) -> tuple[int, int]:

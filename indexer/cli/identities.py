@@ -8,7 +8,7 @@ import click
 
 from indexer.app.clients import make_plc_operations, open_outbound_client
 from indexer.app.settings import Settings
-from indexer.cli.command import ExitCode, command, config_option, json_option, report_error
+from indexer.cli.command import CommandError, ExitCode, command, command_group, json_option
 from indexer.cli.database import connect_database
 from indexer.cli.output import CommandProgress, echo_result
 from indexer.db.crawls import CrawlProgress
@@ -21,10 +21,7 @@ FIRST_OPERATION = 1_668_643_200.0
 """The day of the first operation at plc.directory, in Unix seconds. The total for the progress is estimated from it."""
 
 
-@click.group("identities")
-@config_option
-def identities_command(config: Path | None) -> None:
-    """Import the identities of accounts from a PLC directory."""
+identities_command = command_group("identities", "Import the identities of accounts from a PLC directory.")
 
 
 @command("import", identities_command)
@@ -37,7 +34,7 @@ def identities_command(config: Path | None) -> None:
 @click.option("--all", "everything", is_flag=True, help="Store all identities, not only those of tracked repos.")
 @click.option("--again", is_flag=True, help="Begin with the first operation, for repos that were added later.")
 @json_option
-async def import_command(settings: Settings, *, file: Path | None, everything: bool, again: bool, as_json: bool) -> int:
+async def import_command(settings: Settings, *, file: Path | None, everything: bool, again: bool) -> None:
     """Verify the operations of the first PLC directory, and store keys, hosts and handles.
 
     Continues after the last import, or the last daemon with INDEXER_PLC_FOLLOW.
@@ -50,7 +47,7 @@ async def import_command(settings: Settings, *, file: Path | None, everything: b
     ):
         if not await lock.claim():
             owners = "; ".join(await db.shard_locks.owners(OPERATIONS))
-            return report_error(f"another process reads the operations of the directory: {owners}", ExitCode.FAILED)
+            raise CommandError(f"another process reads the operations of the directory: {owners}", ExitCode.FAILED)
         reading = make_plc_operations(settings, db, outbound, Conditions(), metrics)
         begun = await reading.begin(everything=everything)
         if again or begun.cursor is None:
@@ -69,5 +66,4 @@ async def import_command(settings: Settings, *, file: Path | None, everything: b
     seconds, read, proven = monotonic() - began, ended.listed - begun.listed, ended.found - begun.found
     result = {"operations": read, "proven": proven, "position": ended.cursor, "seconds": round(seconds, 1)}
     text = f"operations: {read:,} read, {proven:,} proven, {read / max(seconds, 0.001):,.0f} per second"
-    echo_result(result, text, as_json=as_json)
-    return ExitCode.OK
+    echo_result(result, text)

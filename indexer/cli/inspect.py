@@ -18,7 +18,7 @@ from indexer.atproto.mst import BlockOf, leaves, walk
 from indexer.atproto.record import Problem, decode_record
 from indexer.atproto.syntax import split_path
 from indexer.cli.arguments import parse_key
-from indexer.cli.command import ExitCode, command, json_lines_option, report_error
+from indexer.cli.command import CommandError, ExitCode, command, json_lines_option
 from indexer.cli.output import echo_result
 from indexer.core.spool import Spool
 from indexer.errors import UnavailableError, UpstreamError
@@ -86,19 +86,19 @@ def _records(block_of: BlockOf, data: bytes, limits: Limits) -> Iterator[Inspect
     "--key", metavar="did:key:…", type=parse_key, help="Check the signature with this signing key of the account."
 )
 @json_lines_option
-async def inspect_command(settings: Settings, *, file: Path, key: PublicKey | None, as_json: bool) -> int:
+async def inspect_command(settings: Settings, *, file: Path, key: PublicKey | None) -> None:
     """Verify a CAR export of a repo offline and list its records.
 
     The exit code is 1, with the reason, if the export breaks a rule or is incomplete.
     """
     try:
         with open_export(file, key, settings.limits) as export:
-            return _print_export(export, "not checked: no --key" if key is None else "valid", as_json=as_json)
+            _print_export(export, "not checked: no --key" if key is None else "valid")
     except (UpstreamError, UnavailableError) as error:
-        return report_error(f"{file} is invalid: {error}", ExitCode.FAILED)
+        raise CommandError(f"{file} is invalid: {error}", ExitCode.FAILED) from error
 
 
-def _print_export(export: InspectedExport, signature: str, *, as_json: bool) -> int:
+def _print_export(export: InspectedExport, signature: str) -> None:
     commit = export.commit
     facts: dict[str, Any] = {
         "did": commit.did,
@@ -108,14 +108,13 @@ def _print_export(export: InspectedExport, signature: str, *, as_json: bool) -> 
         "records": export.total,
         "signature": signature,
     }
-    echo_result(facts, "\n".join(f"{name:<9}  {value}" for name, value in facts.items()) + "\n", as_json=as_json)
+    echo_result(facts, "\n".join(f"{name:<9}  {value}" for name, value in facts.items()) + "\n")
     missing = 0
     for record in export.records:
         missing += record.problem == Problem.MISSING
         result = {"cid": cid_text(record.cid), "path": record.path, "problem": record.problem or None}
         note = f"  ({printable(record.problem)})" if record.problem else ""
-        echo_result(result, f"{result['cid']} {record.path}{note}", as_json=as_json)
+        echo_result(result, f"{result['cid']} {record.path}{note}")
     if missing:
         message = f"{FetchFailure.EXPORT_LACKS_RECORDS}: records that are not in the file: {missing}"
-        return report_error(message, ExitCode.FAILED)
-    return ExitCode.OK
+        raise CommandError(message, ExitCode.FAILED)

@@ -19,9 +19,9 @@ from indexer.app.settings import Settings
 from indexer.atproto.syntax import is_nsid
 from indexer.cli.arguments import parse_nsid
 from indexer.cli.client_types import LANGUAGES, class_name
-from indexer.cli.command import ExitCode, command, config_option, json_lines_option, report_error
+from indexer.cli.command import CommandError, ExitCode, command, command_group, json_lines_option
 from indexer.cli.database import connect_database
-from indexer.cli.output import duration_text, echo_result, result_console, row_table, to_json
+from indexer.cli.output import duration_text, echo_result, json_wanted, result_console, row_table, to_json
 from indexer.db import Database
 from indexer.db.lexicon_indexes import LexiconIndex, UnknownColumnError
 from indexer.db.lexicons import KEY_COLUMNS, AddedLexicon, AddedState, StoredLexicon
@@ -35,19 +35,19 @@ MAX_FILE_BYTES = 1_048_576
 """Maximum size of a lexicon: a published one is a record."""
 
 
-@click.group("lexicon")
-@config_option
-def lexicon_command(config: Path | None) -> None:
+lexicon_command = command_group(
+    "lexicon",
     """Add lexicons, and query records through views with typed columns.
 
     Schema `lexicon` has a view for each record type whose lexicon was added, with its name.
-    """
+    """,
+)
 
 
 @command("add", lexicon_command)
 @click.argument("names", metavar="FILE|DIRECTORY|NSID...", nargs=-1, required=True)
 @json_lines_option
-async def add_command(settings: Settings, *, names: tuple[str, ...], as_json: bool) -> int:
+async def add_command(settings: Settings, *, names: tuple[str, ...]) -> None:
     """Add lexicons, or replace them by newer versions.
 
     An NSID is resolved as the AT Protocol specifies, and the proof of its record is verified. Lexicons that its fields
@@ -57,8 +57,7 @@ async def add_command(settings: Settings, *, names: tuple[str, ...], as_json: bo
     given, nsids = read_arguments(names)
     async with connect_database(settings, connections=2) as db:
         given |= await fetch_lexicons(settings, db, given, nsids)
-        await store_lexicons(settings, db, given, as_json=as_json)
-    return ExitCode.OK
+        await store_lexicons(settings, db, given)
 
 
 async def fetch_lexicons(
@@ -82,9 +81,7 @@ async def fetch_lexicons(
     return found
 
 
-async def store_lexicons(
-    settings: Settings, db: Database, given: Mapping[str, SourcedLexicon], *, as_json: bool
-) -> None:
+async def store_lexicons(settings: Settings, db: Database, given: Mapping[str, SourcedLexicon]) -> None:
     """Store lexicons, and create or update their views. Write the results.
 
     Raises:
@@ -94,7 +91,7 @@ async def store_lexicons(
     for result in results:
         if result.state is AddedState.UPDATED or (result.nsid in given and result.state is not AddedState.SKIPPED):
             view = f'view lexicon."{result.view}"' if result.view else "no view, other lexicons refer to it"
-            echo_result(result._asdict(), f"{result.nsid}: {result.state}, {view}", as_json=as_json)
+            echo_result(result._asdict(), f"{result.nsid}: {result.state}, {view}")
     scope = (await stored_policy(settings, db)).scope
     if skipped := [result.nsid for result in results if result.state is AddedState.SKIPPED]:
         click.echo(f"lexicons without a record type, skipped: {', '.join(skipped)}", err=True)
@@ -106,7 +103,7 @@ async def store_lexicons(
 
 @command("list", lexicon_command)
 @json_lines_option
-async def list_command(settings: Settings, *, as_json: bool) -> int:
+async def list_command(settings: Settings) -> None:
     """List the stored lexicons with their views and indexes."""
     async with connect_database(settings) as db:
         stored, indexes = await db.lexicons.load(), await db.lexicon_indexes.load()
@@ -120,7 +117,7 @@ async def list_command(settings: Settings, *, as_json: bool) -> int:
         }
         for nsid, one in stored.items()
     ]
-    if as_json:
+    if json_wanted():
         for row in rows:
             click.echo(to_json(row))
     elif rows:
@@ -130,29 +127,26 @@ async def list_command(settings: Settings, *, as_json: bool) -> int:
         result_console().print(row_table(rows, box=None))
     else:
         click.echo("No lexicon is stored; see indexer lexicon add --help.", err=True)
-    return ExitCode.OK
 
 
 @command("remove", lexicon_command)
 @click.argument("nsids", metavar="NSID...", nargs=-1, required=True, type=parse_nsid)
 @json_lines_option
-async def remove_command(settings: Settings, *, nsids: tuple[str, ...], as_json: bool) -> int:
+async def remove_command(settings: Settings, *, nsids: tuple[str, ...]) -> None:
     """Remove lexicons with their views and indexes. Records are not changed."""
     async with connect_database(settings, connections=2) as db:
-        if unknown := without_view(nsids, await db.lexicons.load()):
-            return report_error(unknown, ExitCode.UNKNOWN)
+        require_views(nsids, await db.lexicons.load())
         await db.lexicons.remove(nsids)
         for nsid in nsids:
-            echo_result({"nsid": nsid}, f"{nsid}: removed", as_json=as_json)
+            echo_result({"nsid": nsid}, f"{nsid}: removed")
         _print_dropped(await db.lexicon_indexes.drop_outdated())
-    return ExitCode.OK
 
 
 @command("index", lexicon_command)
 @click.argument("nsid", metavar="NSID", type=parse_nsid)
 @click.argument("fields", metavar="COLUMN[,COLUMN]...", nargs=-1, required=True)
 @json_lines_option
-async def index_command(settings: Settings, *, nsid: str, fields: tuple[str, ...], as_json: bool) -> int:
+async def index_command(settings: Settings, *, nsid: str, fields: tuple[str, ...]) -> None:
     """Build indexes for queries on the view of a record type.
 
     Each argument is one index: a column of the view, or several, separated by commas. A column may also be named as its
@@ -160,8 +154,7 @@ async def index_command(settings: Settings, *, nsid: str, fields: tuple[str, ...
     """
     async with connect_database(settings) as db:
         stored = await db.lexicons.load()
-        if unknown := without_view([nsid], stored):
-            return report_error(unknown, ExitCode.UNKNOWN)
+        require_views([nsid], stored)
         for argument in fields:
             columns = [_column_of(name, stored[nsid]) for name in argument.split(",")]
             name = f"{nsid} ({', '.join(columns)})"
@@ -170,17 +163,16 @@ async def index_command(settings: Settings, *, nsid: str, fields: tuple[str, ...
             try:
                 built = await db.lexicon_indexes.build(nsid, columns) is not None
             except UnknownColumnError as error:
-                return report_error(str(error), ExitCode.BAD_ARGUMENT)
+                raise CommandError(str(error), ExitCode.BAD_ARGUMENT) from error
             text = f"index built in {duration_text(monotonic() - begun)}" if built else "there is an index already"
-            echo_result({"nsid": nsid, "columns": columns, "built": built}, f"{name}: {text}", as_json=as_json)
-    return ExitCode.OK
+            echo_result({"nsid": nsid, "columns": columns, "built": built}, f"{name}: {text}")
 
 
 @command("types", lexicon_command)
 @click.argument("nsids", metavar="[NSID]...", nargs=-1, type=parse_nsid)
 @click.option("--python", "language", flag_value="python", help="Print a Python module.")
 @click.option("--typescript", "language", flag_value="typescript", help="Print a TypeScript module.")
-async def types_command(settings: Settings, *, nsids: tuple[str, ...], language: str | None) -> int:
+async def types_command(settings: Settings, *, nsids: tuple[str, ...], language: str | None) -> None:
     """Print types for the rows of typed views, of all or of those of some record types.
 
     In Python, each is a TypedDict, in TypeScript an interface for rows of node-postgres.
@@ -189,8 +181,7 @@ async def types_command(settings: Settings, *, nsids: tuple[str, ...], language:
         raise click.UsageError("Give --python or --typescript.")
     async with connect_database(settings) as db:
         stored, columns = await db.lexicons.load(), await db.lexicons.columns()
-    if unknown := without_view(nsids, stored):
-        return report_error(unknown, ExitCode.UNKNOWN)
+    require_views(nsids, stored)
     head, type_of, define = LANGUAGES[language]
     click.echo(head, nl=False)
     names = list[str]()
@@ -207,7 +198,6 @@ async def types_command(settings: Settings, *, nsids: tuple[str, ...], language:
             filled = {*KEY_COLUMNS} - nullable
             fields = [(name, type_of(sql, nullable=name not in filled), text) for *_, name, sql, text in view]
             click.echo(define(names[-1], f'A row of lexicon."{one.view}". {view[0].view_comment}', fields), nl=False)
-    return ExitCode.OK
 
 
 def read_arguments(names: Sequence[str]) -> tuple[dict[str, SourcedLexicon], list[str]]:
@@ -272,10 +262,12 @@ def _print_dropped(dropped: Sequence[LexiconIndex]) -> None:
         click.echo(f"{index.nsid} ({index.columns}): dropped an index that no view uses any more", err=True)
 
 
-def without_view(nsids: Sequence[str], stored: Mapping[str, StoredLexicon]) -> str | None:
-    """Return an error for the first NSID without a stored view; None if all have one."""
-    missing = next((nsid for nsid in nsids if nsid not in stored or stored[nsid].view is None), None)
-    return f"the lexicon of {missing} was not added, or has no view; see indexer lexicon list" if missing else None
+def require_views(nsids: Sequence[str], stored: Mapping[str, StoredLexicon]) -> None:
+    """Raise `CommandError` for the first NSID without a stored view."""
+    for nsid in nsids:
+        if nsid not in stored or stored[nsid].view is None:
+            message = f"the lexicon of {nsid} was not added, or has no view; see indexer lexicon list"
+            raise CommandError(message, ExitCode.UNKNOWN)
 
 
 def _column_of(name: str, stored: StoredLexicon) -> str:

@@ -128,7 +128,7 @@ def commands(context: click.Context, /, config: Path | None) -> None:  # noqa: A
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @config_option
 @click.pass_context
-def completion_command(context: click.Context, /, shell: str, config: Path | None) -> int:  # noqa: ARG001 - as above
+def completion_command(context: click.Context, /, shell: str, config: Path | None) -> None:  # noqa: ARG001 - as above
     """Print the script that completes commands and options in a shell.
 
     \b
@@ -139,7 +139,6 @@ def completion_command(context: click.Context, /, shell: str, config: Path | Non
     completion = get_completion_class(shell)
     assert completion is not None  # noqa: S101 - click has a class for each of the choices
     click.echo(completion(context.find_root().command, {}, PROGRAM, f"_{PROGRAM.upper()}_COMPLETE").source())
-    return ExitCode.OK
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -41,9 +41,22 @@ def to_json(value: Any) -> str:
     return json.dumps(value, default=datetime.isoformat)
 
 
-def echo_result(result: Mapping[str, Any], text: str, *, as_json: bool) -> None:
+def json_wanted() -> bool:
+    """Return True if the command got the option `--json`."""
+    return bool(click.get_current_context().params.get("as_json"))
+
+
+def echo_json(result: Mapping[str, Any]) -> bool:
+    """Print a result on stdout as one line of JSON, and return True, if the command got the option `--json`."""
+    if json_wanted():
+        click.echo(to_json(result))
+    return json_wanted()
+
+
+def echo_result(result: Mapping[str, Any], text: str) -> None:
     """Print a result on stdout: as one line of JSON for scripts, otherwise as text."""
-    click.echo(to_json(result) if as_json else text)
+    if not echo_json(result):
+        click.echo(text)
 
 
 def to_readable_json(value: Any) -> str:
@@ -73,8 +86,10 @@ def literal_text(text: str) -> Text:
     return Text(printable(text), overflow="fold")
 
 
-def duration_text(seconds: float) -> str:
-    """Return a duration in its two largest units: `2 d 3 h`, `4 min 5 s`, `6 s`."""
+def duration_text(seconds: float | None) -> str:
+    """Return a duration in its two largest units: `2 d 3 h`, `4 min 5 s`, `6 s`; `-` for None."""
+    if seconds is None:
+        return "-"
     rest = max(round(seconds), 0)
     parts: list[str] = []
     for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1)):
@@ -82,6 +97,11 @@ def duration_text(seconds: float) -> str:
             parts.append(f"{rest // size} {unit}")
             rest %= size
     return " ".join(parts[:2])
+
+
+def counts_text(counts: Mapping[str, int]) -> str:
+    """Return numbers with their names, in the order of the names: `2 applied, 1 replayed`."""
+    return ", ".join([f"{count:,} {name}" for name, count in sorted(counts.items())])
 
 
 def shown(value: Any) -> str:

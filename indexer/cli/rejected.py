@@ -2,16 +2,16 @@
 
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import IO, Any
 
 import click
 
 from indexer.app.settings import Settings
+from indexer.atproto.syntax import AtUri
 from indexer.cli.arguments import parse_did
-from indexer.cli.command import ExitCode, command, config_option, json_lines_option, json_option, report_error
+from indexer.cli.command import CommandError, ExitCode, command, command_group, json_lines_option, json_option
 from indexer.cli.database import connect_database
-from indexer.cli.output import echo_result, fact_table, result_console, to_json, to_readable_json
+from indexer.cli.output import echo_json, echo_result, fact_table, result_console, to_readable_json
 from indexer.db.dead_letters import StoredDeadLetter
 from indexer.db.tap_feed import SetAside
 from indexer.errors import UpstreamError
@@ -45,7 +45,7 @@ def dead_letter_lines(dead_letter: StoredDeadLetter) -> str:
 def set_aside_dict(event: SetAside) -> dict[str, Any]:
     """Return an event of the feed that clients refused, and that was set aside."""
     return {
-        "uri": "at://" + "/".join(part for part in (event.did, event.collection, event.rkey) if part),
+        "uri": str(AtUri(event.did, event.collection, event.rkey)),
         "action": event.action,
         "rev": event.rev or None,
         "attempts": event.attempts,
@@ -82,14 +82,15 @@ class ListByDefaultGroup(click.Group):
         return super().parse_args(ctx, args if named else ["list", *args])
 
 
-@click.group("rejected", cls=ListByDefaultGroup)
-@config_option
-def rejected_command(config: Path | None) -> None:
+rejected_command = command_group(
+    "rejected",
     """List, show or replay dead letters.
 
     Dead letters are messages that broke a rule of the protocol. Without a subcommand, list them. With --feed, the
     commands are about events that were set aside, because clients of the feed refused them.
-    """
+    """,
+    ListByDefaultGroup,
+)
 
 
 @command("list", rejected_command)
@@ -105,9 +106,7 @@ def rejected_command(config: Path | None) -> None:
 )
 @click.option("--feed", is_flag=True, help="List events that clients of the feed refused and that were set aside.")
 @json_lines_option
-async def list_command(
-    settings: Settings, *, reason: str | None, did: str | None, limit: int, feed: bool, as_json: bool
-) -> int:
+async def list_command(settings: Settings, *, reason: str | None, did: str | None, limit: int, feed: bool) -> None:
     """List dead letters, newest first.
 
     Each line shows the ID, time, relay, sequence number, DID, kind, and reason.
@@ -123,10 +122,9 @@ async def list_command(
             letters = await db.dead_letters.newest(REASONS[reason] if reason else None, did, limit=limit)
             found = [(dead_letter_dict(letter), dead_letter_lines(letter)) for letter in letters]
     for result, lines in found:
-        echo_result(result, lines, as_json=as_json)
+        echo_result(result, lines)
     if not found:
         click.echo(f"No matching {'event' if feed else 'dead letter'}.", err=True)
-    return ExitCode.OK
 
 
 @command("show", rejected_command)
@@ -135,23 +133,22 @@ async def list_command(
 @click.option(
     "--frame", type=click.File("wb", lazy=True), help="Write the bytes of the message to a file, and print nothing."
 )
-async def show_command(settings: Settings, *, number: int, as_json: bool, frame: IO[bytes] | None) -> int:
+async def show_command(settings: Settings, *, number: int, frame: IO[bytes] | None) -> None:
     """Show one dead letter with the fields of its message."""
     async with connect_database(settings) as db:
         found = await db.dead_letters.load(number)
     if found is None:
-        return report_error(f"There is no dead letter {number}.", ExitCode.UNKNOWN)
+        raise CommandError(f"There is no dead letter {number}.", ExitCode.UNKNOWN)
     if frame is not None:
         frame.write(found[1])
-        return ExitCode.OK
+        return
     report = dead_letter_dict(found[0])
     try:
         report |= frame_for_display(found[1]) | {"unreadable": None}
     except UpstreamError as error:
         report |= {"header": None, "payload": None, "unreadable": error.detail}
-    if as_json:
-        click.echo(to_json(report))
-        return ExitCode.OK
+    if echo_json(report):
+        return
     frame_text = f"{report['frame_bytes']:,} bytes"
     if not report["complete"]:
         frame_text += " stored of a longer frame; it cannot be replayed"
@@ -164,7 +161,6 @@ async def show_command(settings: Settings, *, number: int, as_json: bool, frame:
         click.echo(to_readable_json({"header": report["header"], "payload": report["payload"]}))
     else:
         click.echo(f"\nThe message cannot be decoded: {printable(report['unreadable'])}")
-    return ExitCode.OK
 
 
 @command("replay", rejected_command)
@@ -182,8 +178,7 @@ async def replay_command(
     reason: str | None,
     feed: bool,
     did: str | None,
-    as_json: bool,
-) -> int:
+) -> None:
     """Process messages again as if they had just arrived.
 
     They are processed in the order of their IDs, with the present settings, keys and repo states. A daemon may run at
@@ -203,15 +198,16 @@ async def replay_command(
     if feed:
         async with connect_database(settings) as db:
             events = await db.feed.send_again(did)
-        echo_result({"events": events}, f"Events that are sent again: {events}", as_json=as_json)
-        return ExitCode.OK
+        echo_result({"events": events}, f"Events that are sent again: {events}")
+        return
     remaining = unknown = 0
     async with connect_database(settings) as db, open_replay(settings, db) as replay:
         for number in sorted(set(numbers)) if reason is None else await db.dead_letters.ids(REASONS[reason]):
             result = await replay.replay(number)
-            echo_result(asdict(result), replay_line(result), as_json=as_json)
+            echo_result(asdict(result), replay_line(result))
             remaining += result.outcome in {Outcome.REJECTED, UNTRIED}
             unknown += result.outcome == UNKNOWN
     if unknown and numbers:
-        return report_error(f"IDs that do not exist: {unknown}", ExitCode.UNKNOWN)
-    return report_error(f"dead letters that remain: {remaining}", ExitCode.FAILED) if remaining else ExitCode.OK
+        raise CommandError(f"IDs that do not exist: {unknown}", ExitCode.UNKNOWN)
+    if remaining:
+        raise CommandError(f"dead letters that remain: {remaining}", ExitCode.FAILED)

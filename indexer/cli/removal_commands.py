@@ -8,7 +8,7 @@ import click
 from indexer.app.settings import Settings
 from indexer.atproto.syntax import CollectionFilter
 from indexer.cli.arguments import Target, parse_target
-from indexer.cli.command import ExitCode, command, confirm, json_option, report_error
+from indexer.cli.command import CommandError, ExitCode, command, confirm, json_option, report_error, yes_option
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result
 from indexer.db import Database
@@ -29,9 +29,9 @@ reason_option = click.option("--reason", metavar="TEXT", help="Store this reason
 @command("redact")
 @click.argument("target", metavar="AT-URI|DID|COLLECTION", type=parse_target)
 @reason_option
-@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+@yes_option
 @json_option
-async def redact_command(settings: Settings, *, target: Target, reason: str | None, yes: bool, as_json: bool) -> int:
+async def redact_command(settings: Settings, *, target: Target, reason: str | None) -> None:
     """Delete a record, an account or a collection, and never store it again.
 
     This is irreversible. The command returns when the content is deleted from the database. It asks for confirmation,
@@ -39,12 +39,9 @@ async def redact_command(settings: Settings, *, target: Target, reason: str | No
     """
     async with connect_database(settings) as db:
         if target[0] is None and (owner := await db.identities.did_of_handle(target[1] or "")):
-            return report_error(f"{target[1]} is a handle: name the account by its DID, {owner}", ExitCode.BAD_ARGUMENT)
-        if (found := await _find(db, target)) is None:
-            return report_error(f"{target[0] or target[1]} is not in the database", ExitCode.UNKNOWN)
-        name, (did, collection, rkey) = found
-        if not yes:
-            confirm(f"Delete {name if did else f'the collection {name}'}, and never store it again?")
+            raise CommandError(f"{target[1]} is a handle: name the account by its DID, {owner}", ExitCode.BAD_ARGUMENT)
+        name, (did, collection, rkey) = await _find(db, target)
+        confirm(f"Delete {name if did else f'the collection {name}'}, and never store it again?")
         wanted = Scope(removed={did: frozenset({f"{collection}/{rkey}".encode()})} if did and rkey else {})
         stored = [keys async for keys in db.removals.stored(wanted, [bucket_of(did or "")])]
         await db.removals.add(name, "redact", reason)
@@ -54,12 +51,11 @@ async def redact_command(settings: Settings, *, target: Target, reason: str | No
     done = f"{records:,} records (besides those that a daemon deleted) and {dead_letters:,} dead letters deleted"
     text = f"{name} is redacted: {done}\n{NOT_DELETED}"
     result = {"target": name, "records": records, "dead_letters": dead_letters, "links_deleted": links}
-    echo_result(result, text, as_json=as_json)
+    echo_result(result, text)
     if rkey and not (stored or records):
         report_error("no such record was stored; it will not be stored in future", ExitCode.OK)
     if not links:
-        return report_error("the process that keeps links is behind, and deletes the links later", ExitCode.FAILED)
-    return ExitCode.OK
+        raise CommandError("the process that keeps links is behind, and deletes the links later", ExitCode.FAILED)
 
 
 @command("takedown")
@@ -67,9 +63,7 @@ async def redact_command(settings: Settings, *, target: Target, reason: str | No
 @click.option("--reverse", is_flag=True, help="Show it again.")
 @reason_option
 @json_option
-async def takedown_command(
-    settings: Settings, *, target: Target, reverse: bool, reason: str | None, as_json: bool
-) -> int:
+async def takedown_command(settings: Settings, *, target: Target, reverse: bool, reason: str | None) -> None:
     """Hide a repo or a record from the public views.
 
     A repo stays hidden whatever its hosting status is, and is kept up to date. A record is deleted, and not stored
@@ -78,29 +72,26 @@ async def takedown_command(
     if target[0] is None:
         raise click.UsageError("Give a DID or the AT-URI of a record: a collection is hidden by `indexer scope set`.")
     async with connect_database(settings) as db:
-        if (found := await _find(db, target)) is None:
-            return report_error(f"{target[0]} is not in the database", ExitCode.UNKNOWN)
-        name, (did, collection, rkey) = found
+        name, (did, collection, rkey) = await _find(db, target)
         if not await db.repos.set_takedown(name, on=not reverse, reason=reason):
-            return report_error(f"{name} is not in the database", ExitCode.UNKNOWN)
+            raise CommandError(f"{name} is not in the database", ExitCode.UNKNOWN)
         if collection and not reverse:
             await _delete_records(db, did, collection, rkey)
     text = f"{name} is {'no longer taken down' if reverse else 'taken down'}"
-    echo_result({"did": did, "uri": name if rkey else None, "takedown": not reverse}, text, as_json=as_json)
-    return ExitCode.OK
+    echo_result({"did": did, "uri": name if rkey else None, "takedown": not reverse}, text)
 
 
-async def _find(db: Database, target: Target) -> tuple[str, Target] | None:
-    """Return the target as text and in parts, with the DID of its handle; None if it is unknown."""
+async def _find(db: Database, target: Target) -> tuple[str, Target]:
+    """Return the target as text and in parts, with the DID of its handle; raise `CommandError` if it is unknown."""
     account, collection, rkey = target
     if account is None:
         selected = (await db.scope.load() or Scope()).collections
         known = CollectionFilter([*selected.patterns, *selected.excluded]).matches(collection or "")
-        return (collection or "", target) if known or await db.removals.of_collection(collection or "") else None
-    did = account if account.startswith("did:") else await db.identities.did_of_handle(account.lower())
-    if did is None:
-        return None
-    return f"at://{did}/{collection}/{rkey}" if rkey else did, (did, collection, rkey)
+        if known or await db.removals.of_collection(collection or ""):
+            return collection or "", target
+    elif did := account if account.startswith("did:") else await db.identities.did_of_handle(account.lower()):
+        return f"at://{did}/{collection}/{rkey}" if rkey else did, (did, collection, rkey)
+    raise CommandError(f"{account or collection} is not in the database", ExitCode.UNKNOWN)
 
 
 async def _delete_records(db: Database, did: str | None, collection: str, rkey: str | None) -> int:

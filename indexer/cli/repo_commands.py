@@ -9,7 +9,7 @@ import click
 from indexer.app.clients import http_origin, open_identities, open_outbound_client, stored_policy
 from indexer.app.settings import Settings
 from indexer.cli.arguments import given_dids, parse_did, parse_new_did, parse_nsid, parse_origin
-from indexer.cli.command import ExitCode, command, json_lines_option, json_option, report_error
+from indexer.cli.command import CommandError, ExitCode, command, json_lines_option, json_option
 from indexer.cli.database import connect_database
 from indexer.cli.output import CommandProgress, echo_result
 from indexer.db import Database
@@ -32,7 +32,7 @@ ADD_BATCH_SIZE = 10_000
 @click.argument("dids", nargs=-1, metavar="DID…|-")
 @click.option("--file", "-f", type=click.File(errors="replace"), help="Read DIDs from a file, one per line.")
 @json_option
-async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str] | None, as_json: bool) -> int:
+async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str] | None) -> None:
     """Start tracking repos.
 
     The daemon fetches each repo and follows it from then on. With `-`, read DIDs from standard input, one per line.
@@ -50,8 +50,7 @@ async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str
     result = {"added": added, "already_tracked": count - added - redacted, "redacted": redacted}
     refused = f", {redacted} redacted" if redacted else ""
     text = f"repos: {added} added, {result['already_tracked']} already tracked{refused}"
-    echo_result(result, text, as_json=as_json)
-    return ExitCode.OK
+    echo_result(result, text)
 
 
 @command("resync")
@@ -61,8 +60,8 @@ async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str
 @click.option("--behind", is_flag=True, help="Request a resync of every repo that is behind the relay's repo list.")
 @json_option
 async def resync_command(
-    settings: Settings, *, dids: tuple[str, ...], errored: bool, everything: bool, behind: bool, as_json: bool
-) -> int:
+    settings: Settings, *, dids: tuple[str, ...], errored: bool, everything: bool, behind: bool
+) -> None:
     """Request a resync of repos.
 
     The records stay visible in the meantime.
@@ -85,10 +84,9 @@ async def resync_command(
                     async for read, requests in pages:
                         requested, seen = requested + requests, seen + read
                         progress.show(seen, note=f"{requested:,} requested")
-    echo_result({"requested": requested}, f"resyncs: {requested} requested", as_json=as_json)
+    echo_result({"requested": requested}, f"resyncs: {requested} requested")
     if requested < len(given):
-        return report_error(f"{len(given) - requested} of the DIDs are not in the database", ExitCode.UNKNOWN)
-    return ExitCode.OK
+        raise CommandError(f"{len(given) - requested} of the DIDs are not in the database", ExitCode.UNKNOWN)
 
 
 @command("discover")
@@ -105,8 +103,8 @@ async def resync_command(
 @click.option("--hosts", is_flag=True, help="Ask each host that the relays of INDEXER_RELAYS list.")
 @json_lines_option
 async def discover_command(
-    settings: Settings, *, collections: tuple[str, ...], relay: str | None, pds: str | None, hosts: bool, as_json: bool
-) -> int:
+    settings: Settings, *, collections: tuple[str, ...], relay: str | None, pds: str | None, hosts: bool
+) -> None:
     """List the accounts of a host and start tracking the unknown ones.
 
     An interrupted discovery continues where it stopped. Only a few hosts besides relays can list accounts by
@@ -118,7 +116,8 @@ async def discover_command(
     if bool(relay) + bool(pds) + hosts > 1 or (hosts and collections):
         raise click.UsageError("Give only one of --relay, --pds and --hosts, and no collection with --hosts.")
     if hosts:
-        return await _discover_hosts(settings, as_json=as_json)
+        await _discover_hosts(settings)
+        return
     source = relay or pds or http_origin(settings.relays[0])
     async with connect_database(settings) as db, open_outbound_client(settings) as outbound:
         discovery = Discovery(db, outbound)
@@ -133,21 +132,16 @@ async def discover_command(
                 )
             counts = {"listed": progress.listed, "added": progress.found}
             result = {"source": source, "collection": collection or None, **counts}
-            echo_result(result, f"{name}: {progress.listed} listed, {progress.found} added", as_json=as_json)
+            echo_result(result, f"{name}: {progress.listed} listed, {progress.found} added")
     if discovery.invalid_entries:
         click.echo(f"entries of the list that are not valid: {discovery.invalid_entries}", err=True)
-    return ExitCode.OK
 
 
-async def _discover_hosts(settings: Settings, *, as_json: bool) -> int:
+async def _discover_hosts(settings: Settings) -> None:
     """Read the repo lists of all hosts once, and show the progress."""
     metrics = Metrics()
     relays = {relay: http_origin(relay) for relay in settings.relays}
-    async with (
-        connect_database(settings) as db,
-        open_outbound_client(settings) as outbound,
-        open_identities(settings, db, outbound, metrics) as identities,
-    ):
+    async with connect_database(settings) as db, open_identities(settings, db, metrics) as (outbound, identities):
         crawl = HostCrawl(
             db,
             outbound,
@@ -168,8 +162,7 @@ async def _discover_hosts(settings: Settings, *, as_json: bool) -> int:
             )
     result = {"hosts": progress.listed, "failed": progress.found, "added": crawl.added}
     text = f"hosts: {progress.listed} listed, {progress.found} failed, {crawl.added} accounts added"
-    echo_result(result, text, as_json=as_json)
-    return ExitCode.OK
+    echo_result(result, text)
 
 
 async def _reconcile(settings: Settings, db: Database) -> CrawlProgress:
@@ -180,10 +173,7 @@ async def _reconcile(settings: Settings, db: Database) -> CrawlProgress:
     """
     metrics, shard = Metrics(), Shard()
     known = sum((await db.reports.counts()).statuses.values())
-    async with (
-        open_outbound_client(settings) as outbound,
-        open_identities(settings, db, outbound, metrics) as identities,
-    ):
+    async with open_identities(settings, db, metrics) as (outbound, identities):
         reconciliation = Reconciliation(
             db,
             outbound,

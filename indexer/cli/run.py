@@ -96,7 +96,7 @@ async def _prepare(settings: Settings, given: dict[str, SourcedLexicon], nsids: 
         scope = stored or settings.first_scope
         if missing := [nsid for nsid in record_types if not scope.collections.matches(nsid)]:
             raise SettingsError(f"--lexicon: {_how_to_add(stored, scope, missing)}")
-        await store_lexicons(settings, db, given, as_json=False)
+        await store_lexicons(settings, db, given)
         if stored is None and settings.upstream == "jetstream":  # later starts continue with it, also without hints
             await db.write(Batch(cursors=(Cursor(JETSTREAM, str(settings.shard), time_ns() // 1_000),)))
         view = (await db.lexicons.load())[record_types[0]].view

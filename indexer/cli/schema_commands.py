@@ -5,7 +5,7 @@ from dataclasses import asdict
 import click
 
 from indexer.app.settings import Settings
-from indexer.cli.command import ExitCode, command, json_option
+from indexer.cli.command import command, json_option
 from indexer.cli.database import open_database
 from indexer.cli.output import CommandProgress, echo_result
 from indexer.cluster.distribute import Distribution, distribute
@@ -17,14 +17,13 @@ from indexer.sync.shard import BUCKETS
 
 @command("migrate")
 @json_option
-async def migrate_command(settings: Settings, *, as_json: bool) -> int:
+async def migrate_command(settings: Settings) -> None:
     """Upgrade the database schema to the version of this release."""
     async with open_database(settings) as dsn:
         await migrate(dsn, on_all_nodes)
         async with opened(dsn) as connection:
             version = (await schema_state(connection)).database
-    echo_result({"version": version}, f"The database schema is current: version {version}.", as_json=as_json)
-    return ExitCode.OK
+    echo_result({"version": version}, f"The database schema is current: version {version}.")
 
 
 @command("distribute")
@@ -36,7 +35,7 @@ async def migrate_command(settings: Settings, *, as_json: bool) -> int:
     "than before splits the shards. Default: at least two for each node.",
 )
 @json_option
-async def distribute_command(settings: Settings, *, shards: int | None, as_json: bool) -> int:
+async def distribute_command(settings: Settings, *, shards: int | None) -> None:
     """Distribute the tables over the nodes of a Citus cluster.
 
     INDEXER_DATABASE_URL names the coordinator, whose database was migrated. Its role must own the database. Stop all
@@ -50,8 +49,7 @@ async def distribute_command(settings: Settings, *, shards: int | None, as_json:
             )
     for notice in result.notices:
         click.echo(notice, err=True)
-    echo_result(asdict(result), _text(result), as_json=as_json)
-    return ExitCode.OK
+    echo_result(asdict(result), _text(result))
 
 
 def _text(result: Distribution) -> str:

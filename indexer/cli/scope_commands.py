@@ -1,7 +1,6 @@
 """The command `scope` and its subcommands `show`, `set` and `untrack`."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import IO
 
 import click
@@ -9,9 +8,9 @@ import click
 from indexer.app.settings import Settings
 from indexer.atproto.syntax import CollectionFilter, is_nsid
 from indexer.cli.arguments import given_dids, parse_did
-from indexer.cli.command import ExitCode, command, config_option, confirm, json_option
+from indexer.cli.command import command, command_group, confirm, json_option, yes_option
 from indexer.cli.database import connect_database
-from indexer.cli.output import echo_result, result_console, row_table, to_json
+from indexer.cli.output import echo_json, echo_result, result_console, row_table
 from indexer.db import Database
 from indexer.db.scope import CollectionProgress
 from indexer.errors import InvalidScopeError, NoScopeError
@@ -22,18 +21,18 @@ MAX_NAMED = 5
 """Collections that the question names."""
 
 
-@click.group("scope")
-@config_option
-def scope_command(config: Path | None) -> None:
+scope_command = command_group(
+    "scope",
     """Show or change which repos are tracked and which collections are stored.
 
     All daemons of the database follow a change within seconds, without a restart.
-    """
+    """,
+)
 
 
 @command("show", scope_command)
 @json_option
-async def show_command(settings: Settings, *, as_json: bool) -> int:
+async def show_command(settings: Settings) -> None:
     """Show the scope, and the progress of the backfill of each collection.
 
     Before the first start of a daemon, show the scope of the settings.
@@ -42,25 +41,28 @@ async def show_command(settings: Settings, *, as_json: bool) -> int:
         scope, progress = await db.scope.load(), await db.scope.progress()
     if scope is None and not settings.chooses_scope:
         raise NoScopeError
-    _print(scope or settings.first_scope, progress, as_json=as_json)
-    return ExitCode.OK
+    _print(scope or settings.first_scope, progress)
+
+
+def _split(patterns: str) -> list[str]:
+    return [part.strip() for part in patterns.split(",") if part.strip()]
 
 
 @command("set", scope_command)
 @click.option("--track", type=click.Choice([track.value for track in Track]), help="Which repos become tracked.")
-@click.option("--collections", metavar="PATTERNS", help="The collections to store, separated by commas.")
-@click.option("--signal-collections", metavar="PATTERNS", help="The signal collections, separated by commas.")
-@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+@click.option("--collections", metavar="PATTERNS", type=_split, help="The collections to store, separated by commas.")
+@click.option(
+    "--signal-collections", metavar="PATTERNS", type=_split, help="The signal collections, separated by commas."
+)
+@yes_option
 @json_option
 async def set_command(
     settings: Settings,
     *,
     track: str | None,
-    collections: str | None,
-    signal_collections: str | None,
-    yes: bool,
-    as_json: bool,
-) -> int:
+    collections: list[str] | None,
+    signal_collections: list[str] | None,
+) -> None:
     """Change the given parts of the scope.
 
     A pattern is an NSID, the beginning of one with `.*`, or `*`. Records of removed collections, and of repos that the
@@ -74,40 +76,36 @@ async def set_command(
         raise click.UsageError("Give --track, --collections or --signal-collections.")
     async with connect_database(settings) as db:
         before = await db.scope.load() or settings.first_scope
-        after = _changed(before, track, _split(collections), _split(signal_collections))
+        after = _changed(before, track, collections, signal_collections)
         question = await _question(db, before, after)
-        if question and not yes:
+        if question:
             confirm(question)
         scope = await db.scope.change(
-            Track(track) if track else None, _split(collections), _split(signal_collections), settings.first_scope
+            Track(track) if track else None, collections, signal_collections, settings.first_scope
         )
         progress = await db.scope.progress()
-    _print(scope, progress, as_json=as_json)
-    return ExitCode.OK
+    _print(scope, progress)
 
 
 @command("untrack", scope_command)
 @click.argument("dids", nargs=-1, metavar="DID…|-")
 @click.option("--file", "-f", type=click.File(errors="replace"), help="Read DIDs from a file, one per line.")
-@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+@yes_option
 @json_option
-async def untrack_command(
-    settings: Settings, *, dids: tuple[str, ...], file: IO[str] | None, yes: bool, as_json: bool
-) -> int:
+async def untrack_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str] | None) -> None:
     """Stop tracking repos, and delete their records.
 
     The records are hidden at once, and then deleted. The repos stay untracked until `indexer add`, `POST /repos/add` or
     `atproto.track` names them. The command asks for confirmation if the DIDs come from a file or standard input.
     """
     given = list(given_dids(dids, file, parse_did))
-    if given != list(dids) and not yes:
+    if given != list(dids):
         confirm(f"Untrack {len(given):,} repos, and delete their records?")
     async with connect_database(settings) as db:
         batches = [given[start : start + BATCH_SIZE] for start in range(0, len(given), BATCH_SIZE)]
         untracked = sum([await db.scope.untrack(batch) for batch in batches])
     result = {"untracked": untracked, "not_tracked": len(given) - untracked}
-    echo_result(result, f"repos: {untracked} untracked, {len(given) - untracked} were not tracked", as_json=as_json)
-    return ExitCode.OK
+    echo_result(result, f"repos: {untracked} untracked, {len(given) - untracked} were not tracked")
 
 
 def _changed(
@@ -146,23 +144,16 @@ async def _question(db: Database, before: Scope, after: Scope) -> str:
     return f"{question[0].upper()}{question[1:]}?" if parts else ""
 
 
-def _split(patterns: str | None) -> list[str] | None:
-    return None if patterns is None else [part.strip() for part in patterns.split(",") if part.strip()]
-
-
-def _print(scope: Scope, progress: list[CollectionProgress], *, as_json: bool) -> None:
-    if as_json:
-        document = {
-            "version": scope.version,
-            "track": scope.track,
-            "collections": scope.collections.patterns,
-            "signal_collections": scope.signal_patterns,
-            "redacted_collections": sorted(scope.collections.excluded),
-            "progress": [
-                {"collection": row.collection, "repos": row.repos, "complete": row.complete} for row in progress
-            ],
-        }
-        click.echo(to_json(document))
+def _print(scope: Scope, progress: list[CollectionProgress]) -> None:
+    document = {
+        "version": scope.version,
+        "track": scope.track,
+        "collections": scope.collections.patterns,
+        "signal_collections": scope.signal_patterns,
+        "redacted_collections": sorted(scope.collections.excluded),
+        "progress": [{"collection": row.collection, "repos": row.repos, "complete": row.complete} for row in progress],
+    }
+    if echo_json(document):
         return
     click.echo(f"version {scope.version}: {scope}")
     if unlisted := [pattern for pattern in scope.signal_patterns if not is_nsid(pattern)]:

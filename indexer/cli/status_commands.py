@@ -1,10 +1,10 @@
 """The commands `status`, `repo` and `record`."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import UTC, datetime
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 from rich.console import Group, RenderableType
@@ -14,16 +14,24 @@ from rich.text import Text
 from indexer.app.settings import Settings
 from indexer.atproto.syntax import AtUri, is_did
 from indexer.cli.arguments import parse_account, parse_record_uri
-from indexer.cli.command import ExitCode, command, json_option, report_error
+from indexer.cli.command import CommandError, ExitCode, command, json_option
 from indexer.cli.database import connect_database
-from indexer.cli.output import duration_text, fact_table, result_console, row_table, shown, to_json, to_readable_json
+from indexer.cli.output import (
+    duration_text,
+    echo_json,
+    fact_table,
+    json_wanted,
+    result_console,
+    row_table,
+    shown,
+    to_readable_json,
+)
 from indexer.db import Database
 from indexer.db.database_errors import without_password
 from indexer.errors import SchemaVersionError
 from indexer.serve.account_status import account_summary
 from indexer.serve.status_document import Row, StatusDocument
 from indexer.serve.status_reader import StatusReader
-from indexer.sync.shard import Shard
 from indexer.telemetry.log import printable
 
 SAMPLE_SECONDS = 1.0
@@ -33,32 +41,41 @@ SAMPLE_SECONDS = 1.0
 @command("status")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON; with --watch one per second.")
 @click.option("--watch", is_flag=True, help="Update the status every second until interrupted.")
-async def status_command(settings: Settings, *, as_json: bool, watch: bool) -> int:
+async def status_command(settings: Settings, *, watch: bool) -> int:
     """Show cursor, lag, repos by status, resync queue, throughput and progress.
 
     All data comes from the database, where each daemon stores every two seconds what its `/readyz` says. Rates are
     measured over one second, with --watch over the last minute. The exit code is 3 if the indexer is not ready, or no
     daemon runs; the status names the cause.
     """
+    console = result_console()
     try:
         async with connect_database(settings) as db:
-            documents = read_documents(db, settings.shard)
-            if watch:
-                await _watch(documents, as_json=as_json)
-            document = await anext(documents)
+            reader = StatusReader(db, settings.shard)
+            await reader.read()
+            await reader.count()
+            with Live(console=console, auto_refresh=False) if watch and not json_wanted() else nullcontext() as live:
+                while True:
+                    await asyncio.sleep(SAMPLE_SECONDS)
+                    await reader.read()
+                    await reader.count()
+                    document = reader.document()
+                    document.database = without_password(db.dsn)
+                    if live is not None:
+                        live.update(status_tables(document), refresh=True)
+                    elif not echo_json(document.to_json()):
+                        console.print(status_tables(document))
+                    if not watch:
+                        break
     except SchemaVersionError as error:
-        return report_error(str(error), ExitCode.NOT_READY)
-    if as_json:
-        click.echo(to_json(document.to_json()))
-    else:
-        result_console().print(status_tables(document))
+        raise CommandError(str(error), ExitCode.NOT_READY) from error
     return ExitCode.NOT_READY if document.reasons else ExitCode.OK
 
 
 @command("repo")
 @click.argument("account", metavar="DID|HANDLE", type=parse_account)
 @json_option
-async def repo_command(settings: Settings, *, account: str, as_json: bool) -> int:
+async def repo_command(settings: Settings, *, account: str) -> None:
     """Show everything that is known about one repo.
 
     The output says why the repo has its state, and what happens next. A handle is found only if it is verified.
@@ -67,20 +84,18 @@ async def repo_command(settings: Settings, *, account: str, as_json: bool) -> in
         did = await _find_did(db, account)
         report = await db.reports.repo(did) if did else None
     if report is None:
-        return report_error(f"{account} is not in the database", ExitCode.UNKNOWN)
+        raise CommandError(f"{account} is not in the database", ExitCode.UNKNOWN)
     summary = list(account_summary(report, datetime.now(UTC)))
-    if as_json:
-        click.echo(to_json({"summary": summary, **report}))
-        return ExitCode.OK
+    if echo_json({"summary": summary, **report}):
+        return
     click.echo("\n".join(map(printable, summary)) + "\n")
     result_console().print(fact_table(report))
-    return ExitCode.OK
 
 
 @command("record")
 @click.argument("uri", metavar="AT-URI", type=parse_record_uri)
 @json_option
-async def record_command(settings: Settings, *, uri: AtUri, as_json: bool) -> int:
+async def record_command(settings: Settings, *, uri: AtUri) -> None:
     """Show the CID, the value and the rev of one record."""
     async with connect_database(settings) as db:
         did = await _find_did(db, uri.authority)
@@ -90,44 +105,18 @@ async def record_command(settings: Settings, *, uri: AtUri, as_json: bool) -> in
     for row in removed:
         state = "redacted" if row["action"] == "redact" else "hidden"
         why = f"{state} by {row['role']} at {row['at']:%F %T}: {row['reason'] or 'no reason given'}"
-        return report_error(f"{row['target']} is {why}", ExitCode.UNKNOWN)
+        raise CommandError(f"{row['target']} is {why}", ExitCode.UNKNOWN)
     if record is None:
-        return report_error(f"{uri} is not in the database, or its account is hidden", ExitCode.UNKNOWN)
-    if as_json:
-        click.echo(to_json(record))
-        return ExitCode.OK
+        raise CommandError(f"{uri} is not in the database, or its account is hidden", ExitCode.UNKNOWN)
+    if echo_json(record):
+        return
     result_console().print(fact_table((name, value) for name, value in record.items() if name != "value"))
     click.echo(to_readable_json(record["value"]))
-    return ExitCode.OK
 
 
 async def _find_did(db: Database, account: str) -> str | None:
     """Return the DID of an account that is given as a DID or a handle; None if no account has the handle."""
     return account if is_did(account) else await db.identities.did_of_handle(account)
-
-
-async def read_documents(db: Database, shard: Shard) -> AsyncIterator[StatusDocument]:
-    """Yield the status document every `SAMPLE_SECONDS`, without end."""
-    reader = StatusReader(db, shard)
-    await reader.read()
-    await reader.count()
-    while True:
-        await asyncio.sleep(SAMPLE_SECONDS)
-        await reader.read()
-        await reader.count()
-        document = reader.document()
-        document.database = without_password(db.dsn)
-        yield document
-
-
-async def _watch(documents: AsyncIterator[StatusDocument], *, as_json: bool) -> NoReturn:
-    with nullcontext() if as_json else Live(console=result_console(), auto_refresh=False) as live:
-        while True:
-            document = await anext(documents)
-            if live is None:
-                click.echo(to_json(document.to_json()))
-            else:
-                live.update(status_tables(document), refresh=True)
 
 
 def status_tables(document: StatusDocument) -> Group:
@@ -176,11 +165,7 @@ def _rows(document: StatusDocument) -> dict[str, list[dict[str, str]]]:
 
 
 def _cell(field: str, value: Any) -> str:
-    return _duration(value) if "seconds" in field else str(value) if field == "pid" else shown(value)
-
-
-def _duration(seconds: float | None) -> str:
-    return "-" if seconds is None else duration_text(seconds)
+    return duration_text(value) if "seconds" in field else str(value) if field == "pid" else shown(value)
 
 
 def _repo_rows(repos: Row) -> list[dict[str, str]]:
@@ -212,7 +197,7 @@ def _facts(document: StatusDocument) -> Mapping[str, Any]:
             "scope backfill": _scope_backfill(repos, repos["scope_backfill"]),
             "resyncs per second": f"{repos['backfill']['repos_per_second'] or 0.0:,.1f}",
             "progress": None if repos["progress"] is None else f"{repos['progress']:.1%}",
-            "time left": _duration(repos["backfill"]["seconds_left"]),
+            "time left": duration_text(repos["backfill"]["seconds_left"]),
         }
     if document.links is not None:
         facts["links"] = _links(document.links)

@@ -5,6 +5,7 @@ import errno
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
 from urllib.parse import quote
@@ -76,7 +77,7 @@ async def database(
     if url is not None:
         yield url
         return
-    server = EmbeddedPostgres(data_dir / "postgres", settings or {}, on_restart, stage or postgres_stage())
+    server = EmbeddedPostgres(Cluster(data_dir / "postgres"), settings or {}, on_restart, stage or postgres_stage())
     try:
         try:
             await server.start()
@@ -99,21 +100,15 @@ async def database(
         await server.stop()
 
 
+@dataclass(eq=False)
 class EmbeddedPostgres:
-    """One server for the cluster in `directory`. `settings` are settings of Postgres, which override the defaults."""
+    """One server for a cluster. `settings` are settings of Postgres, which override the defaults."""
 
-    def __init__(
-        self,
-        directory: Path,
-        settings: Mapping[str, str],
-        on_restart: Callable[[], None],
-        stage: StageProgress,
-    ) -> None:
-        self._cluster = Cluster(directory)
-        self._on_restart = on_restart
-        self._stage = stage
-        self._settings = {**_default_settings(), **settings, "listen_addresses": "", "port": str(PORT)}
-        self._user: int | None = None
+    _cluster: Cluster
+    _settings: Mapping[str, str]
+    _on_restart: Callable[[], None]
+    _stage: StageProgress
+    _user: int | None = None
 
     @property
     def dsn(self) -> str:
@@ -161,7 +156,8 @@ class EmbeddedPostgres:
             self._user = self._cluster.use()
         if self._user is None:
             return False
-        options = [word for name, value in self._settings.items() for word in ("-c", f"{name}={value}")]
+        settings = {**_default_settings(), **self._settings, "listen_addresses": "", "port": str(PORT)}
+        options = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
         started = await self._cluster.start(options)
         while not await self._is_ready():
             if self._cluster.has_ended():

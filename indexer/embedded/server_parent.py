@@ -37,15 +37,9 @@ def run(
 ) -> None:
     """Run a server until it ends, or until no process uses it.
 
-    Args:
-        command: The command line of the server.
-        environment: The environment of the server.
-        account: User and group of the server; None if they are those of this process.
-        directory_fd: The locked directory of the cluster, which the server inherits.
-        users: The file that each user of the server has locked.
-        log: The log file of the server.
-        max_log_bytes: The log is rotated when it is larger.
-        log_interval: Seconds between two checks of the size of the log.
+    It runs as `account` (user and group; None: as this process), and inherits the locked directory of the cluster.
+    Each of its users has locked the file `users`. Its log is checked every `log_interval` seconds, and rotated when it
+    is larger than `max_log_bytes`.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # only the users decide when the server stops

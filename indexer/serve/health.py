@@ -144,8 +144,8 @@ async def serve_http(
 
     app = web.Application(middlewares=[in_turn])
     app.add_routes([web.get(path, partial(_answer_check, check)) for path, check in checks.items()])
-    metrics = MetricsPage(registry, limits.scrape_interval)
-    app.add_routes([web.get("/metrics", metrics.respond), web.get("/xrpc/_health", version), *routes])
+    metrics = _metrics_page(registry, limits.scrape_interval)
+    app.add_routes([web.get("/metrics", metrics), web.get("/xrpc/_health", version), *routes])
     app[WEBSOCKETS] = websockets = Websockets(limits.max_websockets, conditions)
     app.on_shutdown.append(lambda _: websockets.close())
     logger = logging.getLogger("aiohttp.server")
@@ -172,27 +172,21 @@ async def serve_http(
         await runner.cleanup()
 
 
-class MetricsPage:
-    """The metrics as text, computed at most once per `interval` seconds, however often they are requested."""
+def _metrics_page(registry: CollectorRegistry, interval: float) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Return the handler for the metrics, which computes them at most once per `interval` seconds and format."""
+    pages: dict[str, tuple[float, bytes]] = {}
 
-    def __init__(self, registry: CollectorRegistry, interval: float) -> None:
-        self._registry = registry
-        self._interval = interval
-        self._pages: dict[str, tuple[float, bytes]] = {}
-
-    async def respond(self, request: web.Request) -> web.Response:
-        """Return the metrics in one of the two formats that Prometheus reads."""
+    async def respond(request: web.Request) -> web.Response:
         # Only the two formats are told apart, not their versions: each one is computed and stored for itself.
         openmetrics = "application/openmetrics-text" in request.headers.get(hdrs.ACCEPT, "")
-        encode, content_type = choose_encoder(_OPENMETRICS if openmetrics else "")
-        computed_at, text = self._pages.get(content_type, (-math.inf, b""))
-        if monotonic() - computed_at >= self._interval:
-            text = encode(self._registry)
-            self._pages[content_type] = monotonic(), text
+        encode, content_type = choose_encoder("application/openmetrics-text; version=1.0.0" if openmetrics else "")
+        computed_at, text = pages.get(content_type, (-math.inf, b""))
+        if monotonic() - computed_at >= interval:
+            text = encode(registry)
+            pages[content_type] = monotonic(), text
         return web.Response(body=text, headers={hdrs.CONTENT_TYPE: content_type})
 
-
-_OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+    return respond
 
 
 def _is_not_malformed_request(record: logging.LogRecord) -> bool:

@@ -53,8 +53,8 @@ DISCONNECTIONS = (
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
 """Upper bounds of the buckets of all histograms, in seconds."""
 
-Reading = float | Mapping[tuple[str, ...], float]
-"""The value of a gauge without labels, or its values by the values of its labels."""
+Reading = float | None | Mapping[tuple[str, ...], float | None]
+"""The value of a gauge without labels, or its values by the values of its labels. None is shown as NaN."""
 
 _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
 _OPTIONS: dict[type, dict[str, Any]] = {Histogram: {"buckets": BUCKETS}}
@@ -70,7 +70,6 @@ class MetricDefinition(NamedTuple):
         kind: `counter`, `gauge` or `histogram`.
         meaning: The help text. It ends with a full stop.
         worry: When an operator should act, or look further.
-        labels: The names of its labels.
         section: The heading in docs/metrics.md.
     """
 
@@ -82,59 +81,19 @@ class MetricDefinition(NamedTuple):
     section: str
 
 
-class _GaugesReadAtScrape(Collector):
-    """Gauges whose values are read from the stages at each scrape.
-
-    Attributes:
-        readers: The definition of each gauge, and the function that reads it, by its name.
-    """
-
-    def __init__(self) -> None:
-        self.readers: dict[str, tuple[MetricDefinition, Callable[[], Reading]]] = {}
-
-    def collect(self) -> Iterable[Metric]:
-        for definition, read in self.readers.values():
-            reading = read()
-            family = GaugeMetricFamily(definition.name, definition.meaning, labels=definition.labels)
-            for labels, value in reading.items() if isinstance(reading, Mapping) else [((), reading)]:
-                family.add_metric(labels, value)
-            yield family
-
-
-class Metrics:
+class Metrics(Collector):
     """The metrics: an attribute for each that callers increment, set or observe.
 
     A metric with closed label sets is a dict of its series, by the label, or by the tuple of its labels. So a label
     value outside its set is a bug of the caller and raises KeyError. All these series exist from the start, so that a
     rate over the first increment is right.
-
-    Attributes:
-        registry: The registry that `/metrics` shows.
-        definitions: All definitions by their names.
     """
 
-    def __init__(self) -> None:
+    def __init__(self) -> None:  # noqa: PLR0915 - a list
         self.registry = CollectorRegistry()
         self.definitions: dict[str, MetricDefinition] = {}
-        self._section = ""
-        self._read_at_scrape = _GaugesReadAtScrape()
-        self._add_stream_metrics()
-        self._add_repos_metrics()
-        self._add_identity_metrics()
-        self._add_outbound_metrics()
-        self._add_change_log_metrics()
-        self._add_feed_metrics()
-        self._add_link_metrics()
-        self._add_process_metrics()
-        self.registry.register(self._read_at_scrape)
-        for collector in (ProcessCollector, PlatformCollector, GCCollector):
-            collector(registry=self.registry)
-        self.build_info.labels(__version__, platform.python_version()).set(1)
-        self.database_up.set(1)
-        self.links_progress.set(1)
-
-    # fmt: off
-    def _add_stream_metrics(self) -> None:
+        self._readers: dict[str, Callable[[], Reading]] = {}
+        # fmt: off
         self._section = "Stream"
         self._at_scrape(
             "indexer_relay_connected", ("relay",), "1 while the relay is connected, else 0.",
@@ -202,7 +161,6 @@ class Metrics:
             Counter, "indexer_record_changes_total", {"action": get_args(Action), "live": ("true", "false")},
             "Record changes written.", "Its rate falls far below that of other days.")
 
-    def _add_repos_metrics(self) -> None:
         self._section = "Repos and resyncs"
         self.repos = self._series(
             Gauge, "indexer_repos", {"sync_status": SyncStatus},
@@ -225,7 +183,6 @@ class Metrics:
         self._at_scrape(
             "indexer_resync_running", (), "Resyncs that run now.", "It stays 0 while `indexer_resync_queue` does not.")
 
-    def _add_identity_metrics(self) -> None:
         self._section = "Identities"
         self.identity_lookups = self._series(
             Counter, "indexer_identity_lookups_total", {"method": LOOKUP_METHODS, "result": LOOKUP_RESULTS},
@@ -246,7 +203,6 @@ class Metrics:
             Counter, "indexer_plc_operations_total", {"result": ("proven", "repeated", "skipped", "unproven")},
             "Operations in the export of a PLC directory. `skipped`: of untracked repos.", "`unproven` grows.")
 
-    def _add_outbound_metrics(self) -> None:
         self._section = "Other hosts"
         self.outbound_requests = self._series(
             Counter, "indexer_outbound_requests_total", {"result": REQUEST_RESULTS},
@@ -277,7 +233,6 @@ class Metrics:
             "Hosts whose own streams are open, because no relay passes on some of their accounts.",
             '0 while `indexer_hosts{state="withheld"}` is not.')
 
-    def _add_change_log_metrics(self) -> None:
         self._section = "Change log and its consumers"
         self.change_log_bytes = self._add(
             Gauge, "indexer_change_log_bytes", (), "Size of the change log.",
@@ -299,7 +254,6 @@ class Metrics:
             Gauge, "indexer_consumer_behind_changes", ("consumer",),
             f"Changes that the consumer has not read, for the {MAX_LISTED} consumers that lag most.", "It grows.")
 
-    def _add_feed_metrics(self) -> None:
         self._section = "Feeds"
         self._at_scrape(
             "indexer_feed_clients", ("kind",),
@@ -323,14 +277,12 @@ class Metrics:
             "Events that were set aside because clients of tap, or the webhook, refused them for long.",
             "It is above 0: clients lack these records. `indexer rejected list --feed` names them.")
 
-    def _add_link_metrics(self) -> None:
         self._section = "Links between records"
         self.links_progress = self._add(
             Gauge, "indexer_links_progress_ratio", (),
             "Estimated share of the repos whose links are stored, 0 to 1; 1 if links are off.",
             "It is below 1 and does not grow for an hour.")
 
-    def _add_process_metrics(self) -> None:
         self._section = "Process and database"
         self.build_info = self._add(
             Gauge, "indexer_build_info", ("version", "python"), "Version of the indexer and of Python.",
@@ -360,7 +312,13 @@ class Metrics:
         self.event_loop_delay = self._add(
             Histogram, "indexer_event_loop_delay_seconds", (), "Delay of a timer on the event loop.",
             "Delays above 0.25 seconds are frequent: report a bug.")
-    # fmt: on
+        # fmt: on
+        self.registry.register(self)
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self.registry)
+        self.build_info.labels(__version__, platform.python_version()).set(1)
+        self.database_up.set(1)
+        self.links_progress.set(1)
 
     def _add(self, kind: type[_Kind], name: str, labels: Collection[str], meaning: str, worry: str) -> _Kind:
         self._define(kind.__name__.lower(), name, labels, meaning, worry)
@@ -377,13 +335,20 @@ class Metrics:
 
     def _at_scrape(self, name: str, labels: Collection[str], meaning: str, worry: str) -> None:
         """Add a gauge that is read by a function, see `watch`."""
-        definition = self._define("gauge", name, labels, meaning, worry)
-        self._read_at_scrape.readers[name] = definition, dict if labels else lambda: math.nan
+        self._define("gauge", name, labels, meaning, worry)
+        self._readers[name] = dict if labels else lambda: None
 
-    def _define(self, kind: str, name: str, labels: Collection[str], meaning: str, worry: str) -> MetricDefinition:
-        definition = MetricDefinition(name, kind, meaning, worry, tuple(labels), self._section)
-        self.definitions[name] = definition
-        return definition
+    def _define(self, kind: str, name: str, labels: Collection[str], meaning: str, worry: str) -> None:
+        self.definitions[name] = MetricDefinition(name, kind, meaning, worry, tuple(labels), self._section)
+
+    def collect(self) -> Iterable[Metric]:
+        """Read the gauges that are read at each scrape."""
+        for name, read in self._readers.items():
+            definition, reading = self.definitions[name], read()
+            family = GaugeMetricFamily(name, definition.meaning, labels=definition.labels)
+            for labels, value in reading.items() if isinstance(reading, Mapping) else [((), reading)]:
+                family.add_metric(labels, math.nan if value is None else value)
+            yield family
 
     def outbound_request(self, result: str) -> None:
         """Count a request to another host."""
@@ -395,6 +360,6 @@ class Metrics:
 
     def watch(self, readers: Mapping[str, Callable[[], Reading]]) -> None:
         """Set the functions that read gauges from the stages at each scrape, by the name of the gauge."""
-        at_scrape = self._read_at_scrape.readers
-        for name, read in readers.items():
-            at_scrape[name] = at_scrape[name][0], read
+        if unknown := readers.keys() - self._readers.keys():
+            raise KeyError(*unknown)
+        self._readers.update(readers)

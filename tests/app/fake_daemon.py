@@ -48,7 +48,7 @@ def fake_daemon(roles: Sequence[str], streams: Sequence[dict[str, Any]] = ({},),
     attributes: dict[str, dict[str, Any]] = {
         "inbox": {"unsettled": 3, "unsettled_bytes": 4_096},
         "batch_writer": {
-            "stage": SimpleNamespace(**healthy),
+            "stage": StageProgress("batch writer"),
             "lag": 0.25,
             "totals": SimpleNamespace(settled=3),
         },
@@ -71,8 +71,8 @@ def fake_daemon(roles: Sequence[str], streams: Sequence[dict[str, Any]] = ({},),
     }
     daemon = MagicMock()
     daemon.settings.roles, daemon.settings.relays, daemon.settings.stop_timeout = roles, ("wss://one.example",), 60.0
-    daemon.change_numbering = daemon.handle_checks = None
-    daemon.scope_tasks, daemon.started_at = [], monotonic() - 1_000
+    daemon.change_numbering, daemon.tasks, daemon.shard_tasks = None, [], []
+    daemon.started_at = monotonic() - 1_000
     daemon.streams = [fake_stream(**stream) for stream in streams]
     for name, values in attributes.items():
         for attribute, value in (values | stages.get(name, {})).items():

@@ -21,7 +21,7 @@ def probe_of(
     daemon = fake_daemon(roles, **stages)
     listed = [
         *(replace(stage, progress=()) for stage in all_stages(daemon, ()) if stage.role in {None, *roles}),
-        *(Stage(progress.name, None, None, [progress]) for progress in watched),
+        *(Stage(progress.name, progress=[progress]) for progress in watched),
     ]
     return DaemonProbe(listed, daemon.database_monitor, daemon.shard_ownership, daemon.started_at)
 
@@ -72,7 +72,7 @@ def test_no_stage_counts_as_stalled_because_another_process_owns_the_shard() -> 
 
 def failing() -> SimpleNamespace:
     """Return work that has failed for 20 seconds."""
-    return SimpleNamespace(last_error="unreachable: no row", failing_since=ago(20))
+    return SimpleNamespace(name="a stage", last_error="unreachable: no row", failing_since=ago(20))
 
 
 @pytest.mark.parametrize(
