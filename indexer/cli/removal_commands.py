@@ -12,12 +12,12 @@ from indexer.cli.command import ExitCode, command, confirm, json_option, report_
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result
 from indexer.db import Database
+from indexer.db.removals import RETRY_SECONDS
 from indexer.sync.scope import Scope
 from indexer.sync.shard import bucket_of
 
 LINKS_SECONDS = 30.0
 """Time for which the command waits for the process that keeps links."""
-RETRY_SECONDS = 0.1
 NOT_DELETED = (
     "Not deleted: backups; WAL and dead rows, until VACUUM has run and the server has reused the space; copies that "
     "consumers have; exported files."

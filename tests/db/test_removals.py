@@ -1,7 +1,7 @@
 """Redacted and hidden records are deleted, also if they are written at the same time; each step is audited."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from time import monotonic
@@ -11,7 +11,7 @@ import asyncpg
 import pytest
 
 from indexer.atproto.syntax import CollectionFilter
-from indexer.db import Database, DatabaseError
+from indexer.db import Database, DatabaseError, dead_letters, identities
 from indexer.db.scope import CurrentScope
 from indexer.errors import InvalidScopeError
 from indexer.reasons import Desync, Rejection
@@ -324,6 +324,63 @@ async def test_redacted_account_is_not_tracked_by_anything(db: Database, sql: as
     await sql.execute("select atproto.track(array[$1])", did("a"))
     assert warnings == [f"{did('a')} is redacted, so it is not tracked"]
     assert {row["did"] for row in await sql.fetch("select did from indexer.repo where tracked")} == {did("other")}
+
+
+LOOKED_FOR_WRITERS = """
+    select exists (
+        select from pg_stat_activity where datname = current_database() and application_name = 'indexer'
+            and query like '%virtualtransaction%'
+    )
+"""
+
+
+class BeforeStoring:
+    """A connection on which something happens just before identities are stored."""
+
+    def __init__(self, connection: Any, happens: Awaitable[object]) -> None:
+        self._connection = connection
+        self._happens = happens
+
+    async def fetch(self, statement: str, *arguments: object) -> Any:
+        if "insert into indexer.identity" in statement:
+            await self._happens
+        return await self._connection.fetch(statement, *arguments)
+
+    async def execute(self, statement: str, *arguments: object) -> Any:
+        return await self._connection.execute(statement, *arguments)
+
+
+async def redact_account(db: Database) -> None:
+    await db.removals.add(did("a"), "redact")
+    await db.removals.delete_messages(did("a"), None, None)
+
+
+async def test_lookup_that_ends_during_the_redaction_of_its_account_stores_nothing(
+    db: Database, sql: asyncpg.Connection
+) -> None:
+    await db.scope.begin(Scope())
+    connection: Any = BeforeStoring(sql, redact_account(db))
+    async with sql.transaction():
+        await identities.save_identities(connection, [StoredIdentity(did("a"), "a.test", "https://a.test", None, 1.0)])
+    assert await db.identities.load([did("a")]) == {}, "the statement began after the redaction"
+
+
+@pytest.mark.parametrize("table", ["identity", "dead_letter"])
+async def test_redaction_waits_for_transactions_that_may_have_begun_before_it(
+    db: Database, sql: asyncpg.Connection, database: str, table: str
+) -> None:
+    await db.scope.begin(Scope())
+    writing = await asyncpg.connect(database)
+    async with writing.transaction():
+        if table == "identity":
+            await identities.save_identities(writing, [StoredIdentity(did("a"), "a.test", None, None, 1.0)])
+        else:
+            await dead_letters.insert(writing, [letter("a", b"frame", 1)])
+        redact = asyncio.ensure_future(redact_account(db))
+        await until(lambda: redact.done() or sql.fetchval(LOOKED_FOR_WRITERS))
+    await redact
+    await writing.close()
+    assert await sql.fetchval(f"select count(*) from indexer.{table}") == 0  # noqa: S608
 
 
 def letter(name: object | None, frame: bytes, seq: int) -> DeadLetter:
