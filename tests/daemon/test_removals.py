@@ -295,8 +295,9 @@ async def test_messages_of_tiny_blocks_do_not_block_the_event_loop(database: str
         eve = daemon.create_account("eve.test", records=50)
         eve.create(LIKE, SECRET, rkey="secret")
         await daemon.wait_until_equal()
-        network.removed.add(f"at://{eve.did}/{LIKE}/secret")
-        assert await daemon.db.removals.add(*network.removed, "redact")
+        uri = f"at://{eve.did}/{LIKE}/secret"
+        network.removed.add(uri)
+        assert await daemon.db.removals.add(uri, "redact")
         await daemon.wait_until_equal()
         async with resyncing(daemon, eve, rate=100):
             daemon.stages.shard_ownership.owned.clear()  # the writer waits, so that all are in one batch

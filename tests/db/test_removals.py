@@ -392,14 +392,21 @@ async def test_dead_letters_with_removed_content_are_not_stored(db: Database, sq
     await db.write(Batch(dead_letters=(letter(None, b"before all removals", 100),)))
     for target in (uri("a"), "app.redacted.all", did("gone")):
         await db.removals.add(target, "redact")
+    for name, actions in (("shown", ("hide", "show")), ("hidden", ("hide", "show", "hide"))):
+        for action in actions:
+            await db.removals.add(uri(name), action)
+    await db.removals.add(uri("redacted"), "hide")
+    await db.removals.add(uri("redacted"), "redact")
     frames: Sequence[tuple[Any, bytes, bool]] = [
         ("a", PATH.encode(), False), ("a", b"cut off", False),
         ("b", PATH.encode(), True), ("b", b"x app.redacted.all/x", False),
         ("b", b"app.redacted.all2/x", True), (None, b"app.redacted.all/", False),
         ("gone", b"anything", False), (None, b"unreadable", False),
+        ("shown", PATH.encode(), True), ("hidden", b"cut off", False), ("redacted", b"cut off", False),
     ]  # fmt: skip
     letters = [letter(name, frame, seq) for seq, (name, frame, _) in enumerate(frames)]
     await db.write(Batch(dead_letters=tuple(letters)))
+    await db.write(Batch(dead_letters=(letter(None, b"alone in its batch", 200),)))
     seqs = [row["seq"] for row in await sql.fetch("select seq from indexer.dead_letter order by seq")]
     assert seqs == [seq for seq, (*_, kept) in enumerate(frames) if kept] + [100]
 
@@ -421,9 +428,17 @@ async def test_full_scope_of_removals_is_read_and_dead_letters_are_stored_quickl
     assert loaded is not None
     assert sum(map(len, loaded.removed.values())) == 100_000
     assert await db.scope.load(loaded) is loaded, "the same version is not read again"
-    began = monotonic()
-    await db.write(Batch(dead_letters=tuple([letter(n or "many", b"x" * 1_000, n) for n in range(500)])))
-    assert monotonic() - began < 1.0
+    for action in ("hide", "show"):
+        await sql.execute(
+            "insert into indexer.removal (target, action, role, version) "
+            "select 'at://' || $1 || '/app.test.note/' || n, $2, '', 2 from generate_series(1, 1000) n",
+            did("shown"), action,
+        )  # fmt: skip
+    for names in (["many", *range(500)], ["shown"] * 500):
+        letters = [letter(name, b"x" * 1_000, n) for n, name in enumerate(names)]
+        began = monotonic()
+        await db.write(Batch(dead_letters=tuple(letters)))
+        assert monotonic() - began < 1.0
     assert replace(loaded, removed={}) == loaded
     await sql.execute("update indexer.removal set target = 'did:plc:' || id where id = 1")
     assert await db.removals.add(uri("a"), "redact"), "accounts do not count"
