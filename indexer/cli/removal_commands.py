@@ -6,14 +6,13 @@ from math import inf
 import click
 
 from indexer.app.settings import Settings
-from indexer.atproto.syntax import CollectionFilter
 from indexer.cli.arguments import Target, parse_target
 from indexer.cli.command import ExitCode, command, confirm, json_option, report_error
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result
 from indexer.db import Database
 from indexer.db.removals import RETRY_SECONDS
-from indexer.sync.scope import Scope
+from indexer.sync.scope import Scope, covers
 from indexer.sync.shard import bucket_of
 
 LINKS_SECONDS = 30.0
@@ -41,7 +40,8 @@ async def redact_command(settings: Settings, *, target: Target, reason: str | No
         if target[0] is None and (owner := await db.identities.did_of_handle(target[1] or "")):
             return report_error(f"{target[1]} is a handle: name the account by its DID, {owner}", ExitCode.BAD_ARGUMENT)
         if (found := await _find(db, target)) is None:
-            return report_error(f"{target[0] or target[1]} is not in the database", ExitCode.UNKNOWN)
+            why = "" if target[0] else ": it has no record, and the scope does not name it; name an account by its DID"
+            return report_error(f"{target[0] or target[1]} is not in the database{why}", ExitCode.UNKNOWN)
         name, (did, collection, rkey) = found
         if not yes:
             confirm(f"Delete {name if did else f'the collection {name}'}, and never store it again?")
@@ -91,11 +91,15 @@ async def takedown_command(
 
 
 async def _find(db: Database, target: Target) -> tuple[str, Target] | None:
-    """Return the target as text and in parts, with the DID of its handle; None if it is unknown."""
+    """Return the target as text and in parts, with the DID of its handle; None if it is unknown.
+
+    A collection that only `*` matches may be a handle with a typing error.
+    """
     account, collection, rkey = target
     if account is None:
         selected = (await db.scope.load() or Scope()).collections
-        known = CollectionFilter([*selected.patterns, *selected.excluded]).matches(collection or "")
+        named = {*selected.patterns, *selected.excluded} - {"*"}
+        known = any(covers(pattern, collection or "") for pattern in named)
         return (collection or "", target) if known or await db.removals.of_collection(collection or "") else None
     did = account if account.startswith("did:") else await db.identities.did_of_handle(account.lower())
     if did is None:
