@@ -200,7 +200,7 @@ class Identities(Area):
         return stored
 
     async def save(self, stored: Sequence[StoredIdentity]) -> None:
-        """Store identities, unless a later reading is stored, or the account is redacted; of several the last one.
+        """Store identities, unless a later reading is stored or the account is redacted. Of several the last is stored.
 
         Logs a change for each account that has another PDS or another handle.
 

@@ -113,8 +113,8 @@ class Removals(Area):
         """Delete messages that may have the content of a target; return the number of dead letters.
 
         The parts that the target does not name are None. With a whole account, its identity is deleted, too. Resyncs
-        end that have buffered messages with records of a collection. Transactions that may not have seen the removal
-        end first: what they store is not visible before.
+        end that have buffered messages with records of a collection. First, this waits for the end of transactions that
+        may not have seen the removal: what they store is not visible before.
         """
         writing = set(await self._fetch(_WRITING))
         while writing.intersection(await self._fetch(_WRITING)):  # noqa: ASYNC110 - they are of other processes
