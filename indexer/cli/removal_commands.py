@@ -6,18 +6,17 @@ from math import inf
 import click
 
 from indexer.app.settings import Settings
-from indexer.atproto.syntax import CollectionFilter
 from indexer.cli.arguments import Target, parse_target
 from indexer.cli.command import CommandError, ExitCode, command, confirm, json_option, report_error, yes_option
 from indexer.cli.database import connect_database
 from indexer.cli.output import echo_result
 from indexer.db import Database
-from indexer.sync.scope import Scope
+from indexer.db.removals import RETRY_SECONDS
+from indexer.sync.scope import Scope, covers
 from indexer.sync.shard import bucket_of
 
 LINKS_SECONDS = 30.0
 """Time for which the command waits for the process that keeps links."""
-RETRY_SECONDS = 0.1
 NOT_DELETED = (
     "Not deleted: backups; WAL and dead rows, until VACUUM has run and the server has reused the space; copies that "
     "consumers have; exported files."
@@ -82,16 +81,22 @@ async def takedown_command(settings: Settings, *, target: Target, reverse: bool,
 
 
 async def _find(db: Database, target: Target) -> tuple[str, Target]:
-    """Return the target as text and in parts, with the DID of its handle; raise `CommandError` if it is unknown."""
+    """Return the target as text and in parts, with the DID of its handle; raise `CommandError` if it is unknown.
+
+    A collection that only `*` matches may be a handle with a typing error.
+    """
     account, collection, rkey = target
     if account is None:
         selected = (await db.scope.load() or Scope()).collections
-        known = CollectionFilter([*selected.patterns, *selected.excluded]).matches(collection or "")
+        named = {*selected.patterns, *selected.excluded} - {"*"}
+        known = any(covers(pattern, collection or "") for pattern in named)
         if known or await db.removals.of_collection(collection or ""):
             return collection or "", target
-    elif did := account if account.startswith("did:") else await db.identities.did_of_handle(account.lower()):
+        why = ": it has no record, and the scope does not name it; name an account by its DID"
+        raise CommandError(f"{collection} is not in the database{why}", ExitCode.UNKNOWN)
+    if did := account if account.startswith("did:") else await db.identities.did_of_handle(account.lower()):
         return f"at://{did}/{collection}/{rkey}" if rkey else did, (did, collection, rkey)
-    raise CommandError(f"{account or collection} is not in the database", ExitCode.UNKNOWN)
+    raise CommandError(f"{account} is not in the database", ExitCode.UNKNOWN)
 
 
 async def _delete_records(db: Database, did: str | None, collection: str, rkey: str | None) -> int:

@@ -51,6 +51,15 @@ _COLUMNS = typed(
 
 _FIELDS = [name for name in _COLUMNS if name != "bucket"]
 
+# Each account is looked at once, since many of its removals may have been reversed.
+_WITH_REMOVED_RECORDS = f"""
+    select did from (select distinct unnest(${list(_COLUMNS).index("did") + 1}::text[]) as did) d where exists (
+        select from indexer.removal v
+        where v.target >= 'at://' || did || '/' and v.target < 'at://' || did || '0' and v.action <> 'show' and (
+            v.action = 'redact' or not exists (select from indexer.removal l where l.target = v.target and l.id > v.id)
+        )
+    )
+"""
 # A message that may contain a redacted or hidden record is not stored. No frame is searched for records, of which an
 # account may have many.
 _INSERT = f"""
@@ -61,10 +70,8 @@ _INSERT = f"""
             and d.relay = w.relay and d.reason = w.reason and d.epoch = w.epoch and d.seq = w.seq and d.frame = w.frame
     ) and not exists (
         select from indexer.removal v where v.target = w.did and v.action = 'redact'
-    ) and not exists (
-        select from indexer.removal v
-        where v.target >= 'at://' || w.did || '/' and v.target < 'at://' || w.did || '0'
-    ) and (w.did is not null or not exists (select from indexer.removal)) and not exists (
+    ) and w.did <> all(array({_WITH_REMOVED_RECORDS}))
+    and (w.did is not null or not exists (select from indexer.removal)) and not exists (
         select from indexer.removal v
         where position(':' in v.target) = 0 and position(convert_to(v.target || '/', 'UTF8') in w.frame) > 0
     )

@@ -92,7 +92,9 @@ _SAVE = f"""
             denials, to_timestamp(denied_at), to_timestamp(refresh_at),
             case when claimed_handle is null then '{INVALID_HANDLE}' end, 0,
             case when claimed_handle is not null and handle_wanted then to_timestamp(fetched_at) end, chain
-        from {unnest(_COLUMNS, "w")} order by ordinal
+        from {unnest(_COLUMNS, "w")}
+        where not exists (select from indexer.removal v where v.target = w.did and v.action = 'redact')
+        order by ordinal
         on conflict (did, bucket) do update
         set claimed_handle = excluded.claimed_handle, pds = excluded.pds, signing_key = excluded.signing_key,
             fetched_at = excluded.fetched_at, stale = excluded.stale or {_CHANGED_SINCE}, problem = excluded.problem,
@@ -112,8 +114,6 @@ _SAVE = f"""
     select did, coalesce(saved.pds <> before.pds, false) as moved, {_RENAMED} as renamed
     from saved join before using (did, bucket) where saved.pds <> before.pds or {_RENAMED} order by did
 """
-
-_REDACTED = "select target from indexer.removal where target = any($1::text[]) and action = 'redact'"
 
 # `refresh_at` is not before the latest announcement, so that a lookup that asked earlier does not remove the mark
 # (`_CHANGED_SINCE`). So an announcement ends a postponement, but not the back-off after failed refreshes, which is the
@@ -200,7 +200,7 @@ class Identities(Area):
         return stored
 
     async def save(self, stored: Sequence[StoredIdentity]) -> None:
-        """Store identities, unless a later reading is stored. Of several for one DID the last one is stored.
+        """Store identities, unless a later reading is stored or the account is redacted. Of several the last is stored.
 
         Logs a change for each account that has another PDS or another handle.
 
@@ -270,8 +270,6 @@ class Identities(Area):
 async def save_identities(connection: Connection, stored: Iterable[StoredIdentity]) -> None:
     """Store identities, and log changes, as of `Identities.save`."""
     latest = {identity.did: identity for identity in stored}
-    for (did,) in await connection.fetch(_REDACTED, list(latest)):
-        del latest[did]
     rows = [(did, bucket_of(did), *values_of(latest[did], _FIELDS)) for did in sorted(latest)]
     saved = await connection.fetch(_SAVE, *columns_of(rows, _COLUMNS), time()) if rows else []
     changes: list[ChangeLogEntry] = []

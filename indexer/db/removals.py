@@ -4,6 +4,7 @@ The scope leaves them out (`Scope.removed`, `CollectionFilter.excluded`), so not
 account is untracked, and stays so.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from time import time
 from typing import Any
@@ -26,6 +27,8 @@ BATCH_SIZE = 1_000
 """Records of one transaction, or their repos. The live path waits for the rows of their repos."""
 PAUSE = 5.0
 """Seconds until a repo may be claimed again whose resync was ended, so that its records can be deleted."""
+RETRY_SECONDS = 0.1
+"""Pause between two looks at whether other transactions have ended."""
 
 _KEY = {"did": "text", "collection": "text", "rkey": "text"}
 _STORED = f"""
@@ -46,6 +49,12 @@ _DELETE_SET_ASIDE = """
     where did = coalesce($1, did) and collection = coalesce($2, collection) and rkey = coalesce($3, rkey)
 """
 _DELETE_IDENTITY = "delete from indexer.identity where did = $1 and bucket = $2"
+# A statement locks its table before it sees which removals are committed, and its transaction holds the lock.
+_WRITING = """
+    select virtualtransaction from pg_locks
+    where mode = 'RowExclusiveLock' and relation in ('indexer.dead_letter'::regclass, 'indexer.identity'::regclass)
+        and database = (select oid from pg_database where datname = current_database())
+"""
 
 
 class Removals(Area):
@@ -104,8 +113,12 @@ class Removals(Area):
         """Delete messages that may have the content of a target; return the number of dead letters.
 
         The parts that the target does not name are None. With a whole account, its identity is deleted, too. Resyncs
-        end that have buffered messages with records of a collection.
+        end that have buffered messages with records of a collection. First, this waits for the end of transactions that
+        may not have seen the removal: what they store is not visible before.
         """
+        writing = set(await self._fetch(_WRITING))
+        while writing.intersection(await self._fetch(_WRITING)):  # noqa: ASYNC110 - they are of other processes
+            await asyncio.sleep(RETRY_SECONDS)
         text = did or f"{collection}/"
         for (buffering,) in () if did else await self._fetch(_BUFFERING, text):
             await self._fetchval("select atproto.request_resync($1)", buffering)

@@ -258,7 +258,7 @@ class BatchWriter:
         """
         prepared = await self._ahead.prepare(messages, repos, key_state_of, context)
         self._ahead.begin(repos, context, self._batch_size.current)
-        if is_quick(messages, key_state_of, context.policy, prepared):
+        if is_quick(messages, repos, key_state_of, context.policy, prepared):
             return plan_batch(messages, repos, key_state_of, context, prepared)
         return await asyncio.to_thread(plan_batch, messages, repos, key_state_of, context, prepared)
 

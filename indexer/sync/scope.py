@@ -54,6 +54,11 @@ class Scope:
         return path not in self.removed.get(did, ()) and self.collections.matches(collection)
 
     @property
+    def removes(self) -> bool:
+        """True if records or collections are redacted or hidden."""
+        return bool(self.removed or self.collections.excluded)
+
+    @property
     def complete_from(self) -> int:
         """The lowest `Repo.scope_version` of a repo that cannot lack records."""
         return max(self.added_in, default=0)

@@ -68,8 +68,11 @@ def test_handle_is_no_collection(session: Session, database: str) -> None:
     assert error_line(known).endswith(f"is a handle: name the account by its DID, {DID}")
     assert json.loads(session("scope", "show", "--json").stdout)["redacted_collections"] == []
     assert session("redact", "com.example.future", "--yes").returncode == 0, "the scope matches it"
-    session("scope", "set", "--collections", "com.other.*", "--yes")
+    session("scope", "set", "--collections", "*,com.other.*", "--yes")
+    for text in ("bob.bsky.example", "com.example.other"):
+        assert session("redact", text, "--yes").returncode == 4, "it is not named"
     assert session("redact", NOTE, "--yes").returncode == 0, "a record is stored"
+    assert session("redact", NOTE, "--yes").returncode == 0, "it is repeated"
 
 
 def test_record_is_hidden_and_shown_again(session: Session) -> None:

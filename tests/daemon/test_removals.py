@@ -13,8 +13,12 @@ from typing import Any
 import aiohttp
 import pytest
 
+from indexer.atproto.car import car_section
+from indexer.atproto.cid import cid_of
+from indexer.demo.local_account import commit_payload
 from indexer.demo.local_network import RecordsByRepo
 from indexer.demo.local_pds import GET_RECORD, GET_REPO
+from indexer.demo.local_repo import Write
 from tests.cli.command_line import run_indexer
 from tests.daemon.running_daemon import LIKE, POST, FilteredNetwork, RunningDaemon, post, running_daemon
 from tests.database_checks import assert_change_log_consistent, fetch
@@ -279,6 +283,36 @@ async def test_account_that_always_writes_what_is_removed_is_synchronized(
         await daemon.wait_until_equal()
         assert (daemon.export_requests - before, await daemon.dead_letters()) == (1, [])
         assert await found(database, tmp_path) == []
+
+
+async def test_messages_of_tiny_blocks_do_not_block_the_event_loop(database: str, tmp_path: Path) -> None:
+    """The account of a redacted record may be hostile. `run_daemon` fails the test if the event loop is blocked."""
+    tiny = b"".join(car_section(cid_of(block) + block) for block in [b"\xa2\x61e%06d" % n for n in range(40_000)])
+    async with (
+        NetworkWithoutRemoved() as network,
+        running_daemon(database, tmp_path, network, sparse_resync="never") as daemon,
+    ):
+        eve = daemon.create_account("eve.test", records=50)
+        eve.create(LIKE, SECRET, rkey="secret")
+        await daemon.wait_until_equal()
+        uri = f"at://{eve.did}/{LIKE}/secret"
+        network.removed.add(uri)
+        assert await daemon.db.removals.add(uri, "redact")
+        await daemon.wait_until_equal()
+        async with resyncing(daemon, eve, rate=100):
+            daemon.stages.shard_ownership.owned.clear()  # the writer waits, so that all are in one batch
+            for n in range(6):
+                change = eve.apply_writes([Write.update(f"{LIKE}/secret", SECRET | {"again": n})], lost=True)
+                payload = commit_payload(eve.did, change, "2026-11-30T00:00:00Z")
+                eve.pds.emit(eve.did, "#commit", payload | {"blocks": change.blocks + tiny})
+            daemon.stages.shard_ownership.owned.set()
+            await daemon.wait_for_cursor()
+            assert (await daemon.repo_row(eve))["buffered_events"] == 6
+            assert await found(database, tmp_path) == []
+            for fault in eve.pds.faults:
+                fault.rate = 1 << 30  # the rest is sent at once
+        await until(lambda: has_status(daemon, eve, "synchronized"))
+        await daemon.wait_until_equal()
 
 
 async def test_hidden_record_is_shown_again(database: str, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Redacted and hidden records are deleted, also if they are written at the same time; each step is audited."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from time import monotonic
@@ -11,7 +11,7 @@ import asyncpg
 import pytest
 
 from indexer.atproto.syntax import CollectionFilter
-from indexer.db import Database, DatabaseError
+from indexer.db import Database, DatabaseError, dead_letters, identities
 from indexer.db.scope import CurrentScope
 from indexer.errors import InvalidScopeError
 from indexer.reasons import Desync, Rejection
@@ -326,6 +326,63 @@ async def test_redacted_account_is_not_tracked_by_anything(db: Database, sql: as
     assert {row["did"] for row in await sql.fetch("select did from indexer.repo where tracked")} == {did("other")}
 
 
+LOOKED_FOR_WRITERS = """
+    select exists (
+        select from pg_stat_activity where datname = current_database() and application_name = 'indexer'
+            and query like '%virtualtransaction%'
+    )
+"""
+
+
+class BeforeStoring:
+    """A connection on which something happens just before identities are stored."""
+
+    def __init__(self, connection: Any, happens: Awaitable[object]) -> None:
+        self._connection = connection
+        self._happens = happens
+
+    async def fetch(self, statement: str, *arguments: object) -> Any:
+        if "insert into indexer.identity" in statement:
+            await self._happens
+        return await self._connection.fetch(statement, *arguments)
+
+    async def execute(self, statement: str, *arguments: object) -> Any:
+        return await self._connection.execute(statement, *arguments)
+
+
+async def redact_account(db: Database) -> None:
+    await db.removals.add(did("a"), "redact")
+    await db.removals.delete_messages(did("a"), None, None)
+
+
+async def test_lookup_that_ends_during_the_redaction_of_its_account_stores_nothing(
+    db: Database, sql: asyncpg.Connection
+) -> None:
+    await db.scope.begin(Scope())
+    connection: Any = BeforeStoring(sql, redact_account(db))
+    async with sql.transaction():
+        await identities.save_identities(connection, [StoredIdentity(did("a"), "a.test", "https://a.test", None, 1.0)])
+    assert await db.identities.load([did("a")]) == {}, "the statement began after the redaction"
+
+
+@pytest.mark.parametrize("table", ["identity", "dead_letter"])
+async def test_redaction_waits_for_transactions_that_may_have_begun_before_it(
+    db: Database, sql: asyncpg.Connection, database: str, table: str
+) -> None:
+    await db.scope.begin(Scope())
+    writing = await asyncpg.connect(database)
+    async with writing.transaction():
+        if table == "identity":
+            await identities.save_identities(writing, [StoredIdentity(did("a"), "a.test", None, None, 1.0)])
+        else:
+            await dead_letters.insert(writing, [letter("a", b"frame", 1)])
+        redact = asyncio.ensure_future(redact_account(db))
+        await until(lambda: redact.done() or sql.fetchval(LOOKED_FOR_WRITERS))
+    await redact
+    await writing.close()
+    assert await sql.fetchval(f"select count(*) from indexer.{table}") == 0  # noqa: S608
+
+
 def letter(name: object | None, frame: bytes, seq: int) -> DeadLetter:
     sender = None if name is None else did(name)
     return DeadLetter("wss://relay.test", seq, sender, "commit", Rejection.SIGNATURE_INVALID, "", frame)
@@ -335,14 +392,21 @@ async def test_dead_letters_with_removed_content_are_not_stored(db: Database, sq
     await db.write(Batch(dead_letters=(letter(None, b"before all removals", 100),)))
     for target in (uri("a"), "app.redacted.all", did("gone")):
         await db.removals.add(target, "redact")
+    for name, actions in (("shown", ("hide", "show")), ("hidden", ("hide", "show", "hide"))):
+        for action in actions:
+            await db.removals.add(uri(name), action)
+    await db.removals.add(uri("redacted"), "hide")
+    await db.removals.add(uri("redacted"), "redact")
     frames: Sequence[tuple[Any, bytes, bool]] = [
         ("a", PATH.encode(), False), ("a", b"cut off", False),
         ("b", PATH.encode(), True), ("b", b"x app.redacted.all/x", False),
         ("b", b"app.redacted.all2/x", True), (None, b"app.redacted.all/", False),
         ("gone", b"anything", False), (None, b"unreadable", False),
+        ("shown", PATH.encode(), True), ("hidden", b"cut off", False), ("redacted", b"cut off", False),
     ]  # fmt: skip
     letters = [letter(name, frame, seq) for seq, (name, frame, _) in enumerate(frames)]
     await db.write(Batch(dead_letters=tuple(letters)))
+    await db.write(Batch(dead_letters=(letter(None, b"alone in its batch", 200),)))
     seqs = [row["seq"] for row in await sql.fetch("select seq from indexer.dead_letter order by seq")]
     assert seqs == [seq for seq, (*_, kept) in enumerate(frames) if kept] + [100]
 
@@ -364,9 +428,17 @@ async def test_full_scope_of_removals_is_read_and_dead_letters_are_stored_quickl
     assert loaded is not None
     assert sum(map(len, loaded.removed.values())) == 100_000
     assert await db.scope.load(loaded) is loaded, "the same version is not read again"
-    began = monotonic()
-    await db.write(Batch(dead_letters=tuple([letter(n or "many", b"x" * 1_000, n) for n in range(500)])))
-    assert monotonic() - began < 1.0
+    for action in ("hide", "show"):
+        await sql.execute(
+            "insert into indexer.removal (target, action, role, version) "
+            "select 'at://' || $1 || '/app.test.note/' || n, $2, '', 2 from generate_series(1, 1000) n",
+            did("shown"), action,
+        )  # fmt: skip
+    for names in (["many", *range(500)], ["shown"] * 500):
+        letters = [letter(name, b"x" * 1_000, n) for n, name in enumerate(names)]
+        began = monotonic()
+        await db.write(Batch(dead_letters=tuple(letters)))
+        assert monotonic() - began < 1.0
     assert replace(loaded, removed={}) == loaded
     await sql.execute("update indexer.removal set target = 'did:plc:' || id where id = 1")
     assert await db.removals.add(uri("a"), "redact"), "accounts do not count"

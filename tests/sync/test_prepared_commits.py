@@ -10,13 +10,23 @@ from indexer.atproto.record import ConvertedRecord
 from indexer.atproto.syntax import CollectionFilter
 from indexer.demo.local_repo import Write
 from indexer.errors import UpstreamError
-from indexer.sync.batch import PreparedCommits, ReceivedMessage, commits_to_verify, is_quick
+from indexer.sync.batch import QUICK_BYTES, PreparedCommits, ReceivedMessage, commits_to_verify, is_quick
 from indexer.sync.events import CommitEvent
 from indexer.sync.policy import KeyState, Policy
 from indexer.sync.repo import Repo
+from indexer.sync.scope import Scope
 from indexer.sync.stream import Origin
 from indexer.sync.verify import VerifiedCommit, verify_commit
-from tests.sync.signing_account import CONTEXT, POST, RELAY, STORE_ALL, SigningAccount, decoded_event, received_message
+from tests.sync.signing_account import (
+    CONTEXT,
+    IN_PROGRESS,
+    POST,
+    RELAY,
+    STORE_ALL,
+    SigningAccount,
+    decoded_event,
+    received_message,
+)
 
 LIKES = replace(STORE_ALL, scope=replace(STORE_ALL.scope, collections=CollectionFilter(["app.bsky.feed.like"])))
 
@@ -68,8 +78,9 @@ def test_a_batch_is_quick_if_the_core_has_verified_and_converted_all_of_it() -> 
         key: KeyState | None = account.key_state,
         policy: Policy = STORE_ALL,
         known: PreparedCommits = known,
+        row: Repo = account.row(IN_PROGRESS),  # noqa: B008 - it is immutable
     ) -> bool:
-        return is_quick(messages, {account.did: key}.get, policy, known)
+        return is_quick(messages, {row.did: row}, {account.did: key}.get, policy, known)
 
     assert quick(commit, deletion, hidden)
     assert not quick(commit, sync), "the signature of a #sync is verified when it is planned"
@@ -80,6 +91,12 @@ def test_a_batch_is_quick_if_the_core_has_verified_and_converted_all_of_it() -> 
     assert not quick(unusual), "the reference has to convert it"
     assert quick(unusual, policy=LIKES)
     assert quick(unusual, policy=replace(STORE_ALL, store_values=False))
+    for scope in (Scope(removed={"did:web:a.test": frozenset()}), Scope(collections=CollectionFilter(["*"], [POST]))):
+        without, many = replace(STORE_ALL, scope=scope), [commit] * (QUICK_BYTES // len(commit.frame))
+        assert quick(*many, policy=without)
+        assert quick(*many, commit)
+        assert quick(*many, commit, policy=without, row=account.row()), "nothing is buffered"
+        assert not quick(*many, commit, policy=without), "removed records may have to be taken out"
 
 
 def test_result_of_the_core_is_returned_for_its_commit_and_key_only() -> None:
