@@ -15,7 +15,7 @@ import pytest
 from indexer.embedded import database as embedded_database
 from tests.cli.command_line import PROJECT, Session, environment_without_settings, error_line, run_indexer
 from tests.cli.stored_account import DID
-from tests.db.change_log_helpers import connected
+from tests.database_checks import fetch
 
 pytestmark = pytest.mark.slow
 
@@ -39,13 +39,8 @@ def test_other_commands_require_the_schema_that_migrate_creates(
     assert session("repo", DID).returncode == 4
 
 
-async def set_version(dsn: str, version: str) -> None:
-    async with connected(dsn) as sql:
-        await sql.execute("update indexer.alembic_version set version_num = $1", version)
-
-
 def test_error_for_an_old_schema_names_both_versions(session_without_database: Session, database: str) -> None:
-    asyncio.run(set_version(database, "0014"))
+    asyncio.run(fetch(database, "update indexer.alembic_version set version_num = '0014'"))
     session_without_database.configure(INDEXER_DATABASE_URL=database)
     message = (
         r"The database schema is version 0014; this release needs 0\d\d\d\. "
@@ -211,6 +206,4 @@ async def test_port_in_use_is_found_before_the_schema_is_upgraded(
         )  # fmt: skip
     assert result.returncode == 2
     assert error_line(result).startswith(f"INDEXER_HTTP_BIND: cannot listen at 127.0.0.1:{port}: another process uses")
-    connection = await asyncpg.connect(empty_database)
-    assert await connection.fetchval("select to_regclass('indexer.repo')") is None
-    await connection.close()
+    assert [tuple(row) for row in await fetch(empty_database, "select to_regclass('indexer.repo')")] == [(None,)]
