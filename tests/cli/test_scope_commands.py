@@ -79,7 +79,7 @@ def test_change_that_untracks_repos_asks_for_confirmation(session: Session) -> N
 
 
 @pytest.mark.usefixtures("stored_account")
-def test_question_on_a_terminal_is_answered_with_yes(database: str, tmp_path: Path) -> None:
+def test_question_on_a_terminal_is_answered_with_yes(database: str) -> None:
     environment = environment_without_settings() | {
         "INDEXER_DATABASE_URL": database,
         "INDEXER_DNS_SERVERS": "127.0.0.1:1",
