@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from indexer.cli.doctor import (
 )
 from indexer.db.requirements import DatabaseFacts, SchemaState
 from indexer.demo.local_plc import LocalPlc
+from indexer.net.http.checked_connector import DnsResolver
 from tests.cli.command_line import Session
 from tests.daemon_harness import settings_for
 from tests.database_checks import fetch
@@ -171,8 +173,9 @@ async def test_doctor_checks_jetstreams_in_place_of_relays(
 
 @pytest.mark.slow
 async def test_doctor_reports_name_servers_that_do_not_answer(
-    network: FaultyNetwork, database: str, tmp_path: Path
+    network: FaultyNetwork, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("indexer.cli.doctor.DnsResolver", partial(DnsResolver, timeout=0.5))
     found = await findings(
         network,
         database,

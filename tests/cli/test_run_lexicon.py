@@ -88,7 +88,7 @@ def review(account: FaultyAccount, title: str) -> None:
     account.create(REVIEW, {"$type": REVIEW, "title": title, "stars": 5, "createdAt": "2026-01-01T00:00:00Z"})
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.proof("daemon"))])
 async def test_one_lexicon_leads_to_typed_rows_of_all_its_accounts(
     empty_database: str, tmp_path: Path, processes: int
 ) -> None:
@@ -131,22 +131,22 @@ async def test_one_lexicon_leads_to_typed_rows_of_all_its_accounts(
 
 
 async def test_start_without_the_option_reads_a_jetstream_although_none_has_answered(
-    empty_database: str, tmp_path: Path
+    database: str, tmp_path: Path
 ) -> None:
     document = tmp_path / "review.json"
     document.write_text(json.dumps(REVIEW_DOCUMENT))
     async with FaultyNetwork() as network, local_jetstream(network) as jetstream:
         no_jetstream = {"INDEXER_JETSTREAMS": f"ws://{NO_SERVER}"}
-        async with running(network, empty_database, tmp_path, "--lexicon", str(document), **no_jetstream):
+        async with running(network, database, tmp_path, "--lexicon", str(document), **no_jetstream):
             await until(lambda: "daemon.started" in log_tail(tmp_path), lambda: log_tail(tmp_path))
-        async with running(network, empty_database, tmp_path, INDEXER_JETSTREAMS=jetstream.ws_url):
+        async with running(network, database, tmp_path, INDEXER_JETSTREAMS=jetstream.ws_url):
             await until(lambda: bool(jetstream.queries), lambda: log_tail(tmp_path))
         check_connections(jetstream, network)
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.proof("daemon"))])
 async def test_lexicon_does_not_move_a_database_from_its_relay_to_a_jetstream(
-    empty_database: str, tmp_path: Path, like_file: str, processes: str
+    database: str, tmp_path: Path, like_file: str, processes: str
 ) -> None:
     async with FaultyNetwork() as network, local_jetstream(network) as jetstream:
         ada = network.create_account("ada.test")
@@ -155,17 +155,14 @@ async def test_lexicon_does_not_move_a_database_from_its_relay_to_a_jetstream(
         async def cursor_moved() -> bool:
             if network.relay.subscribers:
                 ada.create(LIKE, {"$type": LIKE})
-            async with connected(empty_database) as connection:
-                with suppress(asyncpg.UndefinedTableError, asyncpg.InvalidSchemaNameError):
-                    rows = await connection.fetch("select relay, seq from atproto.cursors")
-                    return len(rows) >= int(processes) and all(row["seq"] > last for row in rows)
-            return False
+            rows = await fetch(database, "select seq from atproto.cursors")
+            return len(rows) >= int(processes) and all(seq > last for (seq,) in rows)
 
         for options in ((), ("--lexicon", like_file)):
             last = network.relay.seq
             arguments = ("--processes", processes, *options)
             urls = {"INDEXER_JETSTREAMS": jetstream.ws_url}
-            async with running(network, empty_database, tmp_path, *arguments, **urls, **choice):
+            async with running(network, database, tmp_path, *arguments, **urls, **choice):
                 await until(cursor_moved, lambda: log_tail(tmp_path))
             choice = {}
         assert not jetstream.queries
