@@ -112,7 +112,8 @@ def write_types(database: str, language: str, path: Path, *nsids: str) -> str:
 
 def check_python(directory: Path, *files: str) -> None:
     """Assert that mypy accepts the files."""
-    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", f"--cache-dir={directory / 'cache'}", *files]
+    cache = directory.parent / "mypy"  # of all tests of this process
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", f"--cache-dir={cache}", *files]
     result = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, ""), result.stdout
 

@@ -141,18 +141,25 @@ async def assert_equal(db: Database, logs: Iterable[Log]) -> None:
         assert identity.is_exported
 
 
+@pytest.fixture
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a page have 50 lines."""
+    monkeypatch.setattr("indexer.net.identity.plc_export.PAGE_LINES", 50)
+
+
+@pytest.mark.usefixtures("small_pages")
 @pytest.mark.parametrize("repeats", [False, True])
 async def test_import_stores_what_the_logs_prove(db: Database, outbound: OutboundClient, repeats: bool) -> None:
-    logs = [*all_kinds(), *(log_of(number) for number in range(5, 1_200))]
+    logs = [*all_kinds(), *map(log_of, range(5, 120))]
     lines = lines_of(*logs, numbered=not repeats)
-    await track(db, *logs[:100])
+    await track(db, *logs[:10])
     async with reading(db, outbound, Directory(lines, repeats=repeats)) as task:
         began = time()
         progress = await read_pages(task)
         assert progress.finished_at is not None
         assert began <= progress.finished_at <= time()
-        await assert_equal(db, logs[:100])
-        skipped = [line for line in lines if line["did"] not in {log.did for log in logs[:100]}]
+        await assert_equal(db, logs[:10])
+        skipped = [line for line in lines if line["did"] not in {log.did for log in logs[:10]}]
         found = results(task)
         assert found["proven"] == len(lines) - len(skipped)
         assert found["skipped"] >= len(skipped)
@@ -214,11 +221,12 @@ async def test_file_with_other_lines_is_refused(tmp_path: Path, text: bytes) -> 
             pass
 
 
+@pytest.mark.usefixtures("small_pages")
 async def test_killed_import_continues_with_the_page_after_the_last_stored_one(
     db: Database, outbound: OutboundClient
 ) -> None:
     """It dies in the transaction of each page, and after its COMMIT."""
-    logs = [*all_kinds(), *(log_of(number) for number in range(5, 2_100))]
+    logs = [*all_kinds(), *map(log_of, range(5, 110))]
     lines = lines_of(*logs)
     points, deaths = list[str](), list[str]()
 
@@ -414,9 +422,10 @@ async def test_directory_that_lacks_the_last_operation_is_not_followed(db: Datab
         assert not task.conditions.active()
 
 
+@pytest.mark.usefixtures("small_pages")
 async def test_page_of_one_millisecond_ends_the_reading(db: Database, outbound: OutboundClient) -> None:
     """The rest of the operations of the millisecond cannot be read."""
-    lines = [line | {"createdAt": START.isoformat()} for line in lines_of(*map(log_of, range(1_001)), numbered=False)]
+    lines = [line | {"createdAt": START.isoformat()} for line in lines_of(*map(log_of, range(51)), numbered=False)]
     async with reading(db, outbound, Directory(lines, repeats=True)) as task:
         with pytest.raises(UnavailableError, match="one millisecond"):
             await read_pages(task)
