@@ -4,10 +4,10 @@ import asyncio
 import os
 import sys
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Network(Protocol):
@@ -37,21 +37,30 @@ def daemon_environment(network: Network, dsn: str, directory: Path) -> dict[str,
     }
 
 
-@asynccontextmanager
-async def daemon_process(
+def daemon_process(
     network: Network, dsn: str, directory: Path, module: str = "indexer", **settings: str
-) -> AsyncIterator[Process]:
-    """Run a daemon for the duration of the block. It is killed at the end, without a chance to drain.
+) -> AbstractAsyncContextManager[Process]:
+    """Run a daemon for the duration of the block.
 
     `module` is the module that runs as the command `indexer`. `settings` are more environment variables.
     """
     environment = daemon_environment(network, dsn, directory)
     environment |= {f"INDEXER_{name.upper()}": value for name, value in settings.items()}
+    return indexer_run(directory, environment, "--no-migrate", module=module)
+
+
+@asynccontextmanager
+async def indexer_run(
+    directory: Path, environment: Mapping[str, str], *arguments: str, module: str = "indexer", **options: Any
+) -> AsyncIterator[Process]:
+    """Run `indexer run` for the duration of the block, with its output in the directory.
+
+    It is killed at the end, without a chance to drain. `options` are those of the new process.
+    """
     with (directory / "daemon.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", module, "run", "--no-migrate",
-            env=environment, stderr=log, stdout=log,
-        )  # fmt: skip
+            sys.executable, "-m", module, "run", *arguments, env=environment, stderr=log, stdout=log, **options
+        )
     try:
         yield process
     finally:

@@ -8,6 +8,7 @@ import asyncpg
 from indexer.cli.demo import compare
 from indexer.db import Database
 from indexer.db.requirements import opened, schema_state
+from tests.db.change_log_helpers import connected
 from tests.faulty_network import FaultyNetwork
 from tests.waiting import until
 
@@ -54,8 +55,7 @@ async def wait_until_equal(network: FaultyNetwork, dsn: str, min_records: int = 
 
 async def assert_change_log_consistent(dsn: str) -> None:
     """Assert that no change is logged twice, that applying the log gives the records, and that no event is buffered."""
-    connection = await asyncpg.connect(dsn)
-    try:
+    async with connected(dsn) as connection:
         repeated = await connection.fetch(
             "select did, collection, rkey, rev from indexer.change where rkey is not null "
             "group by 1, 2, 3, 4 having count(*) > 1"
@@ -64,8 +64,6 @@ async def assert_change_log_consistent(dsn: str) -> None:
         await assert_log_gives_records(connection)
         buffered = await connection.fetchval("select count(*) from indexer.buffered_event")
         assert buffered == 0
-    finally:
-        await connection.close()
 
 
 async def assert_log_gives_records(connection: asyncpg.Connection) -> None:

@@ -41,7 +41,6 @@ class LocalJetstream(HttpServer):
         self.stalled = asyncio.Event()
         self.stalled.set()
         self._appended = asyncio.Event()
-        self._sockets: set[web.WebSocketResponse] = set()
         self.route("/subscribe", self.subscribe)
         for pds in network.pdses:
             pds.listeners.append(self.receive)
@@ -73,11 +72,6 @@ class LocalJetstream(HttpServer):
         appended, self._appended = self._appended, asyncio.Event()
         appended.set()
 
-    async def drop_connections(self) -> None:
-        """End all connections."""
-        for socket in list(self._sockets):
-            await socket.close()
-
     async def subscribe(self, request: web.Request) -> web.StreamResponse:
         """Serve the stream to one subscriber."""
         wanted, cursor = request.query.getall("wantedCollections", []), request.query.get("cursor")
@@ -85,13 +79,11 @@ class LocalJetstream(HttpServer):
         self.queries.append((wanted, int(cursor) if cursor else None))
         socket = web.WebSocketResponse()
         await socket.prepare(request)
-        self._sockets.add(socket)
         sending = asyncio.create_task(self._send(socket, CollectionFilter(wanted or ["*"]), position))
         try:
             async for _ in socket:
                 pass
         finally:
-            self._sockets.discard(socket)
             sending.cancel()
             with suppress(asyncio.CancelledError, ConnectionError):
                 await sending

@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from indexer.net.identity import plc_export
 from tests.atproto.plc_logs import Log
 from tests.faulty_network import FaultyPlc
 
@@ -50,7 +51,7 @@ class Directory(FaultyPlc):
         super().__init__()
 
     async def export(self, request: web.Request) -> web.Response:
-        after, count = request.query["after"], 1_000 if self.repeats else int(request.query["count"])
+        after, count = request.query["after"], plc_export.PAGE_LINES if self.repeats else int(request.query["count"])
         self.asked.append(after)
         if after.isdigit() and not self.repeats:
             page = [line for line in self.lines if line["seq"] > int(after)]

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import asyncpg
 import pytest
 
 from indexer.atproto.cid import cid_of
@@ -10,6 +9,7 @@ from indexer.demo import dag_cbor
 from indexer.demo.local_pds import CAR_TYPE, GET_REPO
 from indexer.demo.local_repo import Write, car
 from tests.daemon_process import daemon_process, log_tail
+from tests.database_checks import fetch
 from tests.faulty_network import Fault, FaultyAccount, FaultyNetwork
 from tests.waiting import until
 
@@ -35,13 +35,9 @@ def make_likes(count: int) -> dict[str, bytes]:
 
 
 async def synchronized(dsn: str, did: str) -> bool:
-    connection = await asyncpg.connect(dsn)
-    try:
-        row = await connection.fetchrow("select sync_status, last_error from indexer.repo where did = $1", did)
-        assert row is None or row["last_error"] is None, row["last_error"]
-        return row is not None and row["sync_status"] == "synchronized"
-    finally:
-        await connection.close()
+    rows = await fetch(dsn, "select sync_status, last_error from indexer.repo where did = $1", did)
+    assert all(row["last_error"] is None for row in rows), rows
+    return [row["sync_status"] for row in rows] == ["synchronized"]
 
 
 def peak_mib(pid: int) -> float:
@@ -64,12 +60,8 @@ async def test_repo_of_a_million_records_is_resynced_in_bounded_memory(
             account.emit_sync()
             await until(lambda: synchronized(database, account.did), lambda: log_tail(tmp_path))
             assert peak_mib(process.pid) < MAX_MIB_OF_RECORDS
-        connection = await asyncpg.connect(database)
-        try:
-            stored = await connection.fetchval("select count(*) from indexer.record where did = $1", account.did)
-            assert stored == RECORDS
-        finally:
-            await connection.close()
+        [(stored,)] = await fetch(database, "select count(*) from indexer.record where did = $1", account.did)
+        assert stored == RECORDS
 
 
 @pytest.mark.slow
@@ -96,14 +88,9 @@ async def test_commit_of_many_paths_to_one_large_value_takes_bounded_memory(data
 
 async def stored_records(dsn: str) -> tuple[int | None, dict[str, int]]:
     """Return the cursor, and the number of stored records of each account."""
-    connection = await asyncpg.connect(dsn)
-    try:
-        rows = await connection.fetch("select did, count(*) from indexer.record group by did")
-        return await connection.fetchval("select max(seq) from indexer.cursor"), {
-            row["did"]: row["count"] for row in rows
-        }
-    finally:
-        await connection.close()
+    rows = await fetch(dsn, "select did, count(*) from indexer.record group by did")
+    [(cursor,)] = await fetch(dsn, "select max(seq) from indexer.cursor")
+    return cursor, {row["did"]: row["count"] for row in rows}
 
 
 def serve_each_block_once(account: FaultyAccount) -> None:
@@ -131,14 +118,10 @@ async def test_export_of_many_paths_to_one_large_value_is_resynced_in_bounded_me
             account.emit_sync()
             await until(lambda: synchronized(database, account.did), lambda: log_tail(tmp_path))
             assert peak_mib(process.pid) < MAX_MIB
-        connection = await asyncpg.connect(database)
-        try:
-            [stored] = await connection.fetch(
-                "select count(*), sum(coalesce(octet_length(value::text), octet_length(original))) as bytes "
-                "from indexer.record where did = $1",
-                account.did,
-            )
-        finally:
-            await connection.close()
+        query = """
+            select count(*), sum(coalesce(octet_length(value::text), octet_length(original))) as bytes
+            from indexer.record where did = $1
+        """
+        [stored] = await fetch(database, query, account.did)
         assert stored["count"] == PATHS
         assert stored["bytes"] < 40_000_000

@@ -1,6 +1,8 @@
 """Secrets are removed from a text by their form, and nothing else is."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from indexer.redaction import without_secrets
 
@@ -22,3 +24,13 @@ def test_secret_of_each_form_is_removed(text: str, expected: str) -> None:
 @pytest.mark.parametrize("text", ["unexpected token: x", "the bearer of it", "https://example.com:443/x@y", "a=b"])
 def test_text_without_a_secret_stays(text: str) -> None:
     assert without_secrets(text) == text
+
+
+PIECES = ["://", ":", "@", "password", "token=", "Authorization: ", "Bearer ", "'", '"', "=", "\n", "{", "a"]
+
+
+@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=9)).map("".join))
+def test_no_text_before_a_secret_makes_it_visible(text: str) -> None:
+    secret = "hunter2-Canary"
+    forms = f"\npostgresql://me:{secret}@db.test/mine\npassword={secret}\nAuthorization: Bearer {secret}\n"
+    assert secret not in without_secrets(text + forms)

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import sys
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -14,7 +13,7 @@ import pytest
 
 from indexer import embedded
 from indexer.db.migrate import migrate
-from tests.daemon_process import daemon_environment, log_tail
+from tests.daemon_process import daemon_environment, indexer_run, log_tail
 from tests.database_checks import assert_change_log_consistent, wait_until_equal
 from tests.faulty_network import FaultyAccount, FaultyNetwork
 from tests.waiting import until
@@ -59,25 +58,6 @@ def send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-@asynccontextmanager
-async def indexer_run(
-    network: FaultyNetwork, dsn: str, directory: Path, *arguments: str, stop_timeout: float
-) -> AsyncIterator[Process]:
-    """Run `indexer run`; kill it at the end of the block."""
-    environment = daemon_environment(network, dsn, directory)
-    environment["INDEXER_STOP_TIMEOUT"] = str(stop_timeout)
-    with (directory / "daemon.log").open("ab") as log:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "indexer", "run", *arguments, env=environment, stderr=log, stdout=log
-        )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
-
 async def ended_after(process: Process, number: signal.Signals, limit: float) -> float:
     """Send a signal; return the seconds until the process has ended, with exit code 1."""
     began = monotonic()
@@ -106,8 +86,9 @@ async def test_a_stop_ends_in_time_while_postgres_hangs_and_nothing_is_lost(
     server, daemons = tmp_path / "server", int(arguments[-1]) if arguments else 1
     async with FaultyNetwork() as network, own_database(server) as dsn:
         accounts = [network.create_account(f"a{number}.test") for number in range(8)]
-        stop_timeout = 600.0 if second_signal else STOP_TIMEOUT
-        async with indexer_run(network, dsn, tmp_path, *arguments, stop_timeout=stop_timeout) as process:
+        environment = daemon_environment(network, dsn, tmp_path)
+        stop_timeout = {"INDEXER_STOP_TIMEOUT": "600" if second_signal else f"{STOP_TIMEOUT}"}
+        async with indexer_run(tmp_path, environment | stop_timeout, *arguments) as process:
             create_posts(accounts)
             await wait_until_equal(network, dsn, min_records=8)
             with hanging_server(server):
@@ -123,7 +104,7 @@ async def test_a_stop_ends_in_time_while_postgres_hangs_and_nothing_is_lost(
                     event = "daemon.stop-timeout"
                 await until(lambda: event in log_tail(tmp_path), lambda: log_tail(tmp_path))
         create_posts(accounts)
-        async with indexer_run(network, dsn, tmp_path, *arguments, stop_timeout=25) as process:
+        async with indexer_run(tmp_path, environment, *arguments) as process:
             await wait_until_equal(network, dsn, min_records=24)
             await assert_change_log_consistent(dsn)
             process.send_signal(signal.SIGTERM)

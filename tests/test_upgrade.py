@@ -2,10 +2,6 @@
 
 import asyncio
 import signal
-import sys
-from asyncio.subprocess import Process
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import asyncpg
@@ -13,8 +9,8 @@ import pytest
 
 from indexer.db.migrate import migrate
 from indexer.demo.scenario import Scenario
-from tests.daemon_process import daemon_environment, daemon_process, log_tail
-from tests.database_checks import assert_change_log_consistent, schema_is_current, wait_until_equal
+from tests.daemon_process import daemon_environment, daemon_process, indexer_run, log_tail
+from tests.database_checks import assert_change_log_consistent, fetch, schema_is_current, wait_until_equal
 from tests.faulty_network import FaultyNetwork
 from tests.previous_release import unpack_previous_release
 from tests.waiting import until
@@ -22,22 +18,6 @@ from tests.waiting import until
 STEPS = 40
 """Steps of the scenario in each phase of the rollout."""
 PHASES = 4
-
-
-@asynccontextmanager
-async def previous_daemon(release: Path, network: FaultyNetwork, dsn: str, directory: Path) -> AsyncIterator[Process]:
-    """Run the daemon of the previous release, which migrates an empty database to its own schema."""
-    environment = daemon_environment(network, dsn, directory) | {"PYTHONPATH": str(release)}
-    with (directory / "daemon.log").open("ab") as log:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "indexer", "run", cwd=release, env=environment, stderr=log, stdout=log
-        )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
 
 
 @pytest.mark.proof("daemon")
@@ -57,7 +37,9 @@ async def test_previous_release_runs_on_the_present_schema_until_the_present_dae
             for _ in range(STEPS):
                 scenario.perform(next(steps), PHASES * STEPS)
 
-        async with previous_daemon(unpack_previous_release(tmp_path), network, dsn, old_directory) as old:
+        release = unpack_previous_release(tmp_path)
+        environment = daemon_environment(network, dsn, old_directory) | {"PYTHONPATH": str(release)}
+        async with indexer_run(old_directory, environment, cwd=release) as old:  # it migrates to its own schema
             act()
             await until(lambda: is_migrated(dsn), lambda: log_tail(old_directory))
             await wait_until_stored(network, dsn, old_directory)
@@ -97,8 +79,5 @@ async def wait_until_stored(network: FaultyNetwork, dsn: str, directory: Path) -
 
 async def stored_cursor(dsn: str) -> int:
     """Return the stored cursor. Only the public schema is the same in both releases."""
-    connection = await asyncpg.connect(dsn)
-    try:
-        return int(await connection.fetchval("select coalesce(max(seq), 0) from atproto.cursors"))
-    finally:
-        await connection.close()
+    [(seq,)] = await fetch(dsn, "select coalesce(max(seq), 0) from atproto.cursors")
+    return int(seq)

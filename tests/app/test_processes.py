@@ -3,9 +3,7 @@
 import asyncio
 import os
 import signal
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from indexer.atproto.syntax import CollectionFilter
 from indexer.demo.scenario import Scenario
 from indexer.errors import SettingsError
 from indexer.sync.shard import Shard
-from tests.daemon_process import daemon_environment
+from tests.daemon_process import daemon_environment, indexer_run
 from tests.database_checks import assert_change_log_consistent, wait_until_equal
 from tests.faulty_network import FaultyNetwork
 from tests.waiting import until
@@ -59,23 +57,6 @@ async def test_more_processes_than_buckets_are_a_settings_error() -> None:
         await run_several(Settings(shard="0/16"), 32, None)
 
 
-@asynccontextmanager
-async def processes(
-    network: FaultyNetwork, dsn: str, directory: Path, count: int
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    command = [sys.executable, "-m", "indexer", "run", "--no-migrate", "--processes", str(count)]
-    with (directory / "daemon.log").open("ab") as log:
-        process = await asyncio.create_subprocess_exec(
-            *command, env=daemon_environment(network, dsn, directory), stdout=log, stderr=log, start_new_session=True
-        )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.terminate()
-            await process.wait()
-
-
 def children_of(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -87,8 +68,9 @@ async def test_processes_index_a_network_and_drain_once_at_ctrl_c_or_when_their_
     """A terminal sends SIGINT to the process group, and a second signal would end a process without draining."""
     log = tmp_path / "daemon.log"
     async with FaultyNetwork() as network:
-        scenario = Scenario(network, seed=11)
-        async with processes(network, database, tmp_path, 2) as parent:
+        scenario, environment = Scenario(network, seed=11), daemon_environment(network, database, tmp_path)
+        several = partial(indexer_run, tmp_path, environment, "--no-migrate", "--processes", start_new_session=True)
+        async with several("2") as parent:
             for step in range(40):
                 scenario.perform(step, 60)
             await wait_until_equal(network, database, min_records=20)
@@ -101,7 +83,7 @@ async def test_processes_index_a_network_and_drain_once_at_ctrl_c_or_when_their_
         assert log.read_text().count('daemon.stopped"') == 2
         for step in range(40, 60):
             scenario.perform(step, 60)
-        async with processes(network, database, tmp_path, 3) as parent:
+        async with several("3") as parent:
             await wait_until_equal(network, database, min_records=20)
             parent.kill()
             await parent.wait()

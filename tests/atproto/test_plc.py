@@ -47,7 +47,6 @@ LEGACY = {
     "sig": "gHBS--cREx_tw2zQ0sLumAPOqHoSVVQ-t_AAESDfcPFPI_ofxQJW0iTtSZxOAg0xcQzLq6wk_kt5YT8_2kDXgg",
 }
 DID, LEGACY_DID = "did:plc:cpl2t7hbrzk5beojmrk2wsba", "did:plc:t2conpiu5kgdinowfymabize"
-DOCUMENT = DidDocument(DID, "alice.example", "https://pds.example", P256_ONE.public)
 
 
 def verified(log: Log) -> DidDocument | None:

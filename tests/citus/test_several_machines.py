@@ -88,11 +88,7 @@ class Machines:
 
     async def positions(self) -> Counter[int]:
         """Return how many processes own each position."""
-        connection = await asyncpg.connect(self._dsn)
-        try:
-            rows = await connection.fetch(_OWNERS, BUCKETS)
-        finally:
-            await connection.close()
+        rows = await fetch(self._dsn, _OWNERS, BUCKETS)
         return Counter(position for first, last in rows for position in range(first, last + 1))
 
     @asynccontextmanager

@@ -4,11 +4,11 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import asyncpg
 import pytest
 from structlog.testing import capture_logs
 
@@ -24,8 +24,10 @@ from indexer.cli.doctor import (
 )
 from indexer.db.requirements import DatabaseFacts, SchemaState
 from indexer.demo.local_plc import LocalPlc
+from indexer.net.http.checked_connector import DnsResolver
 from tests.cli.command_line import Session
 from tests.daemon_harness import settings_for
+from tests.database_checks import fetch
 from tests.db.change_log_helpers import connected
 from tests.faulty_network import Fault, FaultyNetwork
 from tests.local_jetstream import local_jetstream
@@ -117,13 +119,11 @@ async def test_doctor_reports_a_missing_an_older_and_a_newer_schema(
     found = await findings(network, empty_database, tmp_path)
     assert found["schema"].level is Level.WARN
     assert "indexer migrate" in found["schema"].action
-    connection = await asyncpg.connect(database)
-    await connection.execute("update indexer.alembic_version set version_num = '9999'")
+    await fetch(database, "update indexer.alembic_version set version_num = '9999'")
     found = await findings(network, database, tmp_path)
     assert found["schema"].level is Level.WARN
     assert "and can use it" in found["schema"].found
-    await connection.execute("insert into indexer.stored_setting values ('oldest_compatible_schema', '9999')")
-    await connection.close()
+    await fetch(database, "insert into indexer.stored_setting values ('oldest_compatible_schema', '9999')")
     found = await findings(network, database, tmp_path)
     assert found["schema"].level is Level.FAIL
     assert "version 9999" in found["schema"].found
@@ -173,8 +173,9 @@ async def test_doctor_checks_jetstreams_in_place_of_relays(
 
 @pytest.mark.slow
 async def test_doctor_reports_name_servers_that_do_not_answer(
-    network: FaultyNetwork, database: str, tmp_path: Path
+    network: FaultyNetwork, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("indexer.cli.doctor.DnsResolver", partial(DnsResolver, timeout=0.5))
     found = await findings(
         network,
         database,

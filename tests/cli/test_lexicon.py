@@ -1,6 +1,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from indexer.atproto.lexicon import MAX_FIELDS, STRONG_REFERENCE
 from indexer.demo.local_pds import GET_RECORD
+from indexer.net.http.checked_connector import DnsResolver
 from tests.backups import back_up, restore
 from tests.cli.command_line import Session, error_line
 from tests.faulty_network import Fault, FaultyAccount, FaultyNetwork
@@ -326,8 +328,9 @@ async def test_published_record_that_is_no_lexicon_is_reported(session: Session,
 
 
 async def test_dns_or_pds_that_does_not_answer_is_reported(
-    session: Session, publisher: FaultyAccount, name_server: NameServer
+    session: Session, publisher: FaultyAccount, name_server: NameServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("indexer.cli.lexicon.DnsResolver", partial(DnsResolver, timeout=0.5))
     publisher.pds.faults.append(Fault(GET_RECORD, status=500))
     result = await add(session, REVIEW)
     assert result.returncode == 1

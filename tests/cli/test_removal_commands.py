@@ -1,11 +1,11 @@
 import asyncio
 import json
 
-import asyncpg
 import pytest
 
 from tests.cli.command_line import Session, error_line
 from tests.cli.stored_account import DID, HANDLE
+from tests.database_checks import fetch
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("stored_account")]
 
@@ -52,16 +52,10 @@ def test_account_and_collection_are_redacted(session: Session) -> None:
     assert "never tracked again. Reason: asked for." in " ".join(report["summary"])
 
 
-async def set_handle(database: str, handle: str) -> None:
-    connection = await asyncpg.connect(database)
-    await connection.execute("update indexer.identity set handle = $1", handle)
-    await connection.close()
-
-
 def test_handle_is_no_collection(session: Session, database: str) -> None:
     """Both may have the same syntax, and a redaction is irreversible."""
     handle = "alice.bsky.example"
-    asyncio.run(set_handle(database, handle))
+    asyncio.run(fetch(database, "update indexer.identity set handle = $1", handle))
     session("scope", "set", "--track", "all", "--collections", "com.example.*")
     known, unknown = session("redact", handle.upper(), "--yes"), session("redact", "bob.bsky.example", "--yes")
     assert (known.returncode, unknown.returncode) == (2, 4)

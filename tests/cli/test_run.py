@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from indexer.embedded import database as embedded_database
-from tests.cli.command_line import PROJECT, Session, environment_without_settings, error_line, run_indexer
+from tests.cli.command_line import PROJECT, Session, environment_without_settings, error_line
 from tests.cli.stored_account import DID
-from tests.db.change_log_helpers import connected
+from tests.database_checks import fetch
 
 pytestmark = pytest.mark.slow
 
@@ -39,13 +39,8 @@ def test_other_commands_require_the_schema_that_migrate_creates(
     assert session("repo", DID).returncode == 4
 
 
-async def set_version(dsn: str, version: str) -> None:
-    async with connected(dsn) as sql:
-        await sql.execute("update indexer.alembic_version set version_num = $1", version)
-
-
 def test_error_for_an_old_schema_names_both_versions(session_without_database: Session, database: str) -> None:
-    asyncio.run(set_version(database, "0014"))
+    asyncio.run(fetch(database, "update indexer.alembic_version set version_num = '0014'"))
     session_without_database.configure(INDEXER_DATABASE_URL=database)
     message = (
         r"The database schema is version 0014; this release needs 0\d\d\d\. "
@@ -119,7 +114,7 @@ def test_wrong_database_url_is_reported_in_one_line_that_names_setting_and_datab
         assert error_line(result).startswith(f"INDEXER_DATABASE_URL: cannot use the database {address}: {reason}")
 
 
-@pytest.mark.parametrize("arguments", [[], ["--processes", "2"]])
+@pytest.mark.parametrize("arguments", [[], pytest.param(["--processes", "2"], marks=pytest.mark.proof("daemon"))])
 async def test_daemon_waits_for_a_database_that_is_down_until_a_signal(arguments: list[str]) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "indexer", "run", *arguments,
@@ -197,20 +192,16 @@ async def test_password_comes_from_the_url_or_from_a_variable_and_is_never_shown
     assert "hunter2" not in status.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--processes", "2"]])
-async def test_port_in_use_is_found_before_the_schema_is_upgraded(
-    empty_database: str, tmp_path: Path, options: list[str]
+def test_port_in_use_is_found_before_the_schema_is_upgraded(
+    session_without_database: Session, empty_database: str, tmp_path: Path, options: list[str]
 ) -> None:
+    session_without_database.configure(INDEXER_DATABASE_URL=empty_database, INDEXER_DATA_DIR=str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        result = await asyncio.to_thread(
-            run_indexer, "run", *options,
-            INDEXER_DATABASE_URL=empty_database, INDEXER_DATA_DIR=str(tmp_path),
-            INDEXER_HTTP_BIND=f"127.0.0.1:{port}", INDEXER_RELAYS="ws://127.0.0.1:9",
-        )  # fmt: skip
+        session_without_database.configure(INDEXER_HTTP_BIND=f"127.0.0.1:{port}", INDEXER_RELAYS="ws://127.0.0.1:9")
+        result = session_without_database("run", *options)
     assert result.returncode == 2
     assert error_line(result).startswith(f"INDEXER_HTTP_BIND: cannot listen at 127.0.0.1:{port}: another process uses")
-    connection = await asyncpg.connect(empty_database)
-    assert await connection.fetchval("select to_regclass('indexer.repo')") is None
-    await connection.close()
+    [(table,)] = asyncio.run(fetch(empty_database, "select to_regclass('indexer.repo')"))
+    assert table is None

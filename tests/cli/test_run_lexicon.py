@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -12,7 +11,8 @@ import pytest
 
 from indexer.db.database_errors import without_password
 from tests.cli.command_line import Session, error_line, run_indexer
-from tests.daemon_process import Network, daemon_environment, log_tail
+from tests.daemon_process import Network, daemon_environment, indexer_run, log_tail
+from tests.database_checks import fetch
 from tests.db.change_log_helpers import connected
 from tests.faulty_network import FaultyAccount, FaultyNetwork
 from tests.lexicons.samples import DEFS_DOCUMENT, LIKE, LIKE_DOCUMENT, REVIEW, REVIEW_DOCUMENT
@@ -41,12 +41,8 @@ def like_file(tmp_path: Path) -> str:
     return str(file)
 
 
-def fetch(dsn: str, query: str) -> list[tuple[object, ...]]:
-    async def fetched() -> list[tuple[object, ...]]:
-        async with connected(dsn) as connection:
-            return [tuple(row) for row in await connection.fetch(query)]
-
-    return asyncio.run(fetched())
+def fetched(dsn: str, query: str) -> list[tuple[object, ...]]:
+    return [tuple(row) for row in asyncio.run(fetch(dsn, query))]
 
 
 @pytest.mark.parametrize("options", [[], ["--processes", "2"]], ids=["one process", "two processes"])
@@ -60,8 +56,8 @@ def test_without_a_choice_the_choices_are_shown_and_nothing_changes(
         assert (result.returncode, result.stdout) == (2, "")
         for choice in ("indexer run --lexicon NSID ", "INDEXER_TRACK=listed ", "INDEXER_TRACK=all "):
             assert choice in result.stderr
-    assert fetch(database, SCOPE) == []
-    assert fetch(empty_database, "select to_regnamespace('indexer')") == [(None,)]
+    assert fetched(database, SCOPE) == []
+    assert fetched(empty_database, "select to_regnamespace('indexer')") == [(None,)]
     result = session("scope", "show")
     assert (result.returncode, error_line(result).partition(".")[0]) == (2, "Nothing says what to index")
 
@@ -82,25 +78,17 @@ async def running(network: Network, dsn: str, directory: Path, *arguments: str, 
     """Run `indexer run` with these arguments during the block, without a setting that says what to index."""
     environment = daemon_environment(network, dsn, directory) | {"INDEXER_START": "live"}
     del environment["INDEXER_TRACK"]
-    with (directory / "daemon.log").open("ab") as log:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "indexer", "run", *arguments, env=environment | settings, stderr=log, stdout=log
-        )
-    try:
+    async with indexer_run(directory, environment | settings, *arguments) as process:
         yield
         process.terminate()
         assert await process.wait() == 0, log_tail(directory)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
 
 
 def review(account: FaultyAccount, title: str) -> None:
     account.create(REVIEW, {"$type": REVIEW, "title": title, "stars": 5, "createdAt": "2026-01-01T00:00:00Z"})
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.proof("daemon"))])
 async def test_one_lexicon_leads_to_typed_rows_of_all_its_accounts(
     empty_database: str, tmp_path: Path, processes: int
 ) -> None:
@@ -143,22 +131,22 @@ async def test_one_lexicon_leads_to_typed_rows_of_all_its_accounts(
 
 
 async def test_start_without_the_option_reads_a_jetstream_although_none_has_answered(
-    empty_database: str, tmp_path: Path
+    database: str, tmp_path: Path
 ) -> None:
     document = tmp_path / "review.json"
     document.write_text(json.dumps(REVIEW_DOCUMENT))
     async with FaultyNetwork() as network, local_jetstream(network) as jetstream:
         no_jetstream = {"INDEXER_JETSTREAMS": f"ws://{NO_SERVER}"}
-        async with running(network, empty_database, tmp_path, "--lexicon", str(document), **no_jetstream):
+        async with running(network, database, tmp_path, "--lexicon", str(document), **no_jetstream):
             await until(lambda: "daemon.started" in log_tail(tmp_path), lambda: log_tail(tmp_path))
-        async with running(network, empty_database, tmp_path, INDEXER_JETSTREAMS=jetstream.ws_url):
+        async with running(network, database, tmp_path, INDEXER_JETSTREAMS=jetstream.ws_url):
             await until(lambda: bool(jetstream.queries), lambda: log_tail(tmp_path))
         check_connections(jetstream, network)
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.proof("daemon"))])
 async def test_lexicon_does_not_move_a_database_from_its_relay_to_a_jetstream(
-    empty_database: str, tmp_path: Path, like_file: str, processes: str
+    database: str, tmp_path: Path, like_file: str, processes: str
 ) -> None:
     async with FaultyNetwork() as network, local_jetstream(network) as jetstream:
         ada = network.create_account("ada.test")
@@ -167,17 +155,14 @@ async def test_lexicon_does_not_move_a_database_from_its_relay_to_a_jetstream(
         async def cursor_moved() -> bool:
             if network.relay.subscribers:
                 ada.create(LIKE, {"$type": LIKE})
-            async with connected(empty_database) as connection:
-                with suppress(asyncpg.UndefinedTableError, asyncpg.InvalidSchemaNameError):
-                    rows = await connection.fetch("select relay, seq from atproto.cursors")
-                    return len(rows) >= int(processes) and all(row["seq"] > last for row in rows)
-            return False
+            rows = await fetch(database, "select seq from atproto.cursors")
+            return len(rows) >= int(processes) and all(seq > last for (seq,) in rows)
 
         for options in ((), ("--lexicon", like_file)):
             last = network.relay.seq
             arguments = ("--processes", processes, *options)
             urls = {"INDEXER_JETSTREAMS": jetstream.ws_url}
-            async with running(network, empty_database, tmp_path, *arguments, **urls, **choice):
+            async with running(network, database, tmp_path, *arguments, **urls, **choice):
                 await until(cursor_moved, lambda: log_tail(tmp_path))
             choice = {}
         assert not jetstream.queries
@@ -216,13 +201,13 @@ def test_lexicon_outside_the_scope_of_a_database_is_refused_with_the_command_tha
     session("scope", "set", "--collections", "com.example.*", "--signal-collections", REVIEW)
     for track, signals in (("listed", ""), ("signal", f" --signal-collections '{REVIEW},{LIKE}'")):
         session("scope", "set", "--track", track, "--yes")
-        before = fetch(database, SCOPE)
+        before = fetched(database, SCOPE)
         result = session("run", "--lexicon", like_file)
         change = f"indexer scope set --collections 'com.example.*,{LIKE}'{signals}"
         message = f"--lexicon: the database does not index {LIKE}; run: {change}"
         assert (result.returncode, error_line(result)) == (2, message)
-        assert fetch(database, SCOPE) == before
-    assert fetch(database, LEXICONS) == []
+        assert fetched(database, SCOPE) == before
+    assert fetched(database, LEXICONS) == []
 
 
 @pytest.mark.parametrize("options", [[], ["--processes", "2"]], ids=["one process", "two processes"])
@@ -239,7 +224,7 @@ def test_lexicon_that_gives_nothing_to_index_is_refused_in_one_line(
     ):
         result = session("run", *options, "--lexicon", argument)
         assert (result.returncode, error_line(result)) == (2, message)
-    assert fetch(database, SCOPE) == fetch(database, LEXICONS) == []
+    assert fetched(database, SCOPE) == fetched(database, LEXICONS) == []
 
 
 async def test_lexicon_that_nobody_publishes_is_refused_with_what_to_do_instead(database: str, tmp_path: Path) -> None:

@@ -1,13 +1,11 @@
 import json
 import os
 import pty
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.command_line import PROJECT, Session, environment_without_settings
+from tests.cli.command_line import Session
 from tests.cli.stored_account import DID
 
 OTHER = "did:web:two.example"
@@ -79,19 +77,15 @@ def test_change_that_untracks_repos_asks_for_confirmation(session: Session) -> N
 
 
 @pytest.mark.usefixtures("stored_account")
-def test_question_on_a_terminal_is_answered_with_yes(database: str, tmp_path: Path) -> None:
-    environment = environment_without_settings() | {
-        "INDEXER_DATABASE_URL": database,
-        "INDEXER_DNS_SERVERS": "127.0.0.1:1",
-    }
-    command = [sys.executable, "-m", "indexer", "scope", "set", "--collections", "com.example.other"]
+def test_question_on_a_terminal_is_answered_with_yes(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     for answer, code in ((b"n\n", 130), (b"y\n", 0)):
         terminal, theirs = pty.openpty()
         os.write(terminal, answer)
-        result = subprocess.run(command, cwd=PROJECT, env=environment, stdin=theirs, capture_output=True, check=False)
-        assert (result.returncode, b"Delete the records" in result.stderr) == (code, True)
+        with open(theirs) as stdin:  # noqa: PTH123 - a descriptor has no path
+            monkeypatch.setattr("sys.stdin", stdin)
+            result = session("scope", "set", "--collections", "com.example.other")
+        assert (result.returncode, "Delete the records" in result.stderr) == (code, True)
         os.close(terminal)
-        os.close(theirs)
 
 
 @pytest.mark.usefixtures("stored_account")

@@ -9,25 +9,7 @@ from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.core.core import INTERFACE, PYTHON_CORE, NativeCore, load_core
 from indexer.errors import SettingsError
 from indexer.sync.shard import Shard
-from tests.native_module import native_core
 from tests.sync.signing_account import SigningAccount, decoded_event
-
-
-def test_the_choice_python_loads_no_core() -> None:
-    assert load_core("python", 2) is PYTHON_CORE
-
-
-def test_the_choice_native_loads_the_core() -> None:
-    core = native_core(3)
-    assert core.threads == 3
-    assert core.version
-
-
-def test_a_missing_core_is_an_error_only_if_it_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "atproto_indexer_native", None)
-    assert load_core("auto", 2) is PYTHON_CORE
-    with pytest.raises(SettingsError, match="not installed"):
-        load_core("native", 2)
 
 
 def test_a_core_of_another_interface_is_an_error_only_if_it_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ def event_of(frame: bytes) -> CommitEvent:
     return event
 
 
-@settings(max_examples=scaled(800))
+@settings(max_examples=scaled(300))
 @given(st.data())
 def test_frames_with_changed_bytes_agree_with_the_reference(data: st.DataObject) -> None:
     frame = bytearray(frame_with())

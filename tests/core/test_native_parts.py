@@ -45,7 +45,7 @@ def converted(block: bytes, collection: str = NSID) -> bool:
     return True
 
 
-@settings(max_examples=scaled(800))
+@settings(max_examples=scaled(300))
 @given(DATA)
 def test_generated_valid_and_broken_records_agree_with_the_reference(data: bytes) -> None:
     converted(data)

@@ -153,8 +153,8 @@ def test_file_has_no_name_and_is_deleted_on_close(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_memory_use_does_not_depend_on_the_size(tmp_path: Path) -> None:
-    """Write 50,000 blocks of 300 bytes: 15 MB on disk. The 2 MB in memory of SQLite are not traced."""
-    count = 50_000
+    """Write 20,000 blocks of 300 bytes: 6 MB on disk. The 2 MB in memory of SQLite are not traced."""
+    count = 20_000
 
     def export() -> Iterator[bytes]:
         yield header(cid_of(b"root"))

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-import asyncpg
 import httpx
 import pytest
 
@@ -17,7 +16,7 @@ from indexer.demo.scenario import NOTE
 from tests.background import running
 from tests.daemon_forks import DaemonFork
 from tests.daemon_process import daemon_environment
-from tests.database_checks import assert_change_log_consistent, wait_until_equal
+from tests.database_checks import assert_change_log_consistent, fetch, wait_until_equal
 from tests.database_proxy import DatabaseProxy
 from tests.faulty_network import FaultyNetwork
 from tests.quick_tuning import MORTAL
@@ -160,8 +159,5 @@ async def test_stream_faster_than_the_database(
 
 
 async def count(dsn: str, statement: str) -> int:
-    connection = await asyncpg.connect(dsn)
-    try:
-        return int(await connection.fetchval(statement))
-    finally:
-        await connection.close()
+    [(number,)] = await fetch(dsn, statement)
+    return int(number)

@@ -1,6 +1,6 @@
 """The health checks of a daemon, as an orchestrator sees them."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -23,48 +23,37 @@ class HealthChecks:
             return response.status, await response.json()
 
     async def wait_until_ready(self) -> None:
-        last: Any = None
+        await self._wait_until_ok("/readyz")
 
-        async def ready() -> bool:
-            nonlocal last
-            last = await self.get("/readyz")
-            return bool(last == (200, {"status": "ok"}))
-
-        await until(ready, lambda: last)
+    async def wait_until_healthy(self) -> None:
+        await self._wait_until_ok("/healthz")
 
     async def wait_for_stall(self, stage: str) -> dict[str, Any]:
         """Wait until `/healthz` fails because of the stage, by its name; return that reason."""
-        last: Any = None
-        found: list[dict[str, Any]] = []
-
-        async def is_stalled() -> bool:
-            nonlocal last, found
-            status, last = await self.get("/healthz")
-            found = [reason for reason in last.get("reasons", ()) if reason["message"].startswith(f"{stage} stalled")]
-            return status == 503 and bool(found)
-
-        await until(is_stalled, lambda: last)
-        return found[0]
-
-    async def wait_until_healthy(self) -> None:
-        last: Any = None
-
-        async def healthy() -> bool:
-            nonlocal last
-            last = await self.get("/healthz")
-            return bool(last == (200, {"status": "ok"}))
-
-        await until(healthy, lambda: last)
+        return await self._wait_for_reason("/healthz", lambda message: message.startswith(f"{stage} stalled"))
 
     async def wait_for_reason(self, text: str) -> dict[str, Any]:
         """Wait until the daemon is not ready for a reason whose message contains the text; return that reason."""
+        return await self._wait_for_reason("/readyz", lambda message: text in message)
+
+    async def _wait_until_ok(self, path: str) -> None:
+        last: Any = None
+
+        async def is_ok() -> bool:
+            nonlocal last
+            last = await self.get(path)
+            return bool(last == (200, {"status": "ok"}))
+
+        await until(is_ok, lambda: last)
+
+    async def _wait_for_reason(self, path: str, matches: Callable[[str], bool]) -> dict[str, Any]:
         last: Any = None
         found: list[dict[str, Any]] = []
 
         async def has_reason() -> bool:
             nonlocal last, found
-            status, last = await self.get("/readyz")
-            found = [reason for reason in last.get("reasons", ()) if text in reason["message"]]
+            status, last = await self.get(path)
+            found = [reason for reason in last.get("reasons", ()) if matches(reason["message"])]
             return status == 503 and bool(found)
 
         await until(has_reason, lambda: last)

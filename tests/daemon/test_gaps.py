@@ -1,7 +1,6 @@
 """Missed messages: every repo is found again, and until then the daemon says that repos may be outdated."""
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,19 +8,11 @@ from typing import Any
 import pytest
 
 from indexer.cli.demo import compare
-from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
+from tests.daemon.running_daemon import POST, RunningDaemon, post
+from tests.daemon.test_two_relays import daemon_of
 from tests.faulty_network import FaultyAccount, FaultyNetwork
 from tests.quick_tuning import QUICK
 from tests.waiting import until
-
-
-@asynccontextmanager
-async def daemon_of(
-    network: FaultyNetwork, database: str, directory: Path, **settings: Any
-) -> AsyncIterator[RunningDaemon]:
-    relays = ",".join(network.relay_urls)
-    async with running_daemon(database, directory, network, relays=relays, **settings) as daemon:
-        yield daemon
 
 
 async def is_equal(daemon: RunningDaemon) -> bool:

@@ -39,26 +39,6 @@ async def test_database_equals_the_network_after_a_scenario(database: str, tmp_p
 
 
 @pytest.mark.slow
-async def test_lost_commit_breaks_the_chain_and_causes_a_resync(database: str, tmp_path: Path) -> None:
-    async with running_daemon(database, tmp_path) as daemon:
-        account = daemon.create_account("ada.test")
-        await daemon.wait_until_equal()
-        assert daemon.export_requests == 0, "the first commit contains the whole tree"
-        daemon.lose_commit(account)
-        await daemon.wait_until_equal()
-        assert daemon.counter("desynchronized", reason="chain-break") == 1
-        assert daemon.counter("events", kind="commit", outcome="desynchronized") == 1
-        await daemon.wait_for_counter("resync", result="synchronized")
-        assert daemon.counter("resync", result="synchronized") == 1
-        assert daemon.counter("record_changes", action="create", live="false") == 2
-        assert daemon.export_requests == 1
-        account.create(POST, post("after the resync"))
-        await daemon.wait_until_equal()
-        assert daemon.export_requests == 1
-        await assert_change_log_consistent(database)
-
-
-@pytest.mark.slow
 async def test_accounts_are_hidden_as_long_as_the_network_or_the_operator_says_so(
     database: str, tmp_path: Path
 ) -> None:

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from indexer.demo.local_repo import Write
 from indexer.live.batch_writer import MAX_FAILURES
 from indexer.telemetry.conditions import MESSAGES_REFUSED
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
@@ -13,8 +12,6 @@ from tests.waiting import until
 in_proof = pytest.mark.proof("daemon")
 lets_a_trigger_fail = pytest.mark.one_server("Citus has no triggers on distributed tables")
 
-CONTROL_CHARACTERS = b"\x7a" + (1_000_000).to_bytes(4) + b"\x01" * 1_000_000
-"""A record of one text. Each of its characters takes six bytes in JSON."""
 RAISE = "raise exception 'no value of this account is stored'"
 LOSE_CONNECTION = "perform pg_terminate_backend(pg_backend_pid()); perform pg_sleep(10)"
 
@@ -30,23 +27,6 @@ async def fail_writes_of(daemon: RunningDaemon, table: str, did: str, statement:
     await daemon.execute(
         f"create trigger fail before insert or update on indexer.{table} for each row execute function indexer.fail()"
     )
-
-
-@in_proof
-async def test_commit_of_many_paths_to_one_large_value_is_applied_without_delaying_others(
-    database: str, tmp_path: Path
-) -> None:
-    async with running_daemon(database, tmp_path) as daemon:
-        hostile, bystander = daemon.create_account("eve.test"), daemon.create_account("bob.test")
-        await daemon.wait_until_equal()
-        hostile.apply_writes([Write.create(f"{POST}/poison{number:03}", CONTROL_CHARACTERS) for number in range(200)])
-        bystander.create(POST, post("after the commit"))
-        await daemon.wait_until_equal()
-        rows = await daemon.record_rows(hostile)
-        problems = {row["value_problem"] for row in rows if row["rkey"].startswith("poison")}
-        assert problems == {"too-large", "omitted"}
-        assert sum(len(row["original"] or b"") for row in rows) < 20_000_000
-        assert (await daemon.repo_row(hostile))["sync_status"] == "synchronized"
 
 
 @lets_a_trigger_fail

@@ -22,8 +22,6 @@ from tests.quick_tuning import QUICK
 from tests.waiting import until
 from tests.withholding_network import WithholdingNetwork
 
-pytestmark = pytest.mark.slow
-
 LISTS = HostSettings(first_wait=0.0, poll=0.05, settle=1.0, follow=1e6)
 FOLLOWED = replace(LISTS, follow=0.05)
 NEXT_PASS = "update indexer.host_list set ended_at = ended_at - interval '1 day'"
@@ -83,6 +81,7 @@ class Processes:
         return account
 
 
+@pytest.mark.proof("daemon")
 async def test_processes_read_each_page_of_each_list_once(database: str, tmp_path: Path) -> None:
     """Both before and while one of them is restarted; and each export is fetched once, by the owner of the account."""
     async with WithholdingNetwork(pds=6) as network:
@@ -116,6 +115,7 @@ async def test_processes_read_each_page_of_each_list_once(database: str, tmp_pat
                 await until(lambda: [remaining.counter_sum("resync"), stopped.counter_sum("resync")] == [6, 1])
 
 
+@pytest.mark.slow
 async def test_process_reads_only_streams_of_hosts_with_withheld_accounts_of_its_own(
     database: str, tmp_path: Path
 ) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import asyncpg
 import pytest
 
 from indexer.db.migrate import migrate
@@ -20,6 +19,7 @@ from indexer.sync.scope import Track
 from indexer.sync.shard import BUCKETS
 from tests.daemon.health_checks import HealthChecks, health_checks
 from tests.daemon.running_daemon import LIKE, POST, RunningDaemon, post, running_daemon
+from tests.db.change_log_helpers import connected
 from tests.faulty_network import Fault, FaultyAccount
 from tests.net.identity.name_server import NameServer
 from tests.quick_tuning import QUICK
@@ -57,14 +57,10 @@ Stall = Callable[[World], AbstractAsyncContextManager[None]]
 @asynccontextmanager
 async def locked(world: World, *tables: str) -> AsyncIterator[None]:
     """Let every statement that uses one of the tables wait."""
-    connection = await asyncpg.connect(world.daemon.dsn)
-    try:
-        async with connection.transaction():
-            for table in tables:
-                await connection.execute(f"lock table indexer.{table} in access exclusive mode")
-            yield
-    finally:
-        await connection.close()
+    async with connected(world.daemon.dsn) as connection, connection.transaction():
+        for table in tables:
+            await connection.execute(f"lock table indexer.{table} in access exclusive mode")
+        yield
 
 
 def lock_of(table: str) -> Stall:

@@ -47,10 +47,3 @@ async def test_objects_that_only_look_like_blobs_are_not_shown(db: Database, sql
     changes = tuple(put(f"app.test/{number}", value) for number, value in enumerate(values))
     await insert(db, synchronized(1), changes=(*changes, put("app.test/z", json.dumps(blob(size=MAX_BIGINT)))))
     assert await shown(sql) == [("z", CID, "image/jpeg", MAX_BIGINT)]
-
-
-async def test_blobs_of_hidden_repos_are_not_shown(db: Database, sql: asyncpg.Connection) -> None:
-    repos = [synchronized("shown"), synchronized(1, takedown=True), synchronized(2, active=False), synchronized(3)]
-    await insert(db, *repos, changes=(put("app.test/a", json.dumps(blob())),))
-    await sql.execute("select atproto.untrack(array[$1])", did(3))
-    assert [row["did"] for row in await sql.fetch("select did from atproto.blobs")] == [did("shown")]

@@ -43,7 +43,7 @@ async def test_changes_of_an_aborted_transaction_are_never_returned(database: st
 
 
 async def test_a_snapshot_of_records_and_the_changes_after_it_fit_together(
-    db: Database, database: str, sql: asyncpg.Connection
+    db: Database, sql: asyncpg.Connection
 ) -> None:
     await insert(db, synchronized(1), changes=(put("app.test/a"),))
     async with sql.transaction(isolation="repeatable_read", readonly=True):
@@ -56,7 +56,7 @@ async def test_a_snapshot_of_records_and_the_changes_after_it_fit_together(
     assert [(row["action"], row["rkey"]) for row in await after(sql, position)] == [("delete", "a"), ("create", "d")]
 
 
-async def test_the_latest_seq_is_the_newest_number(db: Database, sql: asyncpg.Connection) -> None:
+async def test_the_latest_seq_is_the_newest_number(sql: asyncpg.Connection) -> None:
     assert await sql.fetchval("select atproto.latest_seq()") == 0
     await log(sql, change(1), change(2))
     assert await sql.fetchval("select atproto.latest_seq()") == 2

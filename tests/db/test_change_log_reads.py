@@ -8,7 +8,7 @@ from indexer.db import Database
 from indexer.db.change_log_reads import LoggedChange, LogTrimmedError
 from indexer.sync.changes import Batch, RepoWrite
 from tests.db.change_log_helpers import batches, change, log
-from tests.db.repo_rows import delete, did, insert, put, synchronized
+from tests.db.repo_rows import delete, insert, put, synchronized
 
 pytestmark = pytest.mark.slow
 
@@ -42,14 +42,6 @@ async def test_a_page_has_the_records_of_its_changes(db: Database) -> None:
     assert isinstance(page.changes[0], LoggedChange)
     assert cid_text(by_rkey["b"].cid) == page.changes[-1].cid
     assert isinstance(by_rkey["b"].value, bytes)
-
-
-async def test_page_lacks_the_records_of_hidden_accounts(db: Database) -> None:
-    hidden = [synchronized("inactive", active=False), synchronized("taken down", takedown=True)]
-    await insert(db, synchronized("shown"), *hidden, changes=(put("app.test/a"),))
-    page = await db.changes.page(0, 100, 1 << 20)
-    assert {entry.did for entry in page.changes if entry.collection} == {did("shown"), *(repo.did for repo in hidden)}
-    assert [page.changes[index].did for index in page.values] == [did("shown")]
 
 
 async def test_pages_are_bounded_by_the_bytes_of_their_records(db: Database) -> None:

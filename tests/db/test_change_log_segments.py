@@ -137,7 +137,7 @@ def test_after_a_consumer_was_disconnected_the_one_large_segment_waits_for_the_o
     assert plan_trim(caught_up, POLICY, NOW).truncate == (SEGMENTS - 1,)
 
 
-async def test_a_request_for_trimmed_changes_fails(db: Database, sql: asyncpg.Connection) -> None:
+async def test_a_request_for_trimmed_changes_fails(sql: asyncpg.Connection) -> None:
     await fill_segments(sql, 3)
     done = await trim(sql, TrimPlan((), (0, 2), None))
     assert done.truncate == (0,), "the current segment is not truncated"
@@ -174,9 +174,7 @@ async def test_a_consumer_registered_before_the_truncation_loses_nothing(sql: as
     assert (await trim(sql, plan)).truncate == (0,)
 
 
-async def test_a_truncation_gives_up_on_locks_and_blocks_no_writer(
-    db: Database, database: str, sql: asyncpg.Connection
-) -> None:
+async def test_a_truncation_gives_up_on_locks_and_blocks_no_writer(database: str, sql: asyncpg.Connection) -> None:
     """The locks are those of a backup that has read everything, and of a writer that has not committed."""
     await fill_segments(sql, 2)
     async with connected(database) as backup, connected(database) as slow:

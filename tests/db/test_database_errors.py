@@ -17,6 +17,7 @@ from indexer.errors import IndexerError, SettingsError
 from indexer.reasons import FetchFailure
 from indexer.sync.repo import Repo
 from tests.database_proxy import DatabaseProxy
+from tests.db.change_log_helpers import connected
 
 END_OTHER_TRANSACTIONS = """
     select bool_and(pg_terminate_backend(pid, 5000)) from pg_stat_activity
@@ -55,11 +56,11 @@ async def test_a_statement_that_the_server_cancels_after_a_time_limit_is_a_timeo
     async with sql.transaction():
         await sql.execute("lock table indexer.repo in access exclusive mode")
         for limit in ("statement_timeout", "lock_timeout"):
-            connection = await asyncpg.connect(database, server_settings={limit: "50ms"})
-            with pytest.raises(DatabaseError) as caught, database_errors():
-                await connection.fetch("select from indexer.repo")
+            async with connected(database) as other:
+                await other.execute(f"set {limit} = '50ms'")
+                with pytest.raises(DatabaseError) as caught, database_errors():
+                    await other.fetch("select from indexer.repo")
             assert caught.value.reason is FetchFailure.TIMEOUT
-            await connection.close()
 
 
 def raised(error: BaseException) -> IndexerError:

@@ -50,12 +50,10 @@ LINKS = """
 @pytest.fixture(scope="module")
 def large(postgres: DatabaseServer) -> Iterator[str]:
     async def generate() -> None:
-        connection = await asyncpg.connect(dsn)
-        await public_schema.generate(connection, RECORDS)
-        await connection.execute(CHANGE_BATCHES)
-        await connection.execute(LINKS)
-        await connection.execute("analyze")
-        await connection.close()
+        async with connected(dsn) as connection:
+            await public_schema.generate(connection, RECORDS)
+            for statement in (CHANGE_BATCHES, LINKS, "analyze"):
+                await connection.execute(statement)
 
     dsn = postgres.create(migrated=True)
     postgres.run(generate())

@@ -25,7 +25,6 @@ NOTE = "com.example.note"
 URI = f"at://{did(1)}/{NOTE}/a"
 WAIT = "select reached, stored_rev from atproto.wait_for($1, $2, make_interval(secs => $3))"
 REQUEST = "select atproto.request_record($1, $2)"
-HEARD = "select sync_status = 'desynchronized' from indexer.repo"
 
 
 @pytest.fixture

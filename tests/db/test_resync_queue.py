@@ -228,7 +228,7 @@ async def test_maintenance_skips_rows_that_changed_meanwhile(
 
 
 @pytest.mark.slow
-async def test_parked_repos_are_unparked_after_a_time(db: Database, sql: asyncpg.Connection) -> None:
+async def test_parked_repos_are_unparked_after_a_time(db: Database) -> None:
     await insert(
         db,
         waiting(

@@ -164,9 +164,7 @@ async def test_records_of_an_untracked_repo_are_erased_and_fetched_again_after_i
     assert {repo.did for repo in await db.resyncs.claim(10, range(256), 10.0, 1e12)} == {did(1), did(2)}
 
 
-async def test_write_that_was_planned_before_the_repo_was_untracked_is_skipped(
-    db: Database, sql: asyncpg.Connection
-) -> None:
+async def test_write_that_was_planned_before_the_repo_was_untracked_is_skipped(db: Database) -> None:
     await insert(db, synchronized(1))
     await db.scope.untrack([did(1), did("new")])
     known = RepoWrite(synchronized(1), synchronized(1, version=2), (put("app.test/a"),))

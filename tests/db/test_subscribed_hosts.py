@@ -13,6 +13,7 @@ from indexer.sync.changes import Batch, RepoWrite
 from indexer.sync.identity import StoredIdentity
 from indexer.sync.repo import PARKED, Repo, SyncStatus
 from indexer.sync.shard import Shard
+from tests.db.change_log_helpers import connected
 from tests.db.repo_rows import completed, did, in_progress, insert, synchronized, waiting_for_locks
 from tests.waiting import until
 
@@ -88,14 +89,10 @@ async def test_repo_that_changes_meanwhile_is_desynchronized_too(
     db: Database, sql: asyncpg.Connection, database: str
 ) -> None:
     await add(db, "busy", **WITHHELD)
-    other = await asyncpg.connect(database)
-    try:
-        async with other.transaction():
-            await other.execute("update indexer.repo set version = version + 1")
-            withholding = asyncio.create_task(db.subscribed_hosts.withhold(ALL))
-            await until(lambda: waiting_for_locks(sql, 1))
-    finally:
-        await other.close()
+    async with connected(database) as other, other.transaction():
+        await other.execute("update indexer.repo set version = version + 1")
+        withholding = asyncio.create_task(db.subscribed_hosts.withhold(ALL))
+        await until(lambda: waiting_for_locks(sql, 1))
     assert await withholding == 1
     assert await statuses(db, "busy") == [D]
 

@@ -136,16 +136,6 @@ async def test_records_beyond_the_limit_are_left_out_but_never_the_first(db: Dat
     assert (page.changes, list(page.values)) == (entries, [1, 2, 3])
 
 
-async def test_records_of_hidden_repos_are_not_loaded(db: Database) -> None:
-    await insert(db, synchronized(1), changes=(put("app.test/one"),))
-    await insert(db, synchronized(2)._replace(active=False), changes=(put("app.test/two"),))
-    await insert(db, synchronized(3), changes=(put("app.test/three"),))
-    await db.repos.set_takedown(did(3), on=True)
-    entries = [entry(1, "one"), entry(2, "two", "delete"), entry(3, "three")]
-    page = await db.changes.load(entries, 1_000_000)
-    assert (list(page.values), page.hidden) == ([0], {1, 2})
-
-
 async def test_what_is_set_aside_is_stored_with_the_progress_and_due_when_the_repo_is_visible(db: Database) -> None:
     def aside(reason: SetAsideReason, number: int, rev: str, rkey: str = "") -> SetAside:
         refused = reason == "refused"

@@ -18,7 +18,8 @@ from pydantic import TypeAdapter
 from docs.generate import PROJECT
 from indexer.db import Database
 from indexer.embedded.cluster import find_binaries
-from tests.cli.command_line import run_indexer
+from tests.cli.command_line import Session
+from tests.cli.conftest import session, session_without_database
 from tests.db.repo_rows import insert, put, synchronized
 from tests.examples.test_public_schema_types import connection_options, values_of
 from tests.feed_clients.node_process import HERE as NPM_DIRECTORY
@@ -38,6 +39,8 @@ from tests.realnet.real_network import NODE
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
+
+__all__ = ["session", "session_without_database"]
 
 TEXT, NUMBER, JSON = ("str | None", "string | null"), ("int | None", "Int8 | null"), ("Any", "Json")
 TIME, KEY = ("datetime | None", "Date | null"), ("str", "string")
@@ -102,9 +105,9 @@ async def reviews(db: Database, sql: asyncpg.Connection) -> None:
     await insert(db, synchronized(1), changes=tuple(changes))
 
 
-def write_types(database: str, language: str, path: Path, *nsids: str) -> str:
+async def write_types(session: Session, language: str, path: Path, *nsids: str) -> str:
     """Write and return the module that the command prints."""
-    result = run_indexer("lexicon", "types", f"--{language}", *nsids, INDEXER_DATABASE_URL=database)
+    result = await session.run("lexicon", "types", f"--{language}", *nsids)
     assert (result.returncode, result.stderr) == (0, "")
     path.write_text(result.stdout)
     return result.stdout
@@ -112,7 +115,8 @@ def write_types(database: str, language: str, path: Path, *nsids: str) -> str:
 
 def check_python(directory: Path, *files: str) -> None:
     """Assert that mypy accepts the files."""
-    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", f"--cache-dir={directory / 'cache'}", *files]
+    cache = directory.parent / "mypy"  # of all tests of this process
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", f"--cache-dir={cache}", *files]
     result = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, ""), result.stdout
 
@@ -141,9 +145,9 @@ def use(row: ComExampleReview, other: ComExampleReviewA_) -> None:
 
 
 @pytest.mark.usefixtures("reviews")
-async def test_python_types_are_those_of_the_rows(database: str, sql: asyncpg.Connection, tmp_path: Path) -> None:
+async def test_python_types_are_those_of_the_rows(session: Session, sql: asyncpg.Connection, tmp_path: Path) -> None:
     """Mypy refuses wrong uses: with --strict, it reports each comment that it does not need."""
-    module = write_types(database, "python", tmp_path / "rows.py")
+    module = await write_types(session, "python", tmp_path / "rows.py")
     checks = "".join(f'    assert_type(row["{name}"], {python})\n' for name, (python, _) in COLUMNS.items())
     (tmp_path / "use.py").write_text(PYTHON_USE + checks)
     check_python(tmp_path, "use.py")
@@ -179,9 +183,9 @@ export function mistakes(row: Row): unknown[] {
 @pytest.mark.proof("clients")
 @needs_clients
 @pytest.mark.usefixtures("reviews")
-async def test_typescript_types_are_those_of_the_rows(database: str, tmp_path: Path) -> None:
+async def test_typescript_types_are_those_of_the_rows(session: Session, database: str, tmp_path: Path) -> None:
     """The compiler refuses wrong uses: it reports each comment that it does not need."""
-    module = write_types(database, "typescript", tmp_path / "rows.ts")
+    module = await write_types(session, "typescript", tmp_path / "rows.ts")
     assert "\x1b" not in module
     checks = (f"true satisfies Equal<Row['{name}'], {type_}>\n" for name, (_, type_) in COLUMNS.items())
     keys = " | ".join(f"'{name}'" for name in COLUMNS)
@@ -200,14 +204,16 @@ async def test_typescript_types_are_those_of_the_rows(database: str, tmp_path: P
 
 
 @pytest.mark.usefixtures("reviews")
-def test_only_chosen_types_are_printed_with_the_names_that_they_have_among_all(database: str, tmp_path: Path) -> None:
-    module = write_types(database, "python", tmp_path / "rows.py", f"{REVIEW}.a")
+async def test_only_chosen_types_are_printed_with_the_names_that_they_have_among_all(
+    session: Session, tmp_path: Path
+) -> None:
+    module = await write_types(session, "python", tmp_path / "rows.py", f"{REVIEW}.a")
     assert re.findall(r"(?m)^(\w+) = ", module) == ["ComExampleReviewA_"]
     for arguments, code, message in (
         (("--python", REVIEW, LIKE), 4, f"the lexicon of {LIKE} was not added, or has no view; see "),
         ((REVIEW,), 2, "Give --python or --typescript"),
     ):
-        result = run_indexer("lexicon", "types", *arguments, INDEXER_DATABASE_URL=database)
+        result = await session.run("lexicon", "types", *arguments)
         assert (result.returncode, result.stdout) == (code, "")
         assert message in result.stderr
 
@@ -293,9 +299,9 @@ async def test_recipe_in_sql_prints_typed_rows_live(
 
 @pytest.mark.usefixtures("likes")
 async def test_recipe_in_python_prints_typed_rows_live(
-    db: Database, sql: asyncpg.Connection, database: str, tmp_path: Path
+    db: Database, sql: asyncpg.Connection, session: Session, database: str, tmp_path: Path
 ) -> None:
-    await asyncio.to_thread(write_types, database, "python", tmp_path / "rows.py", LIKE)
+    await write_types(session, "python", tmp_path / "rows.py", LIKE)
     (tmp_path / "recipe.py").write_text(recipe("python"))
     check_python(tmp_path, "recipe.py")
     await follow(db, sql, database, tmp_path / "output", sys.executable, "recipe.py")
@@ -305,9 +311,9 @@ async def test_recipe_in_python_prints_typed_rows_live(
 @needs_clients
 @pytest.mark.usefixtures("likes")
 async def test_recipe_in_typescript_prints_typed_rows_live(
-    db: Database, sql: asyncpg.Connection, database: str, tmp_path: Path
+    db: Database, sql: asyncpg.Connection, session: Session, database: str, tmp_path: Path
 ) -> None:
-    await asyncio.to_thread(write_types, database, "typescript", tmp_path / "rows.ts", LIKE)
+    await write_types(session, "typescript", tmp_path / "rows.ts", LIKE)
     (tmp_path / "recipe.ts").write_text(recipe("typescript"))
     check_typescript(tmp_path, "recipe.ts", "rows.ts")
     await follow(db, sql, database, tmp_path / "output", NODE, "recipe.ts")

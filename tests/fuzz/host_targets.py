@@ -1,10 +1,8 @@
-"""Answers of hosts to requests: lists and states of repos, errors, pauses, compressed bodies, and their addresses."""
+"""Answers of hosts to requests: lists and states of repos, errors and compressed bodies."""
 
 import gzip
 import json
 from collections.abc import Callable, Iterable
-from email.utils import formatdate
-from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -14,9 +12,7 @@ from indexer.atproto.cid import cid_text
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.core.spool import Spool
 from indexer.errors import UnavailableError
-from indexer.net.http.checked_connector import is_public, network_of
 from indexer.net.http.content_decoding import Decoder
-from indexer.net.http.host_limits import MAX_RETRY_AFTER, registered_domain, retry_after_seconds
 from indexer.net.pds.pds_client import PdsClient
 from indexer.net.pds.xrpc import ListedAccount, RepoStatus, fetch_repo_status, list_repos
 from indexer.reasons import FetchFailure
@@ -25,9 +21,8 @@ from tests.fuzz import syntax_reference as reference
 from tests.fuzz.comparison import DifferenceError
 from tests.fuzz.examples import DID, TID
 from tests.fuzz.fixed_response import HostAnswers
-from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes, TextTarget, text_of
+from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes
 from tests.fuzz.outcome_counts import OutcomeCounts
-from tests.fuzz.seed_files import published_lines
 from tests.fuzz.seeds import LINK
 
 HOST = "https://pds.test"
@@ -49,36 +44,6 @@ HIDING_ERRORS = {"RepoTakendown": "takendown", "RepoSuspended": "suspended", "Re
 CURSOR = "cursor-before"
 MAX_BODY = 1 << 20
 MAX_PIECE = 65_536
-NOW = 1_790_000_000.0
-ADDRESSES = (
-    "8.8.8.8",
-    "127.0.0.1",
-    "10.1.2.3",
-    "169.254.169.254",
-    "100.64.0.1",
-    "224.0.0.1",
-    "2606:4700::1111",
-    "::1",
-    "fe80::1%eth0",
-    "::",
-    "::ffff:8.8.8.8",
-    "::ffff:10.0.0.1",
-    "64:ff9b::8.8.8.8",
-    "2002:7f00:1::",
-    "2001:0:1::5efe:7f00:1",
-    "2a00::5efe:808:808",
-    "ff02::1",
-    "a.example.com",
-    "a.b.co.uk:8080",
-    "localhost",
-    "com",
-    "xn--p1ai",
-    "github.io",
-    "a.github.io",
-    "[::1]:80",
-    "1.2.3.4:80",
-    "0x7f.1",
-)
 
 
 class RepoLists(HostAnswers):
@@ -230,36 +195,6 @@ def _check_failure(error: UnavailableError, status: int) -> None:
         raise DifferenceError(f"a message of {len(str(error))} characters") from error
 
 
-class Pauses(TextTarget):
-    """Headers `Retry-After` and `RateLimit-Reset`, after one byte that selects the status: a pause of 1 s to 1 h."""
-
-    def __init__(self) -> None:
-        self.counts = OutcomeCounts("no pause", "default", "longest", "other pauses")
-
-    def seeds(self, random: Random, count: int) -> list[bytes]:
-        """Return headers with numbers, times and dates."""
-        dates = [formatdate(NOW + offset, usegmt=usegmt) for offset in (-10, 90, 10**6) for usegmt in (True, False)]
-        texts = [*dates, "", "0", "30", "-5", "1e9", "nan", "inf", f"{NOW + 60:.0f}", "soon", "7" * 400, "1_0"]
-        texts += [text_of(line) for line in published_lines("atproto-interop-tests/syntax/datetime_syntax_*.txt")]
-        return [bytes([n % 3]) + "\n".join(random.choices(texts, k=2)).encode() for n in range(count)]
-
-    def compare(self, data: bytes) -> None:
-        """Read the headers as the HTTP library gives them. Raises `DifferenceError`."""
-        self.counts.executions += 1
-        status = (429, 503, 500)[(data or b"\0")[0] % 3]
-        first, _, second = data[1:].decode(errors="surrogateescape").partition("\n")
-        pause = retry_after_seconds(status, {"retry-after": first, "ratelimit-reset": second}, NOW)
-        if (pause is None and status == 429) or (pause is not None and status == 500):
-            raise DifferenceError(f"a pause of {pause} seconds for the status {status}")
-        if pause is not None and not 1 <= pause <= MAX_RETRY_AFTER:
-            raise DifferenceError(f"a pause of {pause} seconds")
-        digits = first.isascii() and first.isdigit() and len(first) < 10
-        if digits and status != 500 and pause != min(max(int(first), 1), MAX_RETRY_AFTER):
-            raise DifferenceError(f"a pause of {pause} seconds instead of {first}")
-        names = {None: "no pause", 60.0: "default", MAX_RETRY_AFTER: "longest"}
-        self.counts.add(names.get(pause, "other pauses"))
-
-
 class Bodies(FuzzTarget):
     """Bodies, after one byte that selects the content encoding: in pieces, they are what the library reads at once."""
 
@@ -329,46 +264,3 @@ class Decoded(NamedTuple):
 
     text: bytes
     failure: FetchFailure | None = None
-
-
-class Addresses(TextTarget):
-    """Addresses and host names: no address that the library calls special is public, and each has one owner."""
-
-    def __init__(self) -> None:
-        self.counts = OutcomeCounts("public", "refused", "no addresses")
-
-    def seeds(self, _: Random, count: int) -> list[bytes]:
-        """Return addresses of all kinds, and names."""
-        return [ADDRESSES[number % len(ADDRESSES)].encode() for number in range(count)]
-
-    def compare(self, data: bytes) -> None:
-        """Classify an address or a name. Raises `DifferenceError`."""
-        self.counts.executions += 1
-        text = text_of(data)[:300].lower()  # as those of URLs are
-        domain = registered_domain(text)
-        if domain not in text:
-            raise DifferenceError(f"{text!r} belongs to {domain!r}")
-        public = is_public(text)
-        try:
-            ip = ip_address(text)
-        except ValueError:
-            if public:
-                raise
-            self.counts.add("no addresses")
-            return
-        inner = _represented(ip)
-        if public and (not inner.is_global or inner.is_multicast or inner.is_private or inner.is_link_local):
-            raise DifferenceError(f"{text} is no public address")
-        network, plain = ip_network(network_of(text)), ip_address(text.partition("%")[0])
-        if network.version == plain.version and plain not in network:
-            raise DifferenceError(f"{text} is not in its network {network}")
-        self.counts.add("public" if public else "refused")
-
-
-def _represented(ip: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
-    """Return the IPv4 address that an IPv6 address represents; other addresses as they are."""
-    if isinstance(ip, IPv4Address):
-        return ip
-    if ip in ip_network("64:ff9b::/96"):
-        return IPv4Address(ip.packed[-4:])
-    return ip.ipv4_mapped or ip.sixtofour or ip

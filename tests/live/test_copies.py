@@ -117,7 +117,7 @@ class Sent:
 
 
 @given(
-    sent=st.lists(st.builds(Sent, st.integers(0, 2), st.integers(0, 5)), max_size=40),
+    sent=st.lists(st.builds(Sent, st.integers(0, 2), st.integers(0, 5)), max_size=25),
     max_recent=st.integers(1, 6),
     random=st.randoms(use_true_random=False),
 )

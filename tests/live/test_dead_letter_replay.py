@@ -28,6 +28,7 @@ from indexer.sync.repo import Head, Outcome, Repo, SyncStatus
 from indexer.sync.scope import Scope
 from indexer.sync.shard import Shard
 from indexer.telemetry.metrics import Metrics
+from tests.db.change_log_helpers import connected
 from tests.db.repo_rows import waiting_for_locks
 from tests.faulty_network import error_frame
 from tests.resync.resync_world import COLLECTIONS, AccountOwner
@@ -321,9 +322,8 @@ async def test_concurrent_replays_resolve_a_dead_letter_once(
     async with scenario.sql.transaction():
         await scenario.sql.execute("select from indexer.dead_letter for update")
         replays = asyncio.gather(scenario.replay(dead_letter_id), scenario.replay(dead_letter_id))
-        observer = await asyncpg.connect(database)
-        await until(lambda: waiting_for_locks(observer, 2))
-        await observer.close()
+        async with connected(database) as observer:
+            await until(lambda: waiting_for_locks(observer, 2))
     first, second = sorted(await replays, key=lambda result: result.outcome == UNKNOWN)
     assert first.outcome is (Outcome.BUFFERED if kind == "commit" else Outcome.IGNORED)
     assert second == ReplayResult(dead_letter_id, UNKNOWN)

@@ -36,7 +36,11 @@ from tests.sync.signing_account import STORE_ALL, SigningAccount, received_messa
 from tests.waiting import until
 
 # The quick tests try one seed of a random test.
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))]
+SEEDS = [
+    0,
+    *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4)),
+    *(pytest.param(seed, marks=pytest.mark.proof("simulation")) for seed in range(4, 8)),
+]
 Disturb = Callable[[Batch], Awaitable[None]]
 
 

@@ -4,6 +4,8 @@ import base64
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from io import BytesIO
+from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
 import pytest
@@ -59,6 +61,11 @@ async def test_bad_password_is_answered_with_401_and_one_clear_message(header: s
         assert response.headers["WWW-Authenticate"].startswith("Basic ")
         message = "Basic authentication as admin is required, but the password is missing or wrong"
         assert await response.json() == {"message": message}
+
+
+async def test_credentials_that_are_not_utf_8_are_refused() -> None:
+    request: Any = SimpleNamespace(headers={"Authorization": "Basic \udcff"})  # as the HTTP library decodes it
+    assert (await Access("secret").guard(greet)(request)).status == 401
 
 
 async def test_web_page_is_not_admitted_without_a_password() -> None:

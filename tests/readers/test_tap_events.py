@@ -8,6 +8,7 @@ import pytest
 from indexer.atproto.cid import cid_text, parse_cid
 from indexer.db.change_log_reads import LoggedChange, StoredAccount, StoredRecord
 from indexer.readers.events import event_of
+from indexer.readers.tap.channel import acknowledged_seq
 from indexer.readers.tap.events import MAX_LEVELS, account_event, encode, is_accepted
 
 CID = "bafyreifepiu23okq5zuyvyhsoiazv2icw2van3s7ko6d3ixl5jx2yj2yhu"
@@ -154,3 +155,11 @@ def test_entry_of_the_past_comes_with_the_present_state() -> None:
     event = account_event(LoggedChange(7, "did:plc:a", None, None, "hidden", None, None, True, 0), ACTIVE)
     assert event is not None
     assert event.active
+
+
+@pytest.mark.parametrize(
+    "message",
+    ['{"type":"ack"}', '{"type":"ack","id":true}', '{"type":"ack","id":1e30}', '{"id":1}', "[]", "x", "\ud800"],
+)
+def test_other_messages_acknowledge_nothing(message: str) -> None:
+    assert acknowledged_seq(message) is None

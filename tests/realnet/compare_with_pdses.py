@@ -4,8 +4,7 @@ import asyncio
 import json
 from collections.abc import Mapping
 
-import asyncpg
-
+from tests.db.change_log_helpers import connected
 from tests.realnet.real_network import RealAccount, Records
 from tests.waiting import until
 
@@ -17,13 +16,9 @@ async def records_of(*accounts: RealAccount) -> dict[str, Records]:
 
 async def visible_repos(dsn: str) -> dict[str, tuple[str, Records]]:
     """Return sync status and records by DID, from the public views."""
-    connection = await asyncpg.connect(dsn)
-    try:
-        async with connection.transaction(isolation="repeatable_read", readonly=True):
-            repos = await connection.fetch("select did, sync_status from atproto.repos where visible")
-            rows = await connection.fetch("select did, collection || '/' || rkey, cid, value from atproto.records")
-    finally:
-        await connection.close()
+    async with connected(dsn) as sql, sql.transaction(isolation="repeatable_read", readonly=True):
+        repos = await sql.fetch("select did, sync_status from atproto.repos where visible")
+        rows = await sql.fetch("select did, collection || '/' || rkey, cid, value from atproto.records")
     found: dict[str, tuple[str, Records]] = {row["did"]: (row["sync_status"], {}) for row in repos}
     for did, path, cid, value in rows:
         found[did][1][path] = cid, json.loads(value)

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import asyncpg
 import httpx
 import pytest
 
+from tests.database_checks import fetch
 from tests.free_ports import free_ports
 from tests.realnet.real_network import RealNetwork, RealPds
 from tests.waiting import until
@@ -64,11 +64,8 @@ class RealRelay:
     async def forget_everything(self) -> None:
         """Delete all that a stopped relay has stored. It starts a new sequence, and subscribes to no PDS."""
         shutil.rmtree(self._directory)
-        connection = await asyncpg.connect(self._dsn)
-        try:
-            await connection.execute("drop schema public cascade; create schema public")
-        finally:
-            await connection.close()
+        for statement in ("drop schema public cascade", "create schema public"):
+            await fetch(self._dsn, statement)
 
     async def close(self) -> None:
         """Stop the relay for good."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import asyncpg
 import pytest
 
 from indexer.app.clients import http_origin, open_outbound_client
@@ -147,12 +146,8 @@ async def refused_list(settings: Settings, source: str) -> MethodNotOfferedError
 
 async def is_withheld(database: str, expected: set[tuple[str, str, str]]) -> bool:
     """Return True if the public view says so about these accounts, and about no others."""
-    connection = await asyncpg.connect(database)
     query = "select did, hosting_status, sync_reason from atproto.repos where withheld_since is not null and visible"
-    try:
-        return {tuple(row) for row in await connection.fetch(query)} == expected
-    finally:
-        await connection.close()
+    return {tuple(row) for row in await fetch(database, query)} == expected
 
 
 async def test_collection_is_added_although_bluesky_pds_does_not_list_repos_by_collection(

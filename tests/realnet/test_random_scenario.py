@@ -9,7 +9,6 @@ import signal
 from pathlib import Path
 from random import Random
 
-import asyncpg
 import pytest
 
 from tests.background import running
@@ -79,11 +78,7 @@ async def no_resync_is_running(dsn: str) -> bool:
 
 async def hidden_accounts(dsn: str) -> dict[str, str]:
     """Return the hosting status of each hidden account, by DID."""
-    connection = await asyncpg.connect(dsn)
-    try:
-        rows = await connection.fetch("select did, hosting_status from atproto.repos where not visible")
-    finally:
-        await connection.close()
+    rows = await fetch(dsn, "select did, hosting_status from atproto.repos where not visible")
     return {row["did"]: row["hosting_status"] for row in rows}
 
 

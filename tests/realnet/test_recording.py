@@ -3,23 +3,19 @@
 from pathlib import Path
 from typing import Any
 
-import asyncpg
 import pytest
 
 from indexer.app.daemon import Daemon
 from tests.daemon_harness import run_daemon, settings_for, wait_for_cursor
+from tests.database_checks import fetch
 from tests.realnet.recording import FinalState, Recording, ReplayedNetwork, recording, replayed_network
 from tests.waiting import until
 
 
 async def differences(dsn: str, accounts: list[FinalState]) -> list[str]:
     """Compare the public views with the final states, and describe each difference."""
-    connection = await asyncpg.connect(dsn)
-    try:
-        repos = {row["did"]: row for row in await connection.fetch("select * from atproto.repos")}
-        rows = await connection.fetch("select did, collection || '/' || rkey as path, cid from atproto.records")
-    finally:
-        await connection.close()
+    repos = {row["did"]: row for row in await fetch(dsn, "select * from atproto.repos")}
+    rows = await fetch(dsn, "select did, collection || '/' || rkey as path, cid from atproto.records")
     records: dict[str, dict[str, str]] = {}
     for row in rows:
         records.setdefault(row["did"], {})[row["path"]] = row["cid"]

@@ -158,7 +158,6 @@ LEAF, LEAF_2 = islice(keys_of_height(0), 2)
 TOP = next(keys_of_height(1, "z"))
 TOP_2 = next(keys_of_height(2, "z"))
 EMPTY = dag_cbor.encode({"e": [], "l": None})
-TOP_NODE = node_of_keys([TOP_2])
 LEAF_NODE = node_of_keys([LEAF])
 MALFORMED = {
     "19 same key twice": signed_tree(node(entry(LEAF), entry(LEAF, len(LEAF) - 1) | {"p": len(LEAF), "k": b""})),

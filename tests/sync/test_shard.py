@@ -1,4 +1,5 @@
 from hashlib import sha256
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -6,7 +7,8 @@ from hypothesis import strategies as st
 
 from indexer.sync.shard import BUCKETS, Layout, Shard, bucket_of, bucket_of_target
 
-LAYOUTS = st.builds(Layout, st.permutations(range(BUCKETS)).map(tuple), st.sampled_from([1, 4, 32]))
+ORDERS = st.integers(0, 10**6).map(lambda seed: tuple(Random(seed).sample(range(BUCKETS), BUCKETS)))
+LAYOUTS = st.builds(Layout, ORDERS, st.sampled_from([1, 4, 32]))
 COUNTS = st.integers(1, BUCKETS)
 SHARDS = COUNTS.flatmap(lambda count: st.builds(Shard, st.integers(0, count - 1), st.just(count), LAYOUTS))
 DIDS = st.integers(0, 10**9).map(lambda number: f"did:plc:{number:024}")

@@ -194,17 +194,11 @@ class Hosts:
         assert stored is not None
         return stored
 
-    async def view(self, pds: int = 0) -> dict[str, Any]:
-        """Return the row of the public view of a PDS."""
+    async def view(self, pds: int = 0, name: str = "hosts") -> dict[str, Any]:
+        """Return the row of a PDS in a public view."""
         async with self.db.connection() as connection:
-            row = await connection.fetchrow("select * from atproto.hosts where host = $1", self.name(pds))
-        assert row is not None
-        return dict(row)
-
-    async def relay_view(self, pds: int = 0) -> dict[str, Any]:
-        """Return the row of the public view of the relay and a PDS."""
-        async with self.db.connection() as connection:
-            row = await connection.fetchrow("select * from atproto.relay_hosts where host = $1", self.name(pds))
+            query = f"select * from atproto.{name} where host = $1"  # noqa: S608
+            row = await connection.fetchrow(query, self.name(pds))
         assert row is not None
         return dict(row)
 

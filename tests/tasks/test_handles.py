@@ -1,8 +1,9 @@
 """Handle checks: from the claim in a DID document, by DNS and HTTP, to the handle in the public view."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import count
 from time import monotonic
 from typing import Any
 
@@ -41,12 +42,18 @@ class HandleScenario:
         self._read_at = 5.0
 
     async def claim(self, name: object, handle: str | None) -> None:
-        if did(name) not in await self.db.repos.load([did(name)]):
-            await insert(self.db, synchronized(name))
-        self._read_at += 1
-        await self.db.identities.save(
-            [StoredIdentity(did(name), handle, "https://pds.test", "did:key:zabc", self._read_at)]
-        )
+        await self.claim_all({name: handle})
+
+    async def claim_all(self, handles: Mapping[object, str | None]) -> None:
+        """Store the claims of accounts, in their order."""
+        known = await self.db.repos.load([did(name) for name in handles])
+        await insert(self.db, *[synchronized(name) for name in handles if did(name) not in known])
+        times = count(self._read_at + 1)
+        self._read_at += len(handles)
+        await self.db.identities.save([
+            StoredIdentity(did(name), handle, "https://pds.test", "did:key:zabc", next(times))
+            for name, handle in handles.items()
+        ])  # fmt: skip
 
     def answer(self, name: object, handle: str) -> None:
         self.names.texts[f"_atproto.{handle}"] = [f'"did={did(name)}"']
@@ -149,8 +156,7 @@ def attempted(scenario: HandleScenario, attempts: int) -> Callable[[], Awaitable
 
 async def test_slow_name_servers_do_not_delay_other_checks(scenario: HandleScenario) -> None:
     """A check of a silent name takes 0.3 s, and enough checks run at the same time to reach the rate."""
-    for number in range(150):
-        await scenario.claim(number, f"silent{number}.test")
+    await scenario.claim_all({number: f"silent{number}.test" for number in range(150)})
     await scenario.claim("ann", "ann.test")
     scenario.answer("ann", "ann.test")
     scenario.names.silent = "_atproto.silent"
@@ -165,8 +171,8 @@ async def test_handles_of_one_domain_do_not_delay_those_of_others(scenario: Hand
     for name in honest:
         await scenario.claim(name, f"{name}.{name}.test")
         scenario.answer(name, f"{name}.{name}.test")
+    await scenario.claim_all({number: f"h{number}.hostile.test" for number in range(400)})
     for number in range(400):
-        await scenario.claim(number, f"h{number}.hostile.test")
         scenario.answer(number, f"h{number}.hostile.test")
     async with scenario.checking(rate=50.0, check=1.6):
         for name in honest:
@@ -185,11 +191,10 @@ async def test_a_handle_amid_many_of_one_domain_waits_for_a_part_of_them_only(
 ) -> None:
     """It is neither among the oldest nor among the newest. New ones are still checked soon."""
     monkeypatch.setattr("indexer.tasks.identities.WINDOW", 50)
-    for number in range(450):
-        if number == 150:
-            await scenario.claim("amid", "amid.other.test")
-            scenario.answer("amid", "amid.other.test")
-        await scenario.claim(number, f"h{number}.hostile.test")
+    claims = {number: f"h{number}.hostile.test" for number in range(450)}
+    await scenario.claim_all(dict(list(claims.items())[:150]) | {"amid": "amid.other.test"})
+    await scenario.claim_all(dict(list(claims.items())[150:]))
+    scenario.answer("amid", "amid.other.test")
     scenario.loopback.host.pages[WELL_KNOWN_PATH] = http_response(status=404)
     async with scenario.checking(rate=50.0, check=0.16):  # eight checks at a time
         await scenario.until_shown("amid", "amid.other.test")

@@ -67,7 +67,7 @@ async def test_what_a_list_counts_is_public(hosts: Hosts) -> None:
     await store(hosts, crawl, stored.did, head(stored.rev))
     await hosts.read(crawl)
     await hosts.read(crawl)
-    view, at_relay = await hosts.view(), await hosts.relay_view()
+    view, at_relay = await hosts.view(), await hosts.view(name="relay_hosts")
     assert {name: view[name] for name in view if name.endswith(("accounts", "repos", "passed_on"))} == {
         "accounts": 5, "inactive_accounts": 1, "unproven_accounts": 2, "repos": 3, "synchronized_repos": 1,
         "accounts_not_passed_on": 1,

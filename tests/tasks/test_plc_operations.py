@@ -98,17 +98,17 @@ async def pages_of(lines: list[Line]) -> AsyncGenerator[ReadOperations]:
 
 
 @asynccontextmanager
-async def reading(db: Database, outbound: OutboundClient, directory: Directory) -> AsyncIterator[PlcOperations]:
+async def reading(
+    db: Database, outbound: OutboundClient, directory: Directory, *tracked: Log
+) -> AsyncIterator[PlcOperations]:
+    """Run the directory, with accounts that are tracked before."""
+    await db.repos.add([log.did for log in tracked])
     await directory.start()
     try:
         export = PlcExport(outbound, directory.url, "test")
         yield PlcOperations(db, export, Conditions(), Metrics(), allow_http=True)
     finally:
         await directory.stop()
-
-
-async def track(db: Database, *logs: Log) -> None:
-    await db.repos.add([log.did for log in logs])
 
 
 async def stored(db: Database, log: Log) -> StoredIdentity:
@@ -141,18 +141,24 @@ async def assert_equal(db: Database, logs: Iterable[Log]) -> None:
         assert identity.is_exported
 
 
+@pytest.fixture
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a page have 50 lines."""
+    monkeypatch.setattr("indexer.net.identity.plc_export.PAGE_LINES", 50)
+
+
+@pytest.mark.usefixtures("small_pages")
 @pytest.mark.parametrize("repeats", [False, True])
 async def test_import_stores_what_the_logs_prove(db: Database, outbound: OutboundClient, repeats: bool) -> None:
-    logs = [*all_kinds(), *(log_of(number) for number in range(5, 1_200))]
+    logs = [*all_kinds(), *map(log_of, range(5, 120))]
     lines = lines_of(*logs, numbered=not repeats)
-    await track(db, *logs[:100])
-    async with reading(db, outbound, Directory(lines, repeats=repeats)) as task:
+    async with reading(db, outbound, Directory(lines, repeats=repeats), *logs[:10]) as task:
         began = time()
         progress = await read_pages(task)
         assert progress.finished_at is not None
         assert began <= progress.finished_at <= time()
-        await assert_equal(db, logs[:100])
-        skipped = [line for line in lines if line["did"] not in {log.did for log in logs[:100]}]
+        await assert_equal(db, logs[:10])
+        skipped = [line for line in lines if line["did"] not in {log.did for log in logs[:10]}]
         found = results(task)
         assert found["proven"] == len(lines) - len(skipped)
         assert found["skipped"] >= len(skipped)
@@ -165,10 +171,9 @@ async def test_import_stores_what_the_logs_prove(db: Database, outbound: Outboun
 async def test_operations_that_are_read_again_change_nothing(db: Database, outbound: OutboundClient) -> None:
     """Also those from before the part of the chain that is stored."""
     log = log_of(1)
-    await track(db, log)
     for _ in range(3):
         log.update(LOW, hours=100)
-    async with reading(db, outbound, Directory(lines_of(log))) as task:
+    async with reading(db, outbound, Directory(lines_of(log)), log) as task:
         progress = await read_pages(task)
         before = await stored(db, log)
         await db.crawls.save(replace(progress, cursor=None))
@@ -187,8 +192,7 @@ async def test_file_is_read_and_the_directory_continues_there(
     text = to_text(lines[:6])
     text = text.replace(b"\n", 1_000 * b"\n", 1)
     path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
-    await track(db, *logs)
-    async with reading(db, outbound, directory := Directory(lines)) as task:
+    async with reading(db, outbound, directory := Directory(lines), *logs) as task:
         begun = await task.begin()
         progress = await task.read(begun, operations_in_file(path, begun.cursor))
         assert (progress.cursor, progress.listed) == ("6", 6)
@@ -214,11 +218,12 @@ async def test_file_with_other_lines_is_refused(tmp_path: Path, text: bytes) -> 
             pass
 
 
+@pytest.mark.usefixtures("small_pages")
 async def test_killed_import_continues_with_the_page_after_the_last_stored_one(
     db: Database, outbound: OutboundClient
 ) -> None:
     """It dies in the transaction of each page, and after its COMMIT."""
-    logs = [*all_kinds(), *(log_of(number) for number in range(5, 2_100))]
+    logs = [*all_kinds(), *map(log_of, range(5, 110))]
     lines = lines_of(*logs)
     points, deaths = list[str](), list[str]()
 
@@ -228,8 +233,7 @@ async def test_killed_import_continues_with_the_page_after_the_last_stored_one(
             deaths.append(point)
             raise DeathError
 
-    await track(db, *logs[:5])
-    async with reading(db, outbound, Directory(lines)) as task:
+    async with reading(db, outbound, Directory(lines), *logs[:5]) as task:
         crash_points.hooks.append(die)
         try:
             for _ in lines:
@@ -250,8 +254,7 @@ async def test_reading_ends_when_another_process_has_stored_the_next_page(
     db: Database, outbound: OutboundClient
 ) -> None:
     log = log_of(1)
-    await track(db, log)
-    async with reading(db, outbound, Directory(lines_of(log, log_of(2)))) as task:
+    async with reading(db, outbound, Directory(lines_of(log, log_of(2))), log) as task:
         begun = await task.begin()
         await read_pages(task)
         log.update(LOW, alsoKnownAs=["at://unread.example"])
@@ -263,8 +266,7 @@ async def test_all_dids_are_stored_and_handles_are_verified_when_the_repo_is_use
     db: Database, outbound: OutboundClient
 ) -> None:
     logs = all_kinds()
-    await track(db, logs[0])
-    async with reading(db, outbound, Directory(lines_of(*logs))) as task:
+    async with reading(db, outbound, Directory(lines_of(*logs)), logs[0]) as task:
         await read_pages(task)
         await read_pages(task, everything=True)
         await assert_equal(db, logs)
@@ -308,8 +310,7 @@ async def test_operation_that_proves_nothing_changes_nothing_and_causes_a_lookup
     db: Database, outbound: OutboundClient, lie: Callable[[list[Line]], list[Line]]
 ) -> None:
     other, log = log_of(1), log_of(2)
-    await track(db, other, log)
-    async with reading(db, outbound, directory := Directory(lines_of(other, log))) as task:
+    async with reading(db, outbound, directory := Directory(lines_of(other, log)), other, log) as task:
         await read_pages(task)
         before = await stored(db, log)
         assert not before.stale
@@ -331,8 +332,7 @@ async def test_operation_of_a_repo_without_chain_is_only_a_hint(
 ) -> None:
     """It is none if the identity was looked up much later."""
     log = log_of(1)
-    await track(db, log)
-    async with reading(db, outbound, directory := Directory(lines_of(log_of(2)))) as task:
+    async with reading(db, outbound, directory := Directory(lines_of(log_of(2))), log) as task:
         progress = await read_pages(task)
         known = StoredIdentity(log.did, "n1.example", "https://pds.example", did_keys(LOW)[0], fetched_at)
         await db.identities.save([known])
@@ -362,9 +362,8 @@ BAD_PAGES: dict[str, Callable[[list[Line]], list[Line]]] = {
 @pytest.mark.parametrize("lie", BAD_PAGES)
 async def test_page_that_is_not_in_order_changes_nothing(db: Database, outbound: OutboundClient, lie: str) -> None:
     log = log_of(1)
-    await track(db, log)
     log.update(LOW)
-    async with reading(db, outbound, directory := Directory(lines_of(log))) as task:
+    async with reading(db, outbound, directory := Directory(lines_of(log)), log) as task:
         begun = await read_pages(task)
         log.update(LOW, alsoKnownAs=["at://new.example"])
         log.update(LOW, alsoKnownAs=["at://newer.example"])
@@ -387,9 +386,8 @@ async def test_directory_that_fails_is_reported_and_read_again(
     db: Database, outbound: OutboundClient, fault: Fault
 ) -> None:
     log = log_of(1)
-    await track(db, log)
     log.update(LOW)
-    async with reading(db, outbound, directory := Directory(lines_of(log))) as task:
+    async with reading(db, outbound, directory := Directory(lines_of(log)), log) as task:
         await db.crawls.save(replace(await task.begin(), cursor="1"))
         directory.faults = [fault]
         await task.follow()
@@ -401,9 +399,8 @@ async def test_directory_that_fails_is_reported_and_read_again(
 
 async def test_directory_that_lacks_the_last_operation_is_not_followed(db: Database, outbound: OutboundClient) -> None:
     log = log_of(1)
-    await track(db, log)
     log.update(LOW)
-    async with reading(db, outbound, directory := Directory(lines_of(log))) as task:
+    async with reading(db, outbound, directory := Directory(lines_of(log)), log) as task:
         progress = await read_pages(task)
         directory.lines = lines_of(log_of(2))
         await task.follow()
@@ -414,9 +411,10 @@ async def test_directory_that_lacks_the_last_operation_is_not_followed(db: Datab
         assert not task.conditions.active()
 
 
+@pytest.mark.usefixtures("small_pages")
 async def test_page_of_one_millisecond_ends_the_reading(db: Database, outbound: OutboundClient) -> None:
     """The rest of the operations of the millisecond cannot be read."""
-    lines = [line | {"createdAt": START.isoformat()} for line in lines_of(*map(log_of, range(1_001)), numbered=False)]
+    lines = [line | {"createdAt": START.isoformat()} for line in lines_of(*map(log_of, range(51)), numbered=False)]
     async with reading(db, outbound, Directory(lines, repeats=True)) as task:
         with pytest.raises(UnavailableError, match="one millisecond"):
             await read_pages(task)
@@ -431,7 +429,7 @@ async def test_later_lookup_stays_and_is_repeated_if_a_recent_operation_differs(
     lines = lines_of(log)
     accepted_at = datetime.fromisoformat(lines[-1]["createdAt"]).timestamp()
     key = did_keys(KEYS[1])[0]
-    await track(db, log)
+    await db.repos.add([log.did])
     looked_up = StoredIdentity(log.did, "n1.example", "https://pds.example", key, fetched_at=accepted_at + 60)
     await db.identities.save([looked_up])
     async with reading(db, outbound, Directory(lines)) as task:
@@ -452,7 +450,7 @@ async def test_later_lookup_stays_and_is_repeated_if_a_recent_operation_differs(
 
 async def test_later_lookup_that_a_change_has_made_doubtful_stays_so(db: Database, outbound: OutboundClient) -> None:
     log = log_of(1)
-    await track(db, log)
+    await db.repos.add([log.did])
     looked_up = StoredIdentity(log.did, "n1.example", "https://pds.example", did_keys(LOW)[0], 1.79e9, stale=True)
     await db.identities.save([looked_up])
     async with reading(db, outbound, Directory(lines_of(log))) as task:
@@ -462,8 +460,7 @@ async def test_later_lookup_that_a_change_has_made_doubtful_stays_so(db: Databas
 
 async def test_exported_identity_is_as_recent_as_the_last_reading(db: Database, outbound: OutboundClient) -> None:
     log = log_of(1)
-    await track(db, log)
-    async with reading(db, outbound, Directory(lines_of(log))) as task:
+    async with reading(db, outbound, Directory(lines_of(log)), log) as task:
         progress = await read_pages(task)
         assert (await stored(db, log)).fetched_at < 1.8e9
         loaded = (await db.identities.load([log.did]))[log.did]
@@ -478,8 +475,7 @@ async def test_exported_identity_is_as_recent_as_the_last_reading(db: Database, 
 async def test_identity_in_memory_is_loaded_again_when_it_is_old(db: Database, outbound: OutboundClient) -> None:
     """So a notification that was lost delays a change by a day at most, and causes no lookup."""
     log, now = log_of(1), time()
-    await track(db, log)
-    async with reading(db, outbound, directory := Directory(lines_of(log))) as task:
+    async with reading(db, outbound, directory := Directory(lines_of(log)), log) as task:
         await read_pages(task)
         cache = IdentityCache(FailingResolver(), db.identities, Metrics(), clock=lambda: now, refresh_rate=1.0)
         await cache.preload([log.did])
@@ -503,10 +499,9 @@ async def test_identity_in_memory_is_loaded_again_when_it_is_old(db: Database, o
 
 async def test_tombstone_of_a_tracked_repo_causes_a_lookup(db: Database, outbound: OutboundClient) -> None:
     tracked, other = log_of(1), log_of(2)
-    await track(db, tracked)
     for log in (tracked, other):
         log.end(LOW)
-    async with reading(db, outbound, directory := Directory(lines_of(tracked, other))) as task:
+    async with reading(db, outbound, directory := Directory(lines_of(tracked, other)), tracked) as task:
         await read_pages(task, everything=True)
         assert [(await stored(db, log)).stale for log in (tracked, other)] == [True, False]
         for log in (tracked, other):
@@ -527,8 +522,7 @@ async def test_pages_come_before_the_stream_that_the_directory_closed(
 ) -> None:
     """An outdated cursor, or a consumer that is too slow, is routine. Other types of messages are skipped."""
     log = log_of(1)
-    await track(db, log)
-    async with reading(db, outbound, directory := Directory(lines_of(log))) as task:
+    async with reading(db, outbound, directory := Directory(lines_of(log)), log) as task:
         await read_pages(task)
         log.update(LOW)
         log.update(LOW)
@@ -548,8 +542,7 @@ async def test_pages_come_before_the_stream_that_the_directory_closed(
 
 async def test_without_a_position_only_new_operations_are_followed(db: Database, outbound: OutboundClient) -> None:
     log = log_of(1)
-    await track(db, log)
-    async with reading(db, outbound, directory := Directory([])) as task:
+    async with reading(db, outbound, directory := Directory([]), log) as task:
         await task.follow()
         assert task.conditions.is_active(PLC_EXPORT_FAILING)
         directory.messages = messages([line | {"seq": 7} for line in lines_of(log)])
@@ -564,8 +557,7 @@ async def test_stream_that_goes_backwards_changes_nothing(
     db: Database, outbound: OutboundClient, seqs: list[int | None]
 ) -> None:
     log = log_of(1)
-    await track(db, log)
-    async with reading(db, outbound, directory := Directory(lines_of(log))) as task:
+    async with reading(db, outbound, directory := Directory(lines_of(log)), log) as task:
         await read_pages(task)
         for _ in seqs:
             log.update(LOW, alsoKnownAs=["at://new.example"])
@@ -600,18 +592,16 @@ async def test_chain_of_a_day_has_a_limit(
 ) -> None:
     monkeypatch.setattr("indexer.atproto.plc.MAX_OPERATIONS", 3)
     log = log_of(1)
-    await track(db, log)
     for _ in range(3):
         log.update(LOW, alsoKnownAs=["at://new.example"])
-    async with reading(db, outbound, Directory(lines_of(log))) as task:
+    async with reading(db, outbound, Directory(lines_of(log)), log) as task:
         await read_pages(task)
         assert results(task) == {"proven": 3, "unproven": 1}
 
 
 async def test_new_handle_of_a_tracked_repo_is_verified(db: Database, outbound: OutboundClient) -> None:
     log = log_of(1)
-    await track(db, log)
-    async with reading(db, outbound, Directory(lines_of(log))) as task:
+    async with reading(db, outbound, Directory(lines_of(log)), log) as task:
         progress = await read_pages(task)
         claims, _ = await db.identities.due_handles(range(256), 10, time())
         await db.identities.save_handle_check(HandleCheck(claims[0], "n1.example", 0, time() + 1_000))
@@ -636,8 +626,7 @@ async def age_of(db: Database, log: Log) -> float:
 
 async def test_chain_of_a_repo_that_is_untracked_for_a_time_is_complete(db: Database, outbound: OutboundClient) -> None:
     log = log_of(1)
-    await track(db, log)
-    async with reading(db, outbound, Directory(lines_of(log))) as task:
+    async with reading(db, outbound, Directory(lines_of(log)), log) as task:
         progress = await read_pages(task)
         await db.scope.untrack([log.did])
         await task.read(progress, pages_of(lines_of(moved(log))[1:]))
@@ -650,8 +639,7 @@ async def test_lookup_that_is_stored_meanwhile_leaves_no_incomplete_chain(
 ) -> None:
     """An old document, from a directory that lags, does not count as the one after the last operation."""
     log = log_of(1)
-    await track(db, log)
-    async with reading(db, outbound, Directory(lines_of(log))) as task:
+    async with reading(db, outbound, Directory(lines_of(log)), log) as task:
         progress = await read_pages(task)
         old, save = await stored(db, log), db.crawls.save_operations
 
@@ -670,9 +658,8 @@ async def test_reading_of_another_directory_does_not_confirm_older_identities(
 ) -> None:
     """A daemon that begins with the new operations of another one does not read what was before them."""
     log, other = log_of(1), log_of(2)
-    await track(db, log, other)
     directory = Directory(lines_of(log))
-    async with reading(db, outbound, directory) as task:
+    async with reading(db, outbound, directory, log, other) as task:
         first = await task.read(await task.begin(), pages_of(lines_of(log)))
         await db.crawls.save(replace(first, finished_at=time() - 5_000))
         task.export = replace(task.export, url="http://other.example")
@@ -696,8 +683,7 @@ async def test_directory_that_was_read_between_two_readings_of_another_one_delay
 ) -> None:
     """The other one has read all of its operations, too."""
     log = log_of(1)
-    await track(db, log)
-    async with reading(db, outbound, Directory(lines_of(log))) as task:
+    async with reading(db, outbound, Directory(lines_of(log)), log) as task:
         progress = await read_pages(task)
         between = CrawlProgress("identities", "http://other.example", began_at=time(), finished_at=time())
         await db.crawls.save(between)
@@ -712,8 +698,7 @@ async def test_identity_whose_later_operations_are_not_read_yet_is_stale(
 ) -> None:
     """It is looked up before it is used. A lookup ends that."""
     log = log_of(1)
-    await track(db, log)
-    async with reading(db, outbound, Directory([])) as task:
+    async with reading(db, outbound, Directory([]), log) as task:
         entry = parse_entry(lines_of(log)[0])
         assert entry is not None
 
@@ -738,10 +723,9 @@ async def read_pages_of(task: PlcOperations, *logs: Log) -> None:
 
 async def test_deeply_nested_operation_changes_nothing(db: Database, outbound: OutboundClient) -> None:
     log, value = log_of(1), list[Any]()
-    await track(db, log)
     for _ in range(1_010):
         value = [value]
-    async with reading(db, outbound, Directory(lines_of(log))) as task:
+    async with reading(db, outbound, Directory(lines_of(log)), log) as task:
         progress = await read_pages(task)
         entry = parse_entry(lines_of(moved(log))[1])
         assert entry is not None

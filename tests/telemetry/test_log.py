@@ -13,7 +13,6 @@ from tests.source_code import source_files
 from tests.telemetry.log_events import listed_events
 
 ROOT = Path(__file__).parents[2]
-LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
 
 
 def run_program(program: str, *, stderr: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:

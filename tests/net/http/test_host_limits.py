@@ -148,7 +148,7 @@ async def test_pause_does_not_last_when_the_clock_is_set_back(hosts: HostLimits,
     await request(hosts, "other.example")
 
 
-async def test_shorter_pause_does_not_end_a_longer_one(hosts: HostLimits, clock: Clock) -> None:
+async def test_shorter_pause_does_not_end_a_longer_one(hosts: HostLimits) -> None:
     async with hosts.slot(PDS) as slot:
         await request(hosts, status=429, pause=30)
         slot.record_response(503, 5)

@@ -20,7 +20,7 @@ NOW = 1_800_000_000.0
         ({"retry-after": "7", "ratelimit-reset": "12"}, 7),
         ({"retry-after": "soon", "ratelimit-reset": "12"}, 12),
         ({}, DEFAULT_RETRY_AFTER),
-        ({"retry-after": "nan"}, DEFAULT_RETRY_AFTER),
+        *[({"retry-after": text}, DEFAULT_RETRY_AFTER) for text in ("nan", "\udcff", "9" * 5_000)],
         *[({"retry-after": text}, 1) for text in ("0", "-5")],
         ({"ratelimit-reset": str(int(NOW) - 40)}, 1),
         *[({"retry-after": text}, MAX_RETRY_AFTER) for text in ("99999999", "1e300")],
