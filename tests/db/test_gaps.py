@@ -1,6 +1,7 @@
 """Open gaps when the number of shards changes: each stays one gap, which the new shards close together."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from random import Random
 from time import time
 
@@ -9,12 +10,14 @@ import pytest
 
 from indexer.db import Database
 from indexer.db.crawls import CrawlProgress
+from indexer.db.gaps import OpenGaps
 from indexer.reasons import Desync, GapReason
 from indexer.sync.changes import Batch
 from indexer.sync.hints import JETSTREAM
 from indexer.sync.repo import SyncStatus
 from indexer.sync.shard import BUCKETS, Shard
 from indexer.sync.stream import Cursor, Gap, OpenGap
+from indexer.telemetry.metrics import Metrics
 from tests.db.repo_rows import did, insert, synchronized
 
 RELAY = "wss://relay.test"
@@ -33,6 +36,35 @@ async def reconcile(db: Database, shard: Shard, last_gap: int) -> None:
     """Store the end of a reconciliation that began when `last_gap` was the newest gap."""
     progress = CrawlProgress("sweep", RELAY, began_at=time(), shard=str(shard), last_gap=last_gap)
     await db.crawls.add_listed([], progress.after_page(None, 0, 0, time()), close_gaps=True)
+
+
+async def test_gaps_in_memory_are_those_of_the_last_change_if_two_tasks_load_them(
+    db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another task changes a gap between the statement of the first one and the time at which its result is noted."""
+    gaps = OpenGaps(db.gaps, Shard(), Metrics())
+
+    def meanwhile(name: str, change: Callable[[OpenGap], Awaitable[None]]) -> None:
+        original = getattr(db.gaps, name)
+
+        async def result(*arguments: Gap) -> OpenGap | list[OpenGap]:
+            monkeypatch.undo()
+            found: OpenGap | list[OpenGap] = await original(*arguments)
+            changes.append(asyncio.ensure_future(change(found if isinstance(found, OpenGap) else found[0])))
+            await asyncio.wait(changes, timeout=0.1)
+            return found
+
+        monkeypatch.setattr(db.gaps, name, result)
+
+    changes: list[asyncio.Future[None]] = []
+    meanwhile("open", lambda _: gaps.refresh())
+    gap = await gaps.open(Gap(RELAY, str(Shard()), GapReason.NO_CURSOR))
+    await changes.pop()
+    assert gaps.gaps == [gap]
+    meanwhile("load_open", lambda gap: gaps.close_covered(gap, "wss://one.test"))
+    await gaps.refresh()
+    await changes.pop()
+    assert gaps.gaps == []
 
 
 async def test_covered_gap_is_closed_alone_by_all_shards_that_it_concerns(
