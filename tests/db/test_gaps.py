@@ -1,7 +1,6 @@
 """Open gaps when the number of shards changes: each stays one gap, which the new shards close together."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from random import Random
 from time import time
 
@@ -18,6 +17,7 @@ from indexer.sync.repo import SyncStatus
 from indexer.sync.shard import BUCKETS, Shard
 from indexer.sync.stream import Cursor, Gap, OpenGap
 from indexer.telemetry.metrics import Metrics
+from tests.background import changed_before
 from tests.db.repo_rows import did, insert, synchronized
 
 RELAY = "wss://relay.test"
@@ -38,32 +38,13 @@ async def reconcile(db: Database, shard: Shard, last_gap: int) -> None:
     await db.crawls.add_listed([], progress.after_page(None, 0, 0, time()), close_gaps=True)
 
 
-async def test_gaps_in_memory_are_those_of_the_last_change_if_two_tasks_load_them(
-    db: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another task changes a gap between the statement of the first one and the time at which its result is noted."""
+async def test_gaps_in_memory_are_those_of_the_last_change_if_two_tasks_load_them(db: Database) -> None:
     gaps = OpenGaps(db.gaps, Shard(), Metrics())
-
-    def meanwhile(name: str, change: Callable[[OpenGap], Awaitable[None]]) -> None:
-        original = getattr(db.gaps, name)
-
-        async def result(*arguments: Gap) -> OpenGap | list[OpenGap]:
-            monkeypatch.undo()
-            found: OpenGap | list[OpenGap] = await original(*arguments)
-            changes.append(asyncio.ensure_future(change(found if isinstance(found, OpenGap) else found[0])))
-            await asyncio.wait(changes, timeout=0.1)
-            return found
-
-        monkeypatch.setattr(db.gaps, name, result)
-
-    changes: list[asyncio.Future[None]] = []
-    meanwhile("open", lambda _: gaps.refresh())
-    gap = await gaps.open(Gap(RELAY, str(Shard()), GapReason.NO_CURSOR))
-    await changes.pop()
+    async with changed_before(db.gaps, "open", lambda _: gaps.refresh()):
+        gap = await gaps.open(Gap(RELAY, str(Shard()), GapReason.NO_CURSOR))
     assert gaps.gaps == [gap]
-    meanwhile("load_open", lambda gap: gaps.close_covered(gap, "wss://one.test"))
-    await gaps.refresh()
-    await changes.pop()
+    async with changed_before(db.gaps, "load_open", lambda _: gaps.close_covered(gap, "wss://one.test")):
+        await gaps.refresh()
     assert gaps.gaps == []
 
 

@@ -1,6 +1,5 @@
 """The stored scope: the first one, changes by SQL and by commands, and untracked repos."""
 
-import asyncio
 from random import Random
 
 import asyncpg
@@ -13,6 +12,7 @@ from indexer.errors import InvalidScopeError
 from indexer.sync.changes import Batch, RepoWrite
 from indexer.sync.repo import CHOSEN, Repo, SyncStatus
 from indexer.sync.scope import Scope, Track, filter_of
+from tests.background import changed_before
 from tests.db.change_log_helpers import after
 from tests.db.repo_rows import buffer_event, did, in_progress, insert, put, synchronized
 from tests.sync.signing_account import STORE_ALL
@@ -36,25 +36,17 @@ async def test_first_scope_is_stored_once(db: Database, sql: asyncpg.Connection)
     assert again.version == 1
 
 
-async def test_scope_that_was_read_earlier_does_not_replace_a_later_one(
-    db: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It changes, and another task reads it, between the statement of the first reader and the use of its result."""
-    current, load, later = CurrentScope(db.scope, STORE_ALL), db.scope.load, list[asyncio.Task[None]]()
+async def test_scope_that_was_read_earlier_does_not_replace_a_later_one(db: Database) -> None:
+    current = CurrentScope(db.scope, STORE_ALL)
     await current.begin()
     await db.scope.change(collections=["a.a.*"])
 
-    async def result(known: Scope) -> Scope | None:
-        monkeypatch.undo()
-        found = await load(known)
+    async def change(_: Scope) -> None:
         await db.scope.change(collections=["b.b.*"])
-        later.append(asyncio.create_task(current.refresh()))
-        await asyncio.wait(later, timeout=0.1)
-        return found
+        await current.refresh()
 
-    monkeypatch.setattr(db.scope, "load", result)
-    await current.refresh()
-    await later[0]
+    async with changed_before(db.scope, "load", change):
+        await current.refresh()
     assert current.scope.version == 3
 
 
