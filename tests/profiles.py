@@ -1,6 +1,6 @@
 """The hypothesis profiles of the tests: `full` by default, `quick` for `make check`, `random` for `make proof`."""
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 FULL_EXAMPLES = 100
 QUICK_EXAMPLES = 10
@@ -12,10 +12,11 @@ def register_profiles() -> None:
 
     The examples of `full` and `quick` are the same in each run, so that a change is never blamed for an old bug.
     """
-    # No deadlines: they would measure the load of the machine.
-    settings.register_profile("full", max_examples=FULL_EXAMPLES, deadline=None, derandomize=True)
-    settings.register_profile("quick", max_examples=QUICK_EXAMPLES, deadline=None, derandomize=True)
-    settings.register_profile("random", max_examples=RANDOM_EXAMPLES, deadline=None)
+    # No time limits: they would measure the load of the machine.
+    unlimited = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("full", unlimited, max_examples=FULL_EXAMPLES, derandomize=True)
+    settings.register_profile("quick", unlimited, max_examples=QUICK_EXAMPLES, derandomize=True)
+    settings.register_profile("random", unlimited, max_examples=RANDOM_EXAMPLES)
     settings.load_profile("full")
 
 

@@ -103,7 +103,6 @@ def serve_each_block_once(account: FaultyAccount) -> None:
 
 
 @pytest.mark.proof("daemon")
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak memory is read from /proc")
 @pytest.mark.parametrize("name", AMPLIFYING)
 async def test_export_of_many_paths_to_one_large_value_is_resynced_in_bounded_memory(

@@ -18,8 +18,6 @@ from tests.database_checks import assert_change_log_consistent, wait_until_equal
 from tests.faulty_network import FaultyAccount, FaultyNetwork
 from tests.waiting import until
 
-pytestmark = pytest.mark.timeout(300)
-
 POST = "com.example.post"
 STOP_TIMEOUT = 3.0
 ENOUGH = 10.0

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-TIMEOUT = 60.0
+TIMEOUT = 120.0
 POLL_INTERVAL = 0.02
 
 

@@ -199,6 +199,7 @@ class OpenGaps:
 
     def __post_init__(self) -> None:
         self._opened = asyncio.Event()
+        self._loading = asyncio.Lock()  # otherwise, an earlier load could replace the result of a later change
         self.stage = StageProgress("open gaps")
         self.gaps: Sequence[OpenGap] | None = None
 
@@ -209,10 +210,11 @@ class OpenGaps:
 
     async def open(self, gap: Gap) -> OpenGap:
         """Store a gap, and wake the reconciliation."""
-        opened = await self.stored.open(gap)
+        async with self._loading:
+            opened = await self.stored.open(gap)
+            self._set([*(self.gaps or ()), opened])
         fields = {"relay": gap.relay, "reason": gap.reason, "first_seq": gap.first_seq, "last_seq": gap.last_seq}
         log.error("gap.opened", id=opened.id, **fields)
-        self._set([*(self.gaps or ()), opened])
         return opened
 
     async def close_covered(self, gap: OpenGap, relay: str) -> None:
@@ -225,14 +227,13 @@ class OpenGaps:
 
         A gap that affects other shards, too, is not closed before they have compared their repos.
         """
-        before, known_until = self.gaps or (), self.newest
-        loaded = await self.stored.load_open()
-        still_open = {gap.id for gap in loaded}
-        for gap in before:
-            if gap.id not in still_open:
-                log.info("gap.closed", relay=gap.gap.relay, reason=gap.gap.reason, id=gap.id)
-        opened_meanwhile = [gap for gap in self.gaps or () if gap.id > known_until and gap.id not in still_open]
-        self._set([*(gap for gap in loaded if gap.affects(self.shard)), *opened_meanwhile])
+        async with self._loading:
+            loaded = await self.stored.load_open()
+            still_open = {gap.id for gap in loaded}
+            for gap in self.gaps or ():
+                if gap.id not in still_open:
+                    log.info("gap.closed", relay=gap.gap.relay, reason=gap.gap.reason, id=gap.id)
+            self._set([gap for gap in loaded if gap.affects(self.shard)])
 
     async def run(self) -> NoReturn:
         """Refresh periodically: another process may have closed gaps."""

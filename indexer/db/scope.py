@@ -1,5 +1,6 @@
 """The stored scope: read and change it, hold it until the end of a transaction, and follow its changes."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -196,6 +197,7 @@ class CurrentScope:
 
     def __post_init__(self) -> None:
         self._first = self.policy.scope
+        self._reading = asyncio.Lock()  # otherwise, what was read earlier could replace a later version
         self._in_use = Counter[int]()
         self.stage = StageProgress("scope")
         self.changed_at = monotonic()
@@ -218,10 +220,11 @@ class CurrentScope:
 
     async def refresh(self) -> None:
         """Read the scope."""
-        stored = await self.stored.load(self.scope)
-        if stored is not None and stored.version != self.scope.version:
-            log.info("scope.changed", version=stored.version, before=str(self.scope), now=str(stored))
-            self._take(stored)
+        async with self._reading:
+            stored = await self.stored.load(self.scope)
+            if stored is not None and stored.version != self.scope.version:
+                log.info("scope.changed", version=stored.version, before=str(self.scope), now=str(stored))
+                self._take(stored)
 
     def is_behind(self, repos: Iterable[Repo]) -> bool:
         """Return True if one of the repos is complete for a later scope: then this one must be read again."""

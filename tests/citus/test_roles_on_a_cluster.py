@@ -22,7 +22,7 @@ from tests.db.change_log_helpers import connected
 from tests.db.test_migrate import GRANTS, role, with_user
 from tests.faulty_network import FaultyNetwork
 
-pytestmark = [pytest.mark.proof("cluster"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.proof("cluster")
 
 STEPS = 40
 COMMANDS = (

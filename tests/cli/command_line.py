@@ -23,7 +23,7 @@ def run_indexer(*arguments: str, stdin: str = "", **environment: str) -> subproc
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=240,
     )
 
 

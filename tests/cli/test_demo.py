@@ -31,7 +31,7 @@ async def lines_until(process: Process, text: str) -> list[str]:
     """Return the lines on stdout up to the one that contains the text."""
     assert process.stdout is not None
     lines: list[str] = []
-    async with asyncio.timeout(100):
+    async with asyncio.timeout(240):
         while not lines or text not in lines[-1]:
             line = await process.stdout.readline()
             assert line, lines

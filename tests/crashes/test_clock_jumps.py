@@ -22,8 +22,6 @@ from tests.faulty_network import Fault
 from tests.lost_commits import lose_commit
 from tests.waiting import until
 
-pytestmark = pytest.mark.timeout(300)
-
 DAY = 86_400
 SAMPLE = pytest.param(False, id="alone", marks=pytest.mark.slow)
 ALONE = pytest.param(False, id="alone", marks=pytest.mark.proof("crashes"))

@@ -42,8 +42,6 @@ from tests.quick_tuning import MORTAL
 from tests.readers.webhook_server import WebhookServer
 from tests.waiting import until
 
-pytestmark = pytest.mark.timeout(300)
-
 RecordProperty = Callable[[str, object], None]
 
 
@@ -617,10 +615,9 @@ async def test_migration_is_killed(
 
 @pytest.mark.proof("cluster")
 async def test_numbering_of_changes_is_killed(
-    citus: CitusServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: RecordProperty
+    citus: CitusServer, tmp_path: Path, record_property: RecordProperty
 ) -> None:
     """On a cluster, a process of its own numbers the changes after their COMMIT."""
-    monkeypatch.setattr("tests.waiting.TIMEOUT", 120.0)
     dsn = await asyncio.to_thread(partial(citus.create, migrated=True))
     try:
         async with death_world(dsn, tmp_path) as world:

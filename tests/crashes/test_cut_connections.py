@@ -17,7 +17,7 @@ from tests.http_proxy import HttpProxy
 from tests.tcp_proxy import TcpProxy
 from tests.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 GROUP = 20
 """Cuts after which everything is compared."""

@@ -19,7 +19,7 @@ from tests.faulty_network import FaultyAccount
 from tests.lost_commits import lose_commit
 from tests.waiting import until
 
-pytestmark = [pytest.mark.proof("crashes"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.proof("crashes")
 
 MIB = 1 << 20
 TABLESPACE = "small"

@@ -41,7 +41,6 @@ async def write_on(world: DeathWorld) -> None:
         await asyncio.sleep(0.05)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "deaths",
     [

@@ -29,7 +29,6 @@ WITHHELD_AND_SYNCHRONIZED = """
 """
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "deaths",
     [

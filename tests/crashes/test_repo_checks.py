@@ -51,7 +51,6 @@ async def settle(world: DeathWorld) -> None:
     await world.count_death(None)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "deaths",
     [

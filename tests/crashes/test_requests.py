@@ -22,7 +22,6 @@ DEATHS = [
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 async def test_killed_between_a_request_and_its_record(database: str, tmp_path: Path) -> None:
     """The relay is stopped, and sends all commits later: nothing is logged twice."""
     async with death_world(database, tmp_path) as world:

@@ -21,7 +21,7 @@ from tests.db.change_log_helpers import connected
 from tests.db.filled_tables import UNFILLED, contents, fill, tables
 from tests.db.repo_rows import insert, put, synchronized
 
-pytestmark = [pytest.mark.proof("cluster"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.proof("cluster")
 
 CHANGED = ("alembic_version", "distribution", "shard_owner", "stored_setting")
 """Tables that the command itself writes."""

@@ -9,12 +9,15 @@ import pytest
 
 from indexer.db import Database
 from indexer.db.crawls import CrawlProgress
+from indexer.db.gaps import OpenGaps
 from indexer.reasons import Desync, GapReason
 from indexer.sync.changes import Batch
 from indexer.sync.hints import JETSTREAM
 from indexer.sync.repo import SyncStatus
 from indexer.sync.shard import BUCKETS, Shard
 from indexer.sync.stream import Cursor, Gap, OpenGap
+from indexer.telemetry.metrics import Metrics
+from tests.background import changed_before
 from tests.db.repo_rows import did, insert, synchronized
 
 RELAY = "wss://relay.test"
@@ -33,6 +36,16 @@ async def reconcile(db: Database, shard: Shard, last_gap: int) -> None:
     """Store the end of a reconciliation that began when `last_gap` was the newest gap."""
     progress = CrawlProgress("sweep", RELAY, began_at=time(), shard=str(shard), last_gap=last_gap)
     await db.crawls.add_listed([], progress.after_page(None, 0, 0, time()), close_gaps=True)
+
+
+async def test_gaps_in_memory_are_those_of_the_last_change_if_two_tasks_load_them(db: Database) -> None:
+    gaps = OpenGaps(db.gaps, Shard(), Metrics())
+    async with changed_before(db.gaps, "open", lambda _: gaps.refresh()):
+        gap = await gaps.open(Gap(RELAY, str(Shard()), GapReason.NO_CURSOR))
+    assert gaps.gaps == [gap]
+    async with changed_before(db.gaps, "load_open", lambda _: gaps.close_covered(gap, "wss://one.test")):
+        await gaps.refresh()
+    assert gaps.gaps == []
 
 
 async def test_covered_gap_is_closed_alone_by_all_shards_that_it_concerns(

@@ -283,7 +283,6 @@ class EverythingAtOnce:
             self.done.set()
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.one_server("its changes get no numbers")
 async def test_every_snapshot_is_exact_while_everything_runs_at_once(
     db: Database, sql: asyncpg.Connection, database: str, monkeypatch: pytest.MonkeyPatch

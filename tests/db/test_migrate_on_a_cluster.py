@@ -24,7 +24,7 @@ from tests.db.filled_tables import REPOS, fill
 from tests.db.repo_rows import did, insert, put, synchronized
 from tests.waiting import until
 
-pytestmark = [pytest.mark.proof("cluster"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.proof("cluster")
 
 LATER = '''
 """Change the schema in each way that a later migration may need."""

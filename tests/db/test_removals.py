@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from time import monotonic
+from time import thread_time
 from typing import Any
 
 import asyncpg
@@ -431,14 +431,13 @@ async def test_full_scope_of_removals_is_read_and_dead_letters_are_stored_quickl
     for action in ("hide", "show"):
         await sql.execute(
             "insert into indexer.removal (target, action, role, version) "
-            "select 'at://' || $1 || '/app.test.note/' || n, $2, '', 2 from generate_series(1, 1000) n",
+            "select 'at://' || $1 || '/app.test.note/' || n, $2, '', 2 from generate_series(1, 10000) n",
             did("shown"), action,
         )  # fmt: skip
     for names in (["many", *range(500)], ["shown"] * 500):
         letters = [letter(name, b"x" * 1_000, n) for n, name in enumerate(names)]
-        began = monotonic()
-        await db.write(Batch(dead_letters=tuple(letters)))
-        assert monotonic() - began < 1.0
+        async with asyncio.timeout(15):  # without an index of them, or with a search for each letter, it takes longer
+            await db.write(Batch(dead_letters=tuple(letters)))
     assert replace(loaded, removed={}) == loaded
     await sql.execute("update indexer.removal set target = 'did:plc:' || id where id = 1")
     assert await db.removals.add(uri("a"), "redact"), "accounts do not count"
@@ -458,9 +457,9 @@ async def test_many_removals_of_one_account_are_read_as_quickly_as_those_of_many
             version,
         )
         await sql.execute("update indexer.scope set version = $1", version)
-        began = monotonic()
+        began = thread_time()
         scope = await db.scope.load(scope) or scope
-        seconds.append(monotonic() - began)
+        seconds.append(thread_time() - began)
     assert len(scope.removed["a"]) == 20_000
     assert seconds[1] < 10 * seconds[0]
 

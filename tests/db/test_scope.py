@@ -7,12 +7,15 @@ import pytest
 
 from indexer.atproto.syntax import CollectionFilter, is_did
 from indexer.db import Database
+from indexer.db.scope import CurrentScope
 from indexer.errors import InvalidScopeError
 from indexer.sync.changes import Batch, RepoWrite
 from indexer.sync.repo import CHOSEN, Repo, SyncStatus
 from indexer.sync.scope import Scope, Track, filter_of
+from tests.background import changed_before
 from tests.db.change_log_helpers import after
 from tests.db.repo_rows import buffer_event, did, in_progress, insert, put, synchronized
+from tests.sync.signing_account import STORE_ALL
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +34,20 @@ async def test_first_scope_is_stored_once(db: Database, sql: asyncpg.Connection)
     again = await db.scope.begin(POSTS)
     assert again.same_choice(first)
     assert again.version == 1
+
+
+async def test_scope_that_was_read_earlier_does_not_replace_a_later_one(db: Database) -> None:
+    current = CurrentScope(db.scope, STORE_ALL)
+    await current.begin()
+    await db.scope.change(collections=["a.a.*"])
+
+    async def change(_: Scope) -> None:
+        await db.scope.change(collections=["b.b.*"])
+        await current.refresh()
+
+    async with changed_before(db.scope, "load", change):
+        await current.refresh()
+    assert current.scope.version == 3
 
 
 async def test_patterns_remember_the_version_that_added_them(db: Database) -> None:

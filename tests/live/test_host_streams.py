@@ -158,8 +158,8 @@ async def test_stream_ends_some_time_after_its_host_has_no_such_account(world: W
     await world.withhold({A: 1})
     async with world.running(replace(SETTINGS, linger=0.5)) as streams:
         await world.wait_for(streams, [A])
-        await world.show(A)
         began = monotonic()
+        await world.show(A)
         await world.wait_for(streams, [])
         assert monotonic() - began > 0.4
         assert (world.inbox.streams, world.inbox.limits, world.positions) == (1, {}, [])

@@ -21,7 +21,7 @@ from tests.daemon_harness import settings_for
 from tests.database_checks import fetch
 from tests.realnet.real_network import RealAccount, RealPds, real_network
 
-pytestmark = [pytest.mark.proof("realnet"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.proof("realnet")
 
 OWNER = PrivateKey.from_seed("k256", b"the recovery key of an owner")
 INSERT_LEGACY = """

@@ -65,7 +65,6 @@ class OmittingProxy(RelayProxy):
 
 
 @pytest.mark.proof("realnet")
-@pytest.mark.timeout(300)
 async def test_indexer_behind_the_jetstream_of_another_one_has_its_records(
     database: str, postgres: DatabaseServer, tmp_path: Path
 ) -> None:

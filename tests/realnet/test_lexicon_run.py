@@ -22,7 +22,7 @@ from tests.realnet.real_network import RealAccount, RealNetwork, real_network
 from tests.realnet.test_network import stream_url
 from tests.waiting import until
 
-pytestmark = [pytest.mark.proof("realnet"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.proof("realnet")
 
 CREATED = "2026-01-01T00:00:00.000Z"
 TABLE = f'lexicon."{REVIEW}"'

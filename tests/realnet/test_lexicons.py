@@ -19,7 +19,7 @@ from tests.lexicons.samples import REVIEW, REVIEW_DOCUMENT
 from tests.net.identity.name_server import NameServer
 from tests.realnet.real_network import RealAccount, RealPds, real_network
 
-pytestmark = [pytest.mark.proof("realnet"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.proof("realnet")
 
 
 def publish(pds: RealPds) -> RealAccount:

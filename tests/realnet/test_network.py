@@ -20,7 +20,7 @@ from tests.realnet.compare_with_pdses import records_of, visible_repos, wait_unt
 from tests.realnet.real_network import RealAccount, RealPds, real_network
 from tests.waiting import until
 
-pytestmark = [pytest.mark.proof("realnet"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.proof("realnet")
 
 THING, NOTE = "com.example.thing", "com.example.note"
 

@@ -27,7 +27,7 @@ from tests.realnet.real_relay import real_relay, require_relay
 from tests.realnet.test_network import NOTE, THING
 from tests.waiting import TIMEOUT, until
 
-pytestmark = [pytest.mark.proof("realnet"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.proof("realnet")
 
 
 async def test_accounts_above_the_limit_of_bluesky_relay_stay_visible_and_are_not_called_current(

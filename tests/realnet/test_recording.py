@@ -46,7 +46,6 @@ def count_of_outcome(running: Daemon, kind: str, outcome: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 async def test_stream_with_the_directory_of_its_time_needs_almost_no_export(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,7 +90,6 @@ def directory_changes(recorded: Recording) -> list[tuple[int, str]]:
 
 
 @pytest.mark.proof("realnet")
-@pytest.mark.timeout(300)
 async def test_stream_from_its_middle_with_a_restart_is_completed_by_exports(database: str, tmp_path: Path) -> None:
     """The daemon misses the first half of the stream, and restarts after three quarters.
 

@@ -27,7 +27,6 @@ LOGGED = "select rkey, array_agg(action) from atproto.changes where collection =
 
 
 @pytest.mark.proof("realnet")
-@pytest.mark.timeout(300)
 async def test_write_is_seen_at_once_with_the_relay_and_without_it(
     database: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

@@ -24,7 +24,7 @@ from indexer.sync.policy import Policy
 from indexer.sync.scope import Scope
 from tests.realnet.real_network import RealAccount, RealNetwork, real_network
 
-pytestmark = [pytest.mark.proof("realnet"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.proof("realnet")
 
 COLLECTIONS = ("com.example.a", "com.example.a.sub", "com.example.ax", "com.example.b", "org.other.z")
 PATTERNS = (["com.example.a"], ["com.example.a.*", "org.other.z"], ["com.example.*"], ["net.none.here"])

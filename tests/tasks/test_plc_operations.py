@@ -483,9 +483,10 @@ async def test_identity_in_memory_is_loaded_again_when_it_is_old(db: Database, o
         directory.lines = lines_of(log)
         progress = await read_pages(task)
         await cache.preload([log.did])
-        assert cache.peek(log.did) is not None
-        assert cache.peek(log.did).key != OTHER.public  # type: ignore[union-attr]
-        now += IdentityLifetimes().max_age + 1
+        before = cache.peek(log.did)
+        assert before is not None
+        assert before.key != OTHER.public
+        now = before.fetched_at + IdentityLifetimes().max_age + 1
         await db.crawls.save(replace(progress, finished_at=now))
         await cache.preload([log.did])
         identity = cache.peek(log.did)

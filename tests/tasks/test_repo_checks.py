@@ -534,14 +534,24 @@ async def test_restart_compares_at_once_and_an_earlier_pass_counts_until_the_int
     never.set()
 
 
-async def test_passes_begin_when_half_of_the_interval_is_over(checked: Checked) -> None:
+async def test_passes_begin_when_half_of_the_interval_is_over(
+    checked: Checked, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [account] = await checked.accounts(1)
-    checks = checked.checks(replace(QUICK, interval=0.4))
-    began = time()
-    async with running(checks.run()):
-        await until(lambda: checked.asked[account.did] == 4)
-        assert time() - began >= 0.55
-        assert checks.lacking is None
+    sleep, pauses = asyncio.sleep, list[float]()
+
+    async def answer(did: str) -> dict[str, Any]:
+        clock.now += 0.5
+        return {"did": did, "active": True, "rev": account.rev}
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    checked.answer(0, answer)
+    monkeypatch.setattr(asyncio, "sleep", pause)
+    async with running(checked.checks(replace(QUICK, interval=4.0)).run()):
+        await until(lambda: pauses.count(1.5) == 3)
 
 
 async def test_pass_stores_its_beginning_beside_the_position_and_closes_earlier_gaps(checked: Checked) -> None:

@@ -93,13 +93,20 @@ async def test_a_waiting_process_ends_when_the_database_was_distributed(
 async def test_nothing_is_written_while_another_process_holds_the_buckets(
     database: str, sql: asyncpg.Connection, tmp_path: Path
 ) -> None:
-    async with running_daemon(database, tmp_path, tuning=replace(QUICK, retry=2.0)) as daemon:
+    async with running_daemon(database, tmp_path, tuning=replace(QUICK, retry=0.5)) as daemon:
         account = daemon.create_account("ada.test")
         await daemon.wait_until_equal()
         async with shard_lock.open_lock(sql, range(7, 8), daemon.db.layout) as lock:
             [holder] = await daemon.execute(OWNERS)
-            await daemon.execute(END_SESSION, holder["pid"])
-            await until(lock.claim)
+
+            async def claim(lock: shard_lock.ShardLock = lock) -> bool:
+                await sql.execute("select pg_stat_clear_snapshot()")
+                return await lock.claim()
+
+            async with sql.transaction():  # until its end, no other session can claim anything
+                assert not await claim()
+                await daemon.execute(END_SESSION, holder["pid"])
+                await until(claim)
             account.create(POST, post("meanwhile"))
             ownership, inbox = daemon.stages.shard_ownership, daemon.stages.inbox
             await until(lambda: "another process" in str(ownership.last_error) and inbox.unsettled == 1)

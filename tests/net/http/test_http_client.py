@@ -4,7 +4,6 @@ import asyncio
 import gzip
 import tracemalloc
 from dataclasses import replace
-from time import monotonic
 
 import pytest
 from aiohttp import web
@@ -105,7 +104,7 @@ async def test_host_that_is_too_slow(
     host: ScriptedHost, script: Script, seconds: float, min_rate: float, detail: str
 ) -> None:
     host.pages["/"] = script
-    async with impatient(read=0.2, rate_grace=0.1) as outbound:
+    async with impatient(read=30.0 if detail else 0.2, rate_grace=0.1) as outbound:
         failure = await failure_of(read_all(outbound, f"{host.url}/", timeout=seconds, min_rate=min_rate))
     assert failure.reason is FetchFailure.TIMEOUT
     assert detail in failure.detail
@@ -119,7 +118,7 @@ async def test_time_of_the_caller_does_not_count_for_the_rate(host: ScriptedHost
     async def work() -> None:
         await asyncio.sleep(pauses.pop() if pauses else 0)
 
-    assert await read_all(outbound, f"{host.url}/", min_rate=2_000_000, after_each=work) == 200_000
+    assert await read_all(outbound, f"{host.url}/", min_rate=250_000, after_each=work) == 200_000
     assert not pauses
 
 
@@ -198,15 +197,15 @@ async def test_unsupported_or_malformed_encoding(host: ScriptedHost, outbound: O
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("parts", "reason"),
+    ("parts", "read", "reason"),
     [
-        ((CHUNKED, b"5\r\nhello\r\nZZ\r\n"), FetchFailure.UNREACHABLE),
-        ((CHUNKED + b"5\r\nhello\r\n", b"ZZ\r\n"), FetchFailure.TIMEOUT),
+        ((CHUNKED, b"5\r\nhello\r\nZZ\r\n"), 30.0, FetchFailure.UNREACHABLE),
+        ((CHUNKED + b"5\r\nhello\r\n", b"ZZ\r\n"), 0.3, FetchFailure.TIMEOUT),
     ],
     ids=["before it is awaited", "while it is awaited"],
 )
 async def test_malformed_chunk_after_a_valid_one(
-    host: ScriptedHost, parts: tuple[bytes, bytes], reason: FetchFailure
+    host: ScriptedHost, parts: tuple[bytes, bytes], read: float, reason: FetchFailure
 ) -> None:
     """The parser of aiohttp forgets the body then, so its reader is not told of the error."""
 
@@ -217,10 +216,8 @@ async def test_malformed_chunk_after_a_valid_one(
         writer.write(parts[1])
 
     host.pages["/"] = script
-    began = monotonic()
-    async with impatient(read=0.3) as outbound:
-        assert (await failure_of(read_all(outbound, f"{host.url}/", timeout=30.0))).reason is reason
-    assert monotonic() - began < 5.3
+    async with asyncio.timeout(30), impatient(read=read) as outbound:
+        assert (await failure_of(read_all(outbound, f"{host.url}/", timeout=60.0))).reason is reason
 
 
 async def test_exceptions_of_the_caller_are_not_converted(host: ScriptedHost, outbound: OutboundClient) -> None:

@@ -1,18 +1,19 @@
 import asyncio
-import math
 import ssl
 from asyncio.sslproto import SSLProtocol
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp.client_proto import ResponseHandler
 from websockets.asyncio.server import ServerConnection, serve
 
+from indexer.net.relay import stream_socket
 from indexer.net.relay.stream_socket import (
     FEW_BYTES,
     MANY_BYTES,
@@ -32,10 +33,7 @@ Message = tuple[float, bytes]
 
 @asynccontextmanager
 async def stream_of(
-    messages: Iterable[Message],
-    read_interval: float,
-    tls: ssl.SSLContext | None = None,
-    bytes_per_second: float = math.inf,
+    messages: Iterable[Message], read_interval: float, tls: ssl.SSLContext | None = None, **rates: Any
 ) -> AsyncIterator[StreamSocket]:
     """Open the stream of a relay that sends these messages, and then nothing."""
 
@@ -45,91 +43,92 @@ async def stream_of(
             await connection.send(data)
         await connection.wait_closed()
 
-    async with serve(send, "127.0.0.1", 0, ssl=tls) as server:
+    async with serve(send, "127.0.0.1", 0, ssl=tls, ping_interval=None) as server:
         port = server.sockets[0].getsockname()[1]
-        settings = ConnectionSettings(read_interval=read_interval, bytes_per_second=bytes_per_second)
+        settings = ConnectionSettings(read_interval=read_interval, **rates)
         scheme = "ws" if tls is None else "wss"
         async with open_stream(f"{scheme}://127.0.0.1:{port}", None, 1_000_000, "tests", settings) as stream:
             yield stream
 
 
-async def arrivals(messages: Sequence[Message], read_interval: float) -> list[float]:
-    """Receive all messages; return when each arrived, in seconds since the first one."""
-    times = []
-    async with asyncio.timeout(30), stream_of(messages, read_interval) as stream:
-        for _, data in messages:
-            assert await stream.receive() == data
-            times.append(monotonic())
-    return [time - times[0] for time in times]
+class Recorded(ReadTimes):
+    """Also counts the reads of the socket, and notes the lengths of the intervals in seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+        self.intervals: list[float] = []
+
+    def plan(self, stream: object, at: float, tolerance: float) -> float:
+        self.intervals.append(2 * tolerance)
+        return super().plan(stream, at, tolerance)
 
 
-def reads(times: Sequence[float]) -> int:
-    """Return the number of groups of messages that arrived together."""
-    return 1 + sum(after - before > INTERVAL / 2 for before, after in pairwise(times))
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    recorded, received = Recorded(), ResponseHandler.data_received
+
+    def count(protocol: ResponseHandler, data: bytes) -> None:
+        recorded.reads += 1
+        received(protocol, data)
+
+    monkeypatch.setattr(ResponseHandler, "data_received", count)
+    return recorded
 
 
-async def test_few_messages_are_read_together_once_per_interval() -> None:
-    times = await arrivals([(0.01, b"%d" % number) for number in range(50)], INTERVAL)
-    assert 3 <= reads(times) <= times[-1] / INTERVAL + 1
+async def test_few_messages_are_read_together_once_per_interval(recorded: Recorded) -> None:
+    messages = [(0.01, b"%d" % number) for number in range(50)]
+    async with asyncio.timeout(30), stream_of(messages, INTERVAL, read_times=recorded) as stream:
+        began, recorded.reads = monotonic(), 0
+        assert [await stream.receive() for _ in messages] == [data for _, data in messages]
+    assert 3 <= recorded.reads <= (monotonic() - began) / INTERVAL + 1
 
 
-async def test_intervals_are_shorter_while_more_than_few_bytes_arrive() -> None:
-    bytes_per_second = 2_000_000
-
-    def messages() -> Iterable[Message]:
-        """Yield as many bytes as the time since the last ones makes due, however slow the machine is."""
-        last = monotonic()
-        for _ in range(10_000):
-            now = monotonic()
-            yield 0.005, bytes(1 + int(bytes_per_second * (now - last)))
-            last = now
-
-    times: list[float] = []
-    async with asyncio.timeout(30), stream_of(messages(), INTERVAL) as stream:
-        while not times or times[-1] < times[0] + 15 * INTERVAL:
+async def test_intervals_are_shorter_while_more_than_few_bytes_arrive(recorded: Recorded) -> None:
+    messages = [(0.01, bytes(FEW_BYTES))] * 10 + [(0.01, b"")] * 50
+    async with asyncio.timeout(30), stream_of(messages, INTERVAL, read_times=recorded) as stream:
+        for _ in messages:
             await stream.receive()
-            times.append(monotonic())
-    assert bytes_per_second * INTERVAL * SHORT_INTERVAL > FEW_BYTES
-    assert bytes_per_second * INTERVAL < MANY_BYTES
-    assert reads(times) > 1.1 * (times[-1] - times[0]) / INTERVAL
+    first, second, *_, last = recorded.intervals
+    assert [first, second, last] == pytest.approx([INTERVAL, INTERVAL * SHORT_INTERVAL, INTERVAL])
 
 
-async def test_other_tasks_see_the_messages_of_one_read_together() -> None:
-    received: list[float] = []
+async def test_other_tasks_see_the_messages_of_one_read_together(recorded: Recorded) -> None:
+    received = 0
     arrived = asyncio.Event()
     seen: list[int] = []
 
     async def take() -> None:
         while await arrived.wait():
             arrived.clear()
-            seen.append(len(received))
+            seen.append(received)
 
     taking = asyncio.create_task(take())
-    async with asyncio.timeout(30), stream_of([(0.01, b"a")] * 50, INTERVAL) as stream:
+    async with asyncio.timeout(30), stream_of([(0.01, b"a")] * 50, INTERVAL, read_times=recorded) as stream:
+        recorded.reads = 0
         for _ in range(50):
             await stream.receive()
-            received.append(monotonic())
+            received += 1
             arrived.set()
         await until(lambda: seen[-1] == 50)
     taking.cancel()
-    assert len(seen) < 1.5 * reads(received)
+    assert len(seen) < 1.5 * recorded.reads
 
 
-async def test_message_after_a_pause_is_read_at_once() -> None:
-    """The second message is sent after one and a half intervals. Reads at fixed times would get it after two."""
-    async with asyncio.timeout(30), stream_of([(0, b"first"), (1.5, b"second")], 1.0) as stream:
-        assert await stream.receive() == b"first"
-        first_at = monotonic()
-        assert await stream.receive() == b"second"
-        assert monotonic() - first_at < 1.9
+async def test_message_after_a_pause_is_read_at_once(recorded: Recorded) -> None:
+    """Reading is not paused again at the end of an interval, before something has arrived."""
+    messages = [(0, b"first"), (1.5 * INTERVAL, b"second")]
+    async with asyncio.timeout(30), stream_of(messages, INTERVAL, read_times=recorded) as stream:
+        assert [await stream.receive() for _ in messages] == [b"first", b"second"]
+    assert recorded.intervals == [INTERVAL] * 2
 
 
 async def test_many_messages_are_read_without_pauses() -> None:
     """The system holds only a part of them, so with a pause after each read they would take many intervals."""
     messages = [(0.0, number.to_bytes(2) * 25_000) for number in range(500)]
-    times = await arrivals(messages, 10 * INTERVAL)
     assert sum(len(data) for _, data in messages) > 100 * MANY_BYTES
-    assert times[-1] < 5 * 10 * INTERVAL
+    async with asyncio.timeout(30), stream_of(messages, 10 * INTERVAL) as stream:
+        assert [await stream.receive() for _ in messages] == [data for _, data in messages]
 
 
 async def test_reading_stays_paused_while_many_bytes_wait() -> None:
@@ -153,17 +152,22 @@ async def test_reading_stays_paused_while_many_bytes_wait() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 10_000])
-async def test_messages_are_received_at_the_limited_rate(size: int) -> None:
+async def test_messages_are_received_at_the_limited_rate(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock only advances while messages wait for their turn."""
+    clock, sleep, receiving = [0.0], asyncio.sleep, asyncio.current_task()
+
+    async def pass_time(seconds: float) -> None:
+        clock[0] += seconds if asyncio.current_task() is receiving else 0.0
+        await sleep(0)
+
+    monkeypatch.setattr(stream_socket, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(asyncio, "sleep", pass_time)
     cost = MESSAGE_COST + size
     messages: list[Message] = [(0, bytes(size))] * 250
     async with asyncio.timeout(30), stream_of(messages, 0, bytes_per_second=100 * cost) as stream:
-        await stream.receive()
-        began, times = monotonic(), list[float]()
-        for _ in messages[1:]:
-            await stream.receive()
-            times.append(monotonic() - began)
-    assert times[50] < 0.5, "a short burst is received at once"
-    assert times[-1] > 1.4
+        times = [clock[0] for _ in messages if await stream.receive()]
+    assert times[99] == 0, "a short burst is received at once"
+    assert 1.4 < times[-1] < 2.6
 
 
 async def test_socket_is_read_once_per_interval_with_tls(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
