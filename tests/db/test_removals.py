@@ -431,7 +431,7 @@ async def test_full_scope_of_removals_is_read_and_dead_letters_are_stored_quickl
     for action in ("hide", "show"):
         await sql.execute(
             "insert into indexer.removal (target, action, role, version) "
-            "select 'at://' || $1 || '/app.test.note/' || n, $2, '', 2 from generate_series(1, 10000) n",
+            "select 'at://' || $1 || '/app.test.note/' || n, $2, '', 2 from generate_series(1, 20000) n",
             did("shown"), action,
         )  # fmt: skip
     for names in (["many", *range(500)], ["shown"] * 500):
