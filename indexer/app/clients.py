@@ -39,7 +39,7 @@ def open_outbound_client(
     timeouts: Timeouts | None = None,
     pauses: HostPauses | None = None,
 ) -> OutboundClient:
-    """Return the client for all outbound requests except the stream and the webhook, which its block closes.
+    """Return the client for all outbound requests except the stream and the webhook, to be used in a block.
 
     It calls `on_request` with the result of each request. `timeouts` are those of a request, `pauses` those of a host
     whose requests fail. Default: those of the classes.
@@ -66,7 +66,7 @@ def open_outbound_client(
 def open_webhook_client(
     settings: Settings, on_request: Callable[[str], None], timeouts: Timeouts, pauses: HostPauses
 ) -> AbstractAsyncContextManager[OutboundClient | None]:
-    """Return the client for the webhook, which its block closes; the block gets None if the settings name no webhook.
+    """Return the client for the webhook, to be used in a block, which gets None if the settings name no webhook.
 
     The operator chose its URL, so it may have any address.
     """

@@ -67,9 +67,9 @@ def command(
 ) -> Callable[[Implementation[P]], click.Command]:
     """Return a decorator that makes a command of a coroutine function, and adds it to `group` if there is one.
 
-    The function takes the settings as its first argument, no `--config`, `--json` and `--yes`, and returns the exit
-    code; None: OK. `load` returns the settings; its argument is the file that `--config` names. The default is
-    `load_settings`.
+    The first argument of the function is the settings, its result the exit code; None: OK. It gets no `--config`,
+    `--json` and `--yes`: `json_wanted` and `confirm` read them. `load` returns the settings; its argument is the file
+    that `--config` names. The default is `load_settings`.
     """
 
     def decorate(function: Implementation[P]) -> click.Command:

@@ -34,7 +34,8 @@ async def redact_command(settings: Settings, *, target: Target, reason: str | No
     """Delete a record, an account or a collection, and never store it again.
 
     This is irreversible. The command returns when the content is deleted from the database. It asks for confirmation,
-    and needs --yes if there is no terminal. An account becomes untracked, a collection leaves the scope.
+    and needs --yes if there is no terminal. An account becomes untracked, a collection leaves the scope. A collection
+    without a record must be named in the scope.
     """
     async with connect_database(settings) as db:
         if target[0] is None and (owner := await db.identities.did_of_handle(target[1] or "")):

@@ -70,7 +70,7 @@ class Connections:
     async def open(cls, dsn: str, *, connections: int = 10, readonly: bool = False) -> Self:
         """Connect to the database, which has a schema. With `readonly`, the server rejects every write.
 
-        Resyncs use all but `RESERVED_CONNECTIONS` of the connections of the pool.
+        The pool has `connections` connections. Resyncs use all but `RESERVED_CONNECTIONS` of them.
 
         Raises:
             SettingsError: The operator has to correct something, such as the URL or the password, or to complete an

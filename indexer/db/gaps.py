@@ -183,7 +183,7 @@ async def close_gaps(
 class OpenGaps:
     """Opens and closes gaps, and has a copy of the open ones for readiness, metrics and the reconciliation.
 
-    Every method but `run` raises `DatabaseError` for a transient error, and retries nothing itself.
+    Every method that uses the database but `run` raises `DatabaseError` for a transient error, and retries nothing.
 
     Attributes:
         interval: Seconds after which the open gaps are loaded again.

@@ -210,7 +210,8 @@ class HostLists(Area):
         """Return the hosts whose lists are to be read: those that do not fail are first.
 
         The buckets are those of the names of hosts. A list that was read after `since` is not due, unless that failed,
-        or the host is `followed`: then it is due again `page_seconds` for each page after its last reading.
+        or the host is `followed`: then it is due again `page_seconds` for each page after its last reading. Both
+        times are Unix seconds.
         """
         rows = await self._fetch(_DUE, list(buckets), since, now, list(followed), page_seconds)
         return [host for (host,) in rows]

@@ -200,9 +200,9 @@ class Identities(Area):
         return stored
 
     async def save(self, stored: Sequence[StoredIdentity]) -> None:
-        """Store identities, unless a later reading is stored or the account is redacted. Of several the last is stored.
+        """Store identities, unless a later reading is stored or the account is redacted.
 
-        Logs a change for each account that has another PDS or another handle.
+        Of several for one DID the last one is stored. Logs a change for each account that has another PDS or handle.
 
         Rows of several parts of the layout are not locked in the order of DIDs. If several processes save the same
         identities at once, this may be a deadlock. Then one of the transactions fails, and `IdentityCache` saves its

@@ -6,17 +6,18 @@ account is untracked, and stays so.
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
-from time import time
+from time import monotonic, time
 from typing import Any
 
 from indexer.crash_points import crash_point
 from indexer.db import identities
 from indexer.db.columns import buckets_of, columns_of, of_buckets, repo_of, unnest
 from indexer.db.connections import Area
+from indexer.db.database_errors import DatabaseError
 from indexer.db.repos import LOAD_REPOS
 from indexer.db.scope import holds, invalid_arguments
 from indexer.db.write import change_repos, write
-from indexer.reasons import Desync
+from indexer.reasons import Desync, FetchFailure
 from indexer.sync.changes import Batch, RecordKey
 from indexer.sync.plan import plan_removal
 from indexer.sync.repo import Repo, SyncStatus, Trigger, desynchronize
@@ -29,6 +30,8 @@ PAUSE = 5.0
 """Seconds until a repo may be claimed again whose resync was ended, so that its records can be deleted."""
 RETRY_SECONDS = 0.1
 """Pause between two looks at whether other transactions have ended."""
+WRITERS_SECONDS = 120.0
+"""Maximum time to wait for other transactions. Those of the indexer are shorter."""
 
 _KEY = {"did": "text", "collection": "text", "rkey": "text"}
 _STORED = f"""
@@ -51,7 +54,7 @@ _DELETE_SET_ASIDE = """
 _DELETE_IDENTITY = "delete from indexer.identity where did = $1 and bucket = $2"
 # A statement locks its table before it sees which removals are committed, and its transaction holds the lock.
 _WRITING = """
-    select virtualtransaction from pg_locks
+    select pid, virtualtransaction from pg_locks
     where mode = 'RowExclusiveLock' and relation in ('indexer.dead_letter'::regclass, 'indexer.identity'::regclass)
         and database = (select oid from pg_database where datname = current_database())
 """
@@ -115,9 +118,16 @@ class Removals(Area):
         The parts that the target does not name are None. With a whole account, its identity is deleted, too. Resyncs
         end that have buffered messages with records of a collection. First, this waits for the end of transactions that
         may not have seen the removal: what they store is not visible before.
+
+        Raises:
+            DatabaseError: The database is unavailable, or such a transaction takes longer than `WRITERS_SECONDS`.
         """
-        writing = set(await self._fetch(_WRITING))
-        while writing.intersection(await self._fetch(_WRITING)):  # noqa: ASYNC110 - they are of other processes
+        writing, end = set(await self._fetch(_WRITING)), monotonic() + WRITERS_SECONDS
+        while writing := writing.intersection(await self._fetch(_WRITING)):
+            if monotonic() > end:
+                pids = ", ".join([str(pid) for pid, _ in writing])
+                text = f"the transactions of these sessions (pids) do not end: {pids}; end them, and repeat the command"
+                raise DatabaseError(FetchFailure.TIMEOUT, text)
             await asyncio.sleep(RETRY_SECONDS)
         text = did or f"{collection}/"
         for (buffering,) in () if did else await self._fetch(_BUFFERING, text):

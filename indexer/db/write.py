@@ -89,7 +89,7 @@ _INSERT_REPOS = f"""
 def _update_repos(columns: Columns, *others: str) -> str:
     """Return the statement that takes the buckets, an array for each column, and the expected versions.
 
-    It returns the DIDs that were written.
+    `others` are further assignments. It returns the DIDs that were written.
     """
     values = stored_values(columns, "w").items()
     assignments = [f"{name} = {value}" for name, value in values if name not in {"did", "bucket"}]

@@ -104,16 +104,18 @@ async def database(
 class EmbeddedPostgres:
     """One server for a cluster. `settings` are settings of Postgres, which override the defaults."""
 
-    _cluster: Cluster
-    _settings: Mapping[str, str]
-    _on_restart: Callable[[], None]
-    _stage: StageProgress
-    _user: int | None = None
+    cluster: Cluster
+    settings: Mapping[str, str]
+    on_restart: Callable[[], None]
+    stage: StageProgress
+
+    def __post_init__(self) -> None:
+        self._user: int | None = None
 
     @property
     def dsn(self) -> str:
         """The connection string of the database."""
-        return f"postgresql://postgres@/{DATABASE}?host={quote(str(self._cluster.socket))}&port={PORT}"
+        return f"postgresql://postgres@/{DATABASE}?host={quote(str(self.cluster.socket))}&port={PORT}"
 
     async def start(self) -> None:
         """Use the running server, or start one; wait until it accepts connections."""
@@ -123,8 +125,8 @@ class EmbeddedPostgres:
                     await asyncio.sleep(POLL_SECONDS)
         except TimeoutError:
             message = (
-                f"an earlier server in {self._cluster.directory} does not end, or the present one does not accept "
-                f"connections; see {self._cluster.log}"
+                f"an earlier server in {self.cluster.directory} does not end, or the present one does not accept "
+                f"connections; see {self.cluster.log}"
             )
             raise UnavailableError(FetchFailure.TIMEOUT, message) from None
 
@@ -132,14 +134,14 @@ class EmbeddedPostgres:
         """Stop the server, unless other processes use it. Open transactions are rolled back."""
         if self._user is not None:
             user, self._user = self._user, None
-            await self._cluster.leave(user)
+            await self.cluster.leave(user)
 
     async def keep_alive(self) -> None:
         """Restart the server whenever it ends. Runs until it is cancelled."""
         while True:
-            await self._cluster.wait_until_ended()
-            log.error("postgres.ended", log=str(self._cluster.log))
-            with self._stage.busy():
+            await self.cluster.wait_until_ended()
+            log.error("postgres.ended", log=str(self.cluster.log))
+            with self.stage.busy():
                 for pause in chain(RESTART_PAUSE_SECONDS, repeat(RESTART_PAUSE_SECONDS[-1])):
                     await asyncio.sleep(pause)
                     try:
@@ -148,21 +150,21 @@ class EmbeddedPostgres:
                     except (OSError, UnavailableError, SettingsError) as error:
                         log.error("postgres.not-restarted", error=str(error))  # noqa: TRY400 - no traceback
             log.info("postgres.restarted")
-            self._on_restart()
+            self.on_restart()
 
     async def _use(self) -> bool:
         """Use a server that accepts connections; return False if another process starts or stops one."""
         if self._user is None:
-            self._user = self._cluster.use()
+            self._user = self.cluster.use()
         if self._user is None:
             return False
-        settings = {**_default_settings(), **self._settings, "listen_addresses": "", "port": str(PORT)}
+        settings = {**_default_settings(), **self.settings, "listen_addresses": "", "port": str(PORT)}
         options = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
-        started = await self._cluster.start(options)
+        started = await self.cluster.start(options)
         while not await self._is_ready():
-            if self._cluster.has_ended():
+            if self.cluster.has_ended():
                 if started:
-                    words = " ".join(self._cluster.log.read_text(errors="replace").splitlines()[-3:])
+                    words = " ".join(self.cluster.log.read_text(errors="replace").splitlines()[-3:])
                     raise UnavailableError(FetchFailure.UNREACHABLE, f"the embedded Postgres ended: {words}")
                 return False
             await asyncio.sleep(POLL_SECONDS)
@@ -170,7 +172,7 @@ class EmbeddedPostgres:
 
     async def _is_ready(self) -> bool:
         """Return True if the server accepts connections."""
-        socket = str(self._cluster.socket)
+        socket = str(self.cluster.socket)
         try:
             connection = await asyncpg.connect(
                 host=socket, port=PORT, user="postgres", database=DATABASE, timeout=CONNECT_TIMEOUT

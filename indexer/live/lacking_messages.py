@@ -79,7 +79,7 @@ class LackingMessages:
                 accounts.add(did)
 
     def add(self, relay: str, did: str, rev: str, now: float, *, is_new: bool) -> None:
-        """Note a message that a stream has brought. It `is_new` if it is authentic and above all known revs.
+        """Note a message that a stream has brought. With `is_new`, it is authentic and has the highest known rev.
 
         `now` is in monotonic seconds, which never decrease from call to call.
         """

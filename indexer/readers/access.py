@@ -51,7 +51,8 @@ class Access:
     def guard(self, handler: Handler) -> Handler:
         """Return a handler that answers clients that are not admitted with status 401 or 403.
 
-        Every error has a JSON body, also those of the HTTP server itself, such as a body that is too large.
+        Every error has a JSON body, also those of the HTTP server itself, such as a body that is too large. A scope
+        that is not valid is answered with 400, and any request with 503 while the database does not answer.
         """
 
         async def guarded(request: web.Request) -> web.StreamResponse:

@@ -42,9 +42,11 @@ class PlanContext:
     now: float  # Unix seconds
     origin: Origin = NO_STREAM  # the stream of the event. Those of a batch may come from several
     refused: frozenset[str] = frozenset()  # unknown DIDs that add no repo: their registered domain added too many
-    limited: frozenset[str] = frozenset()  # accounts of hosts that added too many: a first commit replaces no fetch
+    limited: frozenset[str] = (
+        frozenset()
+    )  # accounts of hosts that added too many: a first commit does not replace a fetch
     other_streams: bool = False  # another stream may bring the commits that are missing before one
-    overdue: AbstractSet[str] = frozenset()  # no stream has brought their missing commits in time
+    overdue: AbstractSet[str] = frozenset()  # accounts whose missing commits no stream has brought in time
     verify: Callable[[CommitEvent, PublicKey, Limits], VerifiedCommit] = verify_commit
 
     @property
@@ -59,7 +61,7 @@ class KeyState(NamedTuple):
     key: PublicKey | None  # None if the identity has none or, with `available` false, if it could not be fetched
     available: bool = True  # False if no lookup succeeded
     final: bool = False  # True if no newer lookup is possible for this event
-    stale: bool = False  # known to have changed: a signature that this key does not verify proves nothing
+    stale: bool = False  # the identity has changed: a signature that this key does not verify proves nothing
     host: str | None = None  # the network location of the account's PDS
     doubtful: bool = False  # the directory denies the DID, perhaps wrongly: nothing can be checked until it is certain
     fetched_at: float = 0.0  # Unix seconds at which the identity was fetched

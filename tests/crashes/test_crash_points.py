@@ -439,7 +439,7 @@ async def test_killed_while_records_are_redacted(
             record_property("deaths", world.deaths.total())
 
 
-RANDOM_DEATHS = 40
+RANDOM_DEATHS, SAMPLED_RANDOM_DEATHS = 40, 5
 MIN_ROUNDS = 3
 GROUP = 10
 """Deaths after which everything is compared."""
@@ -463,14 +463,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("random_seed", range(1, rounds + 1))
 
 
-@pytest.mark.proof("crashes")
-async def test_killed_at_random(
-    database: str, tmp_path: Path, record_property: RecordProperty, random_seed: int
-) -> None:
+async def die_at_random(database: str, directory: Path, seed: int, deaths: int) -> None:
     """Half of the deaths are at a point that is reached for the first, second or third time, half after any time."""
-    settings = EVERYTHING if random_seed % 2 else {}
-    async with death_world(database, tmp_path, settings, seed=random_seed) as world:
-        for number in range(1, RANDOM_DEATHS + 1):
+    async with death_world(database, directory, EVERYTHING if seed % 2 else {}, seed=seed) as world:
+        for number in range(1, deaths + 1):
             if world.random.random() < 0.5:
                 death = Death(world.random.choice(FREQUENT), world.random.random() < 0.5, world.random.randint(1, 3))
                 await world.die(death, nothing, keep_busy)
@@ -479,8 +475,21 @@ async def test_killed_at_random(
             if number % GROUP == 0:
                 await world.settle()
         await world.settle()
-        assert world.deaths.total() == RANDOM_DEATHS
+        assert world.deaths.total() == deaths
+
+
+@pytest.mark.proof("crashes")
+async def test_killed_at_random(
+    database: str, tmp_path: Path, record_property: RecordProperty, random_seed: int
+) -> None:
+    await die_at_random(database, tmp_path, random_seed, RANDOM_DEATHS)
     record_property("deaths", RANDOM_DEATHS)
+
+
+@pytest.mark.slow
+async def test_killed_a_few_times_at_random(database: str, tmp_path: Path, record_property: RecordProperty) -> None:
+    await die_at_random(database, tmp_path, 1, SAMPLED_RANDOM_DEATHS)
+    record_property("deaths", SAMPLED_RANDOM_DEATHS)
 
 
 TRIM_DEATHS = [*both("change-log.truncated"), Death("change-log.segment")] * 2

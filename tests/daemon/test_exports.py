@@ -176,6 +176,7 @@ async def test_commits_during_a_resync_are_buffered_and_applied(database: str, t
         assert daemon.export_requests == 1
         live = {action: daemon.counter("record_changes", action=action, live="true") for action in ("update", "delete")}
         assert live == {"update": 1, "delete": 1}
+        assert daemon.counter("record_changes", action="create", live="false") > 0
         await assert_change_log_consistent(database)
 
 

@@ -88,6 +88,22 @@ async def test_commits_deletes_accounts_and_statuses_are_found_without_hints(dat
         await until(lambda: not daemon.stages.probe.not_ready(), daemon.stages.probe.not_ready)
 
 
+async def test_repos_of_a_host_that_was_down_come_back_with_what_they_missed(database: str, tmp_path: Path) -> None:
+    async with silent_daemon(database, tmp_path) as daemon:
+        ada, bob = daemon.network.accounts.values()
+        await ada.pds.stop()
+
+        async def is_unknown() -> bool:
+            return bool(await column(daemon, "sync_reason", ada) == "status-unknown")
+
+        await until(is_unknown)
+        assert await column(daemon, "complete_at", ada) is None
+        assert await column(daemon, "sync_status", bob) == "synchronized"
+        ada.create(LIKE, {"$type": LIKE, "number": 1})
+        await ada.pds.start()
+        await equal(daemon)
+
+
 async def test_daemon_is_not_ready_while_no_pass_has_ended(database: str, tmp_path: Path) -> None:
     async with silent_daemon(database, tmp_path) as daemon:
         checks = daemon.stages.repo_checks

@@ -1,5 +1,6 @@
 """`indexer status` says what `/readyz` says, and at once that no daemon runs."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,8 @@ async def test_status_says_at_once_that_a_killed_daemon_does_not_run(db: Databas
     async with FaultyNetwork() as network:
         async with daemon_process(network, dsn, tmp_path):
             await until(lambda: _is_ready(db))
-        await until(lambda: _has_ended(db))
+        async with asyncio.timeout(20):
+            await until(lambda: _has_ended(db))
 
 
 async def _has_ended(db: Database) -> bool:

@@ -383,6 +383,20 @@ async def test_redaction_waits_for_transactions_that_may_have_begun_before_it(
     assert await sql.fetchval(f"select count(*) from indexer.{table}") == 0  # noqa: S608
 
 
+async def test_redaction_names_the_session_whose_transaction_does_not_end(
+    db: Database, sql: asyncpg.Connection, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("indexer.db.removals.WRITERS_SECONDS", 0.0)
+    writing = await asyncpg.connect(database)
+    async with writing.transaction():
+        await dead_letters.insert(writing, [letter("a", b"frame", 1)])
+        with pytest.raises(DatabaseError, match=rf"pids\) do not end: {writing.get_server_pid()};"):
+            await db.removals.delete_messages(did("a"), None, None)
+    await writing.close()
+    assert await sql.fetchval("select count(*) from indexer.dead_letter") == 1
+    assert await db.removals.delete_messages(did("a"), None, None) == 1
+
+
 def letter(name: object | None, frame: bytes, seq: int) -> DeadLetter:
     sender = None if name is None else did(name)
     return DeadLetter("wss://relay.test", seq, sender, "commit", Rejection.SIGNATURE_INVALID, "", frame)

@@ -191,8 +191,8 @@ class ListedHost(NamedTuple):
 class ListPage(Generic[Entry]):
     """A page of a list, in the order of the host.
 
-    `invalid` says what is wrong with each entry that names no account or host, or has another field that is not valid.
-    Of the latter, the other fields are used.
+    `invalid` says what is wrong with each entry that names no account or host, and with other fields of accounts: the
+    rest of such an entry is used.
     """
 
     entries: tuple[Entry, ...]

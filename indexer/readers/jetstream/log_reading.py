@@ -112,7 +112,7 @@ class EventWindow:
         self._notify()
 
     def after(self, seq: int) -> EventChunk | None:
-        """Return the chunk with the change that follows the number `seq`, not before `first`; None if none follows."""
+        """Return the chunk with the change that follows `seq`, which is not before `first`; None if none follows."""
         index = bisect_right(self._chunks, seq, key=lambda chunk: chunk.end.seq)
         return self._chunks[index] if index < len(self._chunks) else None
 

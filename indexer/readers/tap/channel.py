@@ -68,7 +68,7 @@ class Channel:
         return websocket
 
     async def _serve(self, websocket: web.WebSocketResponse, *, acks: bool) -> str:
-        """Serve a client; return why the connection ends. It is noticed also while another process owns the feed."""
+        """Serve a client; return why the connection ends. The end is noticed even if another process owns the feed."""
         deliveries = asyncio.create_task(self._feed.deliveries())
         sent = self._metrics.feed_events["tap"].inc
         client = _Client(websocket, deliveries, self.retry_seconds, sent, acks)

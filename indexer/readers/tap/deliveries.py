@@ -42,12 +42,19 @@ MAX_DUE = 100
 
 
 class RefusalLimits(NamedTuple):
-    """When a refused event is set aside: after so many attempts and so much time."""
+    """When a refused event is set aside.
 
-    attempts: int = 10  # those between which clients have acknowledged other events; and
-    seconds: float = 900.0  # after the first of them
-    repo_attempts: int = 3  # these are enough if an event of its repo was set aside before
-    max_age: float = math.inf  # a change that waits in such a repo is set aside when it is older than this, in seconds
+    Attributes:
+        attempts: After so many attempts, if clients have acknowledged other events between them,
+        seconds: and so many seconds after the first one.
+        repo_attempts: After so many attempts if an event of its repo was set aside before.
+        max_age: A change that waits in such a repo is set aside when it is older than this, in seconds.
+    """
+
+    attempts: int = 10
+    seconds: float = 900.0
+    repo_attempts: int = 3
+    max_age: float = math.inf
 
     @classmethod
     def below(cls, consumer_lag_limit: float) -> Self:
