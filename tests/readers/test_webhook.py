@@ -8,8 +8,10 @@ import pytest
 import structlog
 
 from indexer.demo.local_repo import Write
+from indexer.errors import UnavailableError
 from indexer.net.http.host_limits import HostPauses
 from indexer.readers.tap.deliveries import RefusalLimits
+from indexer.reasons import FetchFailure
 from indexer.telemetry.conditions import WEBHOOK_FAILING
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
 from tests.faulty_network import FaultyNetwork
@@ -19,6 +21,7 @@ from tests.readers.webhook_server import Event, WebhookServer
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
+HOST_PAUSED, THROTTLED = FetchFailure.HOST_PAUSED, FetchFailure.THROTTLED
 
 
 def retry_soon(daemon: RunningDaemon) -> None:
@@ -122,6 +125,29 @@ async def test_event_that_a_webhook_refuses_forever_is_reported_apart_from_a_web
             expected = [f"{number:03}" for number in range(10)]
             assert sorted(rkeys(server.accepted, account.did)) == expected
             assert [rkey for rkey in rkeys(server.accepted, account.did) if rkey != "000"] == expected[1:]
+
+
+async def test_event_is_not_refused_if_the_host_of_the_webhook_gets_no_requests(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with WebhookServer() as server, tap_daemon(database, tmp_path, webhook_url=server.url) as daemon:
+        client = daemon.stages.webhook_client
+        assert client is not None
+        send = client.post
+        pauses = [UnavailableError(reason, retry_after=0.01) for reason in (HOST_PAUSED, THROTTLED)] * 3
+
+        async def send_after_pauses(*arguments: Any, **options: Any) -> int:
+            if pauses:
+                raise pauses.pop()
+            return await send(*arguments, **options)
+
+        monkeypatch.setattr(client, "post", send_after_pauses)
+        (await daemon.stages.tap_feed.deliveries()).limits = RefusalLimits(attempts=1, seconds=0.0)
+        with structlog.testing.capture_logs() as lines:
+            account = daemon.create_account("ada.test", records=2)
+            await until(lambda: rkeys(server.accepted, account.did) == ["000", "001"])
+        assert (pauses, daemon.stages.tap_feed.set_aside) == ([], 0)
+        assert WEBHOOK_FAILING.name not in [line.get("condition") for line in lines]
 
 
 async def test_array_is_in_order_within_each_repo_and_acknowledged_as_one(database: str, tmp_path: Path) -> None:
