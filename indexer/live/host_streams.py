@@ -84,7 +84,7 @@ class HostStreams:
 
     db: Database
     inbox: Inbox
-    positions: list[StreamPosition]  # those of the streams are added and removed
+    positions: list[StreamPosition]  # of all streams; those of hosts are added and removed
     open_stream: Callable[[str], Stream]  # returns the stream of the host with this URL
     settings: HostStreamSettings
     metrics: Metrics

@@ -28,7 +28,7 @@ class _Stream:
     # one string, which takes half of the memory of a tuple.
     missing: dict[str, float] = field(default_factory=dict)
     inactive: set[str] = field(default_factory=set)  # accounts that are not active, in the relay's own words
-    withheld: set[str] = field(default_factory=set)  # those of them that it withholds
+    withheld: set[str] = field(default_factory=set)  # inactive accounts whose messages the relay withholds
     newest: float = -inf  # when the newest of the messages that it has brought arrived for the first time
     charged: int = 0  # the number of messages with which it was charged
     charged_at: float = -inf  # when it was charged last

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from indexer.app.daemon import open_daemon
 from indexer.cli.demo import compare
 from indexer.demo.local_relay import message_frame
 from indexer.demo.local_repo import Write
 from indexer.demo.scenario import Scenario
 from tests.daemon.running_daemon import POST, RunningDaemon, commit_payload, post, running_daemon
-from tests.daemon_harness import wait_for_cursor
+from tests.daemon_harness import settings_for, wait_for_cursor
 from tests.database_checks import assert_change_log_consistent
 from tests.faulty_network import FaultyNetwork
 from tests.waiting import until
@@ -104,6 +105,17 @@ async def test_losing_one_of_two_relays_opens_no_gap_and_causes_no_resync_and_no
             await wait_until_read(daemon, lost)
         await until(lambda: "relay-failing" not in str(daemon.stages.conditions.active()))
         await assert_nothing_was_lost_or_doubled(daemon)
+
+
+async def test_streams_of_all_relays_wait_for_the_first_entry_of_each(database: str, tmp_path: Path) -> None:
+    relays = "ws://127.0.0.1:1,ws://127.0.0.1:2"
+    async with open_daemon(settings_for("", "http://127.0.0.1:3", tmp_path, relays=relays), database) as daemon:
+        first, second = [stream.continuity for stream in daemon.streams]
+        assert first is not None
+        assert second is not None
+        assert first.first_entries is not None
+        assert first.first_entries is second.first_entries
+        assert first.first_entries.parties == 2
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ class _Refused:
     attempts: int = 0
     refusals: int = 1  # the first attempt, and those before which clients had acknowledged other events
     since: float = field(default_factory=time)  # when the first one was, in Unix seconds
-    failure: str = ""  # what happened the last time
+    failure: str = ""  # why the last attempt failed
 
 
 @dataclass(slots=True)
